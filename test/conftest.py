@@ -1,0 +1,34 @@
+"""Shared set-up: on a machine without a GPU, Triton kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton, which reads it once.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+warnings.filterwarnings("ignore", message=".*register_constant.*")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> str:
+    """The device that tests run on: the GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,23 @@
+"""Formats: what a block-scaled format is, as data, and the bit codecs of its elements."""
+
+from torchao_blockwise.formats.block_format import FORMATS, BlockFormat, Scales, get_format, register_format
+from torchao_blockwise.formats.elements import E2M1, E2M1_VALUES, E4M3, Element
+from torchao_blockwise.formats.fp8 import FP8_1X128, FP8_128X128
+from torchao_blockwise.formats.nvfp4 import NVFP4_1X16, NVFP4_16X16, global_scale_of
+
+__all__ = [
+    "E2M1",
+    "E2M1_VALUES",
+    "E4M3",
+    "FORMATS",
+    "FP8_1X128",
+    "FP8_128X128",
+    "NVFP4_1X16",
+    "NVFP4_16X16",
+    "BlockFormat",
+    "Element",
+    "Scales",
+    "get_format",
+    "global_scale_of",
+    "register_format",
+]

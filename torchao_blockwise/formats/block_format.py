@@ -1,0 +1,98 @@
+"""What a block format is: block shape, element, scale dtype and the rule from amax to scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, NamedTuple
+
+import torch
+
+from torchao_blockwise.formats.elements import Element
+
+
+class Scales(NamedTuple):
+    """What the amax of each block decides; shapes follow the grid of block amaxes.
+
+    encode: fp32 factor that a value is multiplied by before it is rounded to an element.
+    scale: stored block scale; x ≈ qdata · scale [· global_scale].
+    global_scale: fp32 scalar, or None where the format has none.
+    """
+
+    encode: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A block-scaled format as data. References are generic over it; kernels take their constants from it.
+
+    name: unique; ops carry formats by name.
+    block: (rows, columns) that share one scale; columns run along the contraction.
+    compute_scales: (block_amax f32 grid, tensor_amax f32 scalar or None, power_of_2_scales) -> Scales.
+    min_amax: an amax below it is raised to it.
+    scale_max: the largest block scale that can be stored, where the scale itself is quantised.
+    transposed_scales: the scale grid is stored [column blocks, rows] and not [row blocks, column blocks].
+    has_global_scale: quantising needs the amax of the whole tensor.
+    """
+
+    name: str
+    element: Element
+    block: tuple[int, int]
+    scale_dtype: torch.dtype
+    compute_scales: Callable[[torch.Tensor, torch.Tensor | None, bool], Scales]
+    min_amax: float = 0.0
+    scale_max: float = float("inf")
+    transposed_scales: bool = False
+    has_global_scale: bool = False
+    has_power_of_2_scales: bool = False
+
+    def __post_init__(self):
+        if self.transposed_scales and self.block[0] != 1:
+            raise ValueError(f"{self.name}: transposed scales need one-row blocks, got block {self.block}")
+
+    def __repr__(self) -> str:
+        return f"BlockFormat({self.name})"
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def is_square(self) -> bool:
+        """Square blocks: a columnwise copy is an exact transpose of the rowwise one."""
+        return self.block[0] == self.block[1]
+
+    def grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """Blocks along rows and columns: (⌈rows/R⌉, ⌈columns/C⌉)."""
+        block_rows, block_columns = self.block
+        return (rows + block_rows - 1) // block_rows, (columns + block_columns - 1) // block_columns
+
+    def qdata_shape(self, *shape: int) -> tuple[int, ...]:
+        """Payload shape of a tensor [.., rows, columns]."""
+        *batch, rows, columns = shape
+        return (*batch, rows, self.element.packed(columns))
+
+    def scale_shape(self, *shape: int) -> tuple[int, ...]:
+        """Shape of the stored scale grid of a tensor [.., rows, columns]."""
+        *batch, rows, columns = shape
+        grid = self.grid(rows, columns)
+        return (*batch, *(grid[::-1] if self.transposed_scales else grid))
+
+
+FORMATS: dict[str, BlockFormat] = {}
+
+
+def register_format(fmt: BlockFormat) -> BlockFormat:
+    """Make `fmt` known by its name; raises ValueError if the name is taken."""
+    if fmt.name in FORMATS:
+        raise ValueError(f"register_format: {fmt.name} is registered already; choose another name")
+    FORMATS[fmt.name] = fmt
+    return fmt
+
+
+def get_format(fmt: BlockFormat | str) -> BlockFormat:
+    """The registered format of that name; a BlockFormat must be registered too."""
+    name = fmt.name if isinstance(fmt, BlockFormat) else fmt
+    if name not in FORMATS:
+        raise ValueError(f"no block format {name!r}; the formats are {', '.join(FORMATS)}")
+    return FORMATS[name]

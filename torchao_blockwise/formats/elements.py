@@ -1,0 +1,93 @@
+"""Elements: the low-precision numbers that a block is made of, and how they lie in memory.
+
+An element rounds to nearest even, saturates at ±max and keeps -0. `encode` takes values that were already multiplied
+by the block's encode factor; `decode` gives back fp32 values before any scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Element:
+    """A low-precision number: its largest magnitude, its bits, and how payload stores it.
+
+    name: how kernels and messages call it.
+    max: largest finite magnitude.
+    bits: bits an element takes; 4-bit elements lie two in a byte along the last dim, the even one in the low nibble.
+    storage_dtype: dtype of the payload tensor.
+    """
+
+    name: str
+    max: float
+    bits: int
+    storage_dtype: torch.dtype
+
+    @property
+    def per_byte(self) -> int:
+        return 8 // self.bits
+
+    def packed(self, columns: int) -> int:
+        """Payload entries that hold `columns` elements: ⌈columns / per_byte⌉."""
+        return (columns + self.per_byte - 1) // self.per_byte
+
+    def encode(self, y: torch.Tensor) -> torch.Tensor:
+        """Payload of fp32 values `y` [.., K]: [.., packed(K)] of `storage_dtype`, rounded to nearest even, saturating."""
+        raise NotImplementedError
+
+    def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
+        """fp32 values [.., columns] of a payload [.., packed(columns)]."""
+        raise NotImplementedError
+
+
+class _E4M3(Element):
+    """1 sign, 4 exponent, 3 mantissa bits, no infinity; NaN is 0x7f. Source: OCP 8-bit floating point spec."""
+
+    def encode(self, y: torch.Tensor) -> torch.Tensor:
+        clamped = y.clamp(-self.max, self.max)
+        # Hardware conversions give 0x7f for every NaN, whatever its sign.
+        return clamped.masked_fill(y.isnan(), float("nan")).to(self.storage_dtype)
+
+    def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
+        return qdata.float()
+
+
+# Magnitudes by code 0..7; bit 3 of a code is the sign. Source: OCP Microscaling spec.
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SIGN_BIT = 8
+
+
+def _e2m1_borders() -> list[float]:
+    """The smallest fp32 magnitude of codes 1..7: midpoints, and ties go to the even code."""
+    borders = []
+    for code, (low, high) in enumerate(zip(E2M1_VALUES, E2M1_VALUES[1:])):
+        middle = torch.tensor((low + high) / 2)
+        tie_goes_down = code % 2 == 0
+        borders.append((torch.nextafter(middle, torch.tensor(high)) if tie_goes_down else middle).item())
+    return borders
+
+
+class _E2M1(Element):
+    """1 sign, 2 exponent, 1 mantissa bit; no NaN, no infinity. A NaN encodes as 0. Source: OCP Microscaling spec."""
+
+    def encode(self, y: torch.Tensor) -> torch.Tensor:
+        borders = torch.tensor(_e2m1_borders(), device=y.device)
+        code = torch.bucketize(y.abs(), borders, right=True, out_int32=True).to(torch.uint8)
+        code = torch.where(y.signbit(), code | _SIGN_BIT, code)
+        code = code.masked_fill(y.isnan(), 0)
+        if code.shape[-1] % 2:
+            code = torch.nn.functional.pad(code, (0, 1))
+        even, odd = code[..., 0::2], code[..., 1::2]
+        return even | (odd << 4)
+
+    def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
+        values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=qdata.device)
+        codes = torch.stack((qdata & 0xF, qdata >> 4), dim=-1).flatten(-2)
+        return values[codes[..., :columns].int()]
+
+
+E4M3 = _E4M3("e4m3", max=448.0, bits=8, storage_dtype=torch.float8_e4m3fn)
+E2M1 = _E2M1("e2m1", max=6.0, bits=4, storage_dtype=torch.uint8)

@@ -1,0 +1,19 @@
+"""Operations: what is computed. Each checks, has a schema, a fake and a sharding rule, and picks an implementation."""
+
+from torchao_blockwise.ops.backend import Backend, get_backend
+from torchao_blockwise.ops.dequantize import dequantize
+from torchao_blockwise.ops.matmul import matmul
+from torchao_blockwise.ops.operand import operand, operand_type
+from torchao_blockwise.ops.quantize import quantize
+from torchao_blockwise.ops.transpose import transpose
+
+__all__ = [
+    "Backend",
+    "dequantize",
+    "get_backend",
+    "matmul",
+    "operand",
+    "operand_type",
+    "quantize",
+    "transpose",
+]

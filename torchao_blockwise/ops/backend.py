@@ -1,0 +1,87 @@
+"""Backends: who computes an operation, and the choice between them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from enum import Enum
+
+import torch
+
+from torchao_blockwise import _compat
+
+
+class Backend(str, Enum):
+    """Implementations of an operation. AUTO takes the fastest that can; a named one runs or raises, never falls back.
+
+    REFERENCE: eager torch on any device, the bit oracle. TRITON: GPUs, and CPUs under TRITON_INTERPRET=1.
+    CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`.
+    """
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    TRITON = "triton"
+    CUBLAS = "cublas"
+
+    # Reads as its value in messages on every Python version.
+    __str__ = str.__str__
+
+
+def get_backend(backend: Backend | str | None) -> Backend:
+    """The backend of that name, AUTO for None; raises ValueError for an unknown name."""
+    try:
+        return Backend.AUTO if backend is None else Backend(backend)
+    except ValueError:
+        names = ", ".join(b.value for b in Backend)
+        raise ValueError(f"no backend {backend!r}; the backends are {names}") from None
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter (TRITON_INTERPRET=1, read when kernels are imported)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.lru_cache(maxsize=None)
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor) of a CUDA device, (0, 0) elsewhere."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def why_no_triton(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -> str | None:
+    """Why Triton kernels cannot run on `device`, or None if they can."""
+    if not _compat.has_triton():
+        return "triton is not installed (pip install triton)"
+    if interpreting():
+        return None
+    if device.type != "cuda":
+        return f"Triton kernels run on CUDA devices, got {device.type} (TRITON_INTERPRET=1 interprets them on a CPU)"
+    if compute_capability(device) < min_capability:
+        have, want = (f"sm_{a}{b}" for a, b in (compute_capability(device), min_capability))
+        return f"the kernel needs {want} or newer, got {have}"
+    return None
+
+
+def pick(op: str, backend: Backend | str, reasons: dict[Backend, str | None], *, expected: Backend | None = None) -> Backend:
+    """Resolve a backend: `reasons` maps each candidate, best first, to why it cannot run, or None.
+
+    expected: the backend that AUTO ought to reach on this device; falling short of it warns once, with the reason.
+    Raises ValueError where a named backend cannot run.
+    """
+    backend = get_backend(backend)
+    if backend is not Backend.AUTO:
+        if backend not in reasons:
+            have = ", ".join(b.value for b in reasons)
+            raise ValueError(f"{op}: backend {backend} has no implementation; choose one of {have}, or auto")
+        if reasons[backend] is not None:
+            raise ValueError(f"{op}: backend {backend} cannot run: {reasons[backend]}; choose another, or auto")
+        return backend
+    chosen = next(b for b, reason in reasons.items() if reason is None)
+    if expected is not None and chosen is not expected and reasons.get(expected) is not None:
+        _warn_once(f"{op}: auto uses {chosen} instead of {expected}: {reasons[expected]}")
+    return chosen
+
+
+@functools.lru_cache(maxsize=None)
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)

@@ -1,0 +1,133 @@
+"""Matmul: the NT product of two block-scaled operands, a[M, K] @ b[N, K].T, accumulated in fp32."""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, get_format
+from torchao_blockwise.ops.backend import Backend, compute_capability, get_backend, pick, why_no_triton
+from torchao_blockwise.ops.library import define_op
+from torchao_blockwise.ops.matmul import cublas, reference
+from torchao_blockwise.ops.operand import operand_type
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KERNEL_PAIRS = {
+    (FP8_1X128.name, FP8_128X128.name),
+    (FP8_1X128.name, FP8_1X128.name),
+    (NVFP4_1X16.name, NVFP4_16X16.name),
+    (NVFP4_1X16.name, NVFP4_1X16.name),
+}
+
+
+def matmul(
+    a,
+    b,
+    *,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    backend: Backend | str | None = None,
+) -> torch.Tensor:
+    """a @ b.T = Σ over blocks k of (qa_k · qb_kᵀ) · scale_a · scale_b [· global scales] + bias, rounded once.
+
+    a: a result of `quantize`, qdata [M, K]; b: likewise, qdata [N, K]. Both hold the same element and the same block
+        length along K: FP8_1X128 · FP8_128X128, FP8_1X128 · FP8_1X128, NVFP4_1X16 · NVFP4_16X16, NVFP4_1X16 · NVFP4_1X16.
+    out_dtype: bf16 | f16 | f32.
+    bias: [N] bf16 | f16 | f32 or None, added in fp32.
+    backend: AUTO (default), or one by name.
+    Returns [M, N] `out_dtype`. Any M, N and K, 0 included. NaN and Inf propagate. Not differentiable.
+
+    Raises TypeError for an operand or dtype, ValueError for shapes, devices or a backend that cannot run.
+    Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2 for the promotion of partial sums to fp32.
+    """
+    _check(a, b, out_dtype, bias)
+    return matmul_op(*a, *b, a.fmt.name, b.fmt.name, out_dtype, bias, get_backend(backend).value)
+
+
+def _check(a, b, out_dtype, bias):
+    for name, x in (("a", a), ("b", b)):
+        fmt = getattr(x, "fmt", None)
+        if fmt is None or type(x) is not operand_type(fmt):
+            raise TypeError(f"matmul: {name} must be a result of quantize, got {type(x).__name__}; quantize it first")
+        if x.qdata.dim() != 2:
+            raise ValueError(f"matmul: {name} must be a matrix, got payload of shape {list(x.qdata.shape)}")
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"matmul: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    if a.fmt.element is not b.fmt.element or a.fmt.block[1] != b.fmt.block[1]:
+        raise ValueError(f"matmul: {a.fmt.name} · {b.fmt.name} differ in element or block length along K")
+    if a.qdata.shape[1] != b.qdata.shape[1]:
+        got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
+        raise ValueError(f"matmul: a [M, K] and b [N, K] must agree in K, got payloads {got}")
+    if a.qdata.device != b.qdata.device:
+        raise ValueError(f"matmul: a is on {a.qdata.device}, b on {b.qdata.device}; move one of them")
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.qdata.shape[0] or bias.dtype not in OUT_DTYPES):
+        got = f"{bias.dtype} of shape {list(bias.shape)}"
+        raise ValueError(f"matmul: bias must be a float vector of {b.qdata.shape[0]} elements, got {got}")
+
+
+def _pick(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, out_dtype, backend: str) -> Backend:
+    why_no_cublas = cublas.why_not(a, b, a_fmt, b_fmt, out_dtype)
+    why_triton = why_no_triton(a.device)
+    if why_triton is None and (a_fmt.name, b_fmt.name) not in _KERNEL_PAIRS:
+        why_triton = f"{a_fmt.name} · {b_fmt.name} has no kernel"
+    reasons = {Backend.CUBLAS: why_no_cublas, Backend.TRITON: why_triton, Backend.REFERENCE: None}
+    expected = None
+    if a.is_cuda:
+        blocks = cublas.expected(compute_capability(a.device), a_fmt)
+        expected = Backend.CUBLAS if blocks else Backend.TRITON
+    return pick("matmul", backend, reasons, expected=expected)
+
+
+def _matmul(a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, out_dtype, bias, backend):
+    a_fmt, b_fmt = get_format(a_format), get_format(b_format)
+    chosen = _pick(a, b, a_fmt, b_fmt, out_dtype, backend)
+    if chosen is Backend.CUBLAS:
+        implementation = cublas.matmul
+    elif chosen is Backend.TRITON:
+        from torchao_blockwise.ops.matmul import triton
+
+        implementation = triton.matmul
+    else:
+        implementation = reference.matmul
+    return implementation(a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt, out_dtype, bias)
+
+
+def _matmul_fake(a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, out_dtype, bias, backend):
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _matmul_sharding(a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, out_dtype, bias, backend):
+    """Rows of a, rows of b (on block borders), or the contraction (on block borders, no bias; gives partial sums)."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    a_fmt, b_fmt = get_format(a_format), get_format(b_format)
+    ranks = a.mesh.size()
+
+    def optional(spec, placement):
+        return None if spec is None else placement
+
+    def rule(out, a_dim, b_dim, bias_placement):
+        def placements(dim, fmt):
+            scale_dim = dim if dim is None or not fmt.transposed_scales else 1 - dim
+            return [Replicate() if d is None else Shard(d) for d in (dim, scale_dim)]
+
+        inputs = [*placements(a_dim, a_fmt), optional(a_global, Replicate())]
+        inputs += [*placements(b_dim, b_fmt), optional(b_global, Replicate())]
+        return [out], [*inputs, None, None, None, optional(bias, bias_placement), None]
+
+    rules = [rule(Replicate(), None, None, Replicate())]
+    if a.shape[0] % (ranks * a_fmt.block[0]) == 0:
+        rules.append(rule(Shard(0), 0, None, Replicate()))
+    if b.shape[0] % (ranks * b_fmt.block[0]) == 0:
+        rules.append(rule(Shard(1), None, 0, Shard(0)))
+    if bias is None and a.shape[1] * a_fmt.element.per_byte % (ranks * a_fmt.block[1]) == 0:
+        rules.append(rule(Partial(), 1, 1, None))
+    return rules
+
+
+matmul_op = define_op(
+    "matmul(Tensor a, Tensor a_scale, Tensor? a_global, Tensor b, Tensor b_scale, Tensor? b_global,"
+    " str a_format, str b_format, ScalarType out_dtype, Tensor? bias, str backend) -> Tensor",
+    _matmul,
+    _matmul_fake,
+    _matmul_sharding,
+)

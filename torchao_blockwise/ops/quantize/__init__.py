@@ -1,0 +1,185 @@
+"""Quantise: one read of a high-precision tensor to its rowwise and columnwise block-scaled copies."""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise.formats import BlockFormat, get_format, global_scale_of
+from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
+from torchao_blockwise.ops.library import define_op
+from torchao_blockwise.ops.operand import operand
+from torchao_blockwise.ops.quantize import reference
+from torchao_blockwise.ops.sharding import shards_on_blocks
+
+HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def quantize(
+    x: torch.Tensor,
+    fmt: BlockFormat | str,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    power_of_2_scales: bool = False,
+    tensor_amax: torch.Tensor | None = None,
+    backend: Backend | str | None = None,
+):
+    """Quantise `x` block by block: scale = max(amax, fmt.min_amax) / fmt.element.max, qdata = rne(x / scale).
+
+    x: [.., M, K] bf16 | f16 | f32, any strides; leading dims are independent matrices.
+    rowwise: blocks along K. Returns (qdata [.., M, K], scale, global_scale); FP8_1X128 scales are [.., ⌈K/128⌉, M],
+        all others [.., M blocks, K blocks]. 4-bit payload is packed two a byte: [.., M, ⌈K/2⌉] uint8.
+    columnwise: `x` with its last two dims swapped, quantised rowwise, contiguous: qdata [.., K, M]. For square blocks
+        that is the exact transpose of the rowwise result.
+    power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
+    tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar.
+    backend: AUTO (default), or one by name.
+    With rowwise and columnwise both: (rowwise result, columnwise result), from one read of `x`.
+    A zero block decodes to zeros. A block with NaN decodes to NaN, one with Inf to no finite number; in NVFP4 either
+    makes the whole tensor NaN. Bits do not depend on the backend. Not differentiable.
+
+    Raises TypeError for a dtype, ValueError for a shape, format, option or backend that does not exist.
+    Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3; NVFP4 pretraining (arXiv 2509.25149).
+    """
+    fmt = get_format(fmt)
+    _check(x, fmt, rowwise, columnwise, power_of_2_scales, tensor_amax)
+    backend = get_backend(backend).value
+    if fmt.has_global_scale and tensor_amax is None:
+        tensor_amax = tensor_amax_op(x)
+    global_scale = global_scale_of(tensor_amax) if fmt.has_global_scale else None
+    if rowwise and columnwise:
+        q, s, qt, st = quantize_both_op(x, tensor_amax, fmt.name, power_of_2_scales, backend)
+        return operand(fmt, q, s, global_scale), operand(fmt, qt, st, global_scale)
+    q, s = quantize_op(x, tensor_amax, fmt.name, columnwise, power_of_2_scales, backend)
+    return operand(fmt, q, s, global_scale)
+
+
+def _check(x, fmt, rowwise, columnwise, power_of_2_scales, tensor_amax):
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"quantize: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+    if x.dim() < 2:
+        raise ValueError(f"quantize: x must have at least 2 dims [.., M, K], got shape {list(x.shape)}; reshape it")
+    if not (rowwise or columnwise):
+        raise ValueError("quantize: nothing to compute; ask for rowwise, columnwise or both")
+    if power_of_2_scales and not fmt.has_power_of_2_scales:
+        raise ValueError(f"quantize: {fmt.name} has no power_of_2_scales; its block scales are {fmt.scale_dtype}")
+    if tensor_amax is not None and not fmt.has_global_scale:
+        raise ValueError(f"quantize: {fmt.name} has no tensor scale; leave tensor_amax out")
+    if tensor_amax is not None and (tensor_amax.dtype != torch.float32 or tensor_amax.dim() != 0):
+        shape = list(tensor_amax.shape)
+        raise ValueError(f"quantize: tensor_amax must be a float32 scalar, got {tensor_amax.dtype} of shape {shape}")
+
+
+def _pick(x: torch.Tensor, fmt: BlockFormat, backend: str) -> Backend:
+    # Below sm_89 there is no conversion to e4m3 in hardware.
+    reasons = {Backend.TRITON: why_no_triton(x.device, min_capability=(8, 9)), Backend.REFERENCE: None}
+    if not _has_kernel(fmt) and reasons[Backend.TRITON] is None:
+        reasons[Backend.TRITON] = f"{fmt.name} has no kernel yet"
+    return pick("quantize", backend, reasons, expected=Backend.TRITON if x.is_cuda else None)
+
+
+def _has_kernel(fmt: BlockFormat) -> bool:
+    return fmt.name in ("fp8_1x128", "fp8_128x128", "nvfp4_1x16", "nvfp4_16x16")
+
+
+def _quantize(x, tensor_amax, format, columnwise, power_of_2_scales, backend):
+    fmt = get_format(format)
+    if _pick(x, fmt, backend) is Backend.TRITON:
+        from torchao_blockwise.ops.quantize import triton
+
+        return triton.quantize(x, fmt, tensor_amax, not columnwise, columnwise, power_of_2_scales)
+    return reference.quantize(x.mT if columnwise else x, fmt, tensor_amax, power_of_2_scales)
+
+
+def _quantize_both(x, tensor_amax, format, power_of_2_scales, backend):
+    fmt = get_format(format)
+    if _pick(x, fmt, backend) is Backend.TRITON:
+        from torchao_blockwise.ops.quantize import triton
+
+        return triton.quantize(x, fmt, tensor_amax, True, True, power_of_2_scales)
+    rowwise = reference.quantize(x, fmt, tensor_amax, power_of_2_scales)
+    return *rowwise, *reference.quantize(x.mT, fmt, tensor_amax, power_of_2_scales)
+
+
+def _fake_copy(x: torch.Tensor, fmt: BlockFormat, columnwise: bool):
+    shape = x.mT.shape if columnwise else x.shape
+    return (
+        x.new_empty(fmt.qdata_shape(*shape), dtype=fmt.element.storage_dtype),
+        x.new_empty(fmt.scale_shape(*shape), dtype=fmt.scale_dtype),
+    )
+
+
+def _quantize_fake(x, tensor_amax, format, columnwise, power_of_2_scales, backend):
+    return _fake_copy(x, get_format(format), columnwise)
+
+
+def _quantize_both_fake(x, tensor_amax, format, power_of_2_scales, backend):
+    fmt = get_format(format)
+    return *_fake_copy(x, fmt, False), *_fake_copy(x, fmt, True)
+
+
+def _tensor_amax(x):
+    return reference.tensor_amax(x)
+
+
+def _tensor_amax_fake(x):
+    return x.new_empty((), dtype=torch.float32)
+
+
+def _amax_sharding(x):
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    rules = [([Replicate()], [Replicate()])]
+    return rules + [([Partial("max")], [Shard(dim)]) for dim in range(len(x.shape))]
+
+
+def _copy_placements(x, fmt: BlockFormat, columnwise: bool, dim: int):
+    """Placements of (qdata, scale) where `x` is sharded on `dim`."""
+    from torch.distributed.tensor import Shard
+
+    ndim = len(x.shape)
+    last, row = ndim - 1, ndim - 2
+    if columnwise and dim >= row:
+        dim = last if dim == row else row
+    scale_dim = dim
+    if fmt.transposed_scales and dim >= row:
+        scale_dim = last if dim == row else row
+    return [Shard(dim), Shard(scale_dim)]
+
+
+def _rules(x, tensor_amax, fmt: BlockFormat, copies: tuple[bool, ...], options: list):
+    """x replicated, or sharded on a dim whose shards end on block borders; without an amax NVFP4 needs all of x."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    amax = None if tensor_amax is None else Replicate()
+    rules = [([Replicate()] * 2 * len(copies), [Replicate(), amax, *options])]
+    for dim in range(len(x.shape)):
+        if all(shards_on_blocks(x, dim, fmt, columnwise) for columnwise in copies):
+            outputs = [p for columnwise in copies for p in _copy_placements(x, fmt, columnwise, dim)]
+            rules.append((outputs, [Shard(dim), amax, *options]))
+    return rules
+
+
+def _quantize_sharding(x, tensor_amax, format, columnwise, power_of_2_scales, backend):
+    return _rules(x, tensor_amax, get_format(format), (columnwise,), [None] * 4)
+
+
+def _quantize_both_sharding(x, tensor_amax, format, power_of_2_scales, backend):
+    return _rules(x, tensor_amax, get_format(format), (False, True), [None] * 3)
+
+
+quantize_op = define_op(
+    "quantize(Tensor x, Tensor? tensor_amax, str format, bool columnwise, bool power_of_2_scales, str backend)"
+    " -> (Tensor, Tensor)",
+    _quantize,
+    _quantize_fake,
+    _quantize_sharding,
+)
+quantize_both_op = define_op(
+    "quantize_both(Tensor x, Tensor? tensor_amax, str format, bool power_of_2_scales, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantize_both,
+    _quantize_both_fake,
+    _quantize_both_sharding,
+)
+tensor_amax_op = define_op("tensor_amax(Tensor x) -> Tensor", _tensor_amax, _tensor_amax_fake, _amax_sharding)

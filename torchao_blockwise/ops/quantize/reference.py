@@ -1,0 +1,44 @@
+"""Blockwise quantisation in eager torch, generic over `BlockFormat`: the bit oracle."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from torchao_blockwise.formats import BlockFormat
+
+
+def tensor_amax(x: torch.Tensor) -> torch.Tensor:
+    """max |x| over the tensor as an fp32 scalar; 0 for an empty tensor. NaN propagates."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return x.abs().amax().float()
+
+
+def block_amax(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+    """max |x| over each block of `x` [.., M, K]: fp32 [.., ⌈M/R⌉, ⌈K/C⌉]. Ragged blocks cover what exists."""
+    rows, columns = x.shape[-2:]
+    grid_rows, grid_columns = fmt.grid(rows, columns)
+    block_rows, block_columns = fmt.block
+    padding = (0, grid_columns * block_columns - columns, 0, grid_rows * block_rows - rows)
+    padded = F.pad(x.float().abs(), padding)
+    blocks = padded.unflatten(-2, (grid_rows, block_rows)).unflatten(-1, (grid_columns, block_columns))
+    return blocks.amax(dim=(-3, -1))
+
+
+def expand_blocks(grid: torch.Tensor, fmt: BlockFormat, rows: int, columns: int) -> torch.Tensor:
+    """Repeat a value a block [.., ⌈M/R⌉, ⌈K/C⌉] over its elements: [.., M, K]."""
+    block_rows, block_columns = fmt.block
+    expanded = grid.repeat_interleave(block_columns, dim=-1)[..., :columns]
+    return expanded.repeat_interleave(block_rows, dim=-2)[..., :rows, :]
+
+
+def quantize(
+    x: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor | None, power_of_2_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """qdata = rne(x · encode), rowwise, for `x` [.., M, K]: qdata [.., M, packed(K)] and the stored scale grid."""
+    scales = fmt.compute_scales(block_amax(x, fmt), amax, power_of_2_scales)
+    encode = expand_blocks(scales.encode, fmt, *x.shape[-2:])
+    qdata = fmt.element.encode(x.float() * encode)
+    scale = scales.scale.mT.contiguous() if fmt.transposed_scales else scales.scale
+    return qdata, scale

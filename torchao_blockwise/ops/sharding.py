@@ -1,0 +1,21 @@
+"""When a sharded tensor can be quantised shard by shard."""
+
+from __future__ import annotations
+
+from torchao_blockwise.formats import BlockFormat
+
+
+def shards_on_blocks(x, dim: int, fmt: BlockFormat, columnwise: bool) -> bool:
+    """Whether cutting the DTensorSpec `x` evenly on `dim` over its mesh cuts no block.
+
+    Leading dims hold independent matrices; of the last two, blocks span fmt.block, swapped for a columnwise copy.
+    """
+    ndim = len(x.shape)
+    if dim < ndim - 2:
+        return True
+    block = fmt.block[::-1] if columnwise else fmt.block
+    length = block[dim - (ndim - 2)]
+    # Packed elements share a byte along the dim that is contiguous in the copy.
+    if dim == (ndim - 2 if columnwise else ndim - 1):
+        length = max(length, fmt.element.per_byte)
+    return x.shape[dim] % (length * x.mesh.size()) == 0

@@ -1,0 +1,73 @@
+"""Helpers for tests: inputs that hurt, bitwise comparison, error measures and budgets."""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise.formats import BlockFormat
+
+# (rows, columns): empty, one element, one block, ragged in each dim, several blocks, odd.
+SHAPES = ((0, 128), (128, 0), (1, 1), (1, 128), (16, 16), (63, 500), (128, 128), (129, 127), (257, 384), (300, 576))
+
+
+def shape_id(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def random_tensor(*shape: int, dtype=torch.float32, device="cpu", seed: int = 0) -> torch.Tensor:
+    """Normal values whose rows and columns differ in size by powers of two, so that a wrong scale shows."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator)
+    for dim in (-1, -2):
+        size = x.shape[dim]
+        exponent = torch.randint(-6, 7, (size,), generator=generator).float()
+        x = x * exponent.exp2().view(-1, *([1] * (-1 - dim)))
+    return x.to(device=device, dtype=dtype)
+
+
+def with_special_values(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+    """`x` with a zero block, a block of subnormals, a huge block and negative zeros written over its first rows."""
+    x = x.clone()
+    rows, columns = fmt.block
+    for index, value in enumerate((0.0, 1e-40, torch.finfo(x.dtype).max, -0.0)):
+        start = index * columns
+        x[..., :rows, start : start + columns] = value
+    return x
+
+
+def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensors") -> None:
+    """Same shape, dtype and bits; the message counts the differences and shows the first ones."""
+    assert actual.shape == expected.shape, f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
+    if actual.numel() == 0:
+        return
+    actual, expected = actual.cpu(), expected.cpu()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    differ = actual.contiguous().view(integer) != expected.contiguous().view(integer)
+    if differ.any():
+        where = differ.nonzero()[:4].tolist()
+        got = [(tuple(i), actual[tuple(i)].item(), expected[tuple(i)].item()) for i in where]
+        raise AssertionError(f"{what}: {int(differ.sum())} of {differ.numel()} differ; (index, got, expected): {got}")
+
+
+def assert_operands_equal(actual, expected) -> None:
+    """Two quantised operands of one format with the same bits."""
+    assert type(actual) is type(expected), f"{type(actual).__name__} is not {type(expected).__name__}"
+    for name in actual._fields:
+        a, b = getattr(actual, name), getattr(expected, name)
+        assert (a is None) == (b is None), f"{name}: {a} and {b}"
+        if a is not None:
+            assert_bitwise_equal(a, b, f"{actual.fmt.name}.{name}")
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖actual - expected‖ / ‖expected‖ in fp64; 0 for empty tensors and for equal zeros."""
+    actual, expected = actual.double().cpu(), expected.double().cpu()
+    error, norm = (actual - expected).norm().item(), expected.norm().item()
+    return error / norm if norm else error
+
+
+def sqnr(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Signal to quantisation noise, 20 · log10(‖expected‖ / ‖actual - expected‖) dB, in fp64."""
+    error = relative_error(actual, expected)
+    return float("inf") if error == 0 else -20 * torch.tensor(error).log10().item()
