@@ -1,1 +1,36 @@
+"""torchao_blockwise: train transformers in blockwise FP8 and NVFP4 with PyTorch and torchao."""
 
+from torchao_blockwise import formats, ops
+from torchao_blockwise.conversion import (
+    BlockwiseFP8TrainingConfig,
+    NVFP4TrainingConfig,
+    conversion_report,
+    dry_run,
+    is_linear,
+    keep_last_blocks,
+    min_features,
+    skip_fqns,
+    skip_lm_head,
+)
+from torchao_blockwise.nn import linear
+from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockwiseFP8Tensor",
+    "BlockwiseFP8TrainingConfig",
+    "MasterWeightTensor",
+    "NVFP4Tensor",
+    "NVFP4TrainingConfig",
+    "conversion_report",
+    "dry_run",
+    "formats",
+    "is_linear",
+    "keep_last_blocks",
+    "linear",
+    "min_features",
+    "ops",
+    "skip_fqns",
+    "skip_lm_head",
+]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+import types
 
 import torch
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def has_triton() -> bool:
     """Whether Triton can be imported; cheap, imports nothing."""
     return importlib.util.find_spec("triton") is not None
@@ -28,7 +29,7 @@ def quantize_call():
     torchao hands a handler one module at a time. To refuse a model before its first layer changes, and to name the
     layer, a handler must see the whole call; torchao offers no hook for that, so this reads it off the stack.
     """
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "quantize_" and frame.f_globals.get("__name__") == "torchao.quantization.quant_api":
@@ -44,6 +45,11 @@ def allow_config_module(module: str) -> None:
     config.ALLOWED_AO_MODULES.add(module)
 
 
-def is_current_stream_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def is_capturing(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured that would record operations on `x`."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often `x` or an alias of it was changed in place."""
+    return x._version

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -77,6 +79,12 @@ class BlockFormat:
         *batch, rows, columns = shape
         grid = self.grid(rows, columns)
         return (*batch, *(grid[::-1] if self.transposed_scales else grid))
+
+    def nbytes(self, *shape: int) -> int:
+        """Bytes at rest of a quantised tensor [.., rows, columns]: payload, scales, and the global scale if any."""
+        payload = math.prod(self.qdata_shape(*shape)) * self.element.storage_dtype.itemsize
+        scales = math.prod(self.scale_shape(*shape)) * self.scale_dtype.itemsize
+        return payload + scales + (torch.float32.itemsize if self.has_global_scale else 0)
 
 
 FORMATS: dict[str, BlockFormat] = {}

@@ -7,6 +7,7 @@ by the block's encode factor; `decode` gives back fp32 values before any scale.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -35,7 +36,7 @@ class Element:
         return (columns + self.per_byte - 1) // self.per_byte
 
     def encode(self, y: torch.Tensor) -> torch.Tensor:
-        """Payload of fp32 values `y` [.., K]: [.., packed(K)] of `storage_dtype`, rounded to nearest even, saturating."""
+        """Payload [.., packed(K)] of fp32 values `y` [.., K], rounded to nearest even, saturating."""
         raise NotImplementedError
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
@@ -63,7 +64,7 @@ _SIGN_BIT = 8
 def _e2m1_borders() -> list[float]:
     """The smallest fp32 magnitude of codes 1..7: midpoints, and ties go to the even code."""
     borders = []
-    for code, (low, high) in enumerate(zip(E2M1_VALUES, E2M1_VALUES[1:])):
+    for code, (low, high) in enumerate(pairwise(E2M1_VALUES)):
         middle = torch.tensor((low + high) / 2)
         tie_goes_down = code % 2 == 0
         borders.append((torch.nextafter(middle, torch.tensor(high)) if tie_goes_down else middle).item())
@@ -75,7 +76,7 @@ class _E2M1(Element):
 
     def encode(self, y: torch.Tensor) -> torch.Tensor:
         borders = torch.tensor(_e2m1_borders(), device=y.device)
-        code = torch.bucketize(y.abs(), borders, right=True, out_int32=True).to(torch.uint8)
+        code = torch.bucketize(y.abs().contiguous(), borders, right=True, out_int32=True).to(torch.uint8)
         code = torch.where(y.signbit(), code | _SIGN_BIT, code)
         code = code.masked_fill(y.isnan(), 0)
         if code.shape[-1] % 2:

@@ -37,12 +37,18 @@ def get_backend(backend: Backend | str | None) -> Backend:
         raise ValueError(f"no backend {backend!r}; the backends are {names}") from None
 
 
+def casting_backend(backend: Backend | str | None) -> Backend:
+    """The backend that quantises and transposes beside products on `backend`: cuBLAS only multiplies."""
+    backend = get_backend(backend)
+    return Backend.AUTO if backend is Backend.CUBLAS else backend
+
+
 def interpreting() -> bool:
     """Whether Triton kernels run in its interpreter (TRITON_INTERPRET=1, read when kernels are imported)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """(major, minor) of a CUDA device, (0, 0) elsewhere."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -62,7 +68,9 @@ def why_no_triton(device: torch.device, min_capability: tuple[int, int] = (8, 0)
     return None
 
 
-def pick(op: str, backend: Backend | str, reasons: dict[Backend, str | None], *, expected: Backend | None = None) -> Backend:
+def pick(
+    op: str, backend: Backend | str, reasons: dict[Backend, str | None], *, expected: Backend | None = None
+) -> Backend:
     """Resolve a backend: `reasons` maps each candidate, best first, to why it cannot run, or None.
 
     expected: the backend that AUTO ought to reach on this device; falling short of it warns once, with the reason.
@@ -82,6 +90,6 @@ def pick(op: str, backend: Backend | str, reasons: dict[Backend, str | None], *,
     return chosen
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)

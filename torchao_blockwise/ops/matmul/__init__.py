@@ -8,7 +8,7 @@ from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_
 from torchao_blockwise.ops.backend import Backend, compute_capability, get_backend, pick, why_no_triton
 from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.ops.matmul import cublas, reference
-from torchao_blockwise.ops.operand import operand_type
+from torchao_blockwise.ops.operand import is_operand
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KERNEL_PAIRS = {
@@ -30,7 +30,7 @@ def matmul(
     """a @ b.T = Σ over blocks k of (qa_k · qb_kᵀ) · scale_a · scale_b [· global scales] + bias, rounded once.
 
     a: a result of `quantize`, qdata [M, K]; b: likewise, qdata [N, K]. Both hold the same element and the same block
-        length along K: FP8_1X128 · FP8_128X128, FP8_1X128 · FP8_1X128, NVFP4_1X16 · NVFP4_16X16, NVFP4_1X16 · NVFP4_1X16.
+        length along K: FP8_1X128 · FP8_128X128 or · FP8_1X128, NVFP4_1X16 · NVFP4_16X16 or · NVFP4_1X16.
     out_dtype: bf16 | f16 | f32.
     bias: [N] bf16 | f16 | f32 or None, added in fp32.
     backend: AUTO (default), or one by name.
@@ -45,8 +45,7 @@ def matmul(
 
 def _check(a, b, out_dtype, bias):
     for name, x in (("a", a), ("b", b)):
-        fmt = getattr(x, "fmt", None)
-        if fmt is None or type(x) is not operand_type(fmt):
+        if not is_operand(x):
             raise TypeError(f"matmul: {name} must be a result of quantize, got {type(x).__name__}; quantize it first")
         if x.qdata.dim() != 2:
             raise ValueError(f"matmul: {name} must be a matrix, got payload of shape {list(x.qdata.shape)}")

@@ -30,7 +30,7 @@ def matmul(
     a_scale, b_scale = (
         s.float().mT if fmt.transposed_scales else s.float() for s, fmt in ((a_scale, a_fmt), (b_scale, b_fmt))
     )
-    if a_fmt.has_global_scale:
+    if a_global is not None and b_global is not None:
         a_elements = a_elements * expand_blocks(a_scale, a_fmt, *a_elements.shape)
         b_elements = b_elements * expand_blocks(b_scale, b_fmt, *b_elements.shape)
         # Autocast would redo this product in half precision.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchao_blockwise.formats import BlockFormat, get_format
 from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
 from torchao_blockwise.ops.library import define_op
-from torchao_blockwise.ops.operand import operand, operand_type
+from torchao_blockwise.ops.operand import is_operand, operand
 from torchao_blockwise.ops.transpose import reference
 
 
@@ -17,9 +17,9 @@ def transpose(x, *, columns: int | None = None, backend: Backend | str | None = 
     Returns the same kind of result, qdata [.., K, packed(M)], scale [.., K blocks, M blocks], same global scale.
     Raises TypeError if `x` is not a quantised operand, ValueError for blocks that are not square.
     """
-    fmt = getattr(x, "fmt", None)
-    if fmt is None or type(x) is not operand_type(fmt):
+    if not is_operand(x):
         raise TypeError(f"transpose: x must be a result of quantize, got {type(x).__name__}")
+    fmt = x.fmt
     if not fmt.is_square:
         raise ValueError(
             f"transpose: {fmt.name} has blocks of {fmt.block[0]}x{fmt.block[1]}, a transpose would need other scales; "

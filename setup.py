@@ -1,0 +1,24 @@
+"""Packaging of torchao_blockwise: pure Python, nothing to build."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+TEST = ["pytest>=8", "pytest-xdist", "expecttest", "hypothesis", "numpy"]
+DEMO = ["matplotlib", "tqdm", "numpy"]
+DEV = [*TEST, *DEMO, "ruff", "mypy", "pre-commit"]
+
+setup(
+    name="torchao_blockwise",
+    version="0.1.0",
+    description="Train transformers in blockwise FP8 (DeepSeek-V3 style) and NVFP4 with PyTorch and torchao",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="BSD-3-Clause",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["torchao_blockwise", "torchao_blockwise.*"]),
+    package_data={"torchao_blockwise": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.11", "torchao>=0.17", "triton; platform_system == 'Linux'"],
+    extras_require={"test": [*TEST, *DEMO], "demo": DEMO, "dev": DEV},
+)

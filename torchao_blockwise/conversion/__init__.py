@@ -1,0 +1,32 @@
+"""Conversion: configs, filters and handlers behind `quantize_`, and the report of what it did."""
+
+from torchao_blockwise.conversion.filters import (
+    Filter,
+    custom,
+    is_linear,
+    keep_last_blocks,
+    min_features,
+    skip_fqns,
+    skip_lm_head,
+)
+from torchao_blockwise.conversion.handlers import convert_linear, why_not_convertible
+from torchao_blockwise.conversion.report import ConversionReport, LayerReport, conversion_report, dry_run
+from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
+
+__all__ = [
+    "BlockwiseFP8TrainingConfig",
+    "ConversionReport",
+    "Filter",
+    "LayerReport",
+    "NVFP4TrainingConfig",
+    "conversion_report",
+    "convert_linear",
+    "custom",
+    "dry_run",
+    "is_linear",
+    "keep_last_blocks",
+    "min_features",
+    "skip_fqns",
+    "skip_lm_head",
+    "why_not_convertible",
+]

@@ -1,0 +1,130 @@
+"""Filters: which linear layers to convert. They compose with `&` and remember why they left a layer out."""
+
+from __future__ import annotations
+
+import fnmatch
+import weakref
+from collections.abc import Callable
+
+from torch import nn
+
+_HEAD_NAMES = ("lm_head", "output", "head", "embed_out", "unembed")
+
+_reasons: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def skip_reason(module: nn.Module) -> str | None:
+    """Why a filter left `module` out when it was last asked, or None."""
+    return _reasons.get(module)
+
+
+class Filter:
+    """A predicate `(module, fqn) -> bool` for `quantize_(..., filter_fn=)`; `a & b` accepts what both accept.
+
+    why_not: (linear, fqn) -> the reason to leave the layer out, or None. It is asked about `nn.Linear` alone; nothing
+        else is ever accepted.
+    """
+
+    def __init__(self, why_not: Callable[[nn.Linear, str], str | None], description: str):
+        self.why_not = why_not
+        self.description = description
+
+    def __call__(self, module: nn.Module, fqn: str) -> bool:
+        if not isinstance(module, nn.Linear):
+            return False
+        reason = self.why_not(module, fqn)
+        if reason is None:
+            _reasons.pop(module, None)
+        else:
+            _reasons[module] = reason
+        return reason is None
+
+    def __and__(self, other: Callable[[nn.Module, str], bool]) -> Filter:
+        other = other if isinstance(other, Filter) else custom(other)
+        first, second = self, other
+
+        def why_not(module: nn.Linear, fqn: str) -> str | None:
+            reason = first.why_not(module, fqn)
+            return second.why_not(module, fqn) if reason is None else reason
+
+        return Filter(why_not, f"{first.description} & {second.description}")
+
+    __rand__ = __and__
+
+    def __repr__(self) -> str:
+        return f"Filter({self.description})"
+
+
+def custom(predicate: Callable[[nn.Module, str], bool], reason: str = "left out by a custom filter") -> Filter:
+    """A Filter from any `(module, fqn) -> bool`; `reason` is what the report says of the layers that it leaves out."""
+    name = getattr(predicate, "__name__", "custom")
+    return Filter(lambda module, fqn: None if predicate(module, fqn) else reason, name)
+
+
+def is_linear() -> Filter:
+    """Every `nn.Linear`."""
+    return Filter(lambda module, fqn: None, "is_linear()")
+
+
+def skip_fqns(*patterns: str) -> Filter:
+    """Leave out layers whose fully qualified name matches a pattern, as `fnmatch` does: "layers.0.*", "*.gate".
+
+    Raises TypeError unless patterns are strings.
+    """
+    if not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"skip_fqns: patterns must be strings, got {patterns!r}")
+
+    def why_not(module: nn.Linear, fqn: str) -> str | None:
+        hit = next((p for p in patterns if fnmatch.fnmatchcase(fqn, p)), None)
+        return None if hit is None else f"skip_fqns: matches {hit!r}"
+
+    return Filter(why_not, f"skip_fqns{patterns!r}")
+
+
+def skip_lm_head() -> Filter:
+    """Leave out the output projection: a layer called lm_head, output, head, embed_out or unembed at its last level.
+
+    A layer of that name inside a numbered block ("layers.3.attention.output") is not a head.
+    """
+
+    def why_not(module: nn.Linear, fqn: str) -> str | None:
+        *parents, name = fqn.split(".")
+        in_block = any(part.isdigit() for part in parents)
+        return "skip_lm_head: output projection" if name in _HEAD_NAMES and not in_block else None
+
+    return Filter(why_not, "skip_lm_head()")
+
+
+def min_features(features: int) -> Filter:
+    """Leave out layers whose in_features or out_features are fewer than `features`: too small to gain.
+
+    Raises ValueError for a negative number.
+    """
+    if features < 0:
+        raise ValueError(f"min_features: features must not be negative, got {features}")
+
+    def why_not(module: nn.Linear, fqn: str) -> str | None:
+        least = min(module.in_features, module.out_features)
+        return None if least >= features else f"min_features: {least} < {features}"
+
+    return Filter(why_not, f"min_features({features})")
+
+
+def keep_last_blocks(model: nn.Module, count: int) -> Filter:
+    """Keep the last `count` blocks of `model` in high precision; blocks are the entries of its longest ModuleList.
+
+    Source: NVFP4 pretraining (arXiv 2509.25149), which keeps the last blocks in bf16.
+    Raises ValueError if the model has no ModuleList, or fewer blocks than `count`.
+    """
+    lists = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ValueError("keep_last_blocks: the model has no nn.ModuleList of blocks; use skip_fqns with their names")
+    fqn, blocks = max(lists, key=lambda item: len(item[1]))
+    if not 0 <= count <= len(blocks):
+        raise ValueError(f"keep_last_blocks: {fqn!r} has {len(blocks)} blocks, got count={count}")
+    kept = {id(m) for block in list(blocks)[len(blocks) - count :] for m in block.modules()}
+
+    def why_not(module: nn.Linear, fqn: str) -> str | None:
+        return f"keep_last_blocks: in the last {count} blocks" if id(module) in kept else None
+
+    return Filter(why_not, f"keep_last_blocks({count})")

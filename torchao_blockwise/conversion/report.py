@@ -1,0 +1,154 @@
+"""The conversion report: every linear layer, converted or skipped and why, and the bytes of its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from torchao_blockwise.conversion.filters import is_linear, skip_reason
+from torchao_blockwise.conversion.handlers import why_not_convertible
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig
+
+CONVERTED, SKIPPED, CANNOT = "converted", "skipped", "cannot convert"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One linear layer.
+
+    status: "converted", "skipped" or "cannot convert"; reason says why, or to what format.
+    shape: (out_features, in_features).
+    bytes_before: the high-precision weight. bytes_after: the Parameter and the quantised copy that training keeps.
+    quantized_bytes: the quantised copy alone.
+    """
+
+    fqn: str
+    status: str
+    reason: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes_before: int
+    bytes_after: int
+    quantized_bytes: int
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """All linear layers of a model; print it for a table, `to_dict()` for data.
+
+    A weight that several layers share is counted once in the totals.
+    """
+
+    layers: tuple[LayerReport, ...]
+    totals: dict[str, int]
+    dry_run: bool = False
+
+    def to_dict(self) -> dict:
+        """{"layers": [{...}], "totals": {...}, "dry_run": bool} of plain Python values, ready for JSON."""
+        layers = [{**asdict(layer), "shape": list(layer.shape)} for layer in self.layers]
+        return {"layers": layers, "totals": dict(self.totals), "dry_run": self.dry_run}
+
+    def __str__(self) -> str:
+        header: tuple[str, ...] = ("layer", "status", "why / format", "shape", "dtype", "before", "after", "quantised")
+        rows = [
+            (
+                layer.fqn or "(the model itself)",
+                layer.status,
+                layer.reason,
+                "×".join(map(str, layer.shape)),
+                layer.dtype,
+                human_bytes(layer.bytes_before),
+                human_bytes(layer.bytes_after),
+                human_bytes(layer.quantized_bytes) if layer.quantized_bytes else "-",
+            )
+            for layer in self.layers
+        ]
+        t = self.totals
+        total: tuple[str, ...] = ("total", f"{t['converted']} of {t['layers']}", "converted", "", "")
+        total += tuple(human_bytes(t[k]) for k in ("bytes_before", "bytes_after", "quantized_bytes"))
+        widths = [max(len(row[i]) for row in (header, *rows, total)) for i in range(len(header))]
+
+        def line(row):
+            cells = [c.rjust(w) if i >= 5 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))]
+            return "  ".join(cells).rstrip()
+
+        rule = "  ".join("-" * w for w in widths)
+        title = ["dry run: what quantize_ would do"] if self.dry_run else []
+        return "\n".join([*title, line(header), rule, *map(line, rows), rule, line(total)])
+
+
+def human_bytes(count: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def conversion_report(model: nn.Module) -> ConversionReport:
+    """What became of every `nn.Linear` in `model`: converted or skipped, why, its shape and its weight's bytes."""
+    return _report(model, [(fqn, m, *_state(m)) for fqn, m in _linears(model)], dry_run=False)
+
+
+def dry_run(
+    model: nn.Module, config: TrainingConfig, filter_fn: Callable[[nn.Module, str], bool] | None = None
+) -> ConversionReport:
+    """The report that `quantize_(model, config, filter_fn)` would leave behind; changes nothing.
+
+    Layers that would make `quantize_` raise have the status "cannot convert".
+    """
+    selected = is_linear() if filter_fn is None else filter_fn
+
+    def state(fqn, module):
+        if not selected(module, fqn):
+            return SKIPPED, skip_reason(module) or "left out by filter_fn", None
+        reason = why_not_convertible(module, config)
+        return (CONVERTED, config.weight_format.name, config) if reason is None else (CANNOT, reason, None)
+
+    return _report(model, [(fqn, m, *state(fqn, m)) for fqn, m in _linears(model)], dry_run=True)
+
+
+def _linears(model: nn.Module):
+    return [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, nn.Linear)]
+
+
+def _state(module: nn.Linear):
+    weight = module.weight
+    if isinstance(weight, MasterWeightTensor):
+        return CONVERTED, weight.config.weight_format.name, weight.config
+    if isinstance(weight, QuantizedTensor):
+        return CONVERTED, f"{weight.fmt.name}, no master", weight.config
+    return SKIPPED, skip_reason(module) or "not selected", None
+
+
+def _report(model, states, dry_run: bool) -> ConversionReport:
+    layers, seen = [], set()
+    totals = dict.fromkeys(("layers", "converted", "bytes_before", "bytes_after", "quantized_bytes"), 0)
+    for fqn, module, status, reason, config in states:
+        weight = module.weight
+        dtype = str(weight.dtype).removeprefix("torch.")
+        layer = LayerReport(fqn, status, reason, tuple(weight.shape), dtype, *_bytes(weight, status, config))
+        layers.append(layer)
+        totals["layers"] += 1
+        totals["converted"] += status == CONVERTED
+        if id(weight) not in seen:
+            seen.add(id(weight))
+            for name in ("bytes_before", "bytes_after", "quantized_bytes"):
+                totals[name] += getattr(layer, name)
+    return ConversionReport(tuple(layers), totals, dry_run)
+
+
+def _bytes(weight: torch.Tensor, status: str, config: TrainingConfig | None) -> tuple[int, int, int]:
+    """(before, after, quantised)."""
+    before = weight.numel() * weight.element_size()
+    if isinstance(weight, QuantizedTensor):
+        return before, weight.nbytes, weight.nbytes
+    if status != CONVERTED or config is None:
+        return before, before, 0
+    quantized = config.weight_format.nbytes(*weight.shape)
+    return before, (before if config.master_weights else 0) + quantized, quantized

@@ -1,0 +1,151 @@
+"""The linear layer: `output`, `grad_input` and `grad_weight` in low precision, as one autograd function.
+
+    forward    x → rowwise [T, K] (· wᵀ = output), and columnwise [K, T], saved
+    backward   dy → rowwise [T, N] (· w columnwise = grad_input), and columnwise [N, T] (· x columnwise = grad_weight)
+
+Every operand is quantised for the contraction it takes part in; activations and gradients are read once each.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from torchao_blockwise import ops
+from torchao_blockwise.nn.weight_product import weight_product
+from torchao_blockwise.tensors import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8TrainingConfig,
+    MasterWeightTensor,
+    NVFP4Tensor,
+    NVFP4TrainingConfig,
+    TrainingConfig,
+)
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DEFAULT_CONFIGS: dict[type, TrainingConfig] = {
+    BlockwiseFP8Tensor: BlockwiseFP8TrainingConfig(master_weights=False),
+    NVFP4Tensor: NVFP4TrainingConfig(master_weights=False),
+}
+
+
+def linear(
+    x: torch.Tensor,
+    weight: MasterWeightTensor | BlockwiseFP8Tensor | NVFP4Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight.T + bias with `output`, `grad_input` and `grad_weight` in the weight's low precision.
+
+    x: [.., K] bf16 | f16 | f32. weight: [N, K]. bias: [N] or None.
+    Returns [.., N] of config.out_dtype, else of autocast's dtype, else of x's. Gradients: x's dtype, the weight's, the
+    bias's. Any number of tokens, 0 included; any N and K. `F.linear` and `nn.Linear` come here by themselves.
+    Raises TypeError for a dtype, ValueError for shapes, devices or a weight whose blocks cannot be transposed.
+    Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
+    """
+    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    _check(x, weight, bias)
+    return _Linear.apply(x, weight, bias)
+
+
+def config_of(weight) -> TrainingConfig:
+    """The config that a layer with this weight trains by."""
+    return weight.config if weight.config is not None else _DEFAULT_CONFIGS[type(weight)]
+
+
+def _check(x, weight, bias) -> None:
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"linear: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+    if weight.dim() != 2:
+        raise ValueError(f"linear: weight must be [N, K], got shape {list(weight.shape)}")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        got = f"{list(x.shape)} and {list(weight.shape)}"
+        raise ValueError(f"linear: x [.., K] and weight [N, K] must agree in K, got {got}")
+    if x.device != weight.device:
+        raise ValueError(f"linear: x is on {x.device}, weight on {weight.device}; move one of them")
+    if isinstance(weight, NVFP4Tensor) and not weight.fmt.is_square:
+        raise ValueError(
+            f"linear: a weight with blocks of {weight.block_size} cannot be transposed for grad_input; "
+            "make it with block_size=(16, 16)"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"linear: bias must be [N] = [{weight.shape[0]}], got shape {list(bias.shape)}")
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        config = config_of(weight)
+        fmt = config.activation_format
+        x2d = x.reshape(-1, x.shape[-1])
+        needs_grad_weight = ctx.needs_input_grad[1]
+        save_quantized = needs_grad_weight and config.saves_quantized_activations
+        quantized = ops.quantize(
+            x2d,
+            fmt,
+            columnwise=save_quantized,
+            power_of_2_scales=config.power_of_2_scales,
+            backend=ops.casting_backend(config.backend),
+        )
+        rowwise, columnwise = quantized if save_quantized else (quantized, None)
+        out = weight_product(
+            rowwise, weight, config, columnwise=False, out_dtype=config.out_dtype or x.dtype, bias=bias
+        )
+        # The columnwise copy (qdata, scale, global_scale), or the input itself, or nothing.
+        saved_x = columnwise or (x2d if needs_grad_weight else None, None, None)
+        ctx.save_for_backward(weight, *saved_x)
+        ctx.config, ctx.save_quantized = config, save_quantized
+        ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        config = ctx.config
+        weight, x0, x1, x2 = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        backend = ops.casting_backend(config.backend)
+
+        def quantize(x, rowwise, columnwise):
+            return ops.quantize(
+                x,
+                config.activation_format,
+                rowwise=rowwise,
+                columnwise=columnwise,
+                power_of_2_scales=config.power_of_2_scales,
+                backend=backend,
+            )
+
+        if needs_x or needs_weight:
+            quantized = quantize(dy, needs_x, needs_weight)
+            dy_rowwise, dy_columnwise = quantized if needs_x and needs_weight else (quantized, quantized)
+        if needs_x:
+            grad_x = weight_product(dy_rowwise, weight, config, columnwise=True, out_dtype=ctx.x_dtype)
+            grad_x = grad_x.view(ctx.x_shape)
+        if needs_weight:
+            if ctx.save_quantized:
+                x_columnwise = ops.operand(config.activation_format, x0, x1, x2)
+            else:
+                x_columnwise = quantize(x0, False, True)
+            grad_weight = ops.matmul(dy_columnwise, x_columnwise, out_dtype=ctx.weight_dtype, backend=config.backend)
+        if needs_bias:
+            grad_bias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias
+
+
+@MasterWeightTensor.implements_torch_function(F.linear)
+@BlockwiseFP8Tensor.implements_torch_function(F.linear)
+@NVFP4Tensor.implements_torch_function(F.linear)
+def _linear_function(func, types, args, kwargs):
+    return _linear(*args, **(kwargs or {}))
+
+
+def _linear(input, weight, bias=None):
+    """`linear` under the argument names of `F.linear`, refusing a quantised input."""
+    if not isinstance(weight, (MasterWeightTensor, BlockwiseFP8Tensor, NVFP4Tensor)):
+        raise TypeError(f"linear: x is a {type(input).__name__}, weight a plain tensor; quantised tensors are weights")
+    return linear(input, weight, bias)

@@ -1,0 +1,21 @@
+"""Tensors: what is carried. Subclasses for quantised weights and for master weights that are quantised when used."""
+
+import torch
+
+from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
+from torchao_blockwise.tensors.config import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
+from torchao_blockwise.tensors.master_weight import MasterWeightTensor
+from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
+from torchao_blockwise.tensors.quantized import QuantizedTensor
+
+torch.serialization.add_safe_globals([BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor])
+
+__all__ = [
+    "BlockwiseFP8Tensor",
+    "BlockwiseFP8TrainingConfig",
+    "MasterWeightTensor",
+    "NVFP4Tensor",
+    "NVFP4TrainingConfig",
+    "QuantizedTensor",
+    "TrainingConfig",
+]

@@ -1,0 +1,66 @@
+"""BlockwiseFP8Tensor: e4m3 payload and fp32 scales of 128×128 blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FP8_128X128, BlockFormat
+from torchao_blockwise.tensors.config import TrainingConfig
+from torchao_blockwise.tensors.quantized import QuantizedTensor, check_quantizable
+
+
+class BlockwiseFP8Tensor(QuantizedTensor):
+    """A tensor [.., N, K] stored in 128×128 blocks of e4m3: x ≈ qdata · scale, 1 byte and 4/16384 an element.
+
+    qdata: [.., N, K] e4m3. scale: [.., ⌈N/128⌉, ⌈K/128⌉] f32.
+    power_of_2_scales: how high-precision values that are copied in are quantised.
+    config: how a layer with this weight trains; None is `BlockwiseFP8TrainingConfig`'s defaults.
+
+    Make one with `from_hp`. Works as a Parameter of any `nn.Linear`. Slices and views are exact or refused.
+    Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
+    """
+
+    tensor_data_names = ["qdata", "scale"]  # noqa: RUF012  # torchao copies it as a list
+    tensor_attribute_names = ["dtype", "power_of_2_scales", "config"]  # noqa: RUF012
+
+    @staticmethod
+    def __new__(
+        cls,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        power_of_2_scales: bool = False,
+        config: TrainingConfig | None = None,
+    ):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, qdata.shape, strides=qdata.stride(), dtype=dtype, device=qdata.device
+        )
+
+    def __init__(self, qdata, scale, dtype, power_of_2_scales=False, config=None):
+        self.qdata = qdata
+        self.scale = scale
+        self.power_of_2_scales = power_of_2_scales
+        self.config = config
+
+    @classmethod
+    def from_hp(
+        cls, w: torch.Tensor, *, power_of_2_scales: bool = False, config: TrainingConfig | None = None
+    ) -> BlockwiseFP8Tensor:
+        """Quantise `w` [.., N, K] bf16 | f16 | f32 in 128×128 blocks.
+
+        Raises TypeError for a dtype or a tensor that is quantised already, ValueError for fewer than 2 dims.
+        """
+        check_quantizable(w, cls.__name__)
+        q = ops.quantize(w.detach(), FP8_128X128, power_of_2_scales=power_of_2_scales)
+        return cls(q.qdata, q.scale, w.dtype, power_of_2_scales, config)
+
+    @property
+    def fmt(self) -> BlockFormat:
+        return FP8_128X128
+
+    def _make(self, qdata, scale, *, columns=None, dtype=None):
+        return type(self)(qdata, scale, dtype or self.dtype, self.power_of_2_scales, self.config)
+
+    def _requantize(self, hp):
+        return self.from_hp(hp, power_of_2_scales=self.power_of_2_scales, config=self.config)

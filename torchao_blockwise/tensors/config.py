@@ -1,0 +1,109 @@
+"""Training configs: how the layers that hold a tensor train. A tensor carries its config, so both live here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torchao.core.config import AOBaseConfig
+
+from torchao_blockwise import _compat
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat
+from torchao_blockwise.ops import Backend, get_backend
+
+_OUT_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class TrainingConfig(AOBaseConfig):
+    """What every training config decides; use `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`."""
+
+    weight_format: ClassVar[BlockFormat]
+    activation_format: ClassVar[BlockFormat]
+    quantized_activations: ClassVar[str]
+    power_of_2_scales: ClassVar[bool] = False
+
+    columnwise: str = "on_demand"
+    save_activations: str = ""
+    master_weights: bool = True
+    backend: Backend | str = Backend.AUTO
+    out_dtype: torch.dtype | None = None
+
+    def __post_init__(self):
+        if not self.save_activations:
+            object.__setattr__(self, "save_activations", self.quantized_activations)
+        object.__setattr__(self, "backend", get_backend(self.backend))
+        name = type(self).__name__
+        for field, choices in (
+            ("columnwise", ("on_demand", "cached")),
+            ("save_activations", (self.quantized_activations, "high_precision")),
+        ):
+            if getattr(self, field) not in choices:
+                raise ValueError(f"{name}: {field} must be one of {choices}, got {getattr(self, field)!r}")
+        for field in ("master_weights", "power_of_2_scales"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(f"{name}: {field} must be True or False, got {getattr(self, field)!r}")
+        if self.out_dtype not in _OUT_DTYPES:
+            raise ValueError(
+                f"{name}: out_dtype must be torch.bfloat16, torch.float16, torch.float32 or None (the input's), "
+                f"got {self.out_dtype!r}"
+            )
+        if self.columnwise == "cached" and not self.master_weights:
+            raise ValueError(
+                f"{name}: columnwise='cached' keeps a second copy beside the master weight's cache, but "
+                "master_weights=False keeps only the quantised weight; use columnwise='on_demand'"
+            )
+
+    @property
+    def saves_quantized_activations(self) -> bool:
+        return self.save_activations == self.quantized_activations
+
+
+@dataclass(frozen=True)
+class BlockwiseFP8TrainingConfig(TrainingConfig):
+    """Train in blockwise FP8: weights 128×128, activations and gradients 1×128, all three GEMMs in e4m3.
+
+    columnwise: "on_demand" (default) builds the weight's transposed copy in backward and frees it after use; "cached"
+        keeps it as long as the weight's value stands: one more byte a parameter, one transpose a step less.
+    save_activations: "fp8" (default) saves the columnwise FP8 copy of the input for `grad_weight`, 1 byte an element;
+        "high_precision" saves the input itself and quantises it in backward. Gradients are the same bits.
+    power_of_2_scales: round scales to powers of two.
+    master_weights: True (default) keeps the Parameter in high precision and quantises it when used, once per change of
+        value; False makes the Parameter the quantised tensor itself (frozen bases, 1 byte a parameter).
+    backend: who computes, AUTO or one by name; see `ops.Backend`.
+    out_dtype: dtype of the layer's output; None (default) is the input's, or autocast's.
+
+    Raises ValueError or TypeError for a value or combination that cannot work.
+    Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
+    """
+
+    weight_format: ClassVar[BlockFormat] = FP8_128X128
+    activation_format: ClassVar[BlockFormat] = FP8_1X128
+    quantized_activations: ClassVar[str] = "fp8"
+
+    save_activations: str = "fp8"
+    power_of_2_scales: bool = False  # type: ignore[misc]  # a constant in formats that have no choice
+
+
+@dataclass(frozen=True)
+class NVFP4TrainingConfig(TrainingConfig):
+    """Train in NVFP4: weights 16×16, activations and gradients 1×16, round to nearest.
+
+    Fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3); save_activations is
+    "nvfp4" (default) or "high_precision". Where there are no FP4 tensor cores, products are computed from decoded
+    values in bf16 with fp32 accumulation. Keep the last blocks and the head in higher precision (`keep_last_blocks`,
+    `skip_lm_head`).
+
+    Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).
+    """
+
+    weight_format: ClassVar[BlockFormat] = NVFP4_16X16
+    activation_format: ClassVar[BlockFormat] = NVFP4_1X16
+    quantized_activations: ClassVar[str] = "nvfp4"
+
+    save_activations: str = "nvfp4"
+
+
+_compat.allow_config_module(__name__)
+torch.serialization.add_safe_globals([Backend, BlockwiseFP8TrainingConfig, NVFP4TrainingConfig])

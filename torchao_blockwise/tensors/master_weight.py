@@ -1,0 +1,136 @@
+"""MasterWeightTensor: high-precision values that layers quantise when they use them."""
+
+from __future__ import annotations
+
+import torch
+import torch.utils._pytree as pytree
+from torchao.utils import TorchAOBaseTensor
+
+from torchao_blockwise.tensors import weight_cache
+from torchao_blockwise.tensors.caching import stable_hash
+from torchao_blockwise.tensors.config import TrainingConfig
+
+aten = torch.ops.aten
+
+# What stays a master weight: moves, copies and views. Everything else computes on the values and gives plain tensors.
+_KEEPS_TYPE = {
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten._pin_memory.default,
+    aten._to_copy.default,
+}
+_PRODUCTS = {
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.linear.default,
+    aten.matmul.default,
+    aten.mm.default,
+    aten.mv.default,
+}
+
+
+class MasterWeightTensor(TorchAOBaseTensor):
+    """A weight that holds high-precision values `hp` and is quantised when a linear layer uses it.
+
+    To optimizers, initialisers and state dicts it is the high-precision tensor. `F.linear` quantises it once per change
+    of value, over any number of microbatches, and runs the three GEMMs as `config` says. A product that would run in
+    high precision without being seen raises.
+
+    hp: [.., N, K] bf16 | f16 | f32; values are shared with it, not copied.
+    config: a `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`.
+    Raises TypeError for another dtype or config.
+    """
+
+    tensor_data_names = ["hp"]  # noqa: RUF012  # torchao copies it as a list
+    tensor_attribute_names = ["config"]  # noqa: RUF012
+
+    @staticmethod
+    def __new__(cls, hp: torch.Tensor, config: TrainingConfig):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            hp.shape,
+            strides=hp.stride(),
+            storage_offset=hp.storage_offset(),
+            dtype=hp.dtype,
+            device=hp.device,
+        )
+
+    def __init__(self, hp: torch.Tensor, config: TrainingConfig):
+        if hp.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise TypeError(f"MasterWeightTensor: hp must be bfloat16, float16 or float32, got {hp.dtype}")
+        if not isinstance(config, TrainingConfig):
+            raise TypeError(f"MasterWeightTensor: config must be a TrainingConfig, got {type(config).__name__}")
+        self.hp = hp.detach() if hp.requires_grad else hp
+        self.config = config
+
+    @property
+    def quantized_bytes(self) -> int:
+        """Bytes of the quantised copies that are kept between uses now."""
+        return weight_cache.kept_bytes(self.hp)
+
+    def quantized(self, *, columnwise: bool = False):
+        """The operand that products use: `hp` quantised in `config.weight_format`, rowwise or columnwise."""
+        return weight_cache.quantized_weight(
+            self.hp,
+            self.config.weight_format,
+            columnwise=columnwise,
+            keep_columnwise=self.config.columnwise == "cached",
+            power_of_2_scales=self.config.power_of_2_scales,
+        )
+
+    def _stable_hash_for_caching(self) -> str:
+        return stable_hash(self)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"MasterWeightTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', "
+            f"quantized_to={self.config.weight_format.name}{grad})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        if func in _PRODUCTS:
+            raise NotImplementedError(
+                f"{func}: a product with a MasterWeightTensor would run in high precision; use "
+                "torch.nn.functional.linear (or nn.Linear) for low precision, or weight.hp for high precision"
+            )
+        masters: list[MasterWeightTensor] = []
+
+        def unwrap(x):
+            masters.append(x)
+            return x.hp
+
+        plain_args = pytree.tree_map_only(cls, unwrap, args)
+        out = func(*plain_args, **pytree.tree_map_only(cls, unwrap, kwargs or {}))
+        if func._schema.is_mutable:
+            for master in masters:
+                weight_cache.note_change(master.hp)
+            return _same_objects(func, out, args)
+        if func in _KEEPS_TYPE and _is_float(out):
+            config = masters[0].config
+            return pytree.tree_map_only(torch.Tensor, lambda x: cls(x, config), out)
+        return out
+
+
+def _is_float(out) -> bool:
+    first = out[0] if isinstance(out, (list, tuple)) and out else out
+    return isinstance(first, torch.Tensor) and first.is_floating_point()
+
+
+def _same_objects(func, out, args):
+    """In-place operations return the tensor that they were given, and lists of them return nothing."""
+    return args[0] if isinstance(out, torch.Tensor) else out

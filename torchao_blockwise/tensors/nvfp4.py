@@ -1,0 +1,77 @@
+"""NVFP4Tensor: packed e2m1 payload, e4m3 block scales, one fp32 scale."""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
+from torchao_blockwise.tensors.config import TrainingConfig
+from torchao_blockwise.tensors.quantized import QuantizedTensor, check_quantizable
+
+_FORMATS = {fmt.block: fmt for fmt in (NVFP4_16X16, NVFP4_1X16)}
+
+
+class NVFP4Tensor(QuantizedTensor):
+    """A tensor [.., N, K] stored in blocks of e2m1: x ≈ qdata · scale · global_scale, 4.03 bits an element at 16×16.
+
+    qdata: [.., N, ⌈K/2⌉] uint8, the even element in the low nibble. global_scale: f32 scalar.
+    scale: e4m3 [.., ⌈N/16⌉, ⌈K/16⌉] for block_size (16, 16), [.., N, ⌈K/16⌉] for (1, 16).
+    columns: K, which the payload alone does not tell where it is odd.
+    config: how a layer with this weight trains; None is `NVFP4TrainingConfig`'s defaults.
+
+    Make one with `from_hp`. Works as a Parameter of any `nn.Linear` with block_size (16, 16).
+    Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).
+    """
+
+    tensor_data_names = ["qdata", "scale", "global_scale"]  # noqa: RUF012  # torchao copies it as a list
+    tensor_attribute_names = ["columns", "block_size", "dtype", "config"]  # noqa: RUF012
+
+    @staticmethod
+    def __new__(
+        cls,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        global_scale: torch.Tensor,
+        columns: int,
+        block_size: tuple[int, int],
+        dtype: torch.dtype,
+        config: TrainingConfig | None = None,
+    ):
+        return torch.Tensor._make_wrapper_subclass(cls, (*qdata.shape[:-1], columns), dtype=dtype, device=qdata.device)
+
+    def __init__(self, qdata, scale, global_scale, columns, block_size, dtype, config=None):
+        self.qdata = qdata
+        self.scale = scale
+        self.global_scale = global_scale
+        self.columns = columns
+        self.block_size = tuple(block_size)
+        self.config = config
+
+    @classmethod
+    def from_hp(
+        cls, w: torch.Tensor, *, block_size: tuple[int, int] = (16, 16), config: TrainingConfig | None = None
+    ) -> NVFP4Tensor:
+        """Quantise `w` [.., N, K] bf16 | f16 | f32 in blocks of (16, 16) or (1, 16).
+
+        Raises TypeError for a dtype or a tensor that is quantised already, ValueError for a block size that does not
+        exist or fewer than 2 dims.
+        """
+        check_quantizable(w, cls.__name__)
+        fmt = _FORMATS.get(tuple(block_size))  # type: ignore[arg-type]  # any tuple may be asked for
+        if fmt is None:
+            sizes = " or ".join(map(str, _FORMATS))
+            raise ValueError(f"{cls.__name__}.from_hp: block_size must be {sizes}, got {block_size!r}")
+        q = ops.quantize(w.detach(), fmt)
+        return cls(q.qdata, q.scale, q.global_scale, w.shape[-1], fmt.block, w.dtype, config)
+
+    @property
+    def fmt(self) -> BlockFormat:
+        return _FORMATS[self.block_size]
+
+    def _make(self, qdata, scale, *, columns=None, dtype=None):
+        columns = self.columns if columns is None else columns
+        return type(self)(qdata, scale, self.global_scale, columns, self.block_size, dtype or self.dtype, self.config)
+
+    def _requantize(self, hp):
+        return self.from_hp(hp, block_size=self.block_size, config=self.config)

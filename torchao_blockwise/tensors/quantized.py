@@ -1,0 +1,328 @@
+"""What the quantised tensors share: metadata, views that are exact, copies, printing, and refusals that name a remedy.
+
+A quantised tensor reports the shape and dtype of the high-precision tensor it stands for. Nothing here dequantises: an
+operation either has an exact meaning on the payload or raises.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torchao.utils import TorchAOBaseTensor
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.tensors.caching import stable_hash
+from torchao_blockwise.tensors.config import TrainingConfig
+
+aten = torch.ops.aten
+
+
+class QuantizedTensor(TorchAOBaseTensor):
+    """Base of tensors that are stored as rowwise payload and scales. Subclasses list their tensors and attributes.
+
+    Subclasses define `fmt`, `_make(qdata, scale)` and `from_hp`.
+    """
+
+    config: TrainingConfig | None
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None = None
+
+    @property
+    def fmt(self) -> BlockFormat:
+        raise NotImplementedError
+
+    def _make(self, qdata: torch.Tensor, scale: torch.Tensor, *, columns: int | None = None, dtype=None):
+        """A tensor like this one over other payload; `columns` is the logical last dim, default this one's."""
+        raise NotImplementedError
+
+    def _requantize(self, hp: torch.Tensor):
+        """`hp` quantised as this tensor is."""
+        raise NotImplementedError
+
+    def operand(self):
+        """The rowwise operand (qdata, scale, global_scale) for `ops.matmul`."""
+        return ops.operand(self.fmt, self.qdata, self.scale, self.global_scale)
+
+    def columnwise_operand(self, backend: ops.Backend | str | None = None):
+        """The columnwise operand, built from rowwise now and owned by the caller alone."""
+        self._check_square("columnwise")
+        return ops.transpose(self.operand(), columns=self.shape[-1], backend=backend)
+
+    def columnwise(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(qdata [.., K, N], scale [.., K blocks, N blocks]): the exact transpose, built now and kept nowhere.
+
+        Raises ValueError for blocks that are not square.
+        """
+        return tuple(self.columnwise_operand()[:2])  # type: ignore[return-value]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """qdata · scale [· global_scale] as a plain tensor [.., N, K] of `dtype`, default the reported dtype."""
+        dtype = self.dtype if dtype is None else dtype
+        return ops.dequantize(self.operand(), dtype=dtype, columns=self.shape[-1])
+
+    def _check_square(self, op: str) -> None:
+        if not self.fmt.is_square:
+            rows, columns = self.fmt.block
+            raise ValueError(
+                f"{op}: {type(self).__name__} with {rows}x{columns} blocks has no exact transpose; "
+                f"quantise with square blocks"
+            )
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes at rest: payload and scales."""
+        return sum(t.nbytes for t in self._tensors())
+
+    def __reduce_ex__(self, protocol):
+        """Pickle payload and scales as bytes: plain pickle knows no fp8 storage."""
+        names, attributes = self.__tensor_flatten__()
+        tensors = {name: (_bits(getattr(self, name)), getattr(self, name).dtype) for name in names}
+        others = {k: v for k, v in vars(self).items() if k not in names and k not in attributes}
+        return _rebuild, (type(self), tensors, attributes, others, self.requires_grad)
+
+    def _stable_hash_for_caching(self) -> str:
+        return stable_hash(self)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        rows, columns = self.fmt.block
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', "
+            f"blocks={rows}x{columns}, bytes={self.nbytes}{grad})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        implementation = _OPS.get(func)
+        if implementation is None:
+            raise NotImplementedError(
+                f"{func}: not exact on quantised data (in {', '.join(t.__name__ for t in types)}), so it is not done; "
+                f"call .dequantize() first, or keep high-precision weights (master_weights=True)"
+            )
+        return implementation(func, *args, **(kwargs or {}))
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The same bytes as an integer tensor of the same element size."""
+    return x.view(torch.uint8 if x.element_size() == 1 else torch.int32)
+
+
+def _rebuild(cls, tensors, attributes, others, requires_grad):
+    inner = {name: stored.view(dtype) for name, (stored, dtype) in tensors.items()}
+    x = cls.__tensor_unflatten__(inner, attributes, None, None)
+    vars(x).update(others)
+    return x.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def check_quantizable(hp: torch.Tensor, name: str) -> None:
+    """Raise TypeError or ValueError unless `hp` is a plain floating-point tensor of at least 2 dims."""
+    if isinstance(hp, QuantizedTensor):
+        raise TypeError(f"{name}.from_hp: w is a {type(hp).__name__} already; dequantize() it first")
+    if hp.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"{name}.from_hp: w must be bfloat16, float16 or float32, got {hp.dtype}; cast it first")
+    if hp.dim() < 2:
+        raise ValueError(f"{name}.from_hp: w must be [.., N, K], got shape {list(hp.shape)}; reshape it")
+
+
+_OPS: dict = {}
+
+
+def _implements(*funcs):
+    def register(implementation):
+        for func in funcs:
+            assert func not in _OPS, f"{func} is registered twice"
+            _OPS[func] = implementation
+        return implementation
+
+    return register
+
+
+def _map(x: QuantizedTensor, fn) -> QuantizedTensor:
+    """A tensor like `x` with `fn` over all its inner tensors."""
+    return x._apply_fn_to_data(fn)
+
+
+@_implements(
+    aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten._pin_memory.default
+)
+def _map_op(func, x, *args, **kwargs):
+    return _map(x, lambda t: func(t, *args, **kwargs))
+
+
+@_implements(aten.lift_fresh.default)
+def _same(func, x):
+    return x
+
+
+@_implements(aten.empty_like.default)
+def _empty_like(func, x, *, dtype=None, **kwargs):
+    kwargs.pop("memory_format", None)
+    empty = _map(x, lambda t: func(t, **kwargs))
+    return empty._make(empty.qdata, empty.scale, dtype=_float_dtype(func, x, dtype))
+
+
+@_implements(aten._to_copy.default)
+def _to_copy(func, x, *, dtype=None, device=None, non_blocking=False, **kwargs):
+    moved = _map(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
+    return moved._make(moved.qdata, moved.scale, dtype=_float_dtype(func, x, dtype))
+
+
+def _float_dtype(func, x, dtype):
+    """The dtype that a copy reports; its payload stays as it is."""
+    if dtype is not None and dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        name = type(x).__name__
+        raise TypeError(f"{func}: a {name} can report bfloat16, float16 or float32, got {dtype}; dequantize() it first")
+    return x.dtype if dtype is None else dtype
+
+
+@_implements(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default)
+def _plain_like(func, x, *args, dtype=None, device=None, memory_format=None, **kwargs):
+    """Optimizer states and the like are plain tensors."""
+    plain = torch.empty(x.shape, dtype=dtype or x.dtype, device=device or x.device)
+    return func(plain, *args, **kwargs)
+
+
+@_implements(aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default)
+def _plain_new(func, x, size, *args, dtype=None, device=None, **kwargs):
+    like = torch.empty((), dtype=x.dtype, device=x.device)
+    return func(like, size, *args, dtype=dtype, device=device, **kwargs)
+
+
+@_implements(aten.copy_.default)
+def _copy_(func, x, src, non_blocking=False):
+    """From a tensor of the same kind: its bytes. From high precision: quantised as `x` is. Never to high precision."""
+    if not isinstance(x, QuantizedTensor):
+        raise NotImplementedError(
+            f"copy_: the source is a {type(src).__name__}, the target a plain tensor; copy from source.dequantize()"
+        )
+    if x.shape != src.shape:
+        raise ValueError(f"copy_: the target has shape {list(x.shape)}, the source {list(src.shape)}")
+    if not isinstance(src, QuantizedTensor):
+        src = x._requantize(src.to(x.device))
+    if type(src) is not type(x) or src.fmt is not x.fmt:
+        raise ValueError(f"copy_: formats differ, {x.fmt.name} from {src.fmt.name}; copy from source.dequantize()")
+    for mine, theirs in zip(x._tensors(), src._tensors()):
+        mine.copy_(theirs, non_blocking=non_blocking)
+    return x
+
+
+@_implements(aten.equal.default)
+def _equal(func, x, y):
+    same_kind = type(x) is type(y) and x.shape == y.shape and x.fmt is y.fmt
+    return same_kind and all(func(_bits(a), _bits(b)) for a, b in zip(x._tensors(), y._tensors()))
+
+
+@_implements(aten.is_pinned.default)
+def _is_pinned(func, x, *args):
+    return x.qdata.is_pinned()
+
+
+@_implements(aten.slice.Tensor)
+def _slice(func, x, dim=0, start=None, end=None, step=1):
+    dim = dim % x.dim()
+    size = x.shape[dim]
+    start, end, _ = slice(start, end).indices(size)
+    end = max(start, end)
+    if step != 1 and (start, end) != (0, size):
+        raise NotImplementedError(f"slice: steps other than 1 cut blocks, got step={step}; dequantize() first")
+    if dim < x.dim() - 2:
+        parts = func(x.qdata, dim, start, end, step), func(x.scale, dim, start, end, step)
+        return x._make(*parts)
+    axis = dim - x.dim()
+    block = x.fmt.block[axis]
+    if start % block or (end % block and end != size):
+        raise ValueError(
+            f"slice: [{start}:{end}] of dim {dim} (size {size}) cuts blocks of {block}; "
+            f"slice on multiples of {block}, or dequantize() first"
+        )
+    per_entry = x.fmt.element.per_byte if axis == -1 else 1
+    packed_end = x.fmt.element.packed(end) if axis == -1 else end
+    qdata = func(x.qdata, dim, start // per_entry, packed_end)
+    scale = func(x.scale, dim, start // block, (end + block - 1) // block)
+    return x._make(qdata, scale, columns=end - start if axis == -1 else None)
+
+
+@_implements(aten.split.Tensor)
+def _split(func, x, size, dim=0):
+    length = x.shape[dim]
+    return [_slice(aten.slice.Tensor, x, dim, start, min(start + size, length)) for start in range(0, length, size)]
+
+
+@_implements(aten.select.int)
+def _select(func, x, dim, index):
+    if dim % x.dim() >= x.dim() - 2:
+        raise NotImplementedError(
+            f"select: dim {dim} runs through blocks; slice on their borders or dequantize() first"
+        )
+    return x._make(func(x.qdata, dim, index), func(x.scale, dim, index))
+
+
+@_implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(func, x, size):
+    """Regroup leading dims; rows may join them where no block straddles, the last dim stays."""
+    size = _infer_size(list(size), x.numel())
+    rows, columns = x.shape[-2:]
+    block_rows = x.fmt.block[0]
+    keeps_columns = len(size) >= 2 and size[-1] == columns and math.prod(size) == x.numel()
+    if not keeps_columns or (size[-2] != rows and (rows % block_rows or size[-2] % block_rows)):
+        raise ValueError(
+            f"view: {list(x.shape)} as {size} would cut blocks of {block_rows}x{x.fmt.block[1]}; keep the last dim, "
+            f"and rows in multiples of {block_rows}, or dequantize() first"
+        )
+    scale_rows = x.fmt.grid(size[-2], columns)[0]
+    qdata = x.qdata.view(*size[:-1], x.qdata.shape[-1])
+    return x._make(qdata, x.scale.view(*size[:-2], scale_rows, x.scale.shape[-1]))
+
+
+def _infer_size(size: list[int], numel: int) -> list[int]:
+    if size.count(-1) == 1:
+        known = math.prod(s for s in size if s != -1)
+        size[size.index(-1)] = numel // known if known else 0
+    return size
+
+
+@_implements(aten.unsqueeze.default)
+def _unsqueeze(func, x, dim):
+    dim = dim % (x.dim() + 1)
+    if dim > x.dim() - 2:
+        raise ValueError(f"unsqueeze: dim {dim} lies inside the blocks; use a dim of at most {x.dim() - 2}")
+    return x._make(func(x.qdata, dim), func(x.scale, dim))
+
+
+@_implements(aten.t.default)
+def _t(func, x):
+    return _transpose(aten.transpose.int, x, 0, 1)
+
+
+@_implements(aten.transpose.int)
+def _transpose(func, x, dim0, dim1):
+    """A view with the last two dims swapped: exact for square blocks of unpacked elements."""
+    if {dim0 % x.dim(), dim1 % x.dim()} != {x.dim() - 2, x.dim() - 1}:
+        raise NotImplementedError(f"transpose: only the last two dims can be swapped, got {dim0} and {dim1}")
+    x._check_square("transpose")
+    if x.fmt.element.per_byte > 1:
+        raise NotImplementedError(
+            f"transpose: {type(x).__name__} packs two elements a byte, so a transpose is no view; "
+            "use .columnwise(), or F.linear, which transposes by itself"
+        )
+    return x._make(func(x.qdata, dim0, dim1), func(x.scale, dim0, dim1), columns=x.shape[-2])
+
+
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.matmul.default, aten.linear.default)
+
+
+@_implements(*_PRODUCTS)
+def _product(func, *args, **kwargs):
+    raise NotImplementedError(
+        f"{func}: products with quantised weights go through torch.nn.functional.linear (or nn.Linear), which runs all "
+        "three GEMMs in low precision; call that, or .dequantize() the weight for a high-precision product"
+    )

@@ -1,0 +1,96 @@
+"""The quantised copy of a master weight: made once per change of value, found again by the tensor that it was made of.
+
+PyTorch counts the in-place changes of a tensor and shares the count between its aliases; a copy is valid while the
+count stands. Copies hang on the master's lifetime, not in its state, so that nothing saves or copies them.
+
+Two cases have no trustworthy count, and quantise on every use: tensors made under `torch.inference_mode`, and CUDA
+graphs, whose replays change values without counting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.formats import BlockFormat
+
+
+@dataclass
+class _Copies:
+    version: int
+    recipe: tuple
+    rowwise: Any
+    columnwise: Any = None
+
+
+_copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_changed_by_graphs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def quantized_weight(
+    hp: torch.Tensor,
+    fmt: BlockFormat,
+    *,
+    columnwise: bool,
+    keep_columnwise: bool = False,
+    power_of_2_scales: bool = False,
+    backend: ops.Backend | str | None = None,
+):
+    """`hp` [N, K] quantised in `fmt`, rowwise or columnwise, from the copy that is kept where it is still valid.
+
+    keep_columnwise: keep the columnwise copy too; otherwise it lives as long as the caller holds it.
+    """
+
+    def quantize():
+        return ops.quantize(hp, fmt, power_of_2_scales=power_of_2_scales, backend=backend)
+
+    def transpose(rowwise):
+        return ops.transpose(rowwise, columns=hp.shape[-1], backend=backend)
+
+    if not _is_counted(hp):
+        rowwise = quantize()
+        return transpose(rowwise) if columnwise else rowwise
+    version, recipe = _compat.version_of(hp), (fmt.name, power_of_2_scales)
+    copies = _copies.get(hp)
+    if copies is None or copies.version != version or copies.recipe != recipe:
+        # The stale copy goes first, so that two never live together.
+        _copies.pop(hp, None)
+        del copies
+        copies = _copies[hp] = _Copies(version, recipe, quantize())
+    if not columnwise:
+        return copies.rowwise
+    if copies.columnwise is not None:
+        return copies.columnwise
+    result = transpose(copies.rowwise)
+    if keep_columnwise:
+        copies.columnwise = result
+    return result
+
+
+def kept_bytes(hp: torch.Tensor) -> int:
+    """Bytes of the copies of `hp` that are kept now."""
+    copies = _copies.get(hp)
+    if copies is None:
+        return 0
+    kept = [*copies.rowwise, *(copies.columnwise or ())]
+    return sum(t.nbytes for t in kept if t is not None)
+
+
+def drop(hp: torch.Tensor) -> None:
+    """Forget the copies of `hp`; the next use quantises it again."""
+    _copies.pop(hp, None)
+
+
+def note_change(hp: torch.Tensor) -> None:
+    """Called when an operation changes `hp`: a change that a CUDA graph records happens again with every replay."""
+    if _compat.is_capturing(hp):
+        _changed_by_graphs[hp] = True
+        drop(hp)
+
+
+def _is_counted(hp: torch.Tensor) -> bool:
+    return not (hp.is_inference() or hp in _changed_by_graphs or _compat.is_capturing(hp))
