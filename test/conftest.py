@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+
+# Tests share test/helpers.py, in spawned processes too.
+sys.path.append(str(Path(__file__).parent))
 
 if not torch.cuda.is_available():
     # Before anything imports Triton, which reads it once.
@@ -32,3 +37,11 @@ def pytest_collection_modifyitems(items):
 def device() -> str:
     """The device that tests run on: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def no_interpreter():
+    """AUTO on a CPU takes the reference, not Triton's interpreter: the same bits, many times faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchao_blockwise.ops.backend.interpreting", lambda: False)
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import sys
 import types
 
@@ -38,6 +39,13 @@ def quantize_call():
     return None, None
 
 
+def default_filter():
+    """The filter_fn that `torchao.quantization.quantize_` uses when none is given."""
+    from torchao.quantization import quantize_
+
+    return inspect.signature(quantize_).parameters["filter_fn"].default
+
+
 def allow_config_module(module: str) -> None:
     """Let `torchao.core.config.config_from_dict` rebuild configs that are defined in `module`."""
     from torchao.core import config
@@ -53,3 +61,42 @@ def is_capturing(x: torch.Tensor) -> bool:
 def version_of(x: torch.Tensor) -> int:
     """How often `x` or an alias of it was changed in place."""
     return x._version
+
+
+def is_held(x: torch.Tensor) -> bool:
+    """Whether something beside its Python object holds `x`, so that `torch.utils.swap_tensors` would refuse it."""
+    if x._use_count() == 1:
+        return False
+    if x._use_count() > 2 or not (x.is_leaf and x.requires_grad):
+        return True
+    # A gradient accumulator may be the second holder; asking for it makes one, a third holder, if there is none.
+    accumulator = torch.autograd.graph.get_gradient_edge(x).node
+    return accumulator is None or x._use_count() > 2
+
+
+def no_torch_function():
+    """A context in which `__torch_function__` of subclasses is not called, for use inside of it."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def counting_changes():
+    """A context for `__torch_dispatch__`: operations on inner tensors count changes, and views share their counts.
+
+    PyTorch excludes the kernels that keep version counters while a subclass dispatches.
+    """
+    exclude = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
+
+
+def register_sharding(op, rule) -> None:
+    """Give `op` a DTensor sharding rule whose answers are cached by all of the op's arguments.
+
+    By itself PyTorch caches by the arguments from the first integer on, and would give one format another's rule.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental import register_sharding
+
+    register_sharding(op)(rule)
+    arguments = op._schema.arguments
+    first_option = next((i for i, arg in enumerate(arguments) if "Tensor" not in str(arg.type)), len(arguments))
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_argnum = first_option

@@ -22,7 +22,9 @@ def _fp8_scales(block_amax: torch.Tensor, tensor_amax: torch.Tensor | None, powe
     if power_of_2_scales:
         power = (encode.view(torch.int32) & _F32_EXPONENT_AND_SIGN).view(torch.float32)
         encode = torch.where(encode.isnan(), encode, power)
-    return Scales(encode, torch.ones_like(encode) / encode, None)
+    scale = torch.ones_like(encode) / encode
+    # Devices make NaNs of different bits; this is the one that all implementations store.
+    return Scales(encode, scale.masked_fill(scale.isnan(), float("nan")), None)
 
 
 FP8_1X128 = register_format(

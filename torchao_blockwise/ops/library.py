@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from torchao_blockwise import _compat
+
 NAMESPACE = "torchao_blockwise"
 _library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -24,7 +26,5 @@ def define_op(schema: str, implementation: Callable, fake: Callable, sharding: C
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     if sharding is not None and torch.distributed.is_available():
-        from torch.distributed.tensor.experimental import register_sharding
-
-        register_sharding(op)(sharding)
+        _compat.register_sharding(op, sharding)
     return op

@@ -7,7 +7,7 @@ import torch
 from torchao_blockwise.formats import get_format
 from torchao_blockwise.ops.dequantize import reference
 from torchao_blockwise.ops.library import define_op
-from torchao_blockwise.ops.operand import is_operand
+from torchao_blockwise.ops.operand import format_of, is_operand
 
 
 def dequantize(x, *, dtype: torch.dtype = torch.float32, columns: int | None = None) -> torch.Tensor:
@@ -20,7 +20,7 @@ def dequantize(x, *, dtype: torch.dtype = torch.float32, columns: int | None = N
     """
     if not is_operand(x):
         raise TypeError(f"dequantize: x must be a result of quantize, got {type(x).__name__}")
-    fmt = x.fmt
+    fmt = format_of(x)
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise TypeError(f"dequantize: dtype must be bfloat16, float16, float32 or float64, got {dtype}")
     held = x.qdata.shape[-1] * fmt.element.per_byte

@@ -8,7 +8,7 @@ from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_
 from torchao_blockwise.ops.backend import Backend, compute_capability, get_backend, pick, why_no_triton
 from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.ops.matmul import cublas, reference
-from torchao_blockwise.ops.operand import is_operand
+from torchao_blockwise.ops.operand import format_of, is_operand
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KERNEL_PAIRS = {
@@ -40,7 +40,7 @@ def matmul(
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2 for the promotion of partial sums to fp32.
     """
     _check(a, b, out_dtype, bias)
-    return matmul_op(*a, *b, a.fmt.name, b.fmt.name, out_dtype, bias, get_backend(backend).value)
+    return matmul_op(*a, *b, a.format_name, b.format_name, out_dtype, bias, get_backend(backend).value)
 
 
 def _check(a, b, out_dtype, bias):
@@ -51,8 +51,9 @@ def _check(a, b, out_dtype, bias):
             raise ValueError(f"matmul: {name} must be a matrix, got payload of shape {list(x.qdata.shape)}")
     if out_dtype not in OUT_DTYPES:
         raise TypeError(f"matmul: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    if a.fmt.element is not b.fmt.element or a.fmt.block[1] != b.fmt.block[1]:
-        raise ValueError(f"matmul: {a.fmt.name} · {b.fmt.name} differ in element or block length along K")
+    a_fmt, b_fmt = format_of(a), format_of(b)
+    if a_fmt.element is not b_fmt.element or a_fmt.block[1] != b_fmt.block[1]:
+        raise ValueError(f"matmul: {a_fmt.name} · {b_fmt.name} differ in element or block length along K")
     if a.qdata.shape[1] != b.qdata.shape[1]:
         got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
         raise ValueError(f"matmul: a [M, K] and b [N, K] must agree in K, got payloads {got}")

@@ -84,11 +84,8 @@ def matmul(a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt, out_dtype, 
 
 
 def pad_k_blocks(scale: torch.Tensor) -> torch.Tensor:
-    """128×128 scales [N/128, K/128] viewed on rows that are padded to a multiple of 4 K blocks."""
-    n_blocks, k_blocks = scale.shape
-    padded = scale.new_ones(n_blocks, (k_blocks + 3) // 4 * 4)
-    padded[:, :k_blocks] = scale
-    return padded[:, :k_blocks]
+    """128×128 scales [N/128, K/128] with the K blocks padded with ones to a multiple of 4."""
+    return F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
 
 
 def rowwise_scales(scale: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:

@@ -44,13 +44,16 @@ def quantize(
     fmt = get_format(fmt)
     _check(x, fmt, rowwise, columnwise, power_of_2_scales, tensor_amax)
     backend = get_backend(backend).value
-    if fmt.has_global_scale and tensor_amax is None:
-        tensor_amax = tensor_amax_op(x)
-    global_scale = global_scale_of(tensor_amax) if fmt.has_global_scale else None
+    if torch.is_grad_enabled() and x.requires_grad:
+        x = x.detach()
+    amax_bits = global_scale = None
+    if fmt.has_global_scale:
+        amax_bits = tensor_amax_bits_op(x) if tensor_amax is None else tensor_amax.view(torch.int32)
+        global_scale = global_scale_op(amax_bits)
     if rowwise and columnwise:
-        q, s, qt, st = quantize_both_op(x, tensor_amax, fmt.name, power_of_2_scales, backend)
+        q, s, qt, st = quantize_both_op(x, amax_bits, fmt.name, power_of_2_scales, backend)
         return operand(fmt, q, s, global_scale), operand(fmt, qt, st, global_scale)
-    q, s = quantize_op(x, tensor_amax, fmt.name, columnwise, power_of_2_scales, backend)
+    q, s = quantize_op(x, amax_bits, fmt.name, columnwise, power_of_2_scales, backend)
     return operand(fmt, q, s, global_scale)
 
 
@@ -82,23 +85,28 @@ def _has_kernel(fmt: BlockFormat) -> bool:
     return fmt.name in ("fp8_1x128", "fp8_128x128", "nvfp4_1x16", "nvfp4_16x16")
 
 
-def _quantize(x, tensor_amax, format, columnwise, power_of_2_scales, backend):
+def _quantize(x, amax_bits, format, columnwise, power_of_2_scales, backend):
     fmt = get_format(format)
     if _pick(x, fmt, backend) is Backend.TRITON:
         from torchao_blockwise.ops.quantize import triton
 
-        return triton.quantize(x, fmt, tensor_amax, not columnwise, columnwise, power_of_2_scales)
-    return reference.quantize(x.mT if columnwise else x, fmt, tensor_amax, power_of_2_scales)
+        return triton.quantize(x, fmt, _amax(amax_bits), not columnwise, columnwise, power_of_2_scales)
+    return reference.quantize(x.mT if columnwise else x, fmt, _amax(amax_bits), power_of_2_scales)
 
 
-def _quantize_both(x, tensor_amax, format, power_of_2_scales, backend):
+def _quantize_both(x, amax_bits, format, power_of_2_scales, backend):
     fmt = get_format(format)
     if _pick(x, fmt, backend) is Backend.TRITON:
         from torchao_blockwise.ops.quantize import triton
 
-        return triton.quantize(x, fmt, tensor_amax, True, True, power_of_2_scales)
-    rowwise = reference.quantize(x, fmt, tensor_amax, power_of_2_scales)
-    return *rowwise, *reference.quantize(x.mT, fmt, tensor_amax, power_of_2_scales)
+        return triton.quantize(x, fmt, _amax(amax_bits), True, True, power_of_2_scales)
+    amax = _amax(amax_bits)
+    rowwise = reference.quantize(x, fmt, amax, power_of_2_scales)
+    return *rowwise, *reference.quantize(x.mT, fmt, amax, power_of_2_scales)
+
+
+def _amax(bits: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bits is None else bits.view(torch.float32)
 
 
 def _fake_copy(x: torch.Tensor, fmt: BlockFormat, columnwise: bool):
@@ -109,21 +117,35 @@ def _fake_copy(x: torch.Tensor, fmt: BlockFormat, columnwise: bool):
     )
 
 
-def _quantize_fake(x, tensor_amax, format, columnwise, power_of_2_scales, backend):
+def _quantize_fake(x, amax_bits, format, columnwise, power_of_2_scales, backend):
     return _fake_copy(x, get_format(format), columnwise)
 
 
-def _quantize_both_fake(x, tensor_amax, format, power_of_2_scales, backend):
+def _quantize_both_fake(x, amax_bits, format, power_of_2_scales, backend):
     fmt = get_format(format)
     return *_fake_copy(x, fmt, False), *_fake_copy(x, fmt, True)
 
 
-def _tensor_amax(x):
-    return reference.tensor_amax(x)
+def _tensor_amax_bits(x):
+    return reference.tensor_amax(x).view(torch.int32)
 
 
-def _tensor_amax_fake(x):
-    return x.new_empty((), dtype=torch.float32)
+def _tensor_amax_bits_fake(x):
+    return x.new_empty((), dtype=torch.int32)
+
+
+def _global_scale(amax_bits):
+    return global_scale_of(_amax(amax_bits))
+
+
+def _global_scale_fake(amax_bits):
+    return amax_bits.new_empty((), dtype=torch.float32)
+
+
+def _global_scale_sharding(amax_bits):
+    from torch.distributed.tensor import Replicate
+
+    return [([Replicate()], [Replicate()])]
 
 
 def _amax_sharding(x):
@@ -147,11 +169,11 @@ def _copy_placements(x, fmt: BlockFormat, columnwise: bool, dim: int):
     return [Shard(dim), Shard(scale_dim)]
 
 
-def _rules(x, tensor_amax, fmt: BlockFormat, copies: tuple[bool, ...], options: list):
+def _rules(x, amax_bits, fmt: BlockFormat, copies: tuple[bool, ...], options: list):
     """x replicated, or sharded on a dim whose shards end on block borders; without an amax NVFP4 needs all of x."""
     from torch.distributed.tensor import Replicate, Shard
 
-    amax = None if tensor_amax is None else Replicate()
+    amax = None if amax_bits is None else Replicate()
     rules = [([Replicate()] * 2 * len(copies), [Replicate(), amax, *options])]
     for dim in range(len(x.shape)):
         if all(shards_on_blocks(x, dim, fmt, columnwise) for columnwise in copies):
@@ -160,26 +182,32 @@ def _rules(x, tensor_amax, fmt: BlockFormat, copies: tuple[bool, ...], options: 
     return rules
 
 
-def _quantize_sharding(x, tensor_amax, format, columnwise, power_of_2_scales, backend):
-    return _rules(x, tensor_amax, get_format(format), (columnwise,), [None] * 4)
+def _quantize_sharding(x, amax_bits, format, columnwise, power_of_2_scales, backend):
+    return _rules(x, amax_bits, get_format(format), (columnwise,), [None] * 4)
 
 
-def _quantize_both_sharding(x, tensor_amax, format, power_of_2_scales, backend):
-    return _rules(x, tensor_amax, get_format(format), (False, True), [None] * 3)
+def _quantize_both_sharding(x, amax_bits, format, power_of_2_scales, backend):
+    return _rules(x, amax_bits, get_format(format), (False, True), [None] * 3)
 
 
 quantize_op = define_op(
-    "quantize(Tensor x, Tensor? tensor_amax, str format, bool columnwise, bool power_of_2_scales, str backend)"
+    "quantize(Tensor x, Tensor? amax_bits, str format, bool columnwise, bool power_of_2_scales, str backend)"
     " -> (Tensor, Tensor)",
     _quantize,
     _quantize_fake,
     _quantize_sharding,
 )
 quantize_both_op = define_op(
-    "quantize_both(Tensor x, Tensor? tensor_amax, str format, bool power_of_2_scales, str backend)"
+    "quantize_both(Tensor x, Tensor? amax_bits, str format, bool power_of_2_scales, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _quantize_both,
     _quantize_both_fake,
     _quantize_both_sharding,
 )
-tensor_amax_op = define_op("tensor_amax(Tensor x) -> Tensor", _tensor_amax, _tensor_amax_fake, _amax_sharding)
+# Bits, because a MAX over ranks loses a NaN among floats; as integers, magnitudes keep their order and NaN is above all.
+tensor_amax_bits_op = define_op(
+    "tensor_amax_bits(Tensor x) -> Tensor", _tensor_amax_bits, _tensor_amax_bits_fake, _amax_sharding
+)
+global_scale_op = define_op(
+    "global_scale(Tensor amax_bits) -> Tensor", _global_scale, _global_scale_fake, _global_scale_sharding
+)

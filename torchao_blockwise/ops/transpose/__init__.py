@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchao_blockwise.formats import BlockFormat, get_format
 from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
 from torchao_blockwise.ops.library import define_op
-from torchao_blockwise.ops.operand import is_operand, operand
+from torchao_blockwise.ops.operand import format_of, is_operand, operand
 from torchao_blockwise.ops.transpose import reference
 
 
@@ -19,7 +19,7 @@ def transpose(x, *, columns: int | None = None, backend: Backend | str | None = 
     """
     if not is_operand(x):
         raise TypeError(f"transpose: x must be a result of quantize, got {type(x).__name__}")
-    fmt = x.fmt
+    fmt = format_of(x)
     if not fmt.is_square:
         raise ValueError(
             f"transpose: {fmt.name} has blocks of {fmt.block[0]}x{fmt.block[1]}, a transpose would need other scales; "

@@ -1,0 +1,128 @@
+"""A Llama-style decoder over bytes: RMSNorm, RoPE, causal attention, SwiGLU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from llm.config import VOCABULARY, RunConfig
+
+_ROPE_BASE = 10_000.0
+_NORM_EPS = 1e-5
+# 0.02 at width 1024, and the same variance of a product at any other.
+_INIT_STD = 0.64
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, in the dtype of x, so that under autocast the residual stream stays bf16."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [.., dim]."""
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), _NORM_EPS)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; query, key and value come from one GEMM."""
+
+    def __init__(self, config: RunConfig):
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.output = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x: [B, S, dim]; cos, sin: [S, head_dim]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, heads, S, head_dim]
+        attended = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        return self.output(attended.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) · up(x)); gate and up come from one GEMM."""
+
+    def __init__(self, config: RunConfig):
+        super().__init__()
+        self.gate_up = nn.Linear(config.dim, 2 * config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [B, S, dim]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: RunConfig):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.dim)
+        self.mlp = MLP(config)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x: [B, S, dim]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """Bytes [B, S] to logits [B, S, 256]."""
+
+    def __init__(self, config: RunConfig):
+        super().__init__()
+        self.activation_checkpointing = config.activation_checkpointing
+        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim)
+        self.lm_head = nn.Linear(config.dim, VOCABULARY, bias=False)
+        cos, sin = rotary(config.seq_len, config.dim // config.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        std = _INIT_STD * config.dim**-0.5
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                # The projections that end a residual branch: smaller, so that depth does not grow the stream.
+                ends_branch = name.endswith(("output.weight", "down.weight"))
+                nn.init.normal_(weight, std=std / (2 * config.layers) ** 0.5 if ends_branch else std)
+        if config.tied_head:
+            self.lm_head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: [B, S] int64, S at most seq_len."""
+        x = self.embedding(tokens)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        positions = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        for layer in self.layers:
+            if self.activation_checkpointing and self.training:
+                x = checkpoint(layer, x, *positions, use_reentrant=False)
+            else:
+                x = layer(x, *positions)
+        return self.lm_head(self.norm(x))
+
+
+def next_byte_loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats of each byte given those before it; windows: [B, S + 1] int64."""
+    logits = model(windows[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+def rotary(positions: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of the rotary angles, each [positions, head_dim] f32, halves repeated."""
+    frequency = _ROPE_BASE ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angle = torch.outer(torch.arange(positions), frequency).repeat(1, 2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (i, i + head_dim/2) of x [B, heads, S, head_dim] by their position's angle, in x's dtype."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)

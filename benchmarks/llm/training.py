@@ -1,0 +1,224 @@
+"""Training one recipe: the loop, the held-out loss and what it cost."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from llm import checkpoint
+from llm.config import RunConfig
+from llm.data import Corpus
+from llm.memory import saved_bytes, weight_bytes
+from llm.model import Decoder, next_byte_loss
+from llm.recipes import convert
+
+BETAS = (0.9, 0.95)
+FINAL_LR = 0.1  # of the peak
+# Reading a loss waits for the GPU; on a CPU it costs nothing.
+_STEPS_A_READ = {"cuda": 10}
+_STEPS_NOT_TIMED = 5
+
+
+@dataclass
+class Result:
+    """What training one recipe gave.
+
+    layers: what became of the linear layers, in words.
+    losses: mean training loss of each step, in nats a byte; seconds: its duration, evaluation and checkpoints left out.
+    activation_bytes: saved for backward by one microbatch, no weights nor their copies among them.
+    weight_bytes: the linear weights in the form that the GEMMs read. peak_bytes: None on a CPU.
+    """
+
+    recipe: str
+    tokens_per_step: int
+    layers: str = ""
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    held_out_loss: float = math.nan
+    activation_bytes: int = 0
+    weight_bytes: int = 0
+    peak_bytes: int | None = None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last training loss was not finite; training stops there."""
+        return not all(map(math.isfinite, self.losses))
+
+    @property
+    def train_loss(self) -> float:
+        """Mean training loss of the last twentieth of the steps, 10 at least."""
+        return statistics.fmean(self.losses[-max(10, len(self.losses) // 20) :])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second of the median step, the first steps left out."""
+        return self.tokens_per_step / statistics.median(self.seconds[_STEPS_NOT_TIMED:] or self.seconds)
+
+
+def build(config: RunConfig, device: torch.device) -> Decoder:
+    """The decoder with the weights that the seed decides."""
+    torch.manual_seed(config.seed)
+    with torch.device(device):
+        return Decoder(config)
+
+
+def train(
+    recipe: str,
+    config: RunConfig,
+    corpus: Corpus,
+    device: torch.device,
+    folder: Path | None = None,
+    *,
+    checkpoint_every: int = 0,
+    resume: bool = False,
+) -> Result:
+    """Train `recipe` from the seed's weights, or from its checkpoint in `folder`, and evaluate it in its own precision.
+
+    Stops early where the loss is not finite.
+    """
+    before = _allocated(device)
+    model = build(config, device)
+    result = Result(recipe, config.tokens_per_step, layers=convert(model, recipe))
+    result.activation_bytes = activation_bytes(model, config, device)
+    result.weight_bytes = weight_bytes(model)
+    optimizer = make_optimizer(model, config, device)
+    # Measuring drew random numbers where a recipe rounds stochastically.
+    torch.manual_seed(config.seed)
+    path = None if folder is None else checkpoint.path_of(folder, recipe)
+    if resume and path is not None and path.exists():
+        state = checkpoint.load(path, config, corpus.digest, device)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        result.losses, result.seconds = state["losses"], state["seconds"]
+    if config.compile:
+        model.compile()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def save():
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state |= {"losses": result.losses, "seconds": result.seconds}
+        checkpoint.save(path, config, corpus.digest, device, **state)
+
+    _run_steps(model, optimizer, config, corpus, device, result, checkpoint_every, save)
+    if device.type == "cuda":
+        result.peak_bytes = torch.cuda.max_memory_allocated(device) - before
+    if not result.diverged:
+        result.held_out_loss = evaluate(model, config, corpus, device)
+    return result
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes on the GPU that earlier recipes left behind."""
+    gc.collect()
+    torch.compiler.reset()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _run_steps(model, optimizer, config, corpus, device, result, checkpoint_every, save) -> None:
+    """Steps from len(result.losses) to config.steps, appended to `result`."""
+    first = len(result.losses)
+    resumed = f"; resumed after step {first}" if first else ""
+    print(f"{result.recipe:>6}: {result.layers}{resumed}", file=sys.stderr)
+    # A log file gets a line now and then, a terminal a live bar.
+    interval = 0.2 if sys.stderr.isatty() else 10
+    bar = tqdm(total=config.steps, initial=first, desc=f"{result.recipe:>6}", unit="step", mininterval=interval)
+    unread, start = [], time.perf_counter()
+    with bar:
+        for step in range(first, config.steps):
+            unread.append(train_step(model, optimizer, config, corpus, device, step))
+            done = step + 1
+            saves = checkpoint_every and (done % checkpoint_every == 0 or done == config.steps)
+            if saves or done == config.steps or done % _STEPS_A_READ.get(device.type, 1) == 0:
+                losses = torch.stack(unread).tolist()
+                seconds = (time.perf_counter() - start) / len(losses)
+                result.losses += losses
+                result.seconds += [seconds] * len(losses)
+                speed = config.tokens_per_step / seconds
+                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
+                bar.update(len(losses))
+                if result.diverged:
+                    first_bad = next(i for i, loss in enumerate(result.losses) if not math.isfinite(loss))
+                    del result.losses[first_bad + 1 :], result.seconds[first_bad + 1 :]
+                    return
+                if saves:
+                    save()
+                unread, start = [], time.perf_counter()
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: RunConfig,
+    corpus: Corpus,
+    device: torch.device,
+    step: int,
+) -> torch.Tensor:
+    """One optimizer update; the mean loss of its microbatches as a 0-d tensor on the device."""
+    windows = corpus.batch(config.seed, step, config.batch_size * config.grad_accumulation).to(device)
+    total = torch.zeros((), device=device)
+    for microbatch in windows.chunk(config.grad_accumulation):
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = next_byte_loss(model, microbatch) / config.grad_accumulation
+        loss.backward()
+        total += loss.detach()
+    nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(config, step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """Linear warmup to config.lr, then a cosine down to a tenth of it at the last step."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
+    return config.lr * (FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def make_optimizer(model: nn.Module, config: RunConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW; matrices decay, norms do not."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=device.type == "cuda")
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, config: RunConfig, corpus: Corpus, device: torch.device) -> float:
+    """Mean loss over every held-out window, in the precision that the model trains in."""
+    model.eval()
+    total = 0.0
+    for windows in corpus.held_out.split(config.batch_size):
+        with torch.autocast(device.type, torch.bfloat16):
+            total += next_byte_loss(model, windows.long().to(device)).item() * len(windows)
+    model.train()
+    return total / len(corpus.held_out)
+
+
+def activation_bytes(model: nn.Module, config: RunConfig, device: torch.device) -> int:
+    """Bytes that one microbatch saves for backward, run eagerly.
+
+    Copies of the weights do not grow with the batch, activations do: the difference between two sequences and one is
+    a sequence's activations.
+    """
+    totals = []
+    for sequences in (1, 2):
+        windows = torch.zeros(sequences, config.seq_len + 1, dtype=torch.int64, device=device)
+        with torch.autocast(device.type, torch.bfloat16), saved_bytes(model) as saved:
+            next_byte_loss(model, windows)
+        totals.append(sum(saved.values()))
+    return (totals[1] - totals[0]) * config.batch_size

@@ -1,0 +1,221 @@
+"""Train the same small Llama-style language model in bf16, blockwise FP8 and NVFP4, and compare them.
+
+python benchmarks/train_llm.py                      # all three, on real text; about 3 minutes on two CPU cores
+python benchmarks/train_llm.py --preset 350m --data my_text/ --compile
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+# Threads that spin while they wait take the cores from others that work: on a busy machine that is five times slower.
+# Read when torch is imported.
+os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+# A checkout runs without being installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import environment
+import torch
+from llm import checkpoint, report
+from llm.config import PRESETS, RunConfig, UsageError, override
+from llm.data import Corpus, read_corpus
+from llm.memory import require_memory
+from llm.recipes import RECIPES
+from llm.training import Result, train
+
+RESULTS = Path(__file__).resolve().parent / "results"
+_GUARANTEES = """\
+Every recipe starts from the same weights and sees the same bytes in the same order; both depend on --seed alone.
+On a CPU a run repeats bit for bit (same machine, thread count and versions), and so does one that was interrupted and
+resumed. On a GPU the order of additions in PyTorch's backward kernels may vary, so curves repeat closely, not bitwise.
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="train_llm", description=__doc__, epilog=_GUARANTEES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="what to compare (default: all)")
+    add("--preset", choices=PRESETS, help="model and schedule (default: cpu, with a GPU 125m)")
+    add("--data", metavar="PATH", help="a text file, or a folder of them (default: Python's standard library)")
+    add("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+    out = Path("runs/train_llm")
+    add("--out", type=Path, default=out, metavar="DIR", help="results and checkpoints (default: %(default)s)")
+    add("--results", action="store_true", help="write the results into benchmarks/results/ too")
+    numbers = parser.add_argument_group("instead of the preset's values")
+    for name, what in (
+        ("steps", "optimizer updates"),
+        ("batch-size", "sequences a microbatch"),
+        ("seq-len", "bytes a sequence"),
+        ("grad-accumulation", "microbatches a step"),
+    ):
+        numbers.add_argument(f"--{name}", type=_positive_int, metavar="N", help=what)
+    numbers.add_argument("--warmup", type=_whole_int, metavar="N", help="steps of linear warmup")
+    numbers.add_argument("--seed", type=_whole_int, metavar="N", help="of weights and data order (default: 0)")
+    numbers.add_argument("--lr", type=_positive_float, help="peak learning rate")
+    switch = {"action": "store_const", "const": True}
+    numbers.add_argument("--tied-head", help="share the embedding with the output head", **switch)
+    numbers.add_argument("--compile", help="torch.compile the model", **switch)
+    numbers.add_argument("--activation-checkpointing", help="recompute every block in backward", **switch)
+    add("--checkpoint-every", type=_positive_int, default=0, metavar="N", help="write a checkpoint every N steps")
+    add("--resume", action="store_true", help="continue from the checkpoints in --out")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; 0: done, 1: a recipe diverged, 2: it could not run, 130: interrupted."""
+    args = make_parser().parse_args(argv)
+    try:
+        return run(args)
+    except UsageError as error:
+        print(f"train_llm: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError:
+        remedy = "lower --batch-size, or add --activation-checkpointing"
+        print(f"train_llm: the device ran out of memory; {remedy}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        remedy = "continue it with --resume" if args.checkpoint_every else "with --checkpoint-every N it can be resumed"
+        print(f"\ntrain_llm: interrupted; {remedy}", file=sys.stderr)
+        return 130
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything that can be checked, train every recipe, report."""
+    device = pick_device(args.device)
+    config = config_from(args, device)
+    require_memory(config, device)
+    for folder in (args.out, *([RESULTS] if args.results else ())):
+        prepare_folder(folder)
+    recipes = list(dict.fromkeys(args.recipes))
+    if args.resume and not any(checkpoint.path_of(args.out, r).exists() for r in recipes):
+        remedy = "run with --checkpoint-every N first, or name its --out"
+        raise UsageError(f"--resume: no checkpoint in {args.out}; {remedy}")
+    corpus = read_corpus(args.data, config.seq_len, config.held_out_sequences)
+    print(opening_line(config, corpus, device, recipes))
+    if recipes != ["bf16"]:
+        import_torchao()
+    results = [
+        train(r, config, corpus, device, args.out, checkpoint_every=args.checkpoint_every, resume=args.resume)
+        for r in recipes
+    ]
+    print(f"\n{report.table(results)}\n\n{report.footnotes(device)}\n")
+    write_results(args.out, "train_llm", config, corpus, device, results)
+    if args.results:
+        write_results(RESULTS, f"train_llm_{environment.slug(device)}", config, corpus, device, results)
+    return int(any(r.diverged for r in results))
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name, by default a GPU where there is one. Raises UsageError where it is not there."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise UsageError(f"--device {name}: no such device; use cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: runs on cpu or cuda, got {device.type}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise UsageError(f"--device {name}: this machine has {count} CUDA device(s); use --device cpu")
+    return device
+
+
+def config_from(args: argparse.Namespace, device: torch.device) -> RunConfig:
+    """The preset with the command line's values in place of its own."""
+    names = ("steps", "batch_size", "seq_len", "grad_accumulation", "warmup", "seed", "lr", "tied_head", "compile")
+    values = {name: getattr(args, name) for name in (*names, "activation_checkpointing")}
+    return override(args.preset or ("cpu" if device.type == "cpu" else "125m"), **values)
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make `folder`; raises UsageError where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise UsageError(f"{folder}: not a folder that can be written; choose another --out")
+
+
+def opening_line(config: RunConfig, corpus: Corpus, device: torch.device, recipes: list[str]) -> str:
+    """What will run, in one line."""
+    size = f"{config.parameters / 1e6:.1f} M parameters ({config.preset}), {config.layers} layers of width {config.dim}"
+    text = f"{len(corpus.train) / 1e6:.1f} MB of {corpus.name}"
+    work = f"{config.steps:,} steps of {config.tokens_per_step:,} tokens in each of {', '.join(recipes)}"
+    return f"{environment.device_name(device)} | {size} | {text} | {work}"
+
+
+def write_results(
+    folder: Path, name: str, config: RunConfig, corpus: Corpus, device: torch.device, results: list[Result]
+) -> None:
+    """name.json, name.md and name.png in `folder`."""
+    prepare_folder(folder)
+    report.write_json(folder / f"{name}.json", config, corpus, device, results)
+    report.write_table(folder / f"{name}.md", results, device)
+    print(f"wrote {folder / name}.json, .md", end="")
+    try:
+        from llm.plot import tokens_text, write_plot
+    except ImportError:
+        print("; no picture: matplotlib is not installed (pip install matplotlib)")
+        return
+    tokens = tokens_text(config.steps * config.tokens_per_step)
+    write_plot(
+        folder / f"{name}.png",
+        config,
+        results,
+        title=f"A {config.parameters / 1e6:.1f} M-parameter decoder trained on {tokens} tokens",
+        data=f"{corpus.name} · {environment.device_name(device)}",
+        unigram_entropy=corpus.unigram_entropy,
+    )
+    print(", .png")
+
+
+def import_torchao() -> None:
+    """Import torchao without its prints about libraries of other platforms, which are harmless.
+
+    Raises UsageError where it is not installed.
+    """
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*register_constant.*")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            import torchao.quantization  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"fp8 and nvfp4 need torchao ({error}); pip install torchao, or --recipes bf16") from None
+
+
+def _number(text: str, kind, least, what: str):
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not least(value):
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    return _number(text, int, lambda v: v > 0, "a whole number above 0")
+
+
+def _whole_int(text: str) -> int:
+    return _number(text, int, lambda v: 0 <= v < 2**31, "a whole number, 0 or above")
+
+
+def _positive_float(text: str) -> float:
+    return _number(text, float, lambda v: 0 < v < float("inf"), "a number above 0")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,444 @@
+"""benchmarks/train_llm.py: same start and data for every recipe, exact resumption, clear refusals, a full report."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import train_llm
+from llm import checkpoint, memory, plot, report, training
+from llm.config import PRESETS, RunConfig, UsageError, difference, override
+from llm.data import Corpus, read_corpus
+from llm.recipes import RECIPES, convert
+
+CPU = torch.device("cpu")
+TINY = PRESETS["tiny"]
+TEXT = "".join(f"def f{i}(x):\n    return x + {i * i}\n" for i in range(400)).encode()
+
+
+@pytest.fixture(autouse=True)
+def eager_on_one_thread(monkeypatch):
+    # The eager reference is far faster than Triton's interpreter, and agrees with it bit for bit. Threads only get in
+    # each other's way at this size.
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def corpus() -> Corpus:
+    return Corpus.from_bytes(TEXT, "text", TINY.seq_len, TINY.held_out_sequences)
+
+
+@pytest.fixture
+def text_file(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT)
+    return path
+
+
+def refusal(capsys, *argv: object) -> str:
+    """The one line that the command refuses these arguments with."""
+    assert train_llm.main([str(a) for a in ("--device", "cpu", "--preset", "tiny", *argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and captured.err.startswith("train_llm: ")
+    return captured.err
+
+
+def convert_model(recipe: str, config: RunConfig) -> torch.nn.Module:
+    model = training.build(config, CPU)
+    convert(model, recipe)
+    return model
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_at(monkeypatch, step: int) -> None:
+    def train_step(model, optimizer, config, corpus, device, at):
+        if at == step:
+            raise Interrupted
+        return original(model, optimizer, config, corpus, device, at)
+
+    original = training.train_step
+    monkeypatch.setattr(training, "train_step", train_step)
+
+
+# Data
+
+
+def test_batches_depend_on_seed_and_step_alone(corpus):
+    first = corpus.batch(0, 3, 4)
+    torch.manual_seed(99)
+    assert torch.equal(first, corpus.batch(0, 3, 4))
+    assert not torch.equal(first, corpus.batch(0, 4, 4))
+    assert not torch.equal(first, corpus.batch(1, 3, 4))
+    assert first.shape == (4, TINY.seq_len + 1) and first.dtype == torch.int64
+
+
+@pytest.mark.parametrize("size", [2 * 65, 2 * 65 + 1, 1000, 5003])
+def test_held_out_text_is_cut_out_of_the_training_text(size):
+    data = bytes(i % 251 for i in range(size))
+    corpus = Corpus.from_bytes(data, "text", 64, 7)
+    count = max(1, min(7, size // 650))
+    assert corpus.held_out.shape == (count, 65)
+    assert len(corpus.train) == size - count * 65
+    both = torch.cat([corpus.train, corpus.held_out.flatten()]).bincount(minlength=256)
+    assert torch.equal(both, torch.frombuffer(bytearray(data), dtype=torch.uint8).bincount(minlength=256))
+
+
+def test_unigram_entropy_of_two_equal_bytes_is_log_2():
+    corpus = Corpus.from_bytes(b"ab" * 500, "text", 63, 1)
+    assert corpus.unigram_entropy == pytest.approx(math.log(2))
+
+
+def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name, content in (("b/z.txt", b"z"), ("a.txt", b"a"), (".hidden", b"h"), ("c.bin", b"\0c")):
+        (tmp_path / name).write_bytes(content * 100)
+    corpus = read_corpus(str(tmp_path), 16, 1)
+    assert bytes(corpus.train) == b"a" * 100 + b"z" * (100 - 17)
+
+
+def test_default_corpus_is_the_standard_library():
+    corpus = read_corpus(None, 128, 8)
+    assert "standard library" in corpus.name and len(corpus.train) > 5_000_000
+    assert corpus.digest == read_corpus(None, 64, 8).digest
+
+
+# Training
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_starts_from_the_same_weights(recipe):
+    expected, got = (convert_model(r, TINY).state_dict() for r in ("bf16", recipe))
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_every_recipe_sees_the_same_data(corpus, monkeypatch):
+    seen = {}
+    for recipe in RECIPES:
+        batches = seen[recipe] = []
+        original = Corpus.batch
+
+        def batch(self, *args, batches=batches, original=original):
+            batches.append(original(self, *args))
+            return batches[-1]
+
+        with monkeypatch.context() as m:
+            m.setattr(Corpus, "batch", batch)
+            training.train(recipe, replace(TINY, steps=2, warmup=1), corpus, CPU)
+    assert all(torch.equal(a, b) for r in RECIPES for a, b in zip(seen["bf16"], seen[r], strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(recipe, corpus, tmp_path, monkeypatch):
+    whole = training.train(recipe, TINY, corpus, CPU)
+    with monkeypatch.context() as m, pytest.raises(Interrupted):
+        interrupt_at(m, 5)
+        training.train(recipe, TINY, corpus, CPU, tmp_path, checkpoint_every=2)
+    assert len(torch.load(checkpoint.path_of(tmp_path, recipe), weights_only=True)["losses"]) == 4
+    torch.manual_seed(12345)
+    resumed = training.train(recipe, TINY, corpus, CPU, tmp_path, resume=True)
+    assert resumed.losses == whole.losses
+    assert resumed.held_out_loss == whole.held_out_loss
+
+
+def test_a_finished_run_resumes_to_its_result(corpus, tmp_path):
+    whole = training.train("bf16", TINY, corpus, CPU, tmp_path, checkpoint_every=3)
+    again = training.train("bf16", TINY, corpus, CPU, tmp_path, resume=True)
+    assert (again.losses, again.held_out_loss) == (whole.losses, whole.held_out_loss)
+
+
+def test_a_checkpoint_restores_random_numbers(tmp_path):
+    path = checkpoint.path_of(tmp_path, "bf16")
+    torch.manual_seed(7)
+    checkpoint.save(path, TINY, "digest", CPU)
+    expected = torch.rand(3)
+    torch.manual_seed(8)
+    checkpoint.load(path, TINY, "digest", CPU)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_failed_write_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    path = checkpoint.path_of(tmp_path, "bf16")
+    checkpoint.save(path, TINY, "digest", CPU, losses=[1.0])
+
+    def fail(state, file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(UsageError, match="disk full"):
+        checkpoint.save(path, TINY, "digest", CPU, losses=[2.0])
+    assert checkpoint.load(path, TINY, "digest", CPU)["losses"] == [1.0]
+
+
+def test_grad_accumulation_sees_the_same_batch(corpus):
+    one = training.train("bf16", replace(TINY, batch_size=4), corpus, CPU)
+    two = training.train("bf16", replace(TINY, batch_size=2, grad_accumulation=2), corpus, CPU)
+    torch.testing.assert_close(torch.tensor(two.losses), torch.tensor(one.losses), rtol=1e-3, atol=1e-3)
+
+
+def test_activation_checkpointing_changes_memory_and_not_the_curve(corpus):
+    plain = training.train("bf16", TINY, corpus, CPU)
+    recomputed = training.train("bf16", replace(TINY, activation_checkpointing=True), corpus, CPU)
+    assert recomputed.losses == plain.losses
+    assert recomputed.activation_bytes < plain.activation_bytes / 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_learns(recipe, corpus):
+    result = training.train(recipe, replace(TINY, steps=14), corpus, CPU)
+    assert result.losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert result.held_out_loss < 0.8 * result.losses[0]
+
+
+def test_a_tied_head_is_one_parameter(corpus):
+    config = replace(TINY, tied_head=True)
+    model = training.build(config, CPU)
+    assert model.lm_head.weight is model.embedding.weight
+    assert sum(p.numel() for p in model.parameters()) == config.parameters
+    assert len(training.train("bf16", config, corpus, CPU).losses) == config.steps
+
+
+def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth():
+    rates = [training.learning_rate(TINY, step) for step in range(TINY.steps)]
+    assert rates[0] == TINY.lr / 2 and max(rates) == TINY.lr
+    assert rates[-1] == pytest.approx(TINY.lr / 10)
+
+
+def test_a_loss_that_is_not_finite_stops_the_recipe(corpus, monkeypatch):
+    monkeypatch.setattr(training, "train_step", lambda *args: torch.tensor(math.nan))
+    result = training.train("bf16", TINY, corpus, CPU)
+    assert result.diverged and len(result.losses) == 1
+    assert "diverged at step 1" in report.table([result])
+
+
+def test_a_diverged_recipe_is_drawn_up_to_where_it_diverged(tmp_path):
+    good = training.Result("bf16", 128, losses=[5.0, 4.0, 3.0, 2.5], seconds=[1.0] * 4, held_out_loss=2.4)
+    bad = training.Result("fp8", 128, losses=[5.0, math.nan], seconds=[1.0] * 2)
+    worst = training.Result("nvfp4", 128, losses=[math.inf], seconds=[1.0])
+    plot.write_plot(tmp_path / "a.png", TINY, [good, bad, worst], title="t", data="d", unigram_entropy=3.0)
+    rows = report.rows([good, bad, worst])
+    assert [row["gap_percent"] for row in rows] == [0.0, None, None]
+
+
+@pytest.mark.parametrize("recipe, words", [
+    ("bf16", "every linear layer in bf16"),
+    ("fp8", "8 of 9 linear layers in fp8_128x128"),
+    ("nvfp4", "4 of 9 linear layers in nvfp4_16x16"),
+])  # fmt: skip
+def test_conversion_spares_the_head_and_nvfp4_the_last_block(recipe, words):
+    assert convert(training.build(TINY, CPU), recipe) == words
+
+
+# Memory
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_memory_estimate_covers_what_is_saved_for_backward(recipe):
+    config = replace(TINY, batch_size=4)
+    saved = training.activation_bytes(convert_model(recipe, config), config, CPU)
+    estimate = memory.estimated_bytes(config) - memory.estimated_bytes(replace(config, batch_size=2))
+    assert 0.3 * estimate < saved / 2 <= estimate
+
+
+def test_low_precision_keeps_fewer_bytes(corpus):
+    config = replace(TINY, steps=1, warmup=0)
+    bf16, fp8, nvfp4 = (training.train(r, config, corpus, CPU) for r in RECIPES)
+    assert fp8.activation_bytes < bf16.activation_bytes
+    head = 2 * 256 * TINY.dim
+    linear = bf16.weight_bytes - head
+    assert fp8.weight_bytes - head == pytest.approx(linear / 2, rel=0.01)
+    # One of the two blocks stays in bf16; the other takes 4.5 bits at most.
+    assert nvfp4.weight_bytes - head <= linear / 2 + 4.5 / 16 * linear / 2
+
+
+def test_saved_bytes_counts_each_storage_once_and_no_parameter():
+    layer = torch.nn.Linear(8, 8, bias=False)
+    x = torch.randn(4, 8, requires_grad=True)
+    with memory.saved_bytes(layer) as saved:
+        hidden = layer(x)
+        (hidden * hidden.view(4, 8)).sum()
+    assert sum(saved.values()) == x.nbytes + hidden.nbytes
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "argv", ["--steps 0", "--steps -3", "--recipes fp7", "--preset 7b", "--lr nan", "--batch-size x", "--seed -1"]
+)
+def test_a_wrong_argument_is_refused_by_name(argv, capsys):
+    argv = argv.split()
+    with pytest.raises(SystemExit) as exit_info:
+        train_llm.main(argv)
+    assert exit_info.value.code == 2
+    assert f"argument {argv[0]}" in capsys.readouterr().err
+
+
+def test_missing_data_is_refused(capsys, tmp_path):
+    assert "no such file or folder" in refusal(capsys, "--data", tmp_path / "nothing", "--out", tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_too_little_text_is_refused(size, capsys, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"x" * size)
+    message = refusal(capsys, "--data", path, "--out", tmp_path)
+    assert "no text found" in message if size == 0 else "need at least 130 bytes" in message and "got 100" in message
+
+
+def test_an_unreadable_file_is_refused(capsys, text_file, tmp_path, monkeypatch):
+    # Permissions do not stop root, who runs tests in containers.
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert f"cannot read {text_file}: Permission denied" in refusal(capsys, "--data", text_file, "--out", tmp_path)
+
+
+def test_too_little_memory_is_refused_before_training(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_llm, "require_memory", memory.require_memory)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2**20)
+    message = refusal(capsys, "--out", tmp_path)
+    assert "needs about" in message and "GiB are free" in message and "--batch-size" in message
+
+
+def test_a_warmup_longer_than_the_run_is_refused(capsys, tmp_path):
+    assert "warmup must be" in refusal(capsys, "--warmup", 8, "--steps", 8, "--out", tmp_path)
+
+
+def test_an_output_folder_that_is_a_file_is_refused(capsys, text_file):
+    assert "not a folder" in refusal(capsys, "--out", text_file)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "abacus", "meta"])
+def test_a_device_that_is_not_there_is_refused(device):
+    with pytest.raises(UsageError, match=f"--device {device}"):
+        train_llm.pick_device(device)
+
+
+def test_resume_without_checkpoint_is_refused(capsys, text_file, tmp_path):
+    assert "no checkpoint in" in refusal(capsys, "--resume", "--data", text_file, "--out", tmp_path / "new")
+
+
+def test_resume_with_another_configuration_names_the_fields(capsys, text_file, tmp_path):
+    common = ("--recipes", "bf16", "--out", tmp_path, "--data")
+    argv = ("--device", "cpu", "--preset", "tiny", "--checkpoint-every", "4", "--steps", "4", *common, text_file)
+    assert train_llm.main([str(a) for a in argv]) == 0
+    capsys.readouterr()
+    text_file.write_bytes(TEXT[1:])
+    line = refusal_lines(capsys, "--resume", "--steps", 6, "--lr", "0.5", *common, text_file)
+    for part in ("steps: 4 -> 6", "lr: 0.002 -> 0.5", "data (sha256)"):
+        assert part in line
+
+
+def refusal_lines(capsys, *argv: object) -> str:
+    assert train_llm.main([str(a) for a in ("--device", "cpu", "--preset", "tiny", *argv)]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    path = checkpoint.path_of(tmp_path, "bf16")
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(UsageError, match="not a readable checkpoint"):
+        checkpoint.load(path, TINY, "digest", CPU)
+
+
+def test_difference_names_changed_and_new_fields():
+    saved = {"steps": TINY.steps}
+    assert "dim: None -> 128" in difference(saved, TINY)
+    assert not any(d.startswith("steps") for d in difference(saved, TINY))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_sound(preset):
+    config = override(preset, steps=5)
+    assert isinstance(config, RunConfig) and config.warmup < 5
+    assert config.dim % 128 == config.hidden % 128 == 0 and config.dim % config.heads == 0
+
+
+def test_parameter_count_matches_the_model():
+    assert sum(p.numel() for p in training.build(TINY, CPU).parameters()) == TINY.parameters
+
+
+def test_an_interrupted_run_says_how_to_go_on(capsys, text_file, tmp_path, monkeypatch):
+    def train(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_llm, "train", train)
+    argv = [
+        "--device",
+        "cpu",
+        "--preset",
+        "tiny",
+        "--data",
+        str(text_file),
+        "--out",
+        str(tmp_path),
+        "--recipes",
+        "bf16",
+    ]
+    assert train_llm.main([*argv, "--checkpoint-every", "2"]) == 130
+    assert "continue it with --resume" in capsys.readouterr().err
+
+
+# Report
+
+
+def test_the_command_leaves_table_json_and_picture(text_file, tmp_path, capsys, monkeypatch):
+    results = tmp_path / "results"
+    monkeypatch.setattr(train_llm, "RESULTS", results)
+    out = tmp_path / "out"
+    argv = ["--device", "cpu", "--preset", "tiny", "--data", str(text_file), "--out", str(out), "--results"]
+    assert train_llm.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "0.4 M parameters" in printed and "8 steps of 128 tokens" in printed
+
+    content = json.loads((out / "train_llm.json").read_text())
+    assert content["config"]["dim"] == TINY.dim and content["config"]["seed"] == 0
+    assert content["environment"]["torch"] == torch.__version__ and content["environment"]["device"]
+    assert [row["recipe"] for row in content["table"]] == list(RECIPES)
+    for row in content["table"]:
+        assert row["held_out_loss"] > 0 and row["tokens_per_second"] > 0 and row["peak_bytes"] is None
+        assert len(content["curves"][row["recipe"]]["loss"]) == TINY.steps
+        assert f"{row['held_out_loss']:.4f}" in printed
+    bf16, fp8, _ = content["table"]
+    assert fp8["gap_percent"] == pytest.approx(100 * (fp8["held_out_loss"] / bf16["held_out_loss"] - 1))
+    assert (out / "train_llm.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in results.iterdir()} == {f"train_llm_cpu.{suffix}" for suffix in ("json", "md", "png")}
+
+
+def test_without_bf16_there_is_no_gap(corpus, tmp_path):
+    result = training.train("fp8", TINY, corpus, CPU)
+    assert report.rows([result])[0]["gap_percent"] is None
+    path = tmp_path / "curves.png"
+    plot.write_plot(path, TINY, [result], title="t", data="d", unigram_entropy=3.0)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_smoothing_neither_lags_nor_moves_a_straight_line():
+    line = [10.0 - i for i in range(10)]
+    assert plot.smooth(line, 5)[:8] == line[:8]
+    assert plot.smooth([1.0] * 7, 3) == [1.0] * 7
+
+
+def test_labels_are_spread_in_order():
+    placed = plot.spread([1.0, 1.0, 5.0, 0.99], 0.5)
+    assert placed[3] < placed[0] < placed[1] < placed[2]
+    assert all(b - a >= 0.5 - 1e-9 for a, b in pairwise(sorted(placed)))

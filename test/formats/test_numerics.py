@@ -1,0 +1,366 @@
+"""numerics.md in plain Python, element by element, against the codecs and `ops.quantize`, bit for bit.
+
+Nothing of the package's arithmetic is used here: numbers are rounded with exact fractions, fp32 steps are scalars.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import E2M1, E4M3, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat
+
+f32 = np.float32
+F32_MAX, F32_TINY = np.finfo(f32).max, np.finfo(f32).smallest_subnormal
+NAN_CODE = 0x7F
+FP8_FORMATS = (FP8_1X128, FP8_128X128)
+NVFP4_FORMATS = (NVFP4_1X16, NVFP4_16X16)
+
+
+# --- the oracle: elements ---------------------------------------------------------------------------------------------
+
+
+def e4m3_magnitude(code: int) -> Fraction:
+    """1 sign, 4 exponent (bias 7), 3 mantissa bits; code 0x7f is NaN and not asked for."""
+    exponent, mantissa = code >> 3, code & 7
+    return Fraction(mantissa, 2**9) if exponent == 0 else Fraction(8 + mantissa, 8) * Fraction(2) ** (exponent - 7)
+
+
+E4M3_MAGNITUDES = [e4m3_magnitude(code) for code in range(0x7F)]
+E2M1_MAGNITUDES = [Fraction(v) for v in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
+
+
+def middles(table: list[Fraction]) -> list[Fraction]:
+    return [(low + high) / 2 for low, high in itertools.pairwise(table)]
+
+
+E4M3_MIDDLES, E2M1_MIDDLES = middles(E4M3_MAGNITUDES), middles(E2M1_MAGNITUDES)
+
+
+def nearest_even(magnitude: Fraction, borders: list[Fraction]) -> int:
+    """Code of the nearest entry, given the midpoints between entries; a tie goes to the even code."""
+    code = bisect.bisect_left(borders, magnitude)
+    is_tie = code < len(borders) and borders[code] == magnitude
+    return code + 1 if is_tie and code % 2 == 1 else code
+
+
+def exact(y: f32) -> Fraction:
+    """|y|; more than any table holds for Inf."""
+    return Fraction(10**40) if np.isinf(y) else Fraction(abs(float(y)))
+
+
+def e4m3_rne(y: f32) -> int:
+    return NAN_CODE if np.isnan(y) else nearest_even(exact(y), E4M3_MIDDLES) + 128 * bool(np.signbit(y))
+
+
+def e2m1_rne(y: f32) -> int:
+    return nearest_even(exact(y), E2M1_MIDDLES) + 8 * bool(np.signbit(y))
+
+
+# --- the oracle: blocks -----------------------------------------------------------------------------------------------
+
+
+def amax(values: np.ndarray) -> f32:
+    """max |v|, 0 for nothing; NaN where any is NaN."""
+    largest = f32(0)
+    for v in values.flat:
+        largest = f32("nan") if np.isnan(v) or np.isnan(largest) else max(largest, abs(v))
+    return largest
+
+
+def fp8_block(block: np.ndarray, power_of_2_scales: bool) -> tuple[np.ndarray, f32]:
+    """(codes, scale) of a block: S = 448 / max(amax, 1e-12), q = e4m3(x · S), scale = 1 / S."""
+    a = amax(block)
+    a = a if np.isnan(a) else max(a, f32(1e-12))
+    encode = f32(np.float64(448) / np.float64(a))
+    if power_of_2_scales and encode > 0:
+        encode = f32(2.0 ** math.floor(math.log2(float(encode))))
+    codes = [e4m3_rne(v * encode) for v in block.flat]
+    return np.array(codes, dtype=np.uint8).reshape(block.shape), f32(1) / encode
+
+
+def nvfp4_block(block: np.ndarray, g: f32) -> tuple[np.ndarray, int]:
+    """(e2m1 codes, e4m3 code of the block scale D) of a block in a tensor with amax g."""
+    encode_tensor = min(f32(2688) / g, F32_MAX) if g > 0 else f32(1)
+    scaled_amax = amax(block) * (encode_tensor * (f32(1) / f32(6)))
+    scale_code = e4m3_rne(scaled_amax if np.isnan(scaled_amax) else min(scaled_amax, f32(448)))
+    d = f32("nan") if scale_code == NAN_CODE else f32(E4M3_MAGNITUDES[scale_code])
+    encode = min(f32(1) / (d * (f32(1) / encode_tensor)), F32_MAX) if d > 0 else F32_MAX
+    codes = [0 if np.isnan(v) else e2m1_rne(v * encode) for v in block.flat]
+    return np.array(codes, dtype=np.uint8).reshape(block.shape), scale_code
+
+
+def nvfp4_global_scale(g: f32) -> f32:
+    if not np.isfinite(g):
+        return f32("nan")
+    return f32(1) if g == 0 else g / f32(2688)
+
+
+def blocks_of(fmt: BlockFormat, shape: tuple[int, int]):
+    """((grid row, grid column), slices of the block) for every block, ragged ones included."""
+    rows, columns = fmt.block
+    for i, top in enumerate(range(0, shape[0], rows)):
+        for j, left in enumerate(range(0, shape[1], columns)):
+            yield (i, j), (slice(top, top + rows), slice(left, left + columns))
+
+
+@np.errstate(all="ignore")
+def oracle(x: np.ndarray, fmt: BlockFormat, power_of_2_scales: bool = False):
+    """(element codes [M, K], stored scales [row blocks, column blocks]) of `x`, by explicit loops."""
+    is_fp8 = fmt in FP8_FORMATS
+    grid = fmt.grid(*x.shape)
+    codes, scales = np.zeros(x.shape, np.uint8), np.zeros(grid, f32 if is_fp8 else np.uint8)
+    g = amax(x)
+    for index, block in blocks_of(fmt, x.shape):
+        result = fp8_block(x[block], power_of_2_scales) if is_fp8 else nvfp4_block(x[block], g)
+        codes[block], scales[index] = result
+    return codes, scales
+
+
+# --- comparison -------------------------------------------------------------------------------------------------------
+
+
+def tensor(values) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=f32))
+
+
+def quantized_codes(q, columns: int) -> np.ndarray:
+    """Element codes [M, columns] of a quantised operand, nibbles unpacked."""
+    payload = q.qdata.view(torch.uint8).numpy()
+    if q.fmt.element is not E2M1:
+        return payload
+    unpacked = np.zeros((payload.shape[0], 2 * payload.shape[1]), np.uint8)
+    unpacked[:, 0::2], unpacked[:, 1::2] = payload % 16, payload // 16
+    return unpacked[:, :columns]
+
+
+def stored_scales(q) -> np.ndarray:
+    """[row blocks, column blocks]: fp32 scales, or the codes of e4m3 ones."""
+    scale = q.scale.T if q.fmt.transposed_scales else q.scale
+    return scale.numpy() if scale.dtype is torch.float32 else scale.view(torch.uint8).numpy()
+
+
+def check(values, fmt: BlockFormat, power_of_2_scales: bool = False):
+    """`ops.quantize` gives the oracle's bits; NaN scales are NaN, whatever their payload. Returns the operand."""
+    x = np.asarray(values, dtype=f32)
+    q = ops.quantize(tensor(x), fmt, power_of_2_scales=power_of_2_scales, backend="reference")
+    codes, scales = oracle(x, fmt, power_of_2_scales)
+    np.testing.assert_array_equal(stored_scales(q), scales)
+    np.testing.assert_array_equal(quantized_codes(q, x.shape[1]), codes)
+    if fmt in NVFP4_FORMATS:
+        with np.errstate(all="ignore"):
+            np.testing.assert_array_equal(q.global_scale.numpy(), nvfp4_global_scale(amax(x)))
+    return q
+
+
+@np.errstate(over="ignore")
+def neighbours(values) -> list[f32]:
+    """Each value with the fp32 numbers just below and above, both signs."""
+    near = [n for v in map(f32, values) for n in (np.nextafter(v, f32(-np.inf)), v, np.nextafter(v, f32(np.inf)))]
+    return near + [-n for n in near]
+
+
+def random_values(rows: int, columns: int, seed: int) -> np.ndarray:
+    """Normal values over 24 binades, so that blocks differ in scale and small values underflow."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((rows, columns)) * 2.0 ** rng.integers(-12, 12, (rows, columns))).astype(f32)
+
+
+# --- elements ---------------------------------------------------------------------------------------------------------
+
+
+def test_e4m3_decodes_all_256_codes():
+    codes = torch.arange(256, dtype=torch.uint8)
+    decoded = E4M3.decode(codes.view(torch.float8_e4m3fn), 256).tolist()
+    for code, value in enumerate(decoded):
+        if code & 0x7F == NAN_CODE:
+            assert math.isnan(value)
+        else:
+            assert (Fraction(value), math.copysign(1, value) < 0) == (
+                e4m3_magnitude(code & 0x7F) * (-1 if code & 0x80 else 1),
+                bool(code & 0x80),
+            )
+
+
+@pytest.mark.parametrize("element", (E4M3, E2M1), ids=lambda e: e.name)
+def test_every_code_encodes_to_itself(element):
+    codes = [c for c in range(1 << element.bits) if element is E2M1 or c & 0x7F != NAN_CODE]
+    payload = torch.tensor(codes, dtype=torch.uint8)
+    if element is E2M1:
+        payload = payload[0::2] | payload[1::2] << 4
+    payload = payload.view(element.storage_dtype)
+    again = element.encode(element.decode(payload, len(codes)))
+    assert again.view(torch.uint8).tolist() == payload.view(torch.uint8).tolist()
+
+
+def edges(table: list[Fraction]) -> list[f32]:
+    """All codes, all midpoints, their neighbours, and what lies outside."""
+    outside = [float(table[-1]) * f for f in (1.01, 1.035, 1.0625, 2, 1e30)]
+    inside = [*map(float, table + middles(table)), F32_TINY, np.finfo(f32).tiny]
+    return [*neighbours(inside + outside), f32("inf"), -f32("inf")]
+
+
+def test_e4m3_rounds_every_midpoint_to_even_and_saturates():
+    values = edges(E4M3_MAGNITUDES)
+    got = E4M3.encode(tensor(values)).view(torch.uint8).tolist()
+    assert got == [e4m3_rne(v) for v in values]
+
+
+def test_e2m1_rounds_every_midpoint_to_even_and_saturates():
+    values = edges(E2M1_MAGNITUDES)
+    assert len(values) % 2 == 0
+    got = E2M1.encode(tensor(values)).tolist()
+    codes = [e2m1_rne(v) for v in values]
+    assert got == [low + 16 * high for low, high in zip(codes[0::2], codes[1::2])]
+
+
+def test_e2m1_ties_are_those_of_the_table():
+    ties = tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25]])
+    assert E2M1.decode(E2M1.encode(ties), 8).tolist() == [[0, 1, 1, 2, 2, 4, 4, -0.0]]
+
+
+def test_nan_encodes_without_its_sign():
+    nans = tensor([f32("nan"), np.copysign(f32("nan"), f32(-1))])
+    assert E4M3.encode(nans).view(torch.uint8).tolist() == [NAN_CODE, NAN_CODE]
+    assert E2M1.encode(nans).tolist() == [0]
+
+
+def test_e2m1_packs_the_even_element_low_and_pads_with_zero():
+    assert E2M1.encode(tensor([0.5, 1.0, -6.0])).tolist() == [0x21, 0x0F]
+    assert E2M1.decode(torch.tensor([0x21, 0x0F], dtype=torch.uint8), 3).tolist() == [0.5, 1.0, -6.0]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.floats(width=32, allow_nan=False))
+def test_elements_round_any_value(value):
+    assert E4M3.encode(tensor([value])).view(torch.uint8).item() == e4m3_rne(f32(value))
+    assert E2M1.encode(tensor([value])).item() == e2m1_rne(f32(value))
+
+
+# --- quantise ---------------------------------------------------------------------------------------------------------
+
+SHAPES = ((1, 1), (3, 300), (17, 33), (130, 7))
+format_ids = {"ids": lambda fmt: fmt.name}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("fmt", FP8_FORMATS + NVFP4_FORMATS, **format_ids)
+def test_random_values(fmt, shape):
+    check(random_values(*shape, seed=sum(shape)), fmt)
+
+
+@pytest.mark.parametrize("fmt", FP8_FORMATS, **format_ids)
+def test_fp8_power_of_2_scales(fmt):
+    q = check(random_values(5, 260, seed=1), fmt, power_of_2_scales=True)
+    assert set(torch.frexp(q.scale).mantissa.flatten().tolist()) == {0.5}
+
+
+def one_block_rows(*rows) -> np.ndarray:
+    """Each row of numbers becomes a 1x128 block, cycled."""
+    return np.array([np.resize(np.array(row, dtype=f32), 128) for row in rows], dtype=f32)
+
+
+FP8_AMAX_EDGES = (0.0, -0.0, F32_TINY, 1e-38, 9.9e-13, 1e-12, 1.01e-12, 447.9, 448, 448.1, 1e30, F32_MAX)
+
+
+@pytest.mark.parametrize("power_of_2_scales", (False, True), ids=("div", "pow2"))
+@pytest.mark.parametrize("value", FP8_AMAX_EDGES, ids=lambda v: f"{v:.3g}")
+def test_fp8_amax_edges(value, power_of_2_scales):
+    for v in neighbours([value]):
+        if np.isfinite(v):
+            with np.errstate(all="ignore"):
+                check(one_block_rows([v, v / f32(3), -v, 0.0, -0.0]), FP8_1X128, power_of_2_scales)
+
+
+@pytest.mark.parametrize("power_of_2_scales", (False, True), ids=("div", "pow2"))
+def test_fp8_nan_and_inf_stay_in_their_block(power_of_2_scales):
+    nan, inf = f32("nan"), f32("inf")
+    rows = one_block_rows([1.0, nan, 2.0], [1.0, inf], [-inf, inf, nan], [1.0, 2.0])
+    q = check(rows, FP8_1X128, power_of_2_scales)
+    decoded = ops.dequantize(q)
+    assert not decoded[:3].isfinite().any()
+    assert decoded[3].isfinite().all()
+
+
+def test_fp8_reciprocal_of_amax_agrees_with_double_division():
+    for a in random_values(1, 500, seed=2)[0]:
+        assert f32(448) / a == f32(np.float64(448) / np.float64(a))
+
+
+NVFP4_TENSORS = {
+    "zero": [0.0],
+    "negative zero": [-0.0],
+    "denormal g": [F32_TINY, -F32_TINY],
+    "denormal decode": [1e-38, 3e-39],
+    "S overflows": [5e-36, 7.9e-36, -1e-36],
+    "FLT_MAX": [F32_MAX, -1.0, 1e20],
+    "block scales round to 0": [6.0] + [0.0] * 15 + [1e-6] * 16 + [-1e-3] * 16 + [5.2e-6] * 16,
+    "smallest block scales": [2688.0] + [0.0] * 15 + [6 * 2.0**-10] * 16 + [6 * 2.0**-9] * 16 + [0.03] * 16,
+    "amax of 6 * 448": [2688.0, 448.0, 6.0, 1.0],
+    "NaN": [1.0, float("nan"), -2.0],
+    "Inf": [1.0, float("inf"), -2.0],
+    "-Inf and NaN": [float("-inf"), float("nan"), 0.0],
+}
+
+
+@pytest.mark.parametrize("fmt", NVFP4_FORMATS, **format_ids)
+@pytest.mark.parametrize("values", NVFP4_TENSORS.values(), ids=NVFP4_TENSORS.keys())
+def test_nvfp4_special_tensors(values, fmt):
+    row = np.resize(np.array(values, dtype=f32), 96)
+    x = np.stack([row, np.roll(row, 16), np.zeros(96, f32)])
+    q = check(x, fmt)
+    if not np.isfinite(x).all():
+        assert ops.dequantize(q).isnan().all()
+
+
+def test_nvfp4_block_scale_of_zero_saturates_and_keeps_signs():
+    x = np.zeros((1, 32), f32)
+    x[0, 0], x[0, 16:20] = 6.0, (1e-6, -1e-6, 0.0, -0.0)
+    q = check(x, NVFP4_1X16)
+    assert q.scale.view(torch.uint8).tolist() == [[0x7E, 0]]
+    assert quantized_codes(q, 32)[0, 16:20].tolist() == [7, 15, 0, 8]
+    assert ops.dequantize(q)[0, 16:].tolist() == [0.0] * 16
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nvfp4_block_scales_at_ties_of_e4m3(seed):
+    """Block amaxes with A · (S · fl(1/6)) at a midpoint or an ulp beside it: the order of the products shows."""
+    g = f32(np.random.default_rng(seed).uniform(1, 9))
+    factor = (f32(2688) / g) * (f32(1) / f32(6))
+    ties = [f32(m) / factor for m in E4M3_MIDDLES[-60:]]
+    amaxes = [np.nextafter(t, f32(9)) if i == 1 else t for t in ties for i in range(2)]
+    amaxes += [np.nextafter(t, f32(0)) for t in ties]
+    x = np.zeros((1 + len(amaxes), 16), f32)
+    x[0, 0], x[1:, 0] = g, amaxes
+    check(x, NVFP4_1X16)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(width=32), min_size=1, max_size=20), st.sampled_from(FP8_FORMATS + NVFP4_FORMATS))
+def test_any_values(values, fmt):
+    check([values], fmt)
+
+
+@np.errstate(all="ignore")
+@pytest.mark.parametrize("fmt", FP8_FORMATS + NVFP4_FORMATS, **format_ids)
+def test_decode_multiplies_element_scale_and_global_scale_in_this_order(fmt):
+    x = random_values(18, 150, seed=3)
+    codes, scales = oracle(x, fmt)
+    decoded = ops.dequantize(ops.quantize(tensor(x), fmt, backend="reference")).numpy()
+    table = E2M1_MAGNITUDES if fmt in NVFP4_FORMATS else E4M3_MAGNITUDES
+    sign_bit = 8 if fmt in NVFP4_FORMATS else 128
+    global_scale = nvfp4_global_scale(amax(x)) if fmt in NVFP4_FORMATS else f32(1)
+    for (i, j), block in blocks_of(fmt, x.shape):
+        scale = scales[i, j] if fmt in FP8_FORMATS else f32(E4M3_MAGNITUDES[scales[i, j]])
+        for code, got in zip(codes[block].flat, decoded[block].flat):
+            value = f32(table[code % sign_bit]) * (f32(-1) if code >= sign_bit else f32(1)) * scale
+            assert got == value * global_scale

@@ -1,0 +1,127 @@
+"""Backends: names, the choice between implementations, the one warning, refusals."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.ops import backend as backend_module
+from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
+
+CPU = torch.device("cpu")
+NO_GPU = "Triton kernels run on CUDA devices, got cpu (TRITON_INTERPRET=1 interprets them on a CPU)"
+
+
+@pytest.fixture(autouse=True)
+def forget_warnings():
+    """Every test may see the warning that is given once."""
+    backend_module._warn_once.cache_clear()
+    yield
+    backend_module._warn_once.cache_clear()
+
+
+def test_names():
+    assert [b.value for b in Backend] == ["auto", "reference", "triton", "cublas"]
+    assert [f"{b}" for b in Backend] == [str(b) for b in Backend] == [b.value for b in Backend]
+
+
+@pytest.mark.parametrize("given", (*Backend, *(b.value for b in Backend)), ids=lambda g: f"{type(g).__name__}-{g}")
+def test_found_by_name_and_by_itself(given):
+    assert get_backend(given) is Backend(given)
+
+
+def test_none_is_auto():
+    assert get_backend(None) is Backend.AUTO
+
+
+@pytest.mark.parametrize("name", ("Triton", "", "cutlass"))
+def test_unknown_name(name):
+    with pytest.raises(ValueError) as error:
+        get_backend(name)
+    assert str(error.value) == f"no backend {name!r}; the backends are auto, reference, triton, cublas"
+
+
+def test_auto_takes_the_first_that_can():
+    reasons = {Backend.CUBLAS: "no GPU", Backend.TRITON: None, Backend.REFERENCE: None}
+    assert pick("op", "auto", reasons) is Backend.TRITON
+    assert pick("op", "auto", {**reasons, Backend.TRITON: "no"}) is Backend.REFERENCE
+    assert pick("op", "auto", {**reasons, Backend.CUBLAS: None}) is Backend.CUBLAS
+
+
+@pytest.mark.parametrize("backend", (Backend.TRITON, Backend.REFERENCE), ids=str)
+def test_a_named_backend_is_taken_even_if_a_faster_one_can_run(backend):
+    assert pick("op", backend, dict.fromkeys((Backend.CUBLAS, Backend.TRITON, Backend.REFERENCE))) is backend
+
+
+def test_a_named_backend_that_cannot_run_raises_and_never_falls_back():
+    with pytest.raises(ValueError) as error:
+        pick("op", "triton", {Backend.TRITON: "the moon is full", Backend.REFERENCE: None})
+    assert str(error.value) == "op: backend triton cannot run: the moon is full; choose another, or auto"
+
+
+def test_a_backend_without_an_implementation_raises():
+    with pytest.raises(ValueError) as error:
+        pick("op", "cublas", {Backend.TRITON: None, Backend.REFERENCE: None})
+    assert str(error.value) == "op: backend cublas has no implementation; choose one of triton, reference, or auto"
+
+
+def test_auto_that_falls_short_warns_once_with_the_reason():
+    reasons = {Backend.CUBLAS: "old driver", Backend.TRITON: None, Backend.REFERENCE: None}
+    with pytest.warns(UserWarning, match="^op: auto uses triton instead of cublas: old driver$"):
+        pick("op", "auto", reasons, expected=Backend.CUBLAS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pick("op", "auto", reasons, expected=Backend.CUBLAS)
+        pick("op", "auto", reasons, expected=Backend.TRITON)
+        pick("op", "triton", reasons, expected=Backend.CUBLAS)
+        pick("op", "auto", reasons)
+
+
+def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch):
+    monkeypatch.setattr(_compat, "has_triton", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert why_no_triton(CPU) == NO_GPU
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert why_no_triton(CPU) == NO_GPU
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert why_no_triton(CPU) is None
+
+
+def test_triton_must_be_installed(monkeypatch):
+    monkeypatch.setattr(_compat, "has_triton", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert why_no_triton(CPU) == "triton is not installed (pip install triton)"
+
+
+def test_triton_needs_a_gpu_that_is_new_enough(monkeypatch):
+    monkeypatch.setattr(_compat, "has_triton", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(backend_module, "compute_capability", lambda device: (8, 6))
+    gpu = torch.device("cuda:0")
+    assert why_no_triton(gpu) is None
+    assert why_no_triton(gpu, min_capability=(8, 6)) is None
+    assert why_no_triton(gpu, min_capability=(8, 9)) == "the kernel needs sm_89 or newer, got sm_86"
+
+
+def test_without_triton_auto_computes_by_reference_on_a_cpu_in_silence(monkeypatch):
+    monkeypatch.setattr(_compat, "has_triton", lambda: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        a, b = ops.quantize(torch.randn(4, 32), "nvfp4_1x16"), ops.quantize(torch.randn(16, 32), "nvfp4_16x16")
+        ops.matmul(a, ops.transpose(ops.transpose(b)), out_dtype=torch.float32)
+    for call in (
+        lambda: ops.quantize(torch.randn(16, 32), "nvfp4_16x16", backend="triton"),
+        lambda: ops.transpose(b, backend="triton"),
+        lambda: ops.matmul(a, b, out_dtype=torch.float32, backend="triton"),
+    ):
+        with pytest.raises(ValueError, match=r"triton cannot run: triton is not installed \(pip install triton\)"):
+            call()
+
+
+@pytest.mark.parametrize("given", ("reference", "triton", None, "cublas"), ids=str)
+def test_cublas_leaves_casts_to_auto(given):
+    expected = Backend.AUTO if given in (None, "cublas") else Backend(given)
+    assert ops.casting_backend(given) is expected

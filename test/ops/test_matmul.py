@@ -1,0 +1,320 @@
+"""ops.matmul against the fp64 product of the decoded operands, within an error budget; SQNR floors; refusals."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import E4M3, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, sqnr
+
+FP8, NVFP4 = (FP8_1X128, FP8_128X128), (NVFP4_1X16, NVFP4_16X16)
+ALL_PAIRS = (*itertools.product(FP8, FP8), *itertools.product(NVFP4, NVFP4))
+# An operand with square blocks comes second: nothing in training has it first, and only the reference computes that.
+KERNEL_PAIRS = tuple(pair for pair in ALL_PAIRS if pair[0].block[0] == 1)
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# (M, N, K): empty in each dim, one element, one block, ragged in each dim, odd K, several blocks.
+PRODUCTS = (
+    (0, 16, 128), (16, 0, 128), (16, 16, 0), (0, 0, 0), (1, 1, 1), (1, 16, 128), (16, 1, 16), (128, 128, 128),
+    (33, 47, 65), (63, 100, 500), (130, 129, 257), (64, 32, 592),
+)  # fmt: skip
+
+
+def pair_id(pair) -> str:
+    return "-".join(fmt.name for fmt in pair)
+
+
+def product_id(product) -> str:
+    return "M{}N{}K{}".format(*product)
+
+
+pairs = pytest.mark.parametrize("pair", KERNEL_PAIRS, ids=pair_id)
+products = pytest.mark.parametrize("product", PRODUCTS, ids=product_id)
+out_dtypes = pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=lambda d: str(d)[6:])
+backends = pytest.mark.parametrize("backend", ("reference", "triton"))
+
+
+def inputs(product, device="cpu", scale: float = 2.0**-6) -> tuple[torch.Tensor, torch.Tensor]:
+    """High-precision a [M, K] and b [N, K]; their products stay within fp16."""
+    m, n, k = product
+    return random_tensor(m, k, seed=1, device=device) * scale, random_tensor(n, k, seed=2, device=device) * scale
+
+
+def quantize_pair(a, b, pair):
+    return tuple(ops.quantize(x, fmt, backend="reference") for x, fmt in zip((a, b), pair))
+
+
+def decoded(q, k: int) -> torch.Tensor:
+    """fp64 [rows, K] with an exact product of element and scales."""
+    ones = torch.ones_like(q.global_scale) if q.fmt.has_global_scale else None
+    x = ops.dequantize(q._replace(global_scale=ones), columns=k, dtype=torch.float64)
+    return x if ones is None else x * q.global_scale.double()
+
+
+def accumulation_unit(backend: str, fmt, device: str) -> float:
+    """Rounding of one step of the accumulation, relative to the sum of magnitudes.
+
+    Hopper's FP8 tensor cores keep about 14 bits within the 128 terms that are summed before promotion to fp32
+    (DeepSeek-V3 report §3.3.2); for bf16 operands they truncate to fp32's 24 bits instead of rounding.
+    """
+    if backend == "reference" or device == "cpu":
+        return 2.0**-24
+    return 2.0**-13 if fmt.element is E4M3 else 2.0**-22
+
+
+OUT_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+OUT_TINY = {torch.bfloat16: 0.0, torch.float16: 2.0**-25, torch.float32: 0.0}
+
+
+def assert_within_budget(out, a, b, k: int, unit: float, bias=None) -> None:
+    """|out - exact| ≤ (√K + 6) · unit · (|a| · |b|ᵀ + |bias|) + half an ulp of the output.
+
+    A sum of K terms rounded at each step drifts like √K steps (worst case K); 6 more are the roundings of a block's two
+    scales, of the two global scales' product and its use, of decoded FP8 scale products and of the bias.
+    """
+    a, b = decoded(a, k), decoded(b, k)
+    exact, magnitude = a @ b.mT, a.abs() @ b.abs().mT
+    if bias is not None:
+        exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+    accumulation = (k**0.5 + 6) * unit * magnitude
+    rounding = OUT_UNIT[out.dtype] * (exact.abs() + accumulation) + OUT_TINY[out.dtype]
+    excess = (out.double() - exact).abs() - (accumulation + rounding)
+    assert out.shape == exact.shape
+    assert not (excess > 0).any(), f"{int((excess > 0).sum())} of {out.numel()} outside, by up to {excess.max():.3g}"
+
+
+# --- error budgets ----------------------------------------------------------------------------------------------------
+
+
+@backends
+@products
+@pairs
+def test_shapes(pair, product, backend, device):
+    a, b = quantize_pair(*inputs(product, device), pair)
+    out = ops.matmul(a, b, out_dtype=torch.float32, backend=backend)
+    assert out.is_contiguous() and out.dtype is torch.float32
+    assert_within_budget(out, a, b, product[2], accumulation_unit(backend, pair[0], device))
+
+
+@products
+@pytest.mark.parametrize("pair", [p for p in ALL_PAIRS if p not in KERNEL_PAIRS], ids=pair_id)
+def test_reference_multiplies_square_blocks_first_too(pair, product):
+    a, b = quantize_pair(*inputs(product), pair)
+    out = ops.matmul(a, b, out_dtype=torch.float32, backend="reference")
+    assert_within_budget(out, a, b, product[2], 2.0**-24)
+
+
+@backends
+@out_dtypes
+@pairs
+def test_rounds_to_out_dtype(pair, out_dtype, backend, device):
+    a, b = quantize_pair(*inputs((70, 40, 300), device), pair)
+    out = ops.matmul(a, b, out_dtype=out_dtype, backend=backend)
+    assert out.dtype is out_dtype
+    assert_within_budget(out, a, b, 300, accumulation_unit(backend, pair[0], device))
+
+
+@backends
+@pytest.mark.parametrize(
+    ("out_dtype", "bias_dtype"),
+    ((torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16), (torch.float32, torch.float16)),
+    ids=("bfloat16_of_float32", "float16_of_bfloat16", "float32_of_float16"),
+)
+@pairs
+def test_bias_is_added_before_the_only_rounding(pair, bias_dtype, out_dtype, backend, device):
+    a, b = quantize_pair(*inputs((37, 40, 200), device), pair)
+    bias = torch.linspace(-9, 9, 40, device=device).to(bias_dtype)
+    out = ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
+    assert out.dtype is out_dtype
+    assert_within_budget(out, a, b, 200, accumulation_unit(backend, pair[0], device), bias)
+
+
+@backends
+@pairs
+def test_empty_contraction_gives_zeros_and_bias(pair, backend, device):
+    a, b = quantize_pair(*inputs((5, 7, 0), device), pair)
+    bias = torch.arange(7.0, device=device)
+    assert ops.matmul(a, b, out_dtype=torch.float32, backend=backend).tolist() == [[0.0] * 7] * 5
+    assert ops.matmul(a, b, out_dtype=torch.float32, bias=bias, backend=backend).tolist() == [bias.tolist()] * 5
+
+
+@backends
+@out_dtypes
+@pairs
+def test_zeros_multiply_to_zeros(pair, out_dtype, backend, device):
+    a, b = quantize_pair(*inputs((5, 7, 40), device), pair)
+    zeros = ops.quantize(torch.zeros(5, 40, device=device), pair[0], backend="reference")
+    assert (ops.matmul(zeros, b, out_dtype=out_dtype, backend=backend) == 0).all()
+    assert (ops.matmul(a, b, out_dtype=out_dtype, backend=backend) != 0).any()
+
+
+@backends
+@pairs
+def test_small_integers_multiply_exactly(pair, backend, device):
+    values = torch.tensor([0.0, 1.0, -1.0, 2.0, 3.0, -4.0], device=device)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (values[torch.randint(0, 6, (n, 256), generator=generator).to(device)] for n in (48, 32))
+    # An amax of 448 = 7 · 64 or 2688 makes all scales powers of two; it meets zeros in the other operand.
+    top = 448.0 if pair[0].element is E4M3 else 6.0
+    for x, other, column in ((a, b, 0), (b, a, 1)):
+        block = pair[0].block[1]
+        x[:, column::block], other[:, column::block] = top, 0.0
+    out = ops.matmul(*quantize_pair(a, b, pair), out_dtype=torch.float32, backend=backend)
+    if pair[0].element is E4M3:
+        assert torch.equal(out, (a.double() @ b.double().mT).float())
+    else:
+        # global_scale = 6 / 2688 rounds.
+        torch.testing.assert_close(out, (a.double() @ b.double().mT).float(), rtol=2.0**-21, atol=0)
+
+
+@backends
+@pytest.mark.parametrize("pair", [p for p in KERNEL_PAIRS if p[0].element is E4M3], ids=pair_id)
+@pytest.mark.parametrize("value", (float("nan"), float("inf")), ids=str)
+def test_fp8_nan_and_inf_reach_their_row_and_no_other(value, pair, backend, device):
+    a, b = inputs((40, 300, 300), device)
+    poisoned_a = a.clone()
+    poisoned_a[7, 200] = value
+    out = ops.matmul(*quantize_pair(poisoned_a, b, pair), out_dtype=torch.float32, backend=backend)
+    assert out.isfinite().all(dim=1).nonzero().flatten().tolist() == [row for row in range(40) if row != 7]
+    assert not out[7].isfinite().any()
+    b[290, 299] = value
+    out = ops.matmul(*quantize_pair(a, b, pair), out_dtype=torch.float32, backend=backend)
+    block_rows = pair[1].block[0]
+    hit = range(290 // block_rows * block_rows, min(290 // block_rows * block_rows + block_rows, 300))
+    assert (~out.isfinite()).any(dim=0).nonzero().flatten().tolist() == list(hit)
+    assert not out[:, hit.start : hit.stop].isfinite().any()
+
+
+@backends
+@pytest.mark.parametrize("pair", [p for p in KERNEL_PAIRS if p[0].element is not E4M3], ids=pair_id)
+@pytest.mark.parametrize("value", (float("nan"), float("inf")), ids=str)
+@pytest.mark.parametrize("operand", (0, 1), ids=("a", "b"))
+def test_nvfp4_nan_and_inf_reach_the_whole_product(operand, value, pair, backend, device):
+    x = inputs((20, 30, 40), device)
+    x[operand][3, 5] = value
+    out = ops.matmul(*quantize_pair(*x, pair), out_dtype=torch.bfloat16, backend=backend)
+    assert out.isnan().all()
+
+
+@backends
+@pairs
+def test_autocast_changes_nothing(pair, backend, device):
+    a, b = quantize_pair(*inputs((40, 50, 300), device), pair)
+    outside = ops.matmul(a, b, out_dtype=torch.float32, backend=backend)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        inside = ops.matmul(a, b, out_dtype=torch.float32, backend=backend)
+    assert_bitwise_equal(inside, outside)
+
+
+# --- SQNR -------------------------------------------------------------------------------------------------------------
+
+# Normal data, M=N=256, K=1024. Measured in the order below: 28.65, 28.74, 16.65 and 17.41 dB; the floors lie half a
+# dB below that.
+SQNR_FLOORS = {
+    (FP8_1X128, FP8_128X128): 28.1,
+    (FP8_1X128, FP8_1X128): 28.2,
+    (NVFP4_1X16, NVFP4_16X16): 16.1,
+    (NVFP4_1X16, NVFP4_1X16): 16.9,
+}
+
+
+@pairs
+def test_sqnr_against_the_unquantised_product(pair):
+    generator = torch.Generator().manual_seed(5)
+    a, b = (torch.randn(256, 1024, generator=generator) for _ in range(2))
+    out = ops.matmul(*quantize_pair(a, b, pair), out_dtype=torch.float32, backend="reference")
+    assert sqnr(out, a.double() @ b.double().mT) >= SQNR_FLOORS[pair]
+
+
+# --- meta tensors and refusals ----------------------------------------------------------------------------------------
+
+
+@out_dtypes
+@pairs
+def test_meta_tensors(pair, out_dtype):
+    a, b = (torch.empty(n, 65, device="meta") for n in (5, 7))
+    out = ops.matmul(*quantize_pair(a, b, pair), out_dtype=out_dtype)
+    assert (out.device.type, out.shape, out.dtype) == ("meta", (5, 7), out_dtype)
+
+
+def quantized(*shape, fmt=FP8_1X128, device="cpu"):
+    return ops.quantize(torch.ones(*shape, device=device), fmt, backend="reference")
+
+
+A, B, A4 = quantized(4, 32), quantized(8, 32), quantized(4, 32, fmt=NVFP4_1X16)
+
+
+def multiply(a=A, b=B, out_dtype=torch.float32, **options):
+    return ops.matmul(a, b, out_dtype=out_dtype, **options)
+
+
+REFUSALS = {
+    "tensor": (
+        lambda: multiply(a=torch.ones(4, 32)),
+        TypeError("matmul: a must be a result of quantize, got Tensor; quantize it first"),
+    ),
+    "plain tuple": (
+        lambda: multiply(b=tuple(B)),
+        TypeError("matmul: b must be a result of quantize, got tuple; quantize it first"),
+    ),
+    "batch": (
+        lambda: multiply(a=quantized(2, 4, 32)),
+        ValueError("matmul: a must be a matrix, got payload of shape [2, 4, 32]"),
+    ),
+    "out_dtype": (
+        lambda: multiply(out_dtype=torch.float64),
+        TypeError("matmul: out_dtype must be bfloat16, float16 or float32, got torch.float64"),
+    ),
+    "formats": (
+        lambda: multiply(b=A4),
+        ValueError("matmul: fp8_1x128 · nvfp4_1x16 differ in element or block length along K"),
+    ),
+    "K": (
+        lambda: multiply(b=quantized(8, 64)),
+        ValueError("matmul: a [M, K] and b [N, K] must agree in K, got payloads [4, 32] and [8, 64]"),
+    ),
+    "devices": (
+        lambda: multiply(b=quantized(8, 32, device="meta")),
+        ValueError("matmul: a is on cpu, b on meta; move one of them"),
+    ),
+    "bias length": (
+        lambda: multiply(bias=torch.ones(4)),
+        ValueError("matmul: bias must be a float vector of 8 elements, got torch.float32 of shape [4]"),
+    ),
+    "bias dims": (
+        lambda: multiply(bias=torch.ones(1, 8)),
+        ValueError("matmul: bias must be a float vector of 8 elements, got torch.float32 of shape [1, 8]"),
+    ),
+    "bias dtype": (
+        lambda: multiply(bias=torch.ones(8, dtype=torch.int32)),
+        ValueError("matmul: bias must be a float vector of 8 elements, got torch.int32 of shape [8]"),
+    ),
+    "unknown backend": (
+        lambda: multiply(backend="cutlass"),
+        ValueError("no backend 'cutlass'; the backends are auto, reference, triton, cublas"),
+    ),
+    "cublas on a CPU": (
+        lambda: multiply(backend="cublas"),
+        ValueError(
+            "matmul: backend cublas cannot run: it needs a CUDA device, got cpu; choose another, or auto"
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "expected"), REFUSALS.values(), ids=REFUSALS)
+def test_refuses(call, expected):
+    with pytest.raises(type(expected)) as error:
+        call()
+    assert str(error.value) == str(expected)
+
+
+def test_a_pair_without_a_kernel_is_refused_by_name_and_computed_by_auto(device):
+    a, b = quantized(128, 32, fmt=FP8_128X128, device=device), quantized(8, 32, device=device)
+    if ops.backend.why_no_triton(torch.device(device)) is None:
+        with pytest.raises(ValueError, match=r"cannot run: fp8_128x128 · fp8_1x128 has no kernel; choose another"):
+            multiply(a, b, backend="triton")
+    assert_bitwise_equal(multiply(a, b), multiply(a, b, backend="reference"))

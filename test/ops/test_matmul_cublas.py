@@ -1,0 +1,139 @@
+"""cuBLASLt products: the re-laid scales against index formulas, what `why_not` admits, and the product on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.ops.matmul import cublas
+from torchao_blockwise.testing import random_tensor, relative_error, shape_id
+
+# --- scale layouts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ((1, 1), (1, 4), (3, 5), (2, 8), (7, 6)), ids=shape_id)
+def test_k_blocks_are_padded_to_a_multiple_of_four(shape):
+    scale = torch.randn(shape)
+    padded = cublas.pad_k_blocks(scale)
+    row = -(-shape[1] // 4) * 4
+    assert padded.shape == (shape[0], row) and padded.is_contiguous()
+    assert torch.equal(padded[:, : shape[1]], scale)
+    assert (padded[:, shape[1] :] == 1).all()
+
+
+def e4m3_bytes(rows: int, columns: int) -> torch.Tensor:
+    """Block scales whose bytes differ from their neighbours' and are not zero."""
+    flat = torch.arange(rows * columns) * 37 % 126 + 1
+    return flat.to(torch.uint8).view(rows, columns).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("shape", ((1, 1), (128, 4), (128, 8), (256, 4), (40, 3), (130, 9), (300, 17)), ids=shape_id)
+def test_swizzled_scales_lie_where_the_manual_says(shape):
+    rows, columns = shape
+    scale = e4m3_bytes(rows, columns)
+    swizzled = cublas.swizzle_scales(scale, columns * 16)
+    row_tiles, column_tiles = -(-rows // 128), -(-columns // 4)
+    expected = [0] * (row_tiles * column_tiles * 512)
+    for r, row in enumerate(scale.view(torch.uint8).tolist()):
+        for c, byte in enumerate(row):
+            tile = (r // 128) * column_tiles + c // 4
+            expected[tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4] = byte
+    assert swizzled.dtype is torch.float8_e4m3fn
+    assert swizzled.view(torch.uint8).tolist() == expected
+
+
+def test_swizzle_refuses_a_grid_of_another_k():
+    with pytest.raises(AssertionError):
+        cublas.swizzle_scales(e4m3_bytes(4, 3), 64)
+
+
+@pytest.mark.parametrize("rows", (1, 15, 16, 17, 40))
+def test_square_block_scales_are_repeated_for_each_row(rows):
+    scale = e4m3_bytes(-(-rows // 16), 3)
+    expected = [scale.view(torch.uint8)[r // 16].tolist() for r in range(rows)]
+    assert cublas.rowwise_scales(scale, NVFP4_16X16, rows).view(torch.uint8).tolist() == expected
+    one_row = e4m3_bytes(rows, 3)
+    assert cublas.rowwise_scales(one_row, NVFP4_1X16, rows).view(torch.uint8).equal(one_row.view(torch.uint8))
+
+
+# --- what it admits ---------------------------------------------------------------------------------------------------
+
+FP8_PAIR, NVFP4_PAIR = (FP8_1X128, FP8_128X128), (NVFP4_1X16, NVFP4_16X16)
+HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
+
+
+def why_not(monkeypatch, product, pair=FP8_PAIR, capability=HOPPER, cuda="12.9", out_dtype=torch.bfloat16):
+    """`cublas.why_not` for payloads [M, K] and [N, K] bytes as if on such a GPU."""
+    m, n, k = product
+    a, b = (SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"), shape=(rows, k)) for rows in (m, n))
+    monkeypatch.setattr(cublas, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    return cublas.why_not(a, b, *pair, out_dtype)
+
+
+ADMITTED = {
+    "one block": {"product": (128, 128, 128)},
+    "fp32 out": {"product": (4, 16, 16), "out_dtype": torch.float32},
+    "K of 592": {"product": (64, 128, 592)},
+    "K of 592, 1x128 · 1x128": {"product": (64, 128, 592), "pair": (FP8_1X128, FP8_1X128)},
+    "CUDA 13.0": {"product": (64, 128, 592), "cuda": "13.0"},
+    "nvfp4 on Blackwell": {"product": (1, 32, 16), "pair": NVFP4_PAIR, "capability": BLACKWELL},
+    "nvfp4 on sm_120": {"product": (1, 32, 16), "pair": NVFP4_PAIR, "capability": (12, 0)},
+}
+REFUSED = {
+    "e4m3 block scaling needs sm_90, got sm_80": {"capability": AMPERE},
+    "e4m3 block scaling needs sm_90, got sm_100": {"capability": BLACKWELL},
+    "e2m1 block scaling needs sm_100 or newer, got sm_90": {"pair": NVFP4_PAIR},
+    "block scaling needs CUDA 12.9 or newer, got 12.8": {"cuda": "12.8"},
+    "block scaling needs CUDA 12.9 or newer, got None": {"cuda": None},
+    "the first operand must have one-row blocks, got fp8_128x128": {"pair": (FP8_128X128, FP8_1X128)},
+    "out_dtype must be bfloat16 or float32, got torch.float16": {"out_dtype": torch.float16},
+    "it has no empty products, got M=0, N=16, K=16": {"product": (0, 16, 16)},
+    "N and the bytes of K must be multiples of 16, got N=16, K=24": {"product": (16, 16, 24)},
+    "N and the bytes of K must be multiples of 16, got N=8, K=16": {"product": (16, 8, 16)},
+    "rows must be multiples of 4, got M=6, N=16": {"product": (6, 16, 16)},
+}
+
+
+@pytest.mark.parametrize("case", ADMITTED.values(), ids=ADMITTED)
+def test_admits(case, monkeypatch):
+    assert why_not(monkeypatch, **case) is None
+
+
+@pytest.mark.parametrize(("reason", "case"), REFUSED.items(), ids=REFUSED)
+def test_says_why_not(reason, case, monkeypatch):
+    assert why_not(monkeypatch, **{"product": (128, 128, 128), **case}) == reason
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+GPU_PRODUCTS = ((4, 16, 16), (64, 128, 128), (128, 128, 592), (260, 272, 576), (1024, 512, 1168), (512, 384, 2048))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", (False, True), ids=("plain", "bias"))
+@pytest.mark.parametrize("out_dtype", (torch.bfloat16, torch.float32), ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("product", GPU_PRODUCTS, ids=lambda p: "M{}N{}K{}".format(*p))
+@pytest.mark.parametrize(
+    "pair",
+    (FP8_PAIR, (FP8_1X128, FP8_1X128), NVFP4_PAIR, (NVFP4_1X16, NVFP4_1X16)),
+    ids=lambda pair: "-".join(fmt.name for fmt in pair),
+)
+def test_gpu_product_matches_reference(pair, product, out_dtype, bias):
+    m, n, k = product
+    a = ops.quantize(random_tensor(m, k, seed=1, device="cuda"), pair[0], backend="reference")
+    b = ops.quantize(random_tensor(n, k, seed=2, device="cuda"), pair[1], backend="reference")
+    if reason := cublas.why_not(a.qdata, b.qdata, *pair, out_dtype):
+        pytest.skip(reason)
+    options = {"out_dtype": out_dtype, "bias": torch.randn(n, device="cuda") if bias else None}
+    got = ops.matmul(a, b, backend="cublas", **options)
+    expected = ops.matmul(a, b, backend="reference", **options)
+    assert got.dtype is out_dtype
+    # Both keep at least 14 bits while they sum 128 terms (DeepSeek-V3 report §3.3.2) and round once to `out_dtype`;
+    # the norm of the error over the whole product averages signs, so one rounding of each bounds it.
+    budget = 2.0**-12 + 2 * (2.0**-8 if out_dtype is torch.bfloat16 else 2.0**-24)
+    assert relative_error(got, expected) <= budget

@@ -1,0 +1,187 @@
+"""Each op through `torch.library.opcheck`, and under torch.compile: same bits, no graph break, no recompile."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
+
+library = torch.ops.torchao_blockwise
+formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+square_formats = pytest.mark.parametrize("fmt", (FP8_128X128, NVFP4_16X16), ids=lambda f: f.name)
+shapes = pytest.mark.parametrize("shape", ((33, 150), (48, 64), (1, 128), (128, 1), (0, 16), (2, 5, 32)), ids=shape_id)
+PAIRS = ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16))
+pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(fmt.name for fmt in pair))
+# No autograd registration: the ops run below autograd and are not differentiable.
+TESTS = ("test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def opcheck(op, args) -> None:
+    """opcheck's own tests; its test_schema cannot compare fp8 inputs, so the schema is checked here, bit by bit."""
+    assert set(torch.library.opcheck(op, args, test_utils=TESTS).values()) == {"SUCCESS"}
+    inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    before = [x.clone() for x in inputs]
+    outputs = op(*args)
+    for x, copy in zip(inputs, before):
+        assert_bitwise_equal(x, copy, "an input that was written to")
+    tensors = [*inputs, *(outputs if isinstance(outputs, tuple) else (outputs,))]
+    storages = [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
+    assert len(set(storages)) == len(storages), "an output shares memory with an input or another output"
+
+
+def amax_of(x: torch.Tensor, fmt):
+    return library.tensor_amax_bits(x) if fmt.has_global_scale else None
+
+
+def quantize(x: torch.Tensor, fmt):
+    return ops.quantize(x, fmt, backend="reference")
+
+
+# --- opcheck ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columnwise", (False, True), ids=("rowwise", "columnwise"))
+@shapes
+@formats
+def test_quantize(fmt, shape, columnwise):
+    x = random_tensor(*shape)
+    opcheck(library.quantize.default, (x, amax_of(x, fmt), fmt.name, columnwise, False, "reference"))
+
+
+@shapes
+@formats
+def test_quantize_both(fmt, shape):
+    x = random_tensor(*shape)
+    opcheck(library.quantize_both.default, (x, amax_of(x, fmt), fmt.name, False, "reference"))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=lambda d: str(d)[6:])
+@shapes
+def test_tensor_amax_bits(shape, dtype):
+    opcheck(library.tensor_amax_bits.default, (random_tensor(*shape, dtype=dtype),))
+
+
+@pytest.mark.parametrize("amax", (0.0, 3.5), ids=str)
+def test_global_scale(amax):
+    opcheck(library.global_scale.default, (torch.tensor(amax).view(torch.int32),))
+
+
+@shapes
+@formats
+def test_dequantize(fmt, shape):
+    opcheck(library.dequantize.default, (*quantize(random_tensor(*shape), fmt), fmt.name, shape[-1], torch.bfloat16))
+
+
+@shapes
+@square_formats
+def test_transpose(fmt, shape):
+    q = quantize(random_tensor(*shape), fmt)
+    opcheck(library.transpose.default, (q.qdata, q.scale, fmt.name, shape[-1], "reference"))
+
+
+@pytest.mark.parametrize("bias", (False, True), ids=("plain", "bias"))
+@pytest.mark.parametrize("product", ((5, 7, 33), (0, 16, 32), (16, 16, 128)), ids=lambda p: "M{}N{}K{}".format(*p))
+@pairs
+def test_matmul(pair, product, bias):
+    m, n, k = product
+    a, b = quantize(random_tensor(m, k), pair[0]), quantize(random_tensor(n, k), pair[1])
+    names = (pair[0].name, pair[1].name)
+    bias = torch.ones(n) if bias else None
+    opcheck(library.matmul.default, (*a, *b, *names, torch.bfloat16, bias, "reference"))
+
+
+CHECKED = {"quantize", "quantize_both", "tensor_amax_bits", "global_scale", "dequantize", "transpose", "matmul"}
+
+
+def test_every_op_of_these_folders_is_checked():
+    names = ("dequantize", "matmul", "quantize", "transpose")
+    folders = [importlib.import_module(f"torchao_blockwise.ops.{name}") for name in names]
+    defined = [op for folder in folders for op in vars(folder).values() if isinstance(op, torch._ops.OpOverload)]
+    assert {op.name().split("::")[1] for op in defined} == CHECKED
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def compile_counting(function, backend: str):
+    """(compiled function, counter of graphs); a graph break raises."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, fullgraph=True, backend=counter), counter
+
+
+def tokens(count: int) -> torch.Tensor:
+    x = random_tensor(count, 160, seed=count)
+    torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+# All of more than one block. That one block is a case of its own, with its own graph, is PyTorch's specialisation of
+# sizes that equal 1, here of the scale grid.
+TOKEN_COUNTS = (300, 129, 256, 517)
+
+
+@formats
+def test_compiled_quantize_follows_the_token_count(fmt):
+    def both(x):
+        return ops.quantize(x, fmt, columnwise=True, backend="reference")
+
+    compiled, counter = compile_counting(both, "aot_eager")
+    for count in TOKEN_COUNTS:
+        for got, expected in zip(compiled(tokens(count)), both(tokens(count))):
+            assert_operands_equal(got, expected)
+    assert counter.frame_count == 1
+
+
+@formats
+def test_compiled_quantize_has_at_most_one_more_graph_for_a_single_block(fmt):
+    def both(x):
+        return ops.quantize(x, fmt, columnwise=True, backend="reference")
+
+    compiled, counter = compile_counting(both, "aot_eager")
+    for count in (300, 5, 129, 16, 13, 517, 8):
+        compiled(tokens(count))
+    assert counter.frame_count <= 2
+
+
+@square_formats
+def test_compiled_round_trip_through_the_transpose(fmt):
+    def round_trip(x):
+        q = ops.transpose(ops.quantize(x, fmt, backend="reference"), columns=160, backend="reference")
+        return ops.dequantize(q, columns=x.shape[0], dtype=torch.bfloat16)
+
+    compiled, counter = compile_counting(round_trip, "aot_eager")
+    for count in TOKEN_COUNTS:
+        assert_bitwise_equal(compiled(tokens(count)), round_trip(tokens(count)))
+    assert counter.frame_count == 1
+
+
+def linear(x, weight, bias, pair):
+    a = ops.quantize(x, pair[0], backend="reference")
+    return ops.matmul(a, weight, out_dtype=torch.bfloat16, bias=bias, backend="reference")
+
+
+@pairs
+def test_compiled_product_follows_the_token_count(pair):
+    weight, bias = quantize(random_tensor(48, 160), pair[1]), torch.ones(48)
+    compiled, counter = compile_counting(linear, "aot_eager")
+    for count in TOKEN_COUNTS:
+        x = tokens(count)
+        assert_bitwise_equal(compiled(x, weight, bias, pair), linear(x, weight, bias, pair))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("pair", (PAIRS[0], PAIRS[2]), ids=("fp8", "nvfp4"))
+def test_compiled_by_inductor(pair):
+    weight, bias = quantize(random_tensor(48, 160), pair[1]), torch.ones(48)
+    compiled, counter = compile_counting(linear, "inductor")
+    for count in TOKEN_COUNTS[:2]:
+        x = tokens(count)
+        assert_bitwise_equal(compiled(x, weight, bias, pair), linear(x, weight, bias, pair))
+    assert counter.frame_count == 1

@@ -1,0 +1,348 @@
+"""ops.quantize: kernels against the reference, invariants, special values, torchao's own reference, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat
+from torchao_blockwise.testing import (
+    SHAPES,
+    assert_bitwise_equal,
+    assert_operands_equal,
+    random_tensor,
+    shape_id,
+    with_special_values,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SQUARE = (FP8_128X128, NVFP4_16X16)
+formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+fp8_formats = pytest.mark.parametrize("fmt", (FP8_1X128, FP8_128X128), ids=lambda f: f.name)
+nvfp4_formats = pytest.mark.parametrize("fmt", (NVFP4_1X16, NVFP4_16X16), ids=lambda f: f.name)
+shapes = pytest.mark.parametrize("shape", (*SHAPES, (2, 3, 130), (2, 17, 33), (2, 0, 16)), ids=shape_id)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+backends = pytest.mark.parametrize("backend", ("reference", "triton"))
+
+
+def special_input(shape, fmt: BlockFormat, dtype, device: str) -> torch.Tensor:
+    """Random values of many magnitudes with a zero, a subnormal, a huge and a negative zero block."""
+    return with_special_values(random_tensor(*shape, dtype=dtype, device=device), fmt)
+
+
+def canonical(q):
+    """The operand with one bit pattern for every fp32 NaN: an fp32 NaN's payload is the hardware's choice."""
+    fields = (f if f is None or f.dtype != torch.float32 else f.masked_fill(f.isnan(), float("nan")) for f in q)
+    return type(q)(*fields)
+
+
+def check_against_reference(x: torch.Tensor, fmt: BlockFormat, backend: str, **options) -> None:
+    """Rowwise, columnwise and both together give the bits of the reference's rowwise on `x` and its transpose."""
+    rowwise = canonical(ops.quantize(x, fmt, backend="reference", **options))
+    columnwise = canonical(ops.quantize(x.mT.contiguous(), fmt, backend="reference", **options))
+    both = ops.quantize(x, fmt, columnwise=True, backend=backend, **options)
+    assert_operands_equal(canonical(ops.quantize(x, fmt, backend=backend, **options)), rowwise)
+    assert_operands_equal(
+        canonical(ops.quantize(x, fmt, rowwise=False, columnwise=True, backend=backend, **options)), columnwise
+    )
+    assert_operands_equal(canonical(both[0]), rowwise)
+    assert_operands_equal(canonical(both[1]), columnwise)
+
+
+# --- one result, whatever computes it ---------------------------------------------------------------------------------
+
+
+@backends
+@shapes
+@formats
+def test_shapes_match_reference(fmt, shape, backend, device):
+    check_against_reference(special_input(shape, fmt, torch.bfloat16, device), fmt, backend)
+
+
+@backends
+@dtypes
+@formats
+def test_dtypes_match_reference(fmt, dtype, backend, device):
+    check_against_reference(special_input((65, 200), fmt, dtype, device), fmt, backend)
+
+
+@backends
+@dtypes
+@formats
+def test_a_dtype_gives_the_bits_of_its_fp32_copy(fmt, dtype, backend, device):
+    x = special_input((33, 150), fmt, dtype, device)
+    assert_operands_equal(ops.quantize(x, fmt, backend=backend), ops.quantize(x.float(), fmt, backend="reference"))
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "every second column": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+    "every second row": lambda x: x.repeat_interleave(2, dim=-2)[..., ::2, :],
+    "offset of one": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+    "column slice": lambda x: torch.cat((x, x), dim=-1)[..., : x.shape[-1]],
+    "expanded rows": lambda x: x[..., :1, :].expand(x.shape),
+    "batch last": lambda x: x.unsqueeze(-1).expand(*x.shape, 3).permute(2, 0, 1),
+}
+
+
+@backends
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@formats
+def test_strides_do_not_matter(fmt, layout, backend, device):
+    x = layout(random_tensor(40, 144, dtype=torch.bfloat16, device=device))
+    check_against_reference(x, fmt, backend)
+
+
+@backends
+@fp8_formats
+def test_power_of_2_scales_match_reference(fmt, backend, device):
+    x = special_input((63, 500), fmt, torch.bfloat16, device)
+    check_against_reference(x, fmt, backend, power_of_2_scales=True)
+
+
+@backends
+@formats
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")), ids=str)
+def test_special_numbers_match_reference(value, fmt, backend, device):
+    x = random_tensor(33, 260, device=device)
+    x[0, 0] = x[20, 129] = value
+    x[20, 130] = 0.0
+    check_against_reference(x, fmt, backend)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.integers(0, 40), columns=st.integers(0, 150), seed=st.integers(0, 99), power=st.integers(-40, 38))
+@formats
+@backends
+def test_any_shape_and_magnitude(backend, fmt, rows, columns, seed, power, device):
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(rows, columns, generator=generator).double() * 10.0**power).float().to(device)
+    check_against_reference(x, fmt, backend)
+
+
+# --- invariants -------------------------------------------------------------------------------------------------------
+
+
+@backends
+@shapes
+@pytest.mark.parametrize("fmt", SQUARE, ids=lambda f: f.name)
+def test_square_columnwise_is_the_transpose_of_rowwise(fmt, shape, backend, device):
+    x = special_input(shape, fmt, torch.bfloat16, device)
+    rowwise, columnwise = ops.quantize(x, fmt, columnwise=True, backend=backend)
+    assert_operands_equal(ops.transpose(rowwise, columns=shape[-1], backend="reference"), columnwise)
+
+
+@backends
+@formats
+def test_leading_dims_are_independent_matrices(fmt, backend, device):
+    x = random_tensor(2, 3, 20, 40, device=device)
+    amax = x.abs().amax() if fmt.has_global_scale else None
+    whole = ops.quantize(x, fmt, backend=backend, tensor_amax=amax)
+    for i in range(2):
+        for j in range(3):
+            part = ops.quantize(x[i, j], fmt, backend="reference", tensor_amax=amax)
+            assert_operands_equal(type(whole)(whole.qdata[i, j], whole.scale[i, j], whole.global_scale), part)
+
+
+@backends
+@nvfp4_formats
+def test_tensor_amax_gives_a_part_the_bits_it_has_in_the_whole(fmt, backend, device):
+    x = random_tensor(64, 96, dtype=torch.bfloat16, device=device)
+    amax = torch.ops.torchao_blockwise.tensor_amax_bits(x).view(torch.float32)
+    assert amax == x.abs().max()
+    whole = ops.quantize(x, fmt, backend="reference")
+    part = ops.quantize(x[16:48, 32:64], fmt, backend=backend, tensor_amax=amax)
+    block_rows, block_columns = fmt.block
+    scale = whole.scale[16 // block_rows : 48 // block_rows, 32 // block_columns : 64 // block_columns]
+    assert_bitwise_equal(part.qdata, whole.qdata[16:48, 16:32], "qdata")
+    assert_bitwise_equal(part.scale, scale, "scale")
+    assert_bitwise_equal(part.global_scale, whole.global_scale, "global_scale")
+
+
+@backends
+@formats
+def test_ragged_blocks_see_no_memory_outside(fmt, backend, device):
+    poisoned = torch.full((140, 300), float("nan"), device=device)
+    poisoned[3:130, 7:270] = random_tensor(127, 263, device=device)
+    x = poisoned[3:130, 7:270]
+    check_against_reference(x, fmt, backend)
+    assert ops.dequantize(ops.quantize(x, fmt, backend=backend), columns=263).isfinite().all()
+
+
+@backends
+@formats
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")), ids=str)
+def test_nan_and_inf_never_become_finite(value, fmt, backend, device):
+    x = random_tensor(140, 300, device=device)
+    x[130, 280] = value
+    decoded = ops.dequantize(ops.quantize(x, fmt, backend=backend))
+    poisoned = torch.zeros_like(x, dtype=torch.bool)
+    if fmt.has_global_scale:
+        poisoned[:] = True
+    else:
+        poisoned[128 if fmt.is_square else 130 : 140 if fmt.is_square else 131, 256:] = True
+    assert torch.equal(~decoded.isfinite(), poisoned)
+    columnwise = ops.quantize(x, fmt, rowwise=False, columnwise=True, backend=backend)
+    assert not ops.dequantize(columnwise)[280, 130].isfinite()
+
+
+@backends
+@formats
+@pytest.mark.parametrize("zero", (0.0, -0.0), ids=str)
+def test_zeros_decode_to_zeros(zero, fmt, backend, device):
+    q = ops.quantize(torch.full((20, 130), zero, device=device), fmt, backend=backend)
+    assert ops.dequantize(q).tolist() == [[0.0] * 130] * 20
+    sign_bit = {8: 0x80, 4: 0x88}[fmt.element.bits]
+    assert (q.qdata.view(torch.uint8) == (sign_bit if str(zero) == "-0.0" else 0)).all()
+
+
+@backends
+@formats
+def test_input_is_left_alone_and_outputs_are_contiguous(fmt, backend, device):
+    x = random_tensor(40, 144, device=device).mT.contiguous().mT
+    before = x.clone()
+    for q in ops.quantize(x, fmt, columnwise=True, backend=backend):
+        assert q.qdata.is_contiguous() and q.scale.is_contiguous()
+    assert torch.equal(x, before)
+
+
+@backends
+@formats
+def test_tensors_that_require_grad_give_the_same_bits(fmt, backend, device):
+    x = random_tensor(33, 150, device=device)
+    with torch.no_grad():
+        q = ops.quantize(x.clone().requires_grad_(), fmt, backend=backend)
+    assert_operands_equal(q, ops.quantize(x, fmt, backend="reference"))
+
+
+# --- torchao's own reference ------------------------------------------------------------------------------------------
+
+TORCHAO_SHAPES = pytest.mark.parametrize("shape", ((128, 128), (256, 384), (384, 128)), ids=shape_id)
+
+
+def torchao_input(shape) -> torch.Tensor:
+    x = random_tensor(*shape, seed=4)
+    x[:, :128] = 0.0
+    x[:, 64] = 3e-13
+    x[0, 0] = 1e30
+    return x
+
+
+def torchao_reference(name: str):
+    from torchao.prototype.blockwise_fp8_training import kernels
+
+    return getattr(kernels, name)
+
+
+@TORCHAO_SHAPES
+def test_rowwise_1x128_is_torchaos(shape):
+    x = torchao_input(shape)
+    qdata, scale = torchao_reference("torch_blockwise_scale_act_quant_lhs")(x)
+    ours = ops.quantize(x, FP8_1X128, backend="reference")
+    assert_bitwise_equal(ours.qdata, qdata, "qdata")
+    assert_bitwise_equal(ours.scale, scale.mT, "scale")
+
+
+@TORCHAO_SHAPES
+def test_columnwise_1x128_is_torchaos(shape):
+    x = torchao_input(shape)
+    qdata, scale = torchao_reference("torch_blockwise_scale_act_quant_rhs")(x)
+    ours = ops.quantize(x, FP8_1X128, rowwise=False, columnwise=True, backend="reference")
+    assert_bitwise_equal(ours.qdata, qdata.mT, "qdata")
+    assert_bitwise_equal(ours.scale, scale, "scale")
+
+
+@TORCHAO_SHAPES
+def test_rowwise_128x128_is_torchaos(shape):
+    x = torchao_input(shape)
+    qdata, scale = torchao_reference("torch_blockwise_scale_weight_quant")(x)
+    ours = ops.quantize(x, FP8_128X128, backend="reference")
+    assert_bitwise_equal(ours.qdata, qdata, "qdata")
+    assert_bitwise_equal(ours.scale, scale, "scale")
+
+
+# --- meta tensors and refusals ----------------------------------------------------------------------------------------
+
+
+@shapes
+@formats
+def test_meta_tensors_have_the_shapes_of_the_result(fmt, shape):
+    meta = ops.quantize(torch.empty(shape, device="meta"), fmt, columnwise=True)
+    real = ops.quantize(torch.ones(shape), fmt, columnwise=True, backend="reference")
+    for m, r in zip(meta, real):
+        assert type(m) is type(r)
+        for field, expected in zip(m, r):
+            assert (field is None) == (expected is None)
+            if field is not None:
+                assert (field.device.type, field.shape, field.dtype) == ("meta", expected.shape, expected.dtype)
+                assert field.is_contiguous() and expected.is_contiguous()
+
+
+X = torch.ones(2, 32)
+TYPE_REFUSALS = {
+    dtype: f"quantize: x must be bfloat16, float16 or float32, got {dtype}; cast it first"
+    for dtype in (torch.int32, torch.uint8, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn)
+}
+NO_KERNEL_DEVICE = "Triton kernels run on CUDA devices, got cpu (TRITON_INTERPRET=1 interprets them on a CPU)"
+REFUSALS = {
+    "1-D": (
+        lambda: ops.quantize(torch.ones(32), FP8_1X128),
+        "quantize: x must have at least 2 dims [.., M, K], got shape [32]; reshape it",
+    ),
+    "unknown format": (
+        lambda: ops.quantize(X, "fp8"),
+        "no block format 'fp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16",
+    ),
+    "nothing asked": (
+        lambda: ops.quantize(X, FP8_1X128, rowwise=False),
+        "quantize: nothing to compute; ask for rowwise, columnwise or both",
+    ),
+    "power_of_2 on nvfp4": (
+        lambda: ops.quantize(X, NVFP4_1X16, power_of_2_scales=True),
+        "quantize: nvfp4_1x16 has no power_of_2_scales; its block scales are torch.float8_e4m3fn",
+    ),
+    "tensor_amax on fp8": (
+        lambda: ops.quantize(X, FP8_1X128, tensor_amax=torch.tensor(1.0)),
+        "quantize: fp8_1x128 has no tensor scale; leave tensor_amax out",
+    ),
+    "tensor_amax of one element": (
+        lambda: ops.quantize(X, NVFP4_1X16, tensor_amax=torch.ones(1)),
+        "quantize: tensor_amax must be a float32 scalar, got torch.float32 of shape [1]",
+    ),
+    "tensor_amax in bf16": (
+        lambda: ops.quantize(X, NVFP4_1X16, tensor_amax=torch.tensor(1.0, dtype=torch.bfloat16)),
+        "quantize: tensor_amax must be a float32 scalar, got torch.bfloat16 of shape []",
+    ),
+    "unknown backend": (
+        lambda: ops.quantize(X, FP8_1X128, backend="cuda"),
+        "no backend 'cuda'; the backends are auto, reference, triton, cublas",
+    ),
+    "backend without an implementation": (
+        lambda: ops.quantize(X, FP8_1X128, backend="cublas"),
+        "quantize: backend cublas has no implementation; choose one of triton, reference, or auto",
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", TYPE_REFUSALS, ids=lambda d: str(d)[6:])
+def test_refuses_dtype(dtype):
+    with pytest.raises(TypeError) as error:
+        ops.quantize(torch.ones(2, 32).to(dtype), FP8_1X128)
+    assert str(error.value) == TYPE_REFUSALS[dtype]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_refuses(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == message
+
+
+def test_a_named_backend_that_cannot_run_raises(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError) as error:
+        ops.quantize(X, FP8_1X128, backend="triton")
+    assert str(error.value) == f"quantize: backend triton cannot run: {NO_KERNEL_DEVICE}; choose another, or auto"

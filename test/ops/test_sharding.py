@@ -1,0 +1,283 @@
+"""DTensor inputs: after a gather every op gives what it gives unsharded, whether shards end on block borders or not.
+
+Two ranks are two threads of this process: their collectives move any dtype. gloo, which does not move fp8, is used
+once, for what a real MAX reduction does.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error, shape_id
+
+formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+PLACEMENTS = {"replicate": Replicate(), "rows": Shard(0), "columns": Shard(1)}
+placements = pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+# Two even shards that end on block borders, or cut a block, or are uneven.
+SHAPES = ((256, 512), (192, 320), (48, 384), (33, 65), (1, 256))
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+PAIRS = ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16))
+pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(fmt.name for fmt in pair))
+
+
+def on_ranks(check, mesh_shape: tuple[int, ...] = (2,)) -> None:
+    """Run `check(mesh)` on every rank of a mesh; fails with the first rank's failure."""
+
+    @spawn_threads_and_init_comms(world_size=torch.Size(mesh_shape).numel())
+    def ranks(_):
+        check(init_device_mesh("cpu", mesh_shape))
+
+    ranks(None)
+
+
+def quantize(x, fmt, **options):
+    return ops.quantize(x, fmt, backend="reference", **options)
+
+
+def assert_gathers_to(sharded, whole) -> None:
+    """Payload, scales and global scale of a sharded operand, gathered, are the whole one's, bit for bit."""
+    assert type(sharded) is type(whole)
+    for name, part, expected in zip(whole._fields, sharded, whole):
+        assert (part is None) == (expected is None), name
+        if part is not None:
+            assert part.shape == expected.shape, f"{name}: {part.shape}, expected {expected.shape}"
+            assert_bitwise_equal(part.full_tensor().contiguous(), expected, name)
+
+
+# --- quantise ---------------------------------------------------------------------------------------------------------
+
+
+@placements
+@shapes
+@formats
+def test_quantize(fmt, shape, placement):
+    x = random_tensor(*shape)
+
+    def check(mesh):
+        sharded = distribute_tensor(x, mesh, [placement])
+        assert_gathers_to(quantize(sharded, fmt), quantize(x, fmt))
+        columnwise = {"rowwise": False, "columnwise": True}
+        assert_gathers_to(quantize(sharded, fmt, **columnwise), quantize(x, fmt, **columnwise))
+        for got, expected in zip(quantize(sharded, fmt, columnwise=True), quantize(x, fmt, columnwise=True)):
+            assert_gathers_to(got, expected)
+
+    on_ranks(check)
+
+
+@formats
+@pytest.mark.parametrize("dim", (0, 1, 2))
+def test_quantize_batches(fmt, dim):
+    x = random_tensor(4, 32, 256)
+
+    def check(mesh):
+        sharded = distribute_tensor(x, mesh, [Shard(dim)])
+        for got, expected in zip(quantize(sharded, fmt, columnwise=True), quantize(x, fmt, columnwise=True)):
+            assert_gathers_to(got, expected)
+
+    on_ranks(check)
+
+
+@formats
+def test_quantize_on_a_mesh_of_two_dims(fmt):
+    x = random_tensor(512, 1024)
+
+    def check(mesh):
+        sharded = distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+        assert_gathers_to(quantize(sharded, fmt), quantize(x, fmt))
+
+    on_ranks(check, (2, 2))
+
+
+def test_formats_and_options_do_not_share_a_rule():
+    """DTensor caches what a rule answers: the next format, copy or option must not be handed the last one's."""
+    x = random_tensor(256, 512)
+
+    def check(mesh):
+        sharded = distribute_tensor(x, mesh, [Shard(0)])
+        for fmt in (*FORMATS.values(), *FORMATS.values()):
+            for rowwise in (True, False):
+                options = {"rowwise": rowwise, "columnwise": not rowwise}
+                assert_gathers_to(quantize(sharded, fmt, **options), quantize(x, fmt, **options))
+
+    on_ranks(check)
+
+
+ALIGNED = {
+    FP8_1X128: (Shard(0), Shard(1)),
+    FP8_128X128: (Shard(0), Shard(0)),
+    NVFP4_1X16: (Shard(0), Shard(0)),
+    NVFP4_16X16: (Shard(0), Shard(0)),
+}
+
+
+@formats
+def test_aligned_shards_are_quantised_where_they_are(fmt):
+    x = random_tensor(256, 512)
+    amax = x.abs().max() if fmt.has_global_scale else None
+
+    def check(mesh):
+        sharded = distribute_tensor(x, mesh, [Shard(0)])
+        reduced = amax if amax is None else distribute_tensor(amax, mesh, [Replicate()])
+        with CommDebugMode() as communication:
+            q = quantize(sharded, fmt, tensor_amax=reduced)
+        assert communication.get_total_counts() == 0
+        assert (q.qdata.placements, q.scale.placements) == tuple((p,) for p in ALIGNED[fmt])
+
+    on_ranks(check)
+
+
+@placements
+@pytest.mark.parametrize("shape", ((256, 512), (33, 65), (1, 256)), ids=shape_id)
+def test_tensor_amax_covers_all_ranks(shape, placement):
+    for row, column in ((0, 0), (shape[0] - 1, shape[1] - 1)):
+        x = random_tensor(*shape)
+        x[row, column] = -1e5
+
+        def check(mesh, x=x):
+            amax = torch.ops.torchao_blockwise.tensor_amax_bits(distribute_tensor(x, mesh, [placement]))
+            assert amax.full_tensor().view(torch.float32) == 1e5
+
+        on_ranks(check)
+
+
+GLOO = """
+    import sys, torch, torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torchao_blockwise import ops
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for value in ("nan", "inf", "2688"):
+        for row in (0, 31):
+            x = torch.ones(32, 32)
+            x[row, 3] = float(value)
+            q = ops.quantize(distribute_tensor(x, mesh, [Shard(0)]), "nvfp4_1x16", backend="reference")
+            print(f"{value} in row {row}: {q.global_scale.full_tensor().item()}")
+    dist.destroy_process_group()
+"""
+
+
+def test_nan_and_inf_of_one_rank_reach_the_global_scale_of_all(tmp_path):
+    """MAX of gloo and NCCL may drop a NaN: comparisons with it are false."""
+    command = [sys.executable, "-c", textwrap.dedent(GLOO)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], **pipes) for rank in range(2)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    wanted = [f"{value} in row {row}: {scale}" for value, scale in GLOBAL_SCALES.items() for row in (0, 31)]
+    assert [stdout.splitlines() for stdout, _ in outputs] == [wanted, wanted]
+
+
+GLOBAL_SCALES = {"nan": "nan", "inf": "nan", "2688": "1.0"}
+
+
+# --- dequantise, transpose, product -----------------------------------------------------------------------------------
+
+
+@placements
+@shapes
+@formats
+def test_dequantize(fmt, shape, placement):
+    x = random_tensor(*shape)
+    expected = ops.dequantize(quantize(x, fmt), columns=shape[1], dtype=torch.bfloat16)
+
+    def check(mesh):
+        q = quantize(distribute_tensor(x, mesh, [placement]), fmt)
+        assert_bitwise_equal(ops.dequantize(q, columns=shape[1], dtype=torch.bfloat16).full_tensor(), expected)
+
+    on_ranks(check)
+
+
+@placements
+@shapes
+@pytest.mark.parametrize("fmt", (FP8_128X128, NVFP4_16X16), ids=lambda f: f.name)
+def test_transpose(fmt, shape, placement):
+    x = random_tensor(*shape)
+    expected = ops.transpose(quantize(x, fmt), columns=shape[1], backend="reference")
+
+    def check(mesh):
+        q = quantize(distribute_tensor(x, mesh, [placement]), fmt)
+        assert_gathers_to(ops.transpose(q, columns=shape[1], backend="reference"), expected)
+
+    on_ranks(check)
+
+
+def multiply(a, b, bias=None, out_dtype=torch.float32):
+    return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend="reference")
+
+
+# Where a [M, K] and b [N, K] are sharded: data, tensor (by columns, by rows) and mixed.
+LAYOUTS = {
+    "both replicated": (Replicate(), Replicate()),
+    "rows of a": (Shard(0), Replicate()),
+    "rows of b": (Replicate(), Shard(0)),
+    "contraction": (Shard(1), Shard(1)),
+    "rows of both": (Shard(0), Shard(0)),
+    "contraction of one": (Replicate(), Shard(1)),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+products = pytest.mark.parametrize("product", ((64, 256, 512), (24, 40, 320), (7, 33, 65)), ids=shape_id)
+
+
+@layouts
+@products
+@pairs
+def test_matmul(pair, product, layout):
+    m, n, k = product
+    a, b = random_tensor(m, k, seed=1), random_tensor(n, k, seed=2)
+    bias = torch.linspace(-1e3, 1e3, n)
+    whole = quantize(a, pair[0]), quantize(b, pair[1])
+
+    def check(mesh):
+        shards = [quantize(distribute_tensor(x, mesh, [p]), f) for x, p, f in zip((a, b), layout, pair)]
+        for vector in (None, bias):
+            sharded_vector = None if vector is None else distribute_tensor(vector, mesh, [Replicate()])
+            out, expected = multiply(*shards, sharded_vector), multiply(*whole, vector)
+            assert out.shape == expected.shape
+            # Another order of the same fp32 sums, no other rounding.
+            assert relative_error(out.full_tensor(), expected) <= 2.0**-21
+
+    on_ranks(check)
+
+
+@pytest.mark.parametrize(("layout", "out"), (((0, None), 0), ((None, 0), 1), ((1, 1), "partial")), ids=str)
+@pairs
+def test_aligned_products_stay_where_they_are(pair, layout, out):
+    placement = [Replicate() if dim is None else Shard(dim) for dim in layout]
+    a, b = random_tensor(64, 512, seed=1), random_tensor(256, 512, seed=2)
+
+    def check(mesh):
+        qa, qb = (quantize(distribute_tensor(x, mesh, [p]), f) for x, p, f in zip((a, b), placement, pair))
+        if pair[0].has_global_scale:
+            qa, qb = (q._replace(global_scale=q.global_scale.redistribute(mesh, [Replicate()])) for q in (qa, qb))
+        with CommDebugMode() as communication:
+            product = multiply(qa, qb)
+        assert communication.get_total_counts() == 0
+        assert product.placements[0].is_partial() if out == "partial" else product.placements == (Shard(out),)
+
+    on_ranks(check)
+
+
+def test_out_dtypes_and_formats_do_not_share_a_rule():
+    a, b = random_tensor(64, 512, seed=1), random_tensor(256, 512, seed=2)
+
+    def check(mesh):
+        for out_dtype in (torch.bfloat16, torch.float32, torch.float16):
+            for pair in PAIRS:
+                qa, qb = (quantize(distribute_tensor(x, mesh, [Replicate()]), f) for x, f in zip((a, b), pair))
+                expected = multiply(quantize(a, pair[0]), quantize(b, pair[1]), out_dtype=out_dtype)
+                out = multiply(qa, qb, out_dtype=out_dtype)
+                assert out.dtype is out_dtype
+                assert_bitwise_equal(out.full_tensor(), expected)
+
+    on_ranks(check)

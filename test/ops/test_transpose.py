@@ -1,0 +1,133 @@
+"""ops.transpose: exact, involutive, equal to quantising the transpose; refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.testing import SHAPES, assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
+
+formats = pytest.mark.parametrize("fmt", (FP8_128X128, NVFP4_16X16), ids=lambda f: f.name)
+backends = pytest.mark.parametrize("backend", ("reference", "triton"))
+shapes = pytest.mark.parametrize("shape", (*SHAPES, (3, 40, 130), (2, 17, 33), (2, 0, 16)), ids=shape_id)
+
+
+def quantize(x, fmt, **options):
+    return ops.quantize(x, fmt, backend="reference", **options)
+
+
+@backends
+@shapes
+@formats
+def test_is_quantising_the_transpose(fmt, shape, backend, device):
+    x = random_tensor(*shape, device=device)
+    transposed = ops.transpose(quantize(x, fmt), columns=shape[-1], backend=backend)
+    assert_operands_equal(transposed, quantize(x.mT.contiguous(), fmt))
+    assert transposed.qdata.is_contiguous() and transposed.scale.is_contiguous()
+
+
+@backends
+@shapes
+@formats
+def test_twice_is_the_identity(fmt, shape, backend, device):
+    q = quantize(random_tensor(*shape, device=device), fmt)
+    once = ops.transpose(q, columns=shape[-1], backend=backend)
+    assert_operands_equal(ops.transpose(once, columns=shape[-2], backend=backend), q)
+
+
+@backends
+@formats
+def test_decodes_to_the_transpose(fmt, backend, device):
+    q = quantize(random_tensor(48, 200, device=device), fmt)
+    assert_bitwise_equal(ops.dequantize(ops.transpose(q, backend=backend)), ops.dequantize(q).mT)
+
+
+@backends
+@formats
+def test_moves_every_code_untouched(fmt, backend, device):
+    """All 256 bytes, NaN codes and negative zeros too, and scales that no quantisation would give."""
+    payload = torch.arange(256, dtype=torch.uint8, device=device).repeat(32, 1)
+    qdata = payload.view(fmt.element.storage_dtype)
+    columns = 256 * fmt.element.per_byte
+    scale = torch.zeros(fmt.scale_shape(32, columns), dtype=fmt.scale_dtype, device=device)
+    scale.view(torch.uint8)[:] = torch.arange(scale.nbytes, device=device).view(scale.view(torch.uint8).shape) % 251
+    q = ops.operand(fmt, qdata, scale, torch.tensor(float("nan")) if fmt.has_global_scale else None)
+    got = ops.transpose(q, backend=backend)
+    for row in (0, 1, 31):
+        bits, shift = fmt.element.bits, fmt.element.bits * (row % fmt.element.per_byte)
+        codes = got.qdata.view(torch.uint8)[:, row // fmt.element.per_byte].int() >> shift & (1 << bits) - 1
+        expected = [code >> s & (1 << bits) - 1 for code in range(256) for s in range(0, 8, bits)]
+        assert codes.tolist() == expected
+    assert_bitwise_equal(got.scale, scale.mT.contiguous(), "scale")
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.integers(0, 70), columns=st.integers(0, 150))
+@formats
+@backends
+def test_any_shape(backend, fmt, rows, columns, device):
+    x = random_tensor(rows, columns, device=device)
+    got = ops.transpose(quantize(x, fmt), columns=columns, backend=backend)
+    assert_operands_equal(got, quantize(x.mT.contiguous(), fmt))
+
+
+@backends
+@formats
+@pytest.mark.parametrize("shape", ((1, 128), (128, 1), (128, 128)), ids=shape_id)
+def test_shares_no_memory_with_its_input(fmt, shape, backend, device):
+    q = quantize(random_tensor(*shape, device=device), fmt)
+    got = ops.transpose(q, columns=shape[-1], backend=backend)
+    assert got.qdata.data_ptr() != q.qdata.data_ptr()
+    assert got.scale.data_ptr() != q.scale.data_ptr()
+
+
+@shapes
+@formats
+def test_meta_tensors_have_the_shapes_of_the_result(fmt, shape):
+    meta = ops.transpose(quantize(torch.empty(shape, device="meta"), fmt), columns=shape[-1])
+    real = ops.transpose(quantize(torch.ones(shape), fmt), columns=shape[-1], backend="reference")
+    for got, expected in ((meta.qdata, real.qdata), (meta.scale, real.scale)):
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+        assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("fmt", (FP8_1X128, NVFP4_1X16), ids=lambda f: f.name)
+def test_refuses_one_row_blocks(fmt):
+    with pytest.raises(ValueError) as error:
+        ops.transpose(quantize(torch.ones(2, 32), fmt))
+    assert str(error.value) == (
+        f"transpose: {fmt.name} has blocks of 1x{fmt.block[1]}, a transpose would need other scales; "
+        "quantize the high-precision tensor with columnwise=True"
+    )
+
+
+SQUARE = quantize(torch.ones(2, 32), NVFP4_16X16)
+REFUSALS = {
+    "tensor": (
+        lambda: ops.transpose(torch.ones(2, 32)),
+        TypeError("transpose: x must be a result of quantize, got Tensor"),
+    ),
+    "plain tuple": (
+        lambda: ops.transpose(tuple(SQUARE)),
+        TypeError("transpose: x must be a result of quantize, got tuple"),
+    ),
+    "columns": (
+        lambda: ops.transpose(SQUARE, columns=30),
+        ValueError("transpose: the payload of shape [2, 16] does not hold columns=30"),
+    ),
+    "backend without an implementation": (
+        lambda: ops.transpose(SQUARE, backend="cublas"),
+        ValueError("transpose: backend cublas has no implementation; choose one of triton, reference, or auto"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "expected"), REFUSALS.values(), ids=REFUSALS)
+def test_refuses(call, expected):
+    with pytest.raises(type(expected)) as error:
+        call()
+    assert str(error.value) == str(expected)

@@ -1,0 +1,249 @@
+"""Who may import whom (design.md, "Rooms"), where private names of others live, and what an import pulls in."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchao_blockwise
+
+PACKAGE = Path(torchao_blockwise.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+# An import may only point to the left: a room of a higher rank imports rooms of lower ranks and itself.
+RANKS = {"formats": 0, "ops": 1, "tensors": 2, "nn": 3, "distributed": 4, "conversion": 5}
+RANKS |= {"checkpoint": 6, "integrations": 6, "diagnostics": 6}
+EXEMPT = {"testing", "__init__"}
+KERNELS = {"triton", "gluon", "cublas", "deep_gemm"}
+THIRD_PARTIES = {"torch", "torchao", "triton"}
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported_names(tree: ast.AST) -> list[str]:
+    """Dotted names that a file imports anywhere, inside functions too; `from a import b` gives a.b."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in line {node.lineno}; write the whole name"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def rooms_imported(tree: ast.AST) -> set[str]:
+    """First name below the package of every import of ours: a room, `_compat`, or a public name of the top level."""
+    return {name.split(".")[1] for name in imported_names(tree) if name.startswith("torchao_blockwise.")}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def rule_breaks(room: str, imported: set[str]) -> list[str]:
+    """What a file of `room` imports and may not."""
+    if room in EXEMPT:
+        return []
+    if room == "_compat":
+        return sorted(imported)
+    own = RANKS[room]
+    return sorted(name for name in imported - {"_compat", room} if RANKS.get(name, 99) >= own)
+
+
+ids = pytest.mark.parametrize("path", FILES, ids=relative)
+
+
+# --- direction --------------------------------------------------------------------------------------------------------
+
+
+@ids
+def test_imports_point_one_way(path):
+    assert rule_breaks(room_of(path), rooms_imported(parse(path))) == []
+
+
+def test_every_room_has_a_rank():
+    assert {room_of(path) for path in FILES} <= RANKS.keys() | EXEMPT | {"_compat"}
+
+
+@pytest.mark.parametrize(
+    ("room", "code", "broken"),
+    (
+        ("ops", "from torchao_blockwise.tensors import NVFP4Tensor", ["tensors"]),
+        ("ops", "def f():\n    from torchao_blockwise import nn", ["nn"]),
+        ("formats", "import torchao_blockwise.ops.quantize as q", ["ops"]),
+        ("checkpoint", "import torchao_blockwise.diagnostics", ["diagnostics"]),
+        ("nn", "from torchao_blockwise import NVFP4Tensor", ["NVFP4Tensor"]),
+        ("_compat", "from torchao_blockwise import formats", ["formats"]),
+        ("nn", "from torchao_blockwise import _compat, formats, ops\nfrom torchao_blockwise.nn import linear", []),
+        ("testing", "from torchao_blockwise import conversion", []),
+    ),
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+)
+def test_the_rule_finds_what_breaks_it(room, code, broken):
+    assert rule_breaks(room, rooms_imported(ast.parse(code))) == broken
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def stems_imported(path: Path) -> set[str]:
+    """Names of modules below `ops` that a file imports: {"reference", "triton", ...}."""
+    ours = [n.split(".") for n in imported_names(parse(path)) if n.startswith("torchao_blockwise.ops.")]
+    return {part for name in ours for part in name[2:]}
+
+
+def test_kernels_and_references_do_not_know_each_other():
+    for path in (PACKAGE / "ops").rglob("*.py"):
+        if path.stem in KERNELS or path.stem == "triton_elements":
+            assert "reference" not in stems_imported(path), relative(path)
+        if path.stem == "reference":
+            assert not stems_imported(path) & (KERNELS | {"triton_elements"}), relative(path)
+
+
+@ids
+def test_only_ops_knows_kernels_and_triton(path):
+    if room_of(path) == "ops":
+        return
+    names = imported_names(parse(path))
+    assert [name for name in names if name.split(".")[0] == "triton"] == []
+    assert not stems_imported(path) & (KERNELS | {"triton_elements"})
+
+
+# --- private names of others ------------------------------------------------------------------------------------------
+
+# What a NamedTuple and an enum promise, with an underscore all the same.
+PROMISED = {"_replace", "_fields", "_asdict", "_make", "_value_", "_name_"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined_names(tree: ast.AST) -> set[str]:
+    """Functions, classes, variables and attributes that a file itself makes."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+    return names
+
+
+def is_aten(node: ast.Attribute) -> bool:
+    """Whether this names an operator: `aten._to_copy`. Those have schemas, which PyTorch does promise to keep."""
+    return "aten" in ast.unparse(node.value).split(".")
+
+
+def private_names(tree: ast.AST, ours: set[str]) -> set[str]:
+    """Underscored attributes and import components that are not `ours`."""
+    attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and not is_aten(n)]
+    names = {n.attr for n in attributes if ast.unparse(n.value) != "sys"}
+    imports = [n.split(".") for n in imported_names(tree) if n.split(".")[0] in THIRD_PARTIES]
+    names |= {part for name in imports for part in name}
+    return {name for name in names if is_private(name) and name not in ours | PROMISED}
+
+
+OURS = set().union(*(defined_names(parse(path)) for path in FILES))
+# Every name that _compat takes from torch and torchao without their promise, from a module that can be imported.
+NAMES_IN_COMPAT = (
+    "torch._C._ForceDispatchKeyGuard",
+    "torch._C._dispatch_tls_local_exclude_set",
+    "torch._C._dispatch_tls_local_include_set",
+    "torch.Tensor._use_count",
+    "torch.Tensor._version",
+    "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
+    "torch.ops.aten.mm.default._schema",
+    "torch.nn.functional.ScalingType.BlockWise1x128",
+    "torch.nn.functional.ScalingType.BlockWise128x128",
+    "torch.nn.functional.ScalingType.BlockWise1x16",
+    "torch.nn.functional.SwizzleType.SWIZZLE_32_4_4",
+    "torchao.core.config.ALLOWED_AO_MODULES",
+    "torchao.quantization.quant_api.quantize_",
+)
+
+
+@ids
+def test_private_names_of_others_live_in_compat(path):
+    if path.name != "_compat.py":
+        assert sorted(private_names(parse(path), OURS)) == []
+
+
+def test_every_private_name_in_compat_is_listed():
+    listed = {part for name in NAMES_IN_COMPAT for part in name.split(".") if is_private(part)}
+    assert private_names(parse(PACKAGE / "_compat.py"), OURS) - listed == set()
+
+
+@pytest.mark.parametrize("name", NAMES_IN_COMPAT)
+def test_name_in_compat_still_exists(name):
+    parts = name.split(".")
+    module, rest = importlib.import_module(parts[0]), parts[1:]
+    for i in range(2, len(parts)):
+        try:
+            module, rest = importlib.import_module(".".join(parts[:i])), parts[i:]
+        except ModuleNotFoundError:
+            break
+    for part in rest:
+        module = getattr(module, part)
+
+
+def test_quantize_call_finds_torchaos_quantize_():
+    """_compat reads `model` and `filter_fn` of torchao's own call by these names."""
+    from torchao.quantization.quant_api import quantize_
+
+    assert {"model", "filter_fn"} <= set(quantize_.__code__.co_varnames)
+    assert (quantize_.__name__, quantize_.__module__) == ("quantize_", "torchao.quantization.quant_api")
+
+
+def test_the_search_for_private_names_finds_them():
+    code = "from torch._dynamo import reset\nx._local_tensor\naten._to_copy.default\nself._mine\nq._replace()"
+    assert private_names(ast.parse(code), {"_mine"}) == {"_dynamo", "_local_tensor"}
+
+
+# --- what an import pulls in ------------------------------------------------------------------------------------------
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_works_without_triton():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from torchao_blockwise import ops
+q = ops.quantize(torch.ones(16, 32), "nvfp4_16x16", backend="reference")
+print(ops.dequantize(q).sum().item())
+"""
+    assert python(code) == "512.0"
+
+
+def test_imports_no_kernel_and_nothing_heavy():
+    code = """
+import sys
+import torch, torchao.quantization
+before = set(sys.modules)
+import torchao_blockwise
+new = set(sys.modules) - before
+heavy = ("triton", "matplotlib", "pytest", "hypothesis", "torch._inductor", "torch._dynamo", "transformers")
+print(sorted(name for name in new if name.startswith(heavy)))
+ours = [name for name in new if name.startswith("torchao_blockwise")]
+print(sorted(name for name in ours if name.split(".")[-1] in ("triton", "gluon", "testing")))
+"""
+    assert python(code).splitlines() == ["[]", "[]"]

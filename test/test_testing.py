@@ -1,0 +1,121 @@
+"""The helpers that tests lean on: they see what they should, and fail when they should."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16
+from torchao_blockwise.testing import (
+    SHAPES,
+    assert_bitwise_equal,
+    assert_operands_equal,
+    random_tensor,
+    relative_error,
+    shape_id,
+    sqnr,
+    with_special_values,
+)
+
+
+def test_shapes_cover_empty_single_ragged_and_odd():
+    rows, columns = zip(*SHAPES)
+    assert 0 in rows and 0 in columns and (1, 1) in SHAPES
+    assert any(r % 128 and c % 128 for r, c in SHAPES)
+    assert any(c % 2 for c in columns)
+    assert shape_id((3, 128)) == "3x128"
+
+
+def test_random_tensor_is_reproducible_and_spans_magnitudes():
+    x = random_tensor(64, 256)
+    assert_bitwise_equal(x, random_tensor(64, 256))
+    assert not torch.equal(x, random_tensor(64, 256, seed=1))
+    for dim in (0, 1):
+        amax = x.abs().amax(dim)
+        assert amax.max() / amax.min() > 2**6
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("shape", ((3, 5), (2, 3, 5), (0, 5), (5, 0)), ids=shape_id)
+def test_random_tensor_has_its_shape_and_dtype(shape, dtype):
+    x = random_tensor(*shape, dtype=dtype)
+    assert (x.shape, x.dtype) == (shape, dtype)
+    assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_special_values_fill_whole_blocks_of_a_copy(fmt):
+    x = torch.ones(256, 512)
+    special = with_special_values(x, fmt)
+    assert (x == 1).all()
+    rows, columns = fmt.block
+    blocks = special[:rows, : 4 * columns].reshape(rows, 4, columns).transpose(0, 1)
+    assert [len(set(block.flatten().tolist())) for block in blocks] == [1] * 4
+    zero, subnormal, huge, negative_zero = (block[0, 0] for block in blocks)
+    assert zero == 0 and not zero.signbit()
+    assert 0 < subnormal < torch.finfo(torch.float32).tiny
+    assert huge == torch.finfo(torch.float32).max
+    assert negative_zero == 0 and negative_zero.signbit()
+
+
+def test_bitwise_equal_takes_nan_of_the_same_bits_and_empty_tensors():
+    assert_bitwise_equal(torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 1.0]))
+    assert_bitwise_equal(torch.empty(0, 3), torch.empty(0, 3))
+    assert_bitwise_equal(torch.ones(3, 2).mT, torch.ones(2, 3))
+
+
+DIFFERENT = {
+    "values": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), "1 of 2 differ; .*\\(\\(1,\\), 2.0, 3.0\\)"),
+    "signs of zero": (torch.tensor([0.0]), torch.tensor([-0.0]), "1 of 1 differ"),
+    "shapes": (torch.ones(2, 1), torch.ones(2), r"shape \[2, 1\], expected \[2\]"),
+    "empty shapes": (torch.ones(0, 2), torch.ones(0, 3), r"shape \[0, 2\], expected \[0, 3\]"),
+    "dtypes": (torch.ones(2), torch.ones(2).bfloat16(), "dtype torch.float32, expected torch.bfloat16"),
+    "dtypes of nothing": (torch.ones(0), torch.ones(0).int(), "dtype torch.float32, expected torch.int32"),
+    "fp8 bits": (torch.tensor([1.0]).to(torch.float8_e4m3fn), torch.tensor([1.125]).to(torch.float8_e4m3fn), "1 of 1"),
+}
+
+
+@pytest.mark.parametrize(("actual", "expected", "message"), DIFFERENT.values(), ids=DIFFERENT)
+def test_bitwise_equal_fails(actual, expected, message):
+    with pytest.raises(AssertionError, match=f"^some name: {message}"):
+        assert_bitwise_equal(actual, expected, "some name")
+
+
+def test_operands_equal_looks_at_every_field():
+    q = ops.quantize(random_tensor(16, 32), NVFP4_1X16, backend="reference")
+    assert_operands_equal(q, q._replace(qdata=q.qdata.clone()))
+    for field in q._fields:
+        other = getattr(q, field).clone()
+        other.view(-1).view(torch.uint8)[0] ^= 1
+        with pytest.raises(AssertionError, match=rf"^nvfp4_1x16\.{field}: 1 of"):
+            assert_operands_equal(q, q._replace(**{field: other}))
+    with pytest.raises(AssertionError, match=r"^global_scale: "):
+        assert_operands_equal(q, q._replace(global_scale=None))
+
+
+def test_operands_equal_looks_at_the_format():
+    x = torch.ones(1, 128)
+    a, b = (ops.quantize(x, fmt, backend="reference") for fmt in (FP8_1X128, FP8_128X128))
+    with pytest.raises(AssertionError, match=r"^Quantized_fp8_1x128 is not Quantized_fp8_128x128$"):
+        assert_operands_equal(a, b)
+
+
+def test_relative_error_and_sqnr():
+    expected = torch.tensor([3.0, 4.0])
+    actual = torch.tensor([3.0, 4.5])
+    assert relative_error(actual, expected) == pytest.approx(0.1)
+    assert sqnr(actual, expected) == pytest.approx(20.0)
+    assert relative_error(expected, expected) == 0 and sqnr(expected, expected) == math.inf
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    assert relative_error(torch.empty(0), torch.empty(0)) == 0
+    assert relative_error(torch.ones(4), torch.zeros(4)) == 2.0
+
+
+def test_error_measures_do_not_hide_nan():
+    poisoned = torch.tensor([math.nan, 1.0])
+    assert math.isnan(relative_error(poisoned, torch.ones(2)))
+    assert math.isnan(sqnr(poisoned, torch.ones(2)))
+    assert not relative_error(poisoned, torch.ones(2)) <= 1.0

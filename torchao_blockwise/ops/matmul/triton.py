@@ -1,0 +1,288 @@
+"""NT products of block-scaled operands in Triton: a[M, K] @ b[N, K].T, fp32 accumulation, output rounded once.
+
+    FP8     for each 128 of K:       acc += (a[m, k] · b[n, k]ᵀ) · scale_a[m, k] · scale_b[n, k]
+
+                 K = 128             A tensor core adds e4m3 products with some 14 bits, so a sum ends with its
+            ┌─────────────┐          block of K; the accumulator lies in registers and never passes through tl.dot.
+       TILE │ a tile      │ ─┐
+        _M  └─────────────┘  ├→ partial [TILE_M, TILE_N] → acc
+       TILE ┌─────────────┐  │
+        _N  │ b tile      │ ─┘
+            └─────────────┘
+
+    NVFP4   element · block scale is decoded in the tile to f16, exactly, then acc = dot(a, b, acc). A byte holds an
+            even and an odd element of K: their sums are taken by two dots, so that no tile is interleaved.
+
+Where the GPU has no FP8 tensor cores (below sm_89), and in the interpreter (which has no e4m3 NaN), DECODE turns e4m3
+bytes to f16 in the tile too. f16 and not bf16: as exact here, and its products by a scale stay f16 instructions.
+
+`M` counts tokens in two of a layer's three products and is never specialised. `K` counts them in the third: payload
+rows that do not fill 16 bytes are padded, so that all are copied 16 bytes at a time, by one build for every count.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from torchao_blockwise.formats import E2M1, BlockFormat
+from torchao_blockwise.ops.backend import compute_capability, interpreting
+from torchao_blockwise.ops.triton_elements import decode_e2m1, decode_e4m3, from_f32
+
+
+class _Config(NamedTuple):
+    max_m: float  # the first row with M <= max_m is taken
+    tile_m: int
+    tile_n: int
+    blocks_k: int  # blocks of K in a tile; 1 for FP8, where a sum ends with its block
+    warps: int
+    stages: int
+
+
+_ANY = float("inf")
+_FP8_CONFIGS = (
+    # Few rows: bound by reading b, so narrow tiles, to have one for every multiprocessor.
+    _Config(16, 16, 64, 1, 4, 5),
+    _Config(64, 64, 64, 1, 4, 4),
+    # 8 warps hold partial and accumulator in 64 registers each.
+    _Config(_ANY, 128, 128, 1, 8, 4),
+)
+# Below sm_89.
+_FP8_DECODE_CONFIGS = (
+    _Config(16, 16, 64, 1, 4, 4),
+    _Config(_ANY, 64, 128, 1, 8, 3),
+)
+_NVFP4_CONFIGS = (
+    _Config(16, 16, 32, 8, 4, 4),
+    _Config(64, 64, 64, 8, 4, 4),
+    _Config(_ANY, 128, 128, 8, 8, 3),
+)
+# Below sm_90 a dot takes both operands from registers: these are as many as fit.
+_NVFP4_REGISTER_CONFIGS = (
+    _Config(16, 16, 32, 8, 4, 4),
+    _Config(_ANY, 64, 64, 4, 4, 3),
+)
+
+# Tile rows of the output whose tiles are computed side by side, so that they find b's tiles in the L2 cache.
+_GROUP = 8
+
+# The widest copy to shared memory.
+_ROW_BYTES = 16
+
+# e2m1 bits read as f16 are 2^14 too small, and f16 holds e4m3 scales times 2^7 at most: an operand lacks 2^7.
+_DECODED_SCALE = tl.constexpr(2.0**7)
+_MISSING_FACTOR = tl.constexpr(2.0**14)
+
+
+@triton.jit
+def _locate_tile(M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
+    """(tile row, tile column) of this program, GROUP rows of tiles at a time, column by column."""
+    tiles_m, tiles_n = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
+    tile = tl.program_id(0)
+    first_m = tile // (GROUP * tiles_n) * GROUP
+    group_rows = min(tiles_m - first_m, GROUP)
+    in_group = tile % (GROUP * tiles_n)
+    return first_m + in_group % group_rows, in_group // group_rows
+
+
+@triton.jit
+def _load_e4m3(ptrs, mask, DECODE: tl.constexpr):
+    """A tile of e4m3 payload, as it is or as f16."""
+    payload = tl.load(ptrs, mask=mask, other=0.0)
+    return decode_e4m3(payload, 1.0) if DECODE else payload
+
+
+@triton.jit
+def _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N):
+    """out = acc + bias, rounded once to the dtype of `out_ptr`."""
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    offsets = offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    tl.store(out_ptr + offsets, from_f32(acc, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _matmul_fp8_kernel(
+    a_ptr,  # [M, K] e4m3, its bytes where DECODE
+    a_scale_ptr,  # [K/BLOCK, M] f32
+    b_ptr,  # [N, K] like a
+    b_scale_ptr,  # [K/BLOCK, N] f32, or [N/BLOCK, K/BLOCK] where B_SQUARE
+    bias_ptr,  # [N] or None
+    out_ptr,  # [M, N]
+    M,
+    N,
+    K,
+    B_SQUARE: tl.constexpr,
+    DECODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    # A tile of b has one scale where blocks are square.
+    tl.static_assert(BLOCK % TILE_N == 0)
+    tile_m, tile_n = _locate_tile(M, N, TILE_M, TILE_N, GROUP)
+    offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
+    offs_n = tile_n * TILE_N + tl.arange(0, TILE_N)
+    offs_k = tl.arange(0, BLOCK)
+    a_ptrs = a_ptr + offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
+    b_ptrs = b_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
+    a_rows, b_rows = offs_m < M, offs_n < N
+
+    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK):
+        columns = (offs_k < K - k)[None, :]
+        a = _load_e4m3(a_ptrs + k, a_rows[:, None] & columns, DECODE)
+        b = _load_e4m3(b_ptrs + k, b_rows[:, None] & columns, DECODE)
+        # Scales are read before the dot, which hides their way from memory.
+        block_k = tl.cast(k // BLOCK, tl.int64)
+        a_scale = tl.load(a_scale_ptr + block_k * M + offs_m, mask=a_rows, other=0.0)
+        if B_SQUARE:
+            block_n = tl.cast(tile_n * TILE_N // BLOCK, tl.int64)
+            b_scale = tl.load(b_scale_ptr + block_n * tl.cdiv(K, BLOCK) + block_k)
+        else:
+            b_scale = tl.load(b_scale_ptr + block_k * N + offs_n, mask=b_rows, other=0.0)
+        partial = tl.dot(a, tl.trans(b), out_dtype=tl.float32)
+        if B_SQUARE:
+            # One multiplication an element; scales whose product overflows belong to products that do.
+            acc += partial * (a_scale * b_scale)[:, None]
+        else:
+            acc += partial * a_scale[:, None] * b_scale[None, :]
+    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N)
+
+
+@triton.jit
+def _load_e2m1(
+    q_ptr,
+    scale_ptr,
+    offs_row,
+    blocks_row,
+    byte,
+    rows,
+    packed_k,
+    grid_k,
+    ROWS: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Elements · block scales · 2^-7 of an operand's tile that starts at `byte`: f16 (even, odd), [ROWS, TILE_K/2]."""
+    BYTES: tl.constexpr = TILE_K // 2
+    BLOCK_BYTES: tl.constexpr = BLOCK // 2
+    BLOCKS_ROW: tl.constexpr = ROWS // BLOCK_ROWS
+    BLOCKS_K: tl.constexpr = TILE_K // BLOCK
+    offs_byte = byte + tl.arange(0, BYTES)
+    mask = (offs_row < rows)[:, None] & (offs_byte < packed_k)[None, :]
+    pairs = tl.load(q_ptr + offs_row.to(tl.int64)[:, None] * packed_k + offs_byte[None, :], mask=mask, other=0)
+
+    blocks_k = byte // BLOCK_BYTES + tl.arange(0, BLOCKS_K)
+    mask = (blocks_row < tl.cdiv(rows, BLOCK_ROWS))[:, None] & (blocks_k < grid_k)[None, :]
+    scale = tl.load(scale_ptr + blocks_row.to(tl.int64)[:, None] * grid_k + blocks_k[None, :], mask=mask, other=0)
+    scale = decode_e4m3(scale, _DECODED_SCALE)[:, None, :, None]
+
+    pairs = pairs.reshape(BLOCKS_ROW, BLOCK_ROWS, BLOCKS_K, BLOCK_BYTES)
+    even, odd = decode_e2m1(pairs) * scale, decode_e2m1(pairs >> 4) * scale
+    return even.reshape(ROWS, BYTES), odd.reshape(ROWS, BYTES)
+
+
+@triton.jit(do_not_specialize=["M", "grid_k"])
+def _matmul_nvfp4_kernel(
+    a_ptr,  # [M, ⌈K/2⌉] two codes a byte
+    a_scale_ptr,  # [M, K/BLOCK] e4m3 bytes
+    a_global_ptr,  # f32 scalar
+    b_ptr,  # [N, ⌈K/2⌉] two codes a byte
+    b_scale_ptr,  # [N/B_BLOCK_ROWS, K/BLOCK] e4m3 bytes
+    b_global_ptr,  # f32 scalar
+    bias_ptr,  # [N] or None
+    out_ptr,  # [M, N]
+    M,
+    N,
+    packed_k,  # bytes in a row of payload, and
+    grid_k,  # scales in a row: the last bytes may be padding
+    BLOCK: tl.constexpr,
+    B_BLOCK_ROWS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tile_m, tile_n = _locate_tile(M, N, TILE_M, TILE_N, GROUP)
+    offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
+    offs_n = tile_n * TILE_N + tl.arange(0, TILE_N)
+    blocks_n = tile_n * (TILE_N // B_BLOCK_ROWS) + tl.arange(0, TILE_N // B_BLOCK_ROWS)
+
+    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    for byte in range(0, packed_k, TILE_K // 2):
+        a_even, a_odd = _load_e2m1(
+            a_ptr, a_scale_ptr, offs_m, offs_m, byte, M, packed_k, grid_k, TILE_M, TILE_K, BLOCK, 1
+        )  # fmt: skip
+        b_even, b_odd = _load_e2m1(
+            b_ptr, b_scale_ptr, offs_n, blocks_n, byte, N, packed_k, grid_k, TILE_N, TILE_K, BLOCK, B_BLOCK_ROWS
+        )  # fmt: skip
+        acc = tl.dot(a_even, tl.trans(b_even), acc)
+        acc = tl.dot(a_odd, tl.trans(b_odd), acc)
+    acc = (acc * _MISSING_FACTOR) * (tl.load(a_global_ptr) * tl.load(b_global_ptr))
+    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N)
+
+
+def matmul(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    a_global: torch.Tensor | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    b_global: torch.Tensor | None,
+    a_fmt: BlockFormat,
+    b_fmt: BlockFormat,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """[M, N] product of a [M, packed(K)] and b [N, packed(K)]; `a_fmt` has one-row blocks. Arguments as in the op."""
+    M, N = a.shape[0], b.shape[0]
+    out = a.new_empty((M, N), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    a, b = _pad_rows(a), _pad_rows(b)
+    a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    capability = compute_capability(a.device)
+    decode = interpreting() or capability < (8, 9)
+    if a_fmt.element is E2M1:
+        configs = _NVFP4_CONFIGS if capability >= (9, 0) else _NVFP4_REGISTER_CONFIGS
+    else:
+        configs = _FP8_DECODE_CONFIGS if decode else _FP8_CONFIGS
+    config = next(c for c in configs if c.max_m >= M)
+    grid = (triton.cdiv(M, config.tile_m) * triton.cdiv(N, config.tile_n),)
+    tiles = {
+        "BLOCK": a_fmt.block[1],
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "GROUP": _GROUP,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
+    with torch.cuda.device_of(a):
+        if a_fmt.element is E2M1:
+            _matmul_nvfp4_kernel[grid](
+                a, a_scale.view(torch.uint8), a_global, b, b_scale.view(torch.uint8), b_global, bias, out,
+                M, N, a.shape[1], a_scale.shape[1],
+                B_BLOCK_ROWS=b_fmt.block[0], TILE_K=config.blocks_k * a_fmt.block[1], **tiles,
+            )  # fmt: skip
+        else:
+            if decode:
+                a, b = a.view(torch.uint8), b.view(torch.uint8)
+            _matmul_fp8_kernel[grid](
+                a, a_scale, b, b_scale, bias, out, M, N, a.shape[1], B_SQUARE=b_fmt.is_square, DECODE=decode, **tiles
+            )
+    return out
+
+
+def _pad_rows(qdata: torch.Tensor) -> torch.Tensor:
+    """Contiguous payload whose rows fill 16 bytes each: a copy with zeros behind the rows, only where they do not."""
+    padding = -qdata.shape[1] % _ROW_BYTES
+    if padding == 0:
+        return qdata.contiguous()
+    return F.pad(qdata.view(torch.uint8), (0, padding)).view(qdata.dtype)

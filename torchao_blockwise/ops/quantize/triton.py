@@ -1,0 +1,288 @@
+"""Blockwise quantisation in Triton: one read of `x` writes the rowwise and the columnwise copy.
+
+A program takes one tile of a matrix, and every block that touches it lies in it whole:
+
+            K                     rowwise                    columnwise
+      ┌───┬───┬───┐               q  [M, K]   tile as it is   qᵀ [K, M]   tile transposed through shared memory
+    M │   │ x │   │  one tile →   1×B blocks: max along K     1×B blocks: max along M
+      └───┴───┴───┘               B×B blocks: one max over the block, both copies share the payload
+
+FP8: a tile is one block (128) wide; it is 128 rows high, or fewer where nothing runs along the rows.
+NVFP4: a tile holds many blocks of 16, seen by a reshape; two codes are packed in a byte along each copy's last dim.
+
+Tiles are numbered along grid x alone, whose limit is 2^31 (y and z end at 65535). `M` is specialised on divisibility by
+16, which stores of 16 bytes along M need; so token counts that change make two builds of a kernel (three with M = 1),
+never one a count.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from torchao_blockwise.formats import E2M1, BlockFormat
+from torchao_blockwise.ops.triton_elements import (
+    at_most_f32_max,
+    canonical_nan,
+    decode_e4m3,
+    encode_e2m1,
+    encode_e4m3,
+    encode_e4m3_by_integers,
+    magnitude_bits,
+    to_f32,
+)
+
+# (tile rows, warps) by whether blocks run along rows, and so decide the tile's height.
+_FP8_TILES = {False: (32, 4), True: (128, 16)}
+# (tile rows, tile columns, warps), likewise.
+_NVFP4_TILES = {False: (32, 128, 4), True: (128, 64, 8)}
+
+_EXPONENT_AND_SIGN = tl.constexpr(-(1 << 23))
+
+
+@triton.jit
+def _locate_tile(M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    """(matrix, tile row, tile column, rows of tiles, columns of tiles) of this program; columns run fastest."""
+    tiles_m, tiles_k = tl.cdiv(M, TILE_M), tl.cdiv(K, TILE_K)
+    tile = tl.program_id(0)
+    batch = (tile // tiles_k) // tiles_m
+    return batch.to(tl.int64), (tile // tiles_k) % tiles_m, tile % tiles_k, tiles_m, tiles_k
+
+
+@triton.jit
+def _load_tile(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk):
+    offsets = offs_m.to(tl.int64)[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
+    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
+    return to_f32(tl.load(x_ptr + batch * stride_xb + offsets, mask=mask, other=0.0))
+
+
+@triton.jit
+def _store_tile(ptr, batch, values, offs_row, offs_column, rows, columns):
+    """Store `values` into a contiguous [.., rows, columns]."""
+    offsets = offs_row.to(tl.int64)[:, None] * columns + offs_column[None, :]
+    mask = (offs_row < rows)[:, None] & (offs_column < columns)[None, :]
+    tl.store(ptr + batch * rows * columns + offsets, values, mask=mask)
+
+
+@triton.jit
+def _deal_out(x):
+    """`x` unchanged, by a gather that deals its values out over the threads, once each.
+
+    A maximum leaves every result in many threads, and all of them would divide: along rows 16 divisions a thread for
+    the 32 elements it holds, or 32 for NVFP4. The compiler moves an ordinary change of layout behind the divisions, a
+    gather it leaves in place. Before the scales it saves divisions, after them it keeps the first from being undone.
+    """
+    axis: tl.constexpr = len(x.shape) - 1
+    index = tl.arange(0, x.shape[axis])
+    if axis == 1:
+        index = tl.broadcast_to(index[None, :], x.shape)
+    return tl.gather(x, index, axis)
+
+
+@triton.jit
+def _fp8_scales(amax_bits, ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """(encode, scale) of block amaxes; see formats/fp8.py."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    # A comparison, not a maximum: NaN stays.
+    amax = tl.where(amax < MIN_AMAX, MIN_AMAX, amax)
+    encode = tl.div_rn(ELEMENT_MAX, amax)
+    if POWER_OF_2:
+        power = (encode.to(tl.int32, bitcast=True) & _EXPONENT_AND_SIGN).to(tl.float32, bitcast=True)
+        encode = tl.where(encode == encode, power, encode)
+    return encode, canonical_nan(tl.div_rn(1.0, encode))
+
+
+@triton.jit
+def _fp8_vector_scales(amax_bits, ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """`_fp8_scales` of a vector, each computed by one thread."""
+    encode, scale = _fp8_scales(_deal_out(amax_bits), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    return _deal_out(encode), scale
+
+
+@triton.jit
+def _quantize_fp8_kernel(
+    x_ptr,  # [B, M, K] bf16 | f16 | f32
+    q_ptr,  # [B, M, K] e4m3 bytes
+    s_ptr,  # [B, K/BLOCK, M] f32, or [B, M/BLOCK, K/BLOCK] where SQUARE
+    qt_ptr,  # [B, K, M] e4m3 bytes
+    st_ptr,  # [B, M/BLOCK, K] f32, or [B, K/BLOCK, M/BLOCK] where SQUARE
+    M,
+    K,
+    stride_xb,
+    stride_xm,
+    stride_xk,
+    ELEMENT_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    SQUARE: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    batch, tile_m, tile_k, tiles_m, tiles_k = _locate_tile(M, K, TILE_M, BLOCK)
+    offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
+    offs_k = tile_k * BLOCK + tl.arange(0, BLOCK)
+    x = _load_tile(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk)
+    magnitude = magnitude_bits(x)  # [TILE_M, BLOCK]
+
+    if SQUARE:
+        encode, scale = _fp8_scales(tl.max(tl.max(magnitude, 1), 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        q = encode_e4m3(x * encode, ELEMENT_MAX)
+        if ROWWISE:
+            _store_tile(q_ptr, batch, q, offs_m, offs_k, M, K)
+            tl.store(s_ptr + (batch * tiles_m + tile_m) * tiles_k + tile_k, scale)
+        if COLUMNWISE:
+            _store_tile(qt_ptr, batch, tl.trans(q), offs_k, offs_m, K, M)
+            tl.store(st_ptr + (batch * tiles_k + tile_k) * tiles_m + tile_m, scale)
+    else:
+        if ROWWISE:
+            encode, scale = _fp8_vector_scales(tl.max(magnitude, 1), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+            _store_tile(q_ptr, batch, encode_e4m3(x * encode[:, None], ELEMENT_MAX), offs_m, offs_k, M, K)
+            tl.store(s_ptr + (batch * tiles_k + tile_k) * M + offs_m, scale, mask=offs_m < M)
+        if COLUMNWISE:
+            encode, scale = _fp8_vector_scales(tl.max(magnitude, 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+            qt = tl.trans(encode_e4m3(x * encode[None, :], ELEMENT_MAX))
+            _store_tile(qt_ptr, batch, qt, offs_k, offs_m, K, M)
+            tl.store(st_ptr + (batch * tiles_m + tile_m) * K + offs_k, scale, mask=offs_k < K)
+
+
+@triton.jit
+def _nvfp4_scales(amax_bits, tensor_amax, ELEMENT_MAX: tl.constexpr, SCALE_MAX: tl.constexpr):
+    """(encode, e4m3 scale bytes) of block amaxes; see formats/nvfp4.py."""
+    tensor_encode = at_most_f32_max(tl.div_rn(ELEMENT_MAX * SCALE_MAX, tensor_amax))
+    tensor_encode = tl.where(tensor_amax > 0, tensor_encode, 1.0)
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    scale = encode_e4m3_by_integers(amax * (tensor_encode * tl.div_rn(1.0, ELEMENT_MAX)), SCALE_MAX)
+    decoded = decode_e4m3(scale, 1.0).to(tl.float32)
+    encode = at_most_f32_max(tl.div_rn(1.0, decoded * tl.div_rn(1.0, tensor_encode)))
+    # A block scale of zero (or NaN) leaves the sign and saturates: the largest factor stands for "divide by zero".
+    return at_most_f32_max(tl.where(decoded > 0, encode, float("inf"))), scale
+
+
+@triton.jit
+def _pack(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Codes of 4 bits two in a byte along columns, the even one low: [ROWS, COLUMNS] -> [ROWS, COLUMNS/2]."""
+    even, odd = tl.split(codes.reshape(ROWS, COLUMNS // 2, 2))
+    return even | (odd << 4)
+
+
+@triton.jit
+def _pack_transposed(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Codes of 4 bits two in a byte along rows, then transposed: [ROWS, COLUMNS] -> [COLUMNS, ROWS/2]."""
+    even, odd = tl.split(codes.reshape(ROWS // 2, 2, COLUMNS).permute(0, 2, 1))
+    return tl.trans(even | (odd << 4))
+
+
+@triton.jit
+def _quantize_nvfp4_kernel(
+    x_ptr,  # [B, M, K] bf16 | f16 | f32
+    tensor_amax_ptr,  # f32 scalar
+    q_ptr,  # [B, M, ⌈K/2⌉] two codes a byte
+    s_ptr,  # [B, M, K/BLOCK] e4m3 bytes, or [B, M/BLOCK, K/BLOCK] where SQUARE
+    qt_ptr,  # [B, K, ⌈M/2⌉] two codes a byte
+    st_ptr,  # [B, K, M/BLOCK] e4m3 bytes, or [B, K/BLOCK, M/BLOCK] where SQUARE
+    M,
+    K,
+    packed_m,  # ⌈M/2⌉ and ⌈K/2⌉: as arguments their divisibility is known, and with it how wide a store may be
+    packed_k,
+    stride_xb,
+    stride_xm,
+    stride_xk,
+    ELEMENT_MAX: tl.constexpr,
+    SCALE_MAX: tl.constexpr,
+    SQUARE: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BLOCKS_M: tl.constexpr = TILE_M // BLOCK
+    BLOCKS_K: tl.constexpr = TILE_K // BLOCK
+    batch, tile_m, tile_k, _, _ = _locate_tile(M, K, TILE_M, TILE_K)
+    offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
+    offs_k = tile_k * TILE_K + tl.arange(0, TILE_K)
+    # Of packed pairs and of blocks.
+    pairs_m = tile_m * (TILE_M // 2) + tl.arange(0, TILE_M // 2)
+    pairs_k = tile_k * (TILE_K // 2) + tl.arange(0, TILE_K // 2)
+    blocks_m = tile_m * BLOCKS_M + tl.arange(0, BLOCKS_M)
+    blocks_k = tile_k * BLOCKS_K + tl.arange(0, BLOCKS_K)
+    grid_m, grid_k = tl.cdiv(M, BLOCK), tl.cdiv(K, BLOCK)
+
+    tensor_amax = tl.load(tensor_amax_ptr)
+    x = _load_tile(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk)
+    magnitude = magnitude_bits(x)  # [TILE_M, TILE_K]
+
+    if SQUARE:
+        amax = tl.max(tl.max(magnitude.reshape(BLOCKS_M, BLOCK, BLOCKS_K, BLOCK), 3), 1)
+        encode, scale = _nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [BLOCKS_M, BLOCKS_K]
+        y = x.reshape(BLOCKS_M, BLOCK, BLOCKS_K, BLOCK) * encode[:, None, :, None]
+        codes = encode_e2m1(y, ELEMENT_MAX)
+        if ROWWISE:
+            _store_tile(q_ptr, batch, _pack(codes, TILE_M, TILE_K), offs_m, pairs_k, M, packed_k)
+            _store_tile(s_ptr, batch, scale, blocks_m, blocks_k, grid_m, grid_k)
+        if COLUMNWISE:
+            _store_tile(qt_ptr, batch, _pack_transposed(codes, TILE_M, TILE_K), offs_k, pairs_m, K, packed_m)
+            _store_tile(st_ptr, batch, tl.trans(scale), blocks_k, blocks_m, grid_k, grid_m)
+    else:
+        if ROWWISE:
+            amax = tl.max(magnitude.reshape(TILE_M, BLOCKS_K, BLOCK), 2)
+            encode, scale = _nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [TILE_M, BLOCKS_K]
+            codes = encode_e2m1(x.reshape(TILE_M, BLOCKS_K, BLOCK) * encode[:, :, None], ELEMENT_MAX)
+            _store_tile(q_ptr, batch, _pack(codes, TILE_M, TILE_K), offs_m, pairs_k, M, packed_k)
+            _store_tile(s_ptr, batch, scale, offs_m, blocks_k, M, grid_k)
+        if COLUMNWISE:
+            amax = _deal_out(tl.max(magnitude.reshape(BLOCKS_M, BLOCK, TILE_K), 1))
+            encode, scale = _nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [BLOCKS_M, TILE_K]
+            encode = _deal_out(encode)
+            codes = encode_e2m1(x.reshape(BLOCKS_M, BLOCK, TILE_K) * encode[:, None, :], ELEMENT_MAX)
+            _store_tile(qt_ptr, batch, _pack_transposed(codes, TILE_M, TILE_K), offs_k, pairs_m, K, packed_m)
+            _store_tile(st_ptr, batch, tl.trans(scale), offs_k, blocks_m, K, grid_m)
+
+
+def quantize(
+    x: torch.Tensor,
+    fmt: BlockFormat,
+    tensor_amax: torch.Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_2_scales: bool,
+) -> tuple[torch.Tensor, ...]:
+    """(qdata, scale) of each copy asked for, rowwise first; the copies are those of `ops.quantize`, bit for bit."""
+    # A copy that is not asked for takes the place of a pointer and is never written.
+    q, s = _new_copy(x, fmt, x.shape) if rowwise else (None, None)
+    qt, st = _new_copy(x, fmt, x.mT.shape) if columnwise else (None, None)
+    copies = tuple(t for t in (q, s, qt, st) if t is not None)
+    if x.numel() == 0:
+        return copies
+    x3 = x.flatten(0, -3) if x.dim() > 2 else x[None]
+    B, M, K = x3.shape
+    run_along_rows = columnwise or fmt.is_square
+    if fmt.element is E2M1:
+        tile_m, tile_k, warps = _NVFP4_TILES[run_along_rows]
+    else:
+        (tile_m, warps), tile_k = _FP8_TILES[run_along_rows], fmt.block[1]
+    grid = (B * triton.cdiv(M, tile_m) * triton.cdiv(K, tile_k),)
+    pointers = [None if t is None else t.view(torch.uint8) if t.itemsize == 1 else t for t in (q, s, qt, st)]
+    flags = {"SQUARE": fmt.is_square, "ROWWISE": rowwise, "COLUMNWISE": columnwise}
+    with torch.cuda.device_of(x):
+        if fmt.element is E2M1:
+            _quantize_nvfp4_kernel[grid](
+                x3, tensor_amax, *pointers, M, K, fmt.element.packed(M), fmt.element.packed(K), *x3.stride(),
+                ELEMENT_MAX=fmt.element.max, SCALE_MAX=fmt.scale_max, **flags,
+                TILE_M=tile_m, TILE_K=tile_k, BLOCK=fmt.block[1], num_warps=warps,
+            )  # fmt: skip
+        else:
+            _quantize_fp8_kernel[grid](
+                x3, *pointers, M, K, *x3.stride(),
+                ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=power_of_2_scales, **flags,
+                TILE_M=tile_m, BLOCK=fmt.block[1], num_warps=warps,
+            )  # fmt: skip
+    return copies
+
+
+def _new_copy(x: torch.Tensor, fmt: BlockFormat, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        x.new_empty(fmt.qdata_shape(*shape), dtype=fmt.element.storage_dtype),
+        x.new_empty(fmt.scale_shape(*shape), dtype=fmt.scale_dtype),
+    )
