@@ -33,21 +33,27 @@ def why_not_convertible(module: nn.Module, config: TrainingConfig) -> str | None
         return f"a {type(module).__name__} is not an nn.Linear; narrow filter_fn"
     if type(module).forward is not nn.Linear.forward:
         return f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention uses its weight without calling it; exclude it"
     weight = module._parameters.get("weight")
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialised yet; run one forward pass first"
     if weight is None:
         return "its weight is not a Parameter (parametrised or pruned?); remove the parametrisation first"
-    if isinstance(weight, MasterWeightTensor):
-        return None if config.master_weights else "it is converted with master weights already; convert a fresh model"
+    if isinstance(weight, (MasterWeightTensor, QuantizedTensor)) and weight.config == config:
+        return None
+    if isinstance(weight, MasterWeightTensor) and not config.master_weights:
+        return "it is converted with master weights already; convert a fresh model"
     if isinstance(weight, QuantizedTensor):
-        return None if weight.config == config else f"its weight is a {type(weight).__name__} already; convert it once"
-    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__} already; convert it once"
+    if type(weight) not in (nn.Parameter, MasterWeightTensor):
         return f"its weight is a {type(weight).__name__}; convert first, then shard or wrap"
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
     if weakref.getweakrefs(weight):
         return "something holds a weak reference to its weight; convert before torch.compile and parallel wrappers run"
+    if _compat.is_held(weight):
+        return "a view of its weight or the graph of a forward pass is alive; drop it (del output, loss) before"
     return None
 
 
@@ -59,13 +65,15 @@ def convert_linear(module: nn.Module, config: TrainingConfig) -> nn.Module:
     Raises ValueError if it, or another layer of the same `quantize_` call, cannot be converted, before any change.
     """
     model, filter_fn = _compat.quantize_call()
-    if model is None or filter_fn is None:
-        model, targets = module, [("", module)]
+    model = module if model is None else model
+    if filter_fn is None:
+        # Called by hand, or for one name of an FqnToConfig.
+        targets = [(fqn, m) for fqn, m in model.named_modules() if m is module]
     else:
         targets = _targets_if_first(module, model, filter_fn)
     _check(targets, config)
     weight = module.weight
-    if isinstance(weight, QuantizedTensor) or (isinstance(weight, MasterWeightTensor) and weight.config == config):
+    if isinstance(weight, (MasterWeightTensor, QuantizedTensor)) and weight.config == config:
         return module
     holders = [m for m in model.modules() if any(p is weight for p in m._parameters.values())]
     _swap(weight, _converted(weight, config))
@@ -103,7 +111,7 @@ def _converted(weight: nn.Parameter, config: TrainingConfig) -> torch.Tensor:
 
 
 def _swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
-    """Give the Parameter object `weight` the content of `converted`, keeping its gradient and attributes."""
+    """Give the Parameter object `weight` the content of `converted`, keeping its gradient, hooks and attributes."""
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
     attributes = {k: v for k, v in vars(weight).items() if k not in vars(new)}
     grad, weight.grad = weight.grad, None
@@ -112,3 +120,6 @@ def _swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     finally:
         weight.grad = grad
     vars(weight).update(attributes)
+    # Hooks are listed in the Python object, which stays, and run by its content, which is new.
+    weight._backward_hooks = weight._backward_hooks
+    weight._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-import torch
 from torch import nn
 
-from torchao_blockwise.conversion.filters import is_linear, skip_reason
+from torchao_blockwise import _compat
+from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig
 
@@ -102,13 +103,13 @@ def dry_run(
 
     Layers that would make `quantize_` raise have the status "cannot convert".
     """
-    selected = is_linear() if filter_fn is None else filter_fn
+    selected = _compat.default_filter() if filter_fn is None else filter_fn
 
     def state(fqn, module):
         if not selected(module, fqn):
-            return SKIPPED, skip_reason(module) or "left out by filter_fn", None
+            return SKIPPED, skip_reason(module) or "not selected", None
         reason = why_not_convertible(module, config)
-        return (CONVERTED, config.weight_format.name, config) if reason is None else (CANNOT, reason, None)
+        return (CONVERTED, _format(config), config) if reason is None else (CANNOT, reason, None)
 
     return _report(model, [(fqn, m, *state(fqn, m)) for fqn, m in _linears(model)], dry_run=True)
 
@@ -120,35 +121,43 @@ def _linears(model: nn.Module):
 def _state(module: nn.Linear):
     weight = module.weight
     if isinstance(weight, MasterWeightTensor):
-        return CONVERTED, weight.config.weight_format.name, weight.config
+        return CONVERTED, _format(weight.config), weight.config
     if isinstance(weight, QuantizedTensor):
         return CONVERTED, f"{weight.fmt.name}, no master", weight.config
     return SKIPPED, skip_reason(module) or "not selected", None
 
 
+def _format(config: TrainingConfig) -> str:
+    return config.weight_format.name + ("" if config.master_weights else ", no master")
+
+
 def _report(model, states, dry_run: bool) -> ConversionReport:
-    layers, seen = [], set()
+    layers: list[LayerReport] = []
+    # By id, and held, so that no id is used again.
+    seen = {}
     totals = dict.fromkeys(("layers", "converted", "bytes_before", "bytes_after", "quantized_bytes"), 0)
     for fqn, module, status, reason, config in states:
         weight = module.weight
         dtype = str(weight.dtype).removeprefix("torch.")
-        layer = LayerReport(fqn, status, reason, tuple(weight.shape), dtype, *_bytes(weight, status, config))
+        # A lazy layer knows no shape of its weight yet, but its features.
+        shape = (module.out_features, module.in_features)
+        layer = LayerReport(fqn, status, reason, shape, dtype, *_bytes(weight, shape, status, config))
         layers.append(layer)
         totals["layers"] += 1
         totals["converted"] += status == CONVERTED
         if id(weight) not in seen:
-            seen.add(id(weight))
+            seen[id(weight)] = weight
             for name in ("bytes_before", "bytes_after", "quantized_bytes"):
                 totals[name] += getattr(layer, name)
     return ConversionReport(tuple(layers), totals, dry_run)
 
 
-def _bytes(weight: torch.Tensor, status: str, config: TrainingConfig | None) -> tuple[int, int, int]:
+def _bytes(weight, shape, status: str, config: TrainingConfig | None) -> tuple[int, int, int]:
     """(before, after, quantised)."""
-    before = weight.numel() * weight.element_size()
+    before = math.prod(shape) * weight.dtype.itemsize
     if isinstance(weight, QuantizedTensor):
         return before, weight.nbytes, weight.nbytes
     if status != CONVERTED or config is None:
         return before, before, 0
-    quantized = config.weight_format.nbytes(*weight.shape)
+    quantized = config.weight_format.nbytes(*shape)
     return before, (before if config.master_weights else 0) + quantized, quantized

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchao_blockwise.tensors import MasterWeightTensor
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
 
 def keep_state_dicts_plain(module: nn.Module) -> None:
@@ -32,5 +32,9 @@ def _load_assigned(module: nn.Module, state_dict, prefix, local_metadata, strict
         return
     for name, param in module._parameters.items():
         loaded = state_dict.get(prefix + name)
-        if isinstance(param, MasterWeightTensor) and loaded is not None and not isinstance(loaded, MasterWeightTensor):
+        if loaded is None or isinstance(loaded, (MasterWeightTensor, QuantizedTensor)):
+            continue
+        if isinstance(param, MasterWeightTensor):
             state_dict[prefix + name] = MasterWeightTensor(loaded.detach(), param.config)
+        elif isinstance(param, QuantizedTensor):
+            state_dict[prefix + name] = param._requantize(loaded.detach())

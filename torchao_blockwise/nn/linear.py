@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from torchao_blockwise import ops
 from torchao_blockwise.nn.weight_product import weight_product
@@ -43,8 +42,10 @@ def linear(
     Raises TypeError for a dtype, ValueError for shapes, devices or a weight whose blocks cannot be transposed.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
     """
-    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    device = x.device.type
+    # Asking for the state of a device without autocast, meta, raises.
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and x.is_floating_point():
+        x = x.to(torch.get_autocast_dtype(device))
     _check(x, weight, bias)
     return _Linear.apply(x, weight, bias)
 
@@ -101,8 +102,13 @@ class _Linear(torch.autograd.Function):
         return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_output):
+        # A constant grad_output would leave the second gradient out in silence, so this does not wait for one.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "linear: backward through backward (create_graph=True) is not defined in low precision; "
+                "keep the layers that need it in high precision (filter_fn)"
+            )
         config = ctx.config
         weight, x0, x1, x2 = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad

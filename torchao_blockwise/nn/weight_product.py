@@ -29,7 +29,7 @@ def weight_product(
         return master_matmul_op(
             *a,
             weight.hp,
-            a.fmt.name,
+            a.format_name,
             config.weight_format.name,
             config.power_of_2_scales,
             columnwise,

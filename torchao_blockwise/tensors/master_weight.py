@@ -6,6 +6,7 @@ import torch
 import torch.utils._pytree as pytree
 from torchao.utils import TorchAOBaseTensor
 
+from torchao_blockwise import _compat
 from torchao_blockwise.tensors import weight_cache
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
@@ -13,32 +14,46 @@ from torchao_blockwise.tensors.config import TrainingConfig
 aten = torch.ops.aten
 
 # What stays a master weight: moves, copies and views. Everything else computes on the values and gives plain tensors.
+_SAME_VALUES = {aten.alias.default, aten.detach.default}
 _KEEPS_TYPE = {
-    aten.alias.default,
     aten.as_strided.default,
     aten.clone.default,
     aten.contiguous.default,
-    aten.detach.default,
     aten.empty_like.default,
+    aten.expand.default,
     aten.new_empty.default,
     aten.new_zeros.default,
+    aten.permute.default,
     aten.select.int,
     aten.slice.Tensor,
     aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
     aten.t.default,
     aten.transpose.int,
+    aten.unbind.int,
     aten.unsqueeze.default,
     aten.view.default,
     aten._pin_memory.default,
     aten._to_copy.default,
+    aten._unsafe_view.default,
 }
 _PRODUCTS = {
+    aten.addbmm.default,
     aten.addmm.default,
+    aten.addmv.default,
+    aten.baddbmm.default,
     aten.bmm.default,
+    aten.convolution.default,
+    aten.dot.default,
     aten.linear.default,
     aten.matmul.default,
     aten.mm.default,
     aten.mv.default,
+    aten._grouped_mm.default,
+    aten._trilinear.default,
 }
 
 
@@ -108,6 +123,9 @@ class MasterWeightTensor(TorchAOBaseTensor):
                 f"{func}: a product with a MasterWeightTensor would run in high precision; use "
                 "torch.nn.functional.linear (or nn.Linear) for low precision, or weight.hp for high precision"
             )
+        if func in _SAME_VALUES:
+            # The very same `hp`, so that its quantised copy is found again: checkpointing detaches what it saves.
+            return cls(args[0].hp, args[0].config)
         masters: list[MasterWeightTensor] = []
 
         def unwrap(x):
@@ -115,15 +133,34 @@ class MasterWeightTensor(TorchAOBaseTensor):
             return x.hp
 
         plain_args = pytree.tree_map_only(cls, unwrap, args)
-        out = func(*plain_args, **pytree.tree_map_only(cls, unwrap, kwargs or {}))
+        plain_kwargs = pytree.tree_map_only(cls, unwrap, kwargs or {})
+        with _compat.counting_changes():
+            out = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
-            for master in masters:
+            for master in _written(func, args, kwargs or {}):
                 weight_cache.note_change(master.hp)
-            return _same_objects(func, out, args)
+            return _same_objects(out, args, kwargs or {})
         if func in _KEEPS_TYPE and _is_float(out):
             config = masters[0].config
             return pytree.tree_map_only(torch.Tensor, lambda x: cls(x, config), out)
         return out
+
+
+@MasterWeightTensor.implements_torch_function(torch.Tensor.data.__set__)
+def _set_data(func, types, args, kwargs):
+    """`weight.data = x` takes over the values of `x`, plain or a master weight."""
+    weight, data = args
+    new = data if isinstance(data, MasterWeightTensor) else MasterWeightTensor(data.detach(), weight.config)
+    with _compat.no_torch_function():
+        func(weight, new)
+    weight.hp = new.hp
+
+
+@MasterWeightTensor.implements_torch_function(torch.Tensor.share_memory_)
+def _share_memory(func, types, args, kwargs):
+    """A wrapper has no storage that could be shared, its values have."""
+    args[0].hp.share_memory_()
+    return args[0]
 
 
 def _is_float(out) -> bool:
@@ -131,6 +168,14 @@ def _is_float(out) -> bool:
     return isinstance(first, torch.Tensor) and first.is_floating_point()
 
 
-def _same_objects(func, out, args):
+def _written(func, args, kwargs) -> list[MasterWeightTensor]:
+    """The master weights among the arguments that `func` changes."""
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}
+    leaves = pytree.tree_leaves([given.get(name) for name in names])
+    return [x for x in leaves if isinstance(x, MasterWeightTensor)]
+
+
+def _same_objects(out, args, kwargs):
     """In-place operations return the tensor that they were given, and lists of them return nothing."""
-    return args[0] if isinstance(out, torch.Tensor) else out
+    return kwargs.get("out", args[0]) if isinstance(out, torch.Tensor) else out

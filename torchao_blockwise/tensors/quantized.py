@@ -6,12 +6,13 @@ operation either has an exact meaning on the payload or raises.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 from torchao.utils import TorchAOBaseTensor
 
-from torchao_blockwise import ops
+from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
@@ -204,15 +205,40 @@ def _copy_(func, x, src, non_blocking=False):
         raise NotImplementedError(
             f"copy_: the source is a {type(src).__name__}, the target a plain tensor; copy from source.dequantize()"
         )
-    if x.shape != src.shape:
-        raise ValueError(f"copy_: the target has shape {list(x.shape)}, the source {list(src.shape)}")
-    if not isinstance(src, QuantizedTensor):
-        src = x._requantize(src.to(x.device))
-    if type(src) is not type(x) or src.fmt is not x.fmt:
-        raise ValueError(f"copy_: formats differ, {x.fmt.name} from {src.fmt.name}; copy from source.dequantize()")
+    src = _like("copy_", x, src)
     for mine, theirs in zip(x._tensors(), src._tensors()):
         mine.copy_(theirs, non_blocking=non_blocking)
     return x
+
+
+def _like(op: str, x: QuantizedTensor, src: torch.Tensor) -> QuantizedTensor:
+    """`src` as a tensor of the kind of `x`: high precision is quantised, another format refused."""
+    if x.shape != src.shape:
+        raise ValueError(f"{op}: the target has shape {list(x.shape)}, the source {list(src.shape)}")
+    if not isinstance(src, QuantizedTensor):
+        src = x._requantize(src.to(x.device))
+    if type(src) is not type(x) or src.fmt is not x.fmt:
+        raise ValueError(f"{op}: formats differ, {x.fmt.name} from {src.fmt.name}; copy from source.dequantize()")
+    return src
+
+
+@QuantizedTensor.implements_torch_function(torch.Tensor.data.__set__)
+def _set_data(func, types, args, kwargs):
+    """`x.data = src`: takes over the payload of a tensor of the same kind, or of high precision quantised as `x` is."""
+    x, src = args
+    src = _like("data", x, src)
+    with _compat.no_torch_function():
+        func(x, src)
+    for name in x.__tensor_flatten__()[0]:
+        setattr(x, name, getattr(src, name))
+
+
+@QuantizedTensor.implements_torch_function(torch.Tensor.share_memory_)
+def _share_memory(func, types, args, kwargs):
+    """A wrapper has no storage that could be shared, its inner tensors have."""
+    for t in args[0]._tensors():
+        t.share_memory_()
+    return args[0]
 
 
 @_implements(aten.equal.default)
@@ -232,11 +258,11 @@ def _slice(func, x, dim=0, start=None, end=None, step=1):
     size = x.shape[dim]
     start, end, _ = slice(start, end).indices(size)
     end = max(start, end)
-    if step != 1 and (start, end) != (0, size):
-        raise NotImplementedError(f"slice: steps other than 1 cut blocks, got step={step}; dequantize() first")
     if dim < x.dim() - 2:
         parts = func(x.qdata, dim, start, end, step), func(x.scale, dim, start, end, step)
         return x._make(*parts)
+    if step != 1:
+        raise NotImplementedError(f"slice: steps other than 1 cut blocks, got step={step}; dequantize() first")
     axis = dim - x.dim()
     block = x.fmt.block[axis]
     if start % block or (end % block and end != size):
@@ -255,6 +281,17 @@ def _slice(func, x, dim=0, start=None, end=None, step=1):
 def _split(func, x, size, dim=0):
     length = x.shape[dim]
     return [_slice(aten.slice.Tensor, x, dim, start, min(start + size, length)) for start in range(0, length, size)]
+
+
+@_implements(aten.split_with_sizes.default)
+def _split_with_sizes(func, x, sizes, dim=0):
+    ends = list(itertools.accumulate(sizes))
+    return [_slice(aten.slice.Tensor, x, dim, end - size, end) for size, end in zip(sizes, ends)]
+
+
+@_implements(aten.unbind.int)
+def _unbind(func, x, dim=0):
+    return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
 
 
 @_implements(aten.select.int)
@@ -315,6 +352,14 @@ def _transpose(func, x, dim0, dim1):
             "use .columnwise(), or F.linear, which transposes by itself"
         )
     return x._make(func(x.qdata, dim0, dim1), func(x.scale, dim0, dim1), columns=x.shape[-2])
+
+
+@_implements(aten.permute.default)
+def _permute(func, x, dims):
+    """What `.T` calls."""
+    if [d % x.dim() for d in dims] != [*range(x.dim() - 2), x.dim() - 1, x.dim() - 2]:
+        raise NotImplementedError(f"permute: only the last two dims can be swapped, got {list(dims)}")
+    return _transpose(aten.transpose.int, x, -2, -1)
 
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.matmul.default, aten.linear.default)

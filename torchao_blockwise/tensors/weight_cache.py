@@ -86,7 +86,9 @@ def drop(hp: torch.Tensor) -> None:
 
 
 def note_change(hp: torch.Tensor) -> None:
-    """Called when an operation changes `hp`: a change that a CUDA graph records happens again with every replay."""
+    """Called when an operation changes `hp`: fused optimizers do not count it, and a CUDA graph will repeat it."""
+    if not hp.is_inference():
+        torch.autograd.graph.increment_version(hp)
     if _compat.is_capturing(hp):
         _changed_by_graphs[hp] = True
         drop(hp)

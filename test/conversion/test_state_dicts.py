@@ -1,0 +1,128 @@
+"""State dicts: plain high-precision tensors under the original names, in both directions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FP8, NVFP4, Tied, both_formats, mlp, replace, saved_and_loaded
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tied, self.blocks = Tied(), nn.ModuleList([mlp(features=(64, 32, 64)), nn.BatchNorm1d(64)])
+
+
+def models(config, seed: int = 0):
+    """(converted, plain) with different values and the same structure."""
+    torch.manual_seed(seed)
+    converted, plain = Nested(), Nested()
+    quantize_(converted, config)
+    return converted, plain
+
+
+def assert_same(a: dict, b: dict) -> None:
+    assert list(a) == list(b)
+    for name in a:
+        assert type(a[name]) is type(b[name]) is torch.Tensor
+        assert_bitwise_equal(a[name], b[name], name)
+
+
+@both_formats
+def test_names_and_types_are_those_of_the_plain_model(config):
+    converted, plain = models(config)
+    saved = converted.state_dict()
+    assert list(saved) == list(plain.state_dict())
+    assert all(type(v) is torch.Tensor and not v.requires_grad for v in saved.values())
+    assert saved["tied.embed.weight"].data_ptr() == saved["tied.lm_head.weight"].data_ptr()
+    assert saved["tied.embed.weight"].data_ptr() == converted.tied.embed.weight.hp.data_ptr()
+
+
+@both_formats
+@pytest.mark.parametrize("assign", (False, True), ids=("copy", "assign"))
+@pytest.mark.parametrize("through_file", (False, True), ids=("memory", "file"))
+@pytest.mark.parametrize("direction", ("to_plain", "to_converted", "between_converted"))
+def test_both_directions(config, assign, through_file, direction):
+    converted, plain = models(config)
+    target, source = (plain, converted) if direction == "to_plain" else (converted, plain)
+    if direction == "between_converted":
+        quantize_(source, NVFP4)
+    saved = source.state_dict()
+    saved = saved_and_loaded(saved) if through_file else {k: v.clone() for k, v in saved.items()}
+    result = target.load_state_dict(saved, assign=assign, strict=True)
+    assert not result.missing_keys and not result.unexpected_keys
+    assert_same(target.state_dict(), source.state_dict())
+    weight = target.blocks[0][0].weight
+    assert type(weight) is (nn.Parameter if direction == "to_plain" else MasterWeightTensor)
+    assert isinstance(weight, nn.Parameter) and weight.requires_grad
+    assert assign or target.tied.embed.weight is target.tied.lm_head.weight
+
+
+def test_assigned_values_are_used_and_keep_their_config():
+    model, source = mlp(FP8), mlp(seed=3)
+    model[2].weight.requires_grad_(False)
+    model(torch.randn(2, 64))
+    state = {k: v.clone() for k, v in source.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    assert type(state["0.weight"]) is torch.Tensor
+    assert model[0].weight.config == FP8 and not model[2].weight.requires_grad
+    quantize_(source, FP8)
+    assert_bitwise_equal(model(torch.ones(2, 64)).detach(), source(torch.ones(2, 64)).detach())
+
+
+def test_into_a_model_on_meta():
+    with torch.device("meta"):
+        model = mlp(FP8)
+    model.load_state_dict(mlp(seed=3).state_dict(), assign=True)
+    expected = mlp(FP8, seed=3)
+    assert_bitwise_equal(model(torch.ones(2, 64)).detach(), expected(torch.ones(2, 64)).detach())
+
+
+def test_strict_reports_what_a_plain_model_reports():
+    converted, plain = models(FP8)
+    state = plain.state_dict()
+    state["extra"] = state.pop("blocks.0.0.weight")
+    for target in models(FP8):
+        with pytest.raises(RuntimeError, match=r'(?s)Missing key.*"blocks.0.0.weight".*Unexpected key.*"extra"'):
+            target.load_state_dict(state)
+        assert target.load_state_dict(state, strict=False).missing_keys == ["blocks.0.0.weight"]
+    state = {"blocks.0.0.weight": torch.zeros(3, 3)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for blocks.0.0.weight"):
+        converted.load_state_dict(state, strict=False)
+
+
+def test_keep_vars_gives_the_parameters():
+    model = mlp(FP8)
+    kept = model.state_dict(keep_vars=True)
+    assert kept["0.weight"] is model[0].weight and kept["0.bias"] is model[0].bias
+
+
+def test_prefixes_and_destinations():
+    saved = mlp(FP8)[0].state_dict(prefix="a.b.")
+    assert list(saved) == ["a.b.weight", "a.b.bias"] and type(saved["a.b.weight"]) is torch.Tensor
+
+
+def test_a_wrapper_module_saves_plain_tensors_too():
+    model = nn.ModuleDict({"inner": mlp(FP8)})
+    assert all(type(v) is torch.Tensor for v in model.state_dict().values())
+    assert list(model.state_dict()) == [f"inner.{k}" for k in mlp().state_dict()]
+
+
+@pytest.mark.parametrize("assign", (False, True), ids=("copy", "assign"))
+def test_quantised_parameters_load_plain_values(assign):
+    """Without master weights the state dict holds quantised tensors; plain ones are quantised when they are loaded."""
+    model, plain = mlp(replace(FP8, master_weights=False)), mlp(seed=3)
+    model.load_state_dict(plain.state_dict(), assign=assign)
+    weight = model[0].weight
+    assert type(weight) is BlockwiseFP8Tensor and isinstance(weight, nn.Parameter) and not weight.config.master_weights
+    assert torch.equal(weight, BlockwiseFP8Tensor.from_hp(plain[0].weight))
+    assert type(model.state_dict()["0.weight"]) is BlockwiseFP8Tensor
+    model.load_state_dict(saved_and_loaded(model.state_dict()), assign=assign)
+    assert torch.equal(model[0].weight, weight)

@@ -1,0 +1,151 @@
+"""What tests of tensors, layers and conversion share: recipes, quantised tensors, models, and products by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import types
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8Tensor, BlockwiseFP8TrainingConfig, MasterWeightTensor, NVFP4Tensor, ops
+from torchao_blockwise import NVFP4TrainingConfig as NVFP4Config
+from torchao_blockwise.tensors import weight_cache
+from torchao_blockwise.testing import random_tensor
+
+FP8, FP8_POW2, NVFP4 = (
+    BlockwiseFP8TrainingConfig(),
+    BlockwiseFP8TrainingConfig(power_of_2_scales=True),
+    NVFP4Config(),
+)
+RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "nvfp4": NVFP4}
+every_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
+both_formats = pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+
+QUANTIZERS = {
+    "fp8": BlockwiseFP8Tensor.from_hp,
+    "fp8_pow2": lambda w, **kw: BlockwiseFP8Tensor.from_hp(w, power_of_2_scales=True, **kw),
+    "nvfp4": NVFP4Tensor.from_hp,
+    "nvfp4_1x16": lambda w, **kw: NVFP4Tensor.from_hp(w, block_size=(1, 16), **kw),
+}
+every_kind = pytest.mark.parametrize("from_hp", QUANTIZERS.values(), ids=QUANTIZERS)
+
+
+def replace(config, **changes):
+    return dataclasses.replace(config, **changes)
+
+
+def weight(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+    return random_tensor(*shape, dtype=dtype, seed=seed)
+
+
+def mlp(config=None, features=(64, 160, 32), bias: bool = True, dtype=torch.float32, seed: int = 0) -> nn.Sequential:
+    """Linear, GELU, Linear; converted if there is a config."""
+    torch.manual_seed(seed)
+    inner, hidden, outer = features
+    model = nn.Sequential(nn.Linear(inner, hidden, bias=bias), nn.GELU(), nn.Linear(hidden, outer, bias=bias)).to(dtype)
+    if config is not None:
+        quantize_(model, config)
+    return model
+
+
+class Tied(nn.Module):
+    """An embedding, blocks, and a head that shares the embedding's weight."""
+
+    def __init__(self, features: int = 64, blocks: int = 2):
+        super().__init__()
+        self.embed = nn.Embedding(features, features)
+        self.blocks = nn.ModuleList(nn.Linear(features, features) for _ in range(blocks))
+        self.lm_head = nn.Linear(features, features, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def saved_and_loaded(x):
+    """`x` through torch.save and torch.load(weights_only=True)."""
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def linear_by_hand(x, hp, bias, dy, config):
+    """(output, grad_input, grad_weight, grad_bias) of a layer, composed of the operations that it promises."""
+
+    def quantize(t, fmt, **kwargs):
+        return ops.quantize(t, fmt, power_of_2_scales=config.power_of_2_scales, **kwargs)
+
+    fmt = config.activation_format
+    tokens, gradients = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    w = quantize(hp, config.weight_format)
+    out_dtype = config.out_dtype or x.dtype
+    output = ops.matmul(quantize(tokens, fmt), w, out_dtype=out_dtype, bias=bias).view(dy.shape)
+    w_columnwise = ops.transpose(w, columns=hp.shape[1])
+    grad_input = ops.matmul(quantize(gradients, fmt), w_columnwise, out_dtype=x.dtype).view(x.shape)
+    columnwise = (quantize(t, fmt, rowwise=False, columnwise=True) for t in (gradients, tokens))
+    grad_weight = ops.matmul(*columnwise, out_dtype=hp.dtype)
+    grad_bias = None if bias is None else gradients.float().sum(0).to(bias.dtype)
+    return output, grad_input, grad_weight, grad_bias
+
+
+def forward_backward(layer, x, dy=None):
+    """(output, grad_input, grad of each parameter) of one pass from fresh gradients."""
+    for p in layer.parameters():
+        p.grad = None
+    x = x.detach().requires_grad_()
+    out = layer(x)
+    out.backward(torch.ones_like(out) if dy is None else dy)
+    return out.detach(), x.grad, *(p.grad for p in layer.parameters())
+
+
+@contextlib.contextmanager
+def cache_calls():
+    """Counts what the weight cache really computes: `.quantize` and `.transpose`; `on_transpose` sees results."""
+    calls = types.SimpleNamespace(quantize=0, transpose=0, on_transpose=lambda result: None)
+
+    def quantize(*args, **kwargs):
+        calls.quantize += 1
+        return ops.quantize(*args, **kwargs)
+
+    def transpose(*args, **kwargs):
+        calls.transpose += 1
+        result = ops.transpose(*args, **kwargs)
+        calls.on_transpose(result)
+        return result
+
+    counting = types.SimpleNamespace(quantize=quantize, transpose=transpose, Backend=ops.Backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_cache, "ops", counting)
+        yield calls
+
+
+def master(*shape: int, config=FP8, dtype=torch.float32, seed: int = 0) -> nn.Parameter:
+    return nn.Parameter(MasterWeightTensor(weight(*shape, dtype=dtype, seed=seed), config))
+
+
+def ddp_worker(rank: int, ranks: int, port: int, folder: str, config) -> None:
+    """Two steps of data-parallel SGD; saves the state dict that the rank ends with."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks)
+    model = mlp(config)
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(2):
+        x = torch.randn(24, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        parallel(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(model.state_dict(), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,194 @@
+"""torch.compile: one graph forward and one backward, the same bits, no recompilation when token counts change."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import FP8, Tied, both_formats, every_recipe, forward_backward, mlp, replace
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torchao.quantization import quantize_
+
+from torchao_blockwise import linear
+from torchao_blockwise.testing import assert_bitwise_equal, relative_error
+
+pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+
+# More than 256, where kernels may take another path, ragged, and many blocks.
+COUNTS = (300, 517, 1024)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def tokens(count: int, features: int = 64, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(count, features, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+def dynamic_tokens(count: int) -> torch.Tensor:
+    x = tokens(count).requires_grad_()
+    torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+def assert_same(got, expected) -> None:
+    for index, (a, b) in enumerate(zip(got, expected)):
+        assert_bitwise_equal(a, b, str(index))
+
+
+VARIANTS = {
+    "default": {},
+    "cached": {"columnwise": "cached"},
+    "high_precision": {"save_activations": "high_precision"},
+    "quantised_weight": {"master_weights": False},
+    "bf16_out": {"out_dtype": torch.bfloat16},
+}
+
+
+@every_recipe
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_aot_eager_gives_eagers_bits_in_one_graph(config, variant):
+    model, counter = mlp(replace(config, **variant)), CompileCounterWithBackend("aot_eager")
+    expected = forward_backward(model, tokens(33))
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(2):
+        assert_same(forward_backward(compiled, tokens(33)), expected)
+    assert counter.frame_count == 1
+
+
+@both_formats
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_inductor_gives_eagers_bits_for_a_bare_layer(config, dtype):
+    layer = nn.Linear(64, 96, dtype=dtype)
+    quantize_(layer, config)
+    expected = forward_backward(layer, tokens(33, dtype=dtype))
+    *got, grad_bias = forward_backward(torch.compile(layer, fullgraph=True), tokens(33, dtype=dtype))
+    assert_same(got, expected[:3])
+    # A sum of fp32 numbers in another order.
+    assert relative_error(grad_bias, expected[3]) < (1e-6 if dtype == torch.float32 else 2.0**-8)
+
+
+def test_inductor_trains_a_model():
+    models = mlp(FP8), mlp(FP8)
+    losses = []
+    for model, run in zip(models, (models[0], torch.compile(models[1], fullgraph=True))):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            loss = run(tokens(300 + step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-3) and losses[2] < losses[0]
+
+
+@every_recipe
+def test_token_counts_do_not_recompile(config):
+    model, counter = mlp(config), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for count in COUNTS:
+            x = dynamic_tokens(count)
+            out = compiled(x)
+            model.zero_grad()
+            out.backward(torch.ones_like(out))
+            got = (out.detach(), x.grad, *(p.grad for p in model.parameters()))
+            assert_same(got, forward_backward(model, tokens(count)))
+    assert counter.frame_count == 1
+
+
+def test_steps_do_not_recompile_and_are_seen():
+    """The graph that was compiled before the step uses the values of after it."""
+    model, counter = mlp(FP8), CompileCounterWithBackend("aot_eager")
+    compiled, x = torch.compile(model, backend=counter, fullgraph=True), tokens(33)
+    optimizers = [make(model.parameters(), lr=0.1) for make in (torch.optim.SGD, torch.optim.AdamW)]
+    optimizers.append(torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+    outputs = []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for optimizer in (*optimizers, None):
+            outputs.append(compiled(x))
+            assert_bitwise_equal(outputs[-1].detach(), model(x).detach())
+            outputs[-1].square().sum().backward()
+            if optimizer is not None:
+                optimizer.step()
+    assert counter.frame_count == 1
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(outputs))
+
+
+@pytest.mark.parametrize("make", (lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1)),
+                         ids=("sgd", "adamw"))  # fmt: skip
+def test_compiled_optimizers_are_seen(make):
+    model, x = mlp(FP8, bias=False), tokens(33)
+    optimizer = make(model.parameters())
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(3):
+        model(x).square().sum().backward()
+        step()
+        expected = mlp(bias=False)
+        expected.load_state_dict(model.state_dict())
+        quantize_(expected, FP8)
+        assert_bitwise_equal(model(x).detach(), expected(x).detach())
+
+
+@both_formats
+def test_autocast(config):
+    model, x = mlp(config), tokens(33)
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model[2](model[0](x)).float()
+
+    expected = run(x)
+    expected.sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    got = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+    got.sum().backward()
+    assert_same((got.detach(), *(p.grad for p in model.parameters())), (expected.detach(), *grads))
+
+
+def test_the_function_and_a_tied_model():
+    model = Tied()
+    quantize_(model, FP8)
+    ids = torch.arange(40).view(2, 20) % 64
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_bitwise_equal(compiled(ids).detach(), model(ids).detach())
+    grads = []
+    for run in (model, compiled):
+        model.zero_grad()
+        run(ids).square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert_same(*grads)
+    function = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    x = tokens(9)
+    assert_bitwise_equal(function(x, model.lm_head.weight).detach(), model.lm_head(x).detach())
+
+
+@both_formats
+def test_no_grad_and_inference_mode(config):
+    model, x = mlp(config), tokens(33)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_bitwise_equal(compiled(x), model(x).detach())
+
+
+def test_converting_a_model_that_ran_compiled():
+    """Either it is refused, and nothing changes, or the compiled model uses the converted weights."""
+    model, x = mlp(), tokens(33)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(x)
+    try:
+        quantize_(model, FP8)
+    except ValueError as error:
+        assert "before torch.compile" in str(error)
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+    else:
+        assert not torch.equal(compiled(x), mlp()(x))
+    assert_bitwise_equal(compiled(x).detach(), model(x).detach())

@@ -1,0 +1,41 @@
+"""DistributedDataParallel: gradients of a converted model are averaged over ranks, like those of any model."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from helpers import FP8 as CONFIG
+from helpers import ddp_worker, mlp, replace
+
+from torchao_blockwise.testing import relative_error
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+
+
+def test_gradients_are_the_mean_over_ranks(tmp_path, ranks=2):
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    config = replace(CONFIG, backend="reference")
+    mp.spawn(ddp_worker, args=(ranks, port, str(tmp_path), config), nprocs=ranks)
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
+    model = mlp(config)
+    for step in range(2):
+        total = None
+        for rank in range(ranks):
+            model.zero_grad()
+            model(
+                torch.randn(24, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+            ).square().sum().backward()
+            grads = [p.grad / ranks for p in model.parameters()]
+            total = grads if total is None else [a + b for a, b in zip(total, grads)]
+        for p, mean in zip(model.parameters(), total):
+            p.grad = mean
+        torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(results[0][name], results[1][name]), name
+        assert relative_error(results[0][name], value) < 1e-6, name

@@ -1,0 +1,339 @@
+"""The linear layer: its four results bit by bit, every shape and dtype, autocast, frozen parts, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    FP8,
+    NVFP4,
+    both_formats,
+    every_recipe,
+    forward_backward,
+    linear_by_hand,
+    mlp,
+    replace,
+    weight,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, linear, ops
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+NAMES = ("output", "grad_input", "grad_weight", "grad_bias")
+
+
+def layer_of(config, n: int, k: int, dtype=torch.float32, bias: bool = True, device="cpu") -> nn.Linear:
+    layer = nn.Linear(k, n, bias=bias, dtype=dtype, device=device)
+    with torch.no_grad():
+        layer.weight.copy_(weight(n, k, seed=1) / 64)
+    quantize_(layer, config)
+    return layer
+
+
+def assert_by_hand(layer, x, config) -> None:
+    """Output and gradients of `layer` are those of the operations composed by hand."""
+    dy = random_tensor(1, *x.shape[:-1], layer.out_features, dtype=config.out_dtype or x.dtype, seed=7)[0].to(x.device)
+    got = forward_backward(layer, x, dy)
+    expected = linear_by_hand(x, layer.weight.hp, layer.bias, dy, config)
+    for name, a, b in zip(NAMES, got, expected):
+        assert_bitwise_equal(a, b, name)
+
+
+def tokens(*shape: int, dtype=torch.float32, device="cpu") -> torch.Tensor:
+    return random_tensor(1, *shape, dtype=dtype, seed=3, device=device)[0] / 64
+
+
+@every_recipe
+@pytest.mark.parametrize("bias", (True, False), ids=("bias", "no_bias"))
+@pytest.mark.parametrize(
+    "shape",
+    [(64,), (5, 64), (2, 3, 64), (2, 1, 4, 64), (0, 64), (1, 64), (2, 0, 64), (300, 64), (129, 200), (33, 65)],
+    ids=lambda s: "x".join(map(str, s)),
+)
+def test_results_are_the_composed_operations(config, bias, shape, device):
+    layer = layer_of(config, 130, shape[-1], bias=bias, device=device)
+    assert_by_hand(layer, tokens(*shape, device=device), config)
+
+
+@every_recipe
+@settings(max_examples=10, deadline=None)
+@given(t=st.integers(0, 140), n=st.integers(1, 140), k=st.integers(1, 140))
+def test_any_shape(config, t, n, k):
+    assert_by_hand(layer_of(config, n, k), tokens(t, k), config)
+
+
+@every_recipe
+@pytest.mark.parametrize("out_dtype", (None, torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("weight_dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("x_dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_dtypes(config, x_dtype, weight_dtype, out_dtype):
+    config = replace(config, out_dtype=out_dtype)
+    layer, x = layer_of(config, 40, 72, weight_dtype), tokens(9, 72, dtype=x_dtype)
+    assert layer(x).dtype == (out_dtype or x_dtype)
+    assert_by_hand(layer, x, config)
+
+
+@every_recipe
+def test_non_contiguous_inputs(config):
+    layer, x, dy = layer_of(config, 40, 72, bias=False), tokens(72, 9), tokens(40, 9)
+    got = forward_backward(layer, x.t(), dy.t())
+    for a, b in zip(got, forward_backward(layer, x.t().contiguous(), dy.t().contiguous())):
+        assert_bitwise_equal(a.contiguous(), b)
+
+
+@every_recipe
+def test_a_gradient_that_is_expanded(config):
+    """`out.sum().backward()` hands an expanded scalar to the layer."""
+    layer, x = layer_of(config, 40, 72), tokens(9, 72).requires_grad_()
+    layer(x).sum().backward()
+    assert_bitwise_equal(x.grad, linear_by_hand(x.detach(), layer.weight.hp, None, torch.ones(9, 40), config)[1])
+
+
+VARIANTS = {
+    "cached": {"columnwise": "cached"},
+    "high_precision": {"save_activations": "high_precision"},
+    "reference": {"backend": "reference"},
+    "all": {"columnwise": "cached", "save_activations": "high_precision", "backend": "reference"},
+}
+
+
+@every_recipe
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_options_do_not_change_bits(config, variant):
+    x = tokens(130, 64)
+    models = mlp(config, (64, 160, 32)), mlp(replace(config, **variant), (64, 160, 32))
+    for _ in range(2):
+        for name, (a, b) in enumerate(zip(*(forward_backward(m, x) for m in models))):
+            assert_bitwise_equal(a, b, str(name))
+
+
+@every_recipe
+@pytest.mark.parametrize("weight_dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_autocast_is_a_cast_of_the_input(config, weight_dtype):
+    layer, x, dy = layer_of(config, 40, 72, weight_dtype), tokens(9, 72), tokens(9, 40, dtype=torch.bfloat16)
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+        out.backward(dy)
+    assert out.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
+    expected = linear_by_hand(x.detach().bfloat16(), layer.weight.hp, layer.bias, dy, config)
+    for name, a, b in zip(NAMES, (out, x.grad, layer.weight.grad, layer.bias.grad), expected):
+        assert_bitwise_equal(a.detach(), b.to(a.dtype), name)
+
+
+def test_disabled_autocast_casts_nothing():
+    layer, x = layer_of(FP8, 40, 72), tokens(9, 72)
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert_bitwise_equal(
+            layer(x).detach(), linear_by_hand(x, layer.weight.hp, layer.bias, torch.zeros(9, 40), FP8)[0]
+        )
+
+
+@every_recipe
+def test_gradients_accumulate_over_microbatches(config):
+    model, parts = mlp(config), tokens(96, 64).split(24)
+    grads = [forward_backward(model, part)[2:] for part in parts]
+    model.zero_grad()
+    for part in parts:
+        model(part).backward(torch.ones(24, 32))
+    for p, *each in zip(model.parameters(), *grads):
+        total = each[0].clone()
+        for g in each[1:]:
+            total += g
+        assert_bitwise_equal(p.grad, total)
+
+
+@every_recipe
+def test_several_forwards_before_backward(config):
+    model, parts = mlp(config), tokens(96, 64).split(48)
+    expected = [forward_backward(model, part) for part in parts]
+    inputs = [part.clone().requires_grad_() for part in parts]
+    model.zero_grad()
+    outputs = [model(x) for x in inputs]
+    for i in (1, 0):
+        outputs[i].backward(torch.ones_like(outputs[i]))
+        assert_bitwise_equal(inputs[i].grad, expected[i][1])
+    for p, a, b in zip(model.parameters(), *(e[2:] for e in reversed(expected))):
+        assert_bitwise_equal(p.grad, a + b)
+
+
+def test_retained_graphs_give_the_same_gradients_again():
+    layer, x = layer_of(FP8, 40, 72), tokens(9, 72).requires_grad_()
+    out = layer(x).sum()
+    grads = [torch.autograd.grad(out, (x, layer.weight), retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@every_recipe
+@pytest.mark.parametrize("needs", ("x", "weight", "bias", "none"))
+def test_only_the_gradients_that_are_needed(config, needs):
+    layer, x, dy = layer_of(config, 40, 72), tokens(9, 72), tokens(9, 40)
+    expected = linear_by_hand(x, layer.weight.hp, layer.bias, dy, config)
+    parts = {"x": x, "weight": layer.weight, "bias": layer.bias}
+    for name, t in parts.items():
+        t.requires_grad_(name == needs)
+    out = layer(x)
+    assert_bitwise_equal(out.detach(), expected[0])
+    assert out.requires_grad == (needs != "none")
+    if needs != "none":
+        out.backward(dy)
+    for (name, t), want in zip(parts.items(), expected[1:]):
+        assert (t.grad is not None) == (name == needs)
+        if name == needs:
+            assert_bitwise_equal(t.grad, want, name)
+
+
+QUANTIZED = {"fp8": BlockwiseFP8Tensor, "nvfp4": NVFP4Tensor}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("requires_grad", (True, False), ids=("trained", "frozen"))
+def test_a_quantised_parameter_trains_like_a_master_weight(kind, requires_grad):
+    """Without a config a quantised weight takes the defaults of its format."""
+    config = {"fp8": FP8, "nvfp4": NVFP4}[kind]
+    layer, x, dy = layer_of(config, 40, 72), tokens(9, 72), tokens(9, 40)
+    expected = forward_backward(layer, x, dy)
+    layer.weight = nn.Parameter(QUANTIZED[kind].from_hp(layer.weight.hp), requires_grad=requires_grad)
+    got = forward_backward(layer, x, dy)
+    for name, a, b in zip(NAMES, got, expected):
+        assert a is None if name == "grad_weight" and not requires_grad else torch.equal(a, b), name
+    assert requires_grad is False or type(got[2]) is torch.Tensor
+
+
+@both_formats
+def test_adapters_over_a_frozen_quantised_base(config):
+    """LoRA: the base saves nothing of x, gets no gradient, and passes gradients on."""
+    base = layer_of(replace(config, master_weights=False), 40, 72, bias=False).requires_grad_(False)
+    down, up = nn.Linear(72, 4, bias=False), nn.Linear(4, 40, bias=False)
+    saved, x = [], tokens(9, 72).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = base(x)
+    assert len(saved) == 1 and saved[0] is not x and saved[0].shape == (40, 72)
+    (out + up(down(x))).square().sum().backward()
+    assert base.weight.grad is None and x.grad.any() and down.weight.grad.any() and up.weight.grad.any()
+    before = base.weight.qdata.clone()
+    torch.optim.AdamW([p for p in (*base.parameters(), *down.parameters()) if p.requires_grad], lr=0.1).step()
+    assert_bitwise_equal(base.weight.qdata, before)
+
+
+@both_formats
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), float("-inf")), ids=str)
+@pytest.mark.parametrize("where", ("x", "weight", "dy"))
+def test_nan_and_inf_reach_what_depends_on_them(config, bad, where):
+    layer, x, dy = layer_of(config, 40, 72), tokens(9, 72), tokens(9, 40)
+    if where == "weight":
+        with torch.no_grad():
+            layer.weight[5, 3] = bad
+    else:
+        {"x": x, "dy": dy}[where][4, 6] = bad
+    output, grad_input, grad_weight, grad_bias = forward_backward(layer, x, dy)
+    if where == "x":
+        assert not output[4].isfinite().any() and not grad_weight[:, 6].isfinite().any()
+        assert grad_input.isfinite().all() and grad_bias.isfinite().all()
+    elif where == "weight":
+        assert not output[:, 5].isfinite().any() and not grad_input[:, 3].isfinite().any()
+        assert grad_weight.isfinite().all()
+    else:
+        assert (
+            not grad_input[4].isfinite().any() and not grad_weight[6].isfinite().any() and not grad_bias[6].isfinite()
+        )
+        assert output.isfinite().all()
+
+
+def test_an_explicit_backend_runs_or_raises():
+    x = tokens(9, 72)
+    with pytest.raises(ValueError, match="backend triton cannot run: Triton kernels run on CUDA devices, got cpu"):
+        layer_of(replace(FP8, backend="triton"), 40, 72)(x)
+    with pytest.raises(ValueError, match="matmul: backend cublas cannot run: it needs a CUDA device, got cpu"):
+        layer_of(replace(FP8, backend="cublas"), 40, 72)(x)
+
+
+@both_formats
+def test_an_explicit_backend_reaches_every_operation(config, monkeypatch):
+    asked = []
+    for name in ("quantize", "transpose", "matmul"):
+        real = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *a, _real=real, **k: (asked.append(k["backend"]), _real(*a, **k))[1])
+    forward_backward(layer_of(replace(config, backend="reference"), 40, 72), tokens(9, 72))
+    # Activation, weight, output; gradient, transpose, grad_input, grad_weight.
+    assert [ops.get_backend(b).value for b in asked] == ["reference"] * 7
+
+
+ERRORS = {
+    "int_x": (
+        lambda w: F.linear(torch.ones(3, 72, dtype=torch.int64), w),
+        TypeError,
+        "x must be bfloat16, float16 or float32",
+    ),
+    "f64_x": (lambda w: F.linear(torch.ones(3, 72).double(), w), TypeError, "got torch.float64; cast it first"),
+    "complex_x": (lambda w: F.linear(torch.ones(3, 72) + 0j, w), TypeError, "got torch.complex64; cast it first"),
+    "k": (lambda w: F.linear(torch.ones(3, 71), w), ValueError, r"must agree in K, got \[3, 71\] and \[40, 72\]"),
+    "scalar": (lambda w: F.linear(torch.ones(()), w), ValueError, r"must agree in K, got \[\] and \[40, 72\]"),
+    "bias": (
+        lambda w: F.linear(torch.ones(3, 72), w, torch.ones(39)),
+        ValueError,
+        r"bias must be \[N\] = \[40\], got shape \[39\]",
+    ),
+    "bias_2d": (lambda w: F.linear(torch.ones(3, 72), w, torch.ones(1, 40)), ValueError, r"got shape \[1, 40\]"),
+    "weight_3d": (
+        lambda w: F.linear(torch.ones(3, 72), w[None]),
+        ValueError,
+        r"weight must be \[N, K\], got shape \[1, 40, 72\]",
+    ),
+    "device": (
+        lambda w: F.linear(torch.ones(3, 72, device="meta"), w),
+        ValueError,
+        "x is on meta, weight on cpu; move one",
+    ),
+    "quantised_x": (
+        lambda w: F.linear(w, torch.ones(3, 72)),
+        TypeError,
+        "weight a plain tensor; quantised tensors are weights",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize("kind", ("master", "fp8", "nvfp4"))
+def test_wrong_inputs(call, error, message, kind):
+    w = weight(40, 72)
+    with pytest.raises(error, match=message):
+        call(MasterWeightTensor(w, FP8) if kind == "master" else QUANTIZED[kind].from_hp(w))
+
+
+def test_one_row_blocks_are_no_weight():
+    with pytest.raises(ValueError, match=r"blocks of \(1, 16\) cannot be transposed .* block_size=\(16, 16\)"):
+        linear(torch.ones(3, 72), NVFP4Tensor.from_hp(weight(40, 72), block_size=(1, 16)))
+
+
+@both_formats
+def test_gradients_of_gradients_raise(config):
+    """Also where grad_output is a constant, which would leave the second gradient out in silence."""
+    layer, x = layer_of(config, 40, 72), tokens(9, 72).requires_grad_()
+    for loss in (layer(x).sum(), layer(x).square().sum()):
+        with pytest.raises(NotImplementedError, match=r"create_graph=True\) is not defined in low precision; keep the"):
+            torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_weight_changed_between_forward_and_backward_raises():
+    layer = layer_of(FP8, 40, 72)
+    out = layer(tokens(9, 72).requires_grad_())
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@both_formats
+def test_shapes_alone_on_meta(config):
+    with torch.device("meta"):
+        model, x = mlp(config), torch.empty(9, 64)
+    out = forward_backward(model, x)
+    assert [tuple(t.shape) for t in out[:3]] == [(9, 32), (9, 64), (160, 64)] and out[2].device.type == "meta"

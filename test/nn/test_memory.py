@@ -1,0 +1,139 @@
+"""Memory: what is saved for backward, and how long the columnwise copy of a weight lives."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from helpers import FP8, NVFP4, both_formats, cache_calls, mlp, replace
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torchao.quantization import quantize_
+
+from torchao_blockwise.tensors import quantized, weight_cache
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+
+def saved_tensors(run) -> list[torch.Tensor]:
+    """The distinct tensors that `run` saves for backward."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        saved.append(run())
+    return list({id(t): t for t in saved[:-1]}.values())
+
+
+def converted(config, n: int = 256, k: int = 384, dtype=torch.bfloat16) -> nn.Linear:
+    layer = nn.Linear(k, n, bias=False, dtype=dtype)
+    quantize_(layer, config)
+    return layer
+
+
+@both_formats
+@pytest.mark.parametrize("tokens", (300, 1, 128))
+def test_saved_for_backward_are_the_columnwise_copy_and_the_weight(config, tokens):
+    layer, x = converted(config), torch.randn(tokens, 384, dtype=torch.bfloat16, requires_grad=True)
+    weight, *copies = saved_tensors(lambda: layer(x))
+    assert weight.hp is layer.weight.hp and all(type(t) is torch.Tensor for t in copies)
+    fmt = config.activation_format
+    expected = [
+        (fmt.qdata_shape(384, tokens), fmt.element.storage_dtype),
+        (fmt.scale_shape(384, tokens), fmt.scale_dtype),
+    ]
+    expected += [((), torch.float32)] * fmt.has_global_scale
+    assert [(tuple(t.shape), t.dtype) for t in copies] == expected
+    assert sum(t.nbytes for t in copies) == fmt.nbytes(384, tokens)
+
+
+@both_formats
+def test_high_precision_activations_save_the_input_itself(config):
+    layer, x = converted(replace(config, save_activations="high_precision")), torch.randn(300, 384, requires_grad=True)
+    plain = [t for t in saved_tensors(lambda: layer(x)) if type(t) is torch.Tensor]
+    assert len(plain) == 1 and plain[0].data_ptr() == x.data_ptr() and plain[0].shape == x.shape
+
+
+@both_formats
+def test_a_frozen_weight_saves_nothing_of_the_input(config):
+    layer, x = converted(config).requires_grad_(False), torch.randn(300, 384, requires_grad=True)
+    assert [t.shape for t in saved_tensors(lambda: layer(x))] == [(256, 384)]
+
+
+def alive(refs) -> list[bool]:
+    gc.collect()
+    return [not ref.expired() for ref in refs]
+
+
+@both_formats
+@pytest.mark.parametrize("backend", (None, "aot_eager"), ids=("eager", "compiled"))
+def test_on_demand_columnwise_copies_die_within_backward(config, backend):
+    """When a layer's copy is made, no other layer's is alive; after backward none is."""
+    model = mlp(config, bias=False)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    x, refs, earlier = torch.randn(300, 64, requires_grad=True), [], []
+
+    def made(result):
+        earlier.append(any(alive(refs)))
+        refs.extend(StorageWeakRef(t.untyped_storage()) for t in result[:2])
+
+    with cache_calls() as calls:
+        calls.on_transpose = made
+        for _ in range(2):
+            run(x).sum().backward()
+            assert not any(alive(refs))
+    assert len(refs) == 8 and earlier == [False] * 4
+    assert all(weight_cache._copies[m.weight.hp].columnwise is None for m in model if isinstance(m, nn.Linear))
+    assert all(m.weight.quantized_bytes == config.weight_format.nbytes(*m.weight.shape) for m in (model[0], model[2]))
+
+
+@both_formats
+def test_cached_columnwise_copies_are_kept_exactly_once(config):
+    model = mlp(replace(config, columnwise="cached"), bias=False)
+    x, refs = torch.randn(30, 64, requires_grad=True), []
+    with cache_calls() as calls:
+        calls.on_transpose = lambda result: refs.extend(StorageWeakRef(t.untyped_storage()) for t in result[:2])
+        for _ in range(3):
+            model(x).sum().backward()
+    assert alive(refs) == [True] * 4 and calls.transpose == 2
+    fmt = config.weight_format
+    for layer in (model[0], model[2]):
+        n, k = layer.weight.shape
+        assert layer.weight.quantized_bytes == fmt.nbytes(n, k) + fmt.nbytes(k, n)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    model(x)
+    assert alive(refs) == [False] * 4
+
+
+@pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+def test_columnwise_copies_of_quantised_parameters_die_too(config, monkeypatch):
+    layer, refs, real = converted(replace(config, master_weights=False)), [], quantized.ops.transpose
+
+    def transpose(*args, **kwargs):
+        result = real(*args, **kwargs)
+        refs.extend(StorageWeakRef(t.untyped_storage()) for t in result[:2])
+        return result
+
+    monkeypatch.setattr(quantized.ops, "transpose", transpose)
+    layer(torch.randn(30, 384, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert alive(refs) == [False, False]
+
+
+@both_formats
+def test_a_step_leaves_only_parameters_gradients_and_rowwise_copies(config):
+    """Every tensor that is alive after forward and backward, by bytes."""
+    model = mlp(config, (256, 512, 256), bias=False)
+    gc.collect()
+    before = {id(t) for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+    out = model(torch.randn(64, 256))
+    out.sum().backward()
+    del out
+    grads = [p.grad for p in model.parameters()]
+    gc.collect()
+    created = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and id(t) not in before]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in created if type(t) is torch.Tensor
+    }
+    copies = sum(config.weight_format.nbytes(*p.shape) for p in model.parameters())
+    assert sum(storages.values()) == sum(g.nbytes for g in grads) + copies

@@ -1,0 +1,130 @@
+"""Training configs: defaults, every refusal, and the round trip through torchao's dict."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from helpers import both_formats, saved_and_loaded
+from torchao.core.config import config_from_dict, config_to_dict
+
+from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, ops
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+
+CONFIGS = (BlockwiseFP8TrainingConfig, NVFP4TrainingConfig)
+both_classes = pytest.mark.parametrize("cls", CONFIGS, ids=("fp8", "nvfp4"))
+
+
+def test_defaults():
+    assert_expected_inline(
+        repr(BlockwiseFP8TrainingConfig()),
+        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, columnwise='on_demand', save_activations='fp8', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None)""",  # noqa: E501
+    )
+    assert_expected_inline(
+        repr(NVFP4TrainingConfig()),
+        """NVFP4TrainingConfig(columnwise='on_demand', save_activations='nvfp4', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None)""",  # noqa: E501
+    )
+
+
+def test_formats():
+    fp8, nvfp4 = (cls() for cls in CONFIGS)
+    assert (fp8.weight_format, fp8.activation_format) == (FP8_128X128, FP8_1X128)
+    assert (nvfp4.weight_format, nvfp4.activation_format) == (NVFP4_16X16, NVFP4_1X16)
+    assert nvfp4.power_of_2_scales is False
+
+
+WRONG = {
+    "columnwise": (
+        {"columnwise": "always"},
+        ValueError,
+        r"columnwise must be one of \('on_demand', 'cached'\), got 'always'",
+    ),
+    "columnwise_bool": ({"columnwise": True}, ValueError, "columnwise must be one of"),
+    "save_activations": (
+        {"save_activations": "bf16"},
+        ValueError,
+        r"save_activations must be one of \('.*', 'high_precision'\)",
+    ),
+    "master_weights": ({"master_weights": "yes"}, TypeError, "master_weights must be True or False, got 'yes'"),
+    "master_weights_int": ({"master_weights": 1}, TypeError, "master_weights must be True or False, got 1"),
+    "backend": (
+        {"backend": "cutlass"},
+        ValueError,
+        "no backend 'cutlass'; the backends are auto, reference, triton, cublas",
+    ),
+    "out_dtype": (
+        {"out_dtype": torch.float64},
+        ValueError,
+        r"out_dtype must be .* or None \(the input's\), got torch.float64",
+    ),
+    "out_dtype_str": ({"out_dtype": "bfloat16"}, ValueError, "out_dtype must be torch.bfloat16"),
+    "cached": ({"columnwise": "cached", "master_weights": False}, ValueError, "use columnwise='on_demand'"),
+    "misspelt": ({"colunmwise": "cached"}, TypeError, "unexpected keyword argument 'colunmwise'"),
+}
+
+
+@both_classes
+@pytest.mark.parametrize(("fields", "error", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_values(cls, fields, error, message):
+    with pytest.raises(error, match=message):
+        cls(**fields)
+
+
+def test_power_of_2_scales_belong_to_fp8():
+    assert BlockwiseFP8TrainingConfig(power_of_2_scales=True).power_of_2_scales
+    with pytest.raises(TypeError, match="power_of_2_scales must be True or False, got 2"):
+        BlockwiseFP8TrainingConfig(power_of_2_scales=2)
+    with pytest.raises(TypeError, match="power_of_2_scales"):
+        NVFP4TrainingConfig(power_of_2_scales=True)
+    with pytest.raises(ValueError, match="save_activations must be one of"):
+        NVFP4TrainingConfig(save_activations="fp8")
+
+
+@both_formats
+def test_frozen(config):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.columnwise = "cached"
+
+
+@both_classes
+def test_backends_by_name(cls):
+    for backend in ops.Backend:
+        assert cls(backend=backend.value) == cls(backend=backend) and cls(backend=backend.value).backend is backend
+    assert cls(backend=None) == cls()
+
+
+def variants(cls):
+    return [
+        cls(),
+        cls(columnwise="cached", save_activations="high_precision", backend="reference", out_dtype=torch.bfloat16),
+        cls(master_weights=False, out_dtype=torch.float32),
+    ]
+
+
+TRIPS = {
+    "torchao_dict": lambda c: config_from_dict(config_to_dict(c)),
+    "json": lambda c: config_from_dict(json.loads(json.dumps(config_to_dict(c)))),
+    "pickle": lambda c: pickle.loads(pickle.dumps(c)),
+    "deepcopy": copy.deepcopy,
+    "weights_only": saved_and_loaded,
+    "replace": dataclasses.replace,
+}
+
+
+@both_classes
+@pytest.mark.parametrize("trip", TRIPS.values(), ids=TRIPS)
+def test_round_trips(cls, trip):
+    for config in variants(cls):
+        again = trip(config)
+        assert again == config and type(again) is cls and hash(again) == hash(config)
+        assert type(again.backend) is ops.Backend and again.out_dtype is config.out_dtype
+
+
+def test_configs_of_different_classes_differ():
+    assert BlockwiseFP8TrainingConfig() != NVFP4TrainingConfig()
+    assert len({cls(columnwise=c) for cls in CONFIGS for c in ("on_demand", "cached")}) == 4

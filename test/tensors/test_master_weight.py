@@ -1,0 +1,309 @@
+"""MasterWeightTensor: to optimizers, initialisers and state dicts it is the high-precision tensor that it holds."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from helpers import FP8, NVFP4, both_formats, every_recipe, master, mlp, saved_and_loaded, weight
+from torch import nn
+
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor
+from torchao_blockwise.tensors import weight_cache
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd_momentum_foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True, amsgrad=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2),
+}
+
+
+def step(optimizer, parameter, grad) -> None:
+    def closure():
+        parameter.grad = grad.clone()
+        return torch.zeros(())
+
+    closure()
+    optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_optimizers_step_as_on_a_plain_parameter(make, dtype):
+    plain, ours = nn.Parameter(weight(40, 24, dtype=dtype)), master(40, 24, dtype=dtype)
+    optimizers = make([plain]), make([ours])
+    ours.quantized()
+    for seed in range(3):
+        grad, before = weight(40, 24, dtype=dtype, seed=seed + 9), ours.hp.clone()
+        for optimizer, parameter in zip(optimizers, (plain, ours)):
+            step(optimizer, parameter, grad)
+        assert_bitwise_equal(ours.hp, plain.data, f"step {seed}")
+        # PyTorch's fused SGD for CPUs leaves bf16 parameters as they are.
+        assert dtype is torch.bfloat16 or not torch.equal(ours.hp, before)
+        assert_bitwise_equal(ours.quantized().qdata, MasterWeightTensor(plain.data, FP8).quantized().qdata)
+    states = [s for s in optimizers[1].state[ours].values() if isinstance(s, torch.Tensor)]
+    assert not any(isinstance(s, MasterWeightTensor) for s in states)
+
+
+def test_optimizer_state_dicts_load_across():
+    plain, ours = nn.Parameter(weight(40, 24)), master(40, 24)
+    a, b = OPTIMIZERS["adamw"]([plain]), OPTIMIZERS["adamw"]([ours])
+    step(a, plain, weight(40, 24, seed=1))
+    with torch.no_grad():
+        ours.copy_(plain)
+    b.load_state_dict(saved_and_loaded(a.state_dict()))
+    for optimizer, parameter in ((a, plain), (b, ours)):
+        step(optimizer, parameter, weight(40, 24, seed=2))
+    assert_bitwise_equal(ours.hp, plain.data)
+
+
+INITS = {
+    "kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w, a=5**0.5),
+    "xavier_normal_": nn.init.xavier_normal_,
+    "normal_": nn.init.normal_,
+    "trunc_normal_": lambda w: nn.init.trunc_normal_(w, std=0.02),
+    "orthogonal_": nn.init.orthogonal_,
+    "zeros_": nn.init.zeros_,
+    "data_normal_": lambda w: w.data.normal_(),
+}
+
+
+@pytest.mark.parametrize("init", INITS.values(), ids=INITS)
+def test_initialisers_write_what_they_write_to_a_plain_parameter(init):
+    plain, ours = nn.Parameter(weight(40, 24)), master(40, 24)
+    ours.quantized()
+    for parameter in (plain, ours):
+        torch.manual_seed(0)
+        init(parameter)
+    assert_bitwise_equal(ours.hp, plain.data)
+    assert_bitwise_equal(ours.quantized().qdata, MasterWeightTensor(plain.data, FP8).quantized().qdata)
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_grads_are_plain_tensors_of_the_weights_dtype(config, dtype):
+    model = mlp(config)
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(layer.weight.to(dtype))
+    model(torch.randn(5, 64)).sum().backward()
+    for p in (model[0].weight, model[2].weight):
+        assert type(p.grad) is torch.Tensor and p.grad.dtype == dtype and p.grad.shape == p.shape
+
+
+@pytest.mark.parametrize("foreach", (False, True), ids=("single", "foreach"))
+def test_clip_grad_norm(foreach):
+    model = mlp(FP8)
+    model(torch.randn(7, 64)).square().sum().backward()
+    norms = torch.stack([p.grad.norm() for p in model.parameters()])
+    total = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+    assert torch.allclose(total, norms.norm())
+    clipped = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert torch.allclose(clipped, torch.tensor(0.5))
+
+
+def test_values_are_shared_not_copied():
+    hp = weight(40, 24)
+    assert MasterWeightTensor(hp, FP8).hp is hp
+    assert MasterWeightTensor(nn.Parameter(hp), FP8).hp.requires_grad is False
+
+
+@pytest.mark.parametrize(
+    ("hp", "config", "message"),
+    [
+        (torch.zeros(2, 2, dtype=torch.int32), FP8, "hp must be bfloat16, float16 or float32, got torch.int32"),
+        (torch.zeros(2, 2, dtype=torch.float64), FP8, "got torch.float64"),
+        (torch.zeros(2, 2), None, "config must be a TrainingConfig, got NoneType"),
+    ],
+    ids=("int", "f64", "no_config"),
+)
+def test_wrong_arguments(hp, config, message):
+    with pytest.raises(TypeError, match=message):
+        MasterWeightTensor(hp, config)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "torch_save": saved_and_loaded,
+}
+
+
+@both_formats
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("requires_grad", (True, False), ids=("trained", "frozen"))
+def test_copies_keep_everything_but_the_cache(config, copied, requires_grad):
+    parameter = master(40, 24, config=config, dtype=torch.bfloat16).requires_grad_(requires_grad)
+    size = len(pickle.dumps(parameter))
+    parameter.quantized(columnwise=True)
+    assert parameter.quantized_bytes > 0 and len(pickle.dumps(parameter)) == size
+    other = copied(parameter)
+    assert type(other) is MasterWeightTensor and isinstance(other, nn.Parameter)
+    assert other.config == config and other.requires_grad == requires_grad
+    assert_bitwise_equal(other.hp, parameter.hp)
+    assert other.quantized_bytes == 0
+    with torch.no_grad():
+        other.zero_()
+    assert parameter.hp.any() and not other.quantized().qdata.float().any()
+
+
+def test_moves_keep_the_type():
+    parameter = master(40, 24)
+    for moved in (parameter.to(torch.bfloat16), parameter.cpu(), parameter.to("meta")):
+        assert moved.device == torch.device("meta") or torch.equal(moved.float(), parameter.to(moved.dtype).float())
+    assert type(parameter.bfloat16()) is MasterWeightTensor and parameter.bfloat16().config is parameter.config
+    layer = mlp(FP8).half()
+    assert type(layer[0].weight) is MasterWeightTensor and layer[0].weight.hp.dtype == torch.float16
+    with pytest.raises(TypeError, match=r"hp must be bfloat16, float16 or float32, got torch.float64"):
+        layer.double()
+    assert layer.to_empty(device="cpu")[0].weight.hp.dtype == torch.float16
+
+
+VIEWS = {
+    "view": lambda w: w.view(2, 20, 24), "reshape": lambda w: w.reshape(80, 12), "slice": lambda w: w[1:, ::2],
+    "t": lambda w: w.t(), "T": lambda w: w.T, "permute": lambda w: w.permute(1, 0), "mT": lambda w: w.mT,
+    "select": lambda w: w[0], "split": lambda w: w.split(16)[1], "split_sizes": lambda w: w.split([1, 39])[1],
+    "chunk": lambda w: w.chunk(3)[2], "unbind": lambda w: w.unbind(0)[3], "unsqueeze": lambda w: w[None],
+    "squeeze": lambda w: w[None].squeeze(0), "expand": lambda w: w.expand(3, 40, 24), "detach": lambda w: w.detach(),
+    "as_strided": lambda w: w.as_strided((4, 4), (24, 1)), "data": lambda w: w.data,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_stay_master_weights_that_share_values(view):
+    """A view that came back plain would multiply in high precision unseen."""
+    parameter = master(40, 24)
+    viewed = view(parameter)
+    assert type(viewed) is MasterWeightTensor and viewed.config is FP8
+    assert_bitwise_equal(viewed.hp, view(parameter.hp))
+    assert viewed.hp.untyped_storage().data_ptr() == parameter.hp.untyped_storage().data_ptr()
+
+
+PLAIN = {
+    "add": lambda w: w + 1, "zeros_like": torch.zeros_like, "ones_like": torch.ones_like, "norm": lambda w: w.norm(),
+    "cat": lambda w: torch.cat([w, w]), "isnan": torch.isnan, "float_copy": lambda w: torch.stack([w]),
+    "vector": lambda w: nn.utils.parameters_to_vector([w]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", PLAIN.values(), ids=PLAIN)
+def test_results_of_arithmetic_are_plain(op):
+    parameter = master(40, 24)
+    out = op(parameter)
+    assert type(out) is torch.Tensor and torch.equal(out, op(parameter.hp))
+
+
+def test_in_place_operations_return_their_target():
+    parameter, plain = master(40, 24), torch.zeros(40, 24)
+    with torch.no_grad():
+        assert parameter.add_(1) is parameter and plain.copy_(parameter) is plain
+        assert torch.add(plain, 1, out=parameter) is parameter
+    assert_bitwise_equal(parameter.hp, plain + 1)
+
+
+@pytest.mark.parametrize("source", ("plain", "master"))
+def test_assigning_data_takes_over_the_values(source):
+    parameter, new = master(40, 24), weight(40, 24, seed=5)
+    parameter.quantized()
+    parameter.data = new if source == "plain" else MasterWeightTensor(new, NVFP4)
+    assert_bitwise_equal(parameter.hp, new)
+    assert_bitwise_equal(parameter.quantized().qdata, MasterWeightTensor(new, FP8).quantized().qdata)
+    parameter.data = new.bfloat16()
+    assert parameter.dtype == parameter.hp.dtype == torch.bfloat16 and parameter.requires_grad
+
+
+def test_shared_memory():
+    model = mlp(FP8).share_memory()
+    assert model[0].weight.hp.is_shared() and type(model[0].weight) is MasterWeightTensor
+
+
+X = torch.zeros(3, 24)
+PRODUCTS = {
+    "mm": lambda w: X.mm(w.t()), "matmul": lambda w: X @ w.T, "matmul_3d": lambda w: X[None] @ w.mT,
+    "matmul_batched": lambda w: torch.zeros(5, 3, 24) @ w.view(1, 40, 24).expand(5, 40, 24).mT,
+    "einsum": lambda w: torch.einsum("tk,nk->tn", X, w), "bmm": lambda w: torch.bmm(X[None], w.t()[None]),
+    "addmm": lambda w: torch.addmm(torch.zeros(40), X, w.T), "mv": lambda w: w.mv(X[0]), "inner": lambda w: X.inner(w),
+    "tensordot": lambda w: torch.tensordot(X, w, ([1], [1])), "dot": lambda w: w[0].dot(X[0]),
+    "baddbmm": lambda w: torch.baddbmm(torch.zeros(1, 3, 40), X[None], w.mT[None]),
+    "addmv": lambda w: torch.addmv(torch.zeros(40), w, X[0]), "conv1d": lambda w: F.conv1d(X.T[None], w[..., None]),
+    "bilinear": lambda w: F.bilinear(X, torch.zeros(3, 24), w[None, :24]), "left": lambda w: w @ X.t(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_products_in_high_precision_raise_with_a_remedy(product):
+    product(weight(40, 24))
+    with pytest.raises(
+        NotImplementedError, match=r"use torch\.nn\.functional\.linear .* or weight\.hp for high precision"
+    ):
+        product(master(40, 24))
+
+
+def test_equal_and_copy():
+    parameter, other = master(40, 24), master(40, 24, seed=1)
+    assert torch.equal(parameter, parameter.clone()) and not torch.equal(parameter, other)
+    with torch.no_grad():
+        assert torch.equal(parameter.copy_(other), other)
+    with pytest.raises(NotImplementedError, match=r"copy from source\.dequantize\(\)"), torch.no_grad():
+        parameter.copy_(BlockwiseFP8Tensor.from_hp(weight(40, 24)))
+    with pytest.raises(RuntimeError, match="must match"), torch.no_grad():
+        parameter.copy_(weight(3, 24))
+
+
+def test_flatten_and_unflatten():
+    names, attributes = (parameter := master(40, 24)).__tensor_flatten__()
+    assert names == ["hp"] and attributes == {"config": FP8}
+    again = MasterWeightTensor.__tensor_unflatten__({"hp": parameter.hp}, attributes, None, None)
+    assert torch.equal(again, parameter) and again.shape == parameter.shape
+
+
+def test_a_moving_average_of_a_model():
+    model = mlp(FP8)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    first = average.module[0].weight.hp.clone()
+    average.update_parameters(model)
+    kept = model[0].weight.quantized().qdata
+    with torch.no_grad():
+        model[0].weight.mul_(3)
+    average.update_parameters(model)
+    assert torch.allclose(average.module[0].weight.hp, 2 * first)
+    assert type(average.module[0].weight) is MasterWeightTensor and kept is not model[0].weight.quantized().qdata
+
+
+def test_prints():
+    parameter = master(40, 24, dtype=torch.bfloat16)
+    assert_expected_inline(
+        repr(parameter),
+        """MasterWeightTensor(shape=(40, 24), dtype=torch.bfloat16, device='cpu', quantized_to=fp8_128x128, requires_grad=True)""",  # noqa: E501
+    )
+    assert_expected_inline(
+        str(master(40, 24, config=NVFP4).detach()),
+        """MasterWeightTensor(shape=(40, 24), dtype=torch.float32, device='cpu', quantized_to=nvfp4_16x16)""",
+    )
+    with pytest.raises(NotImplementedError) as product:
+        torch.zeros(1, 24) @ parameter.T
+    assert_expected_inline(
+        str(product.value),
+        """aten.mm.default: a product with a MasterWeightTensor would run in high precision; use torch.nn.functional.linear (or nn.Linear) for low precision, or weight.hp for high precision""",  # noqa: E501
+    )
+
+
+def test_quantized_bytes_are_those_that_are_kept():
+    parameter = master(256, 256)
+    assert parameter.quantized_bytes == 0
+    parameter.quantized(columnwise=True)
+    assert parameter.quantized_bytes == FP8.weight_format.nbytes(256, 256)
+    weight_cache.drop(parameter.hp)
+    assert parameter.quantized_bytes == 0

@@ -1,0 +1,398 @@
+"""What every quantised tensor lets users do: copies, moves, exact views, and refusals that name a remedy."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import QUANTIZERS, every_kind, saved_and_loaded, weight
+from torch import nn
+
+from torchao_blockwise import BlockwiseFP8Tensor, BlockwiseFP8TrainingConfig, MasterWeightTensor
+from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+CONFIG = BlockwiseFP8TrainingConfig(master_weights=False)
+SHAPES = ((256, 384), (2, 128, 256), (3, 2, 16, 16), (129, 127), (1, 1), (0, 128), (128, 0), (2, 0, 16))
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+
+
+def assert_same(a, b, *, is_parameter: bool | None = None) -> None:
+    """Two tensors of one kind with the same payload and metadata."""
+    assert type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype and a.fmt is b.fmt and a.config == b.config
+    assert a.requires_grad == b.requires_grad
+    if is_parameter is not None:
+        assert isinstance(a, nn.Parameter) == is_parameter
+    for x, y in zip(a._tensors(), b._tensors()):
+        assert_bitwise_equal(x, y)
+
+
+@every_kind
+@shapes
+def test_reports_the_high_precision_shape_and_dtype(from_hp, shape):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        q = from_hp(weight(*shape, dtype=dtype))
+        assert (q.shape, q.dtype, q.device.type) == (torch.Size(shape), dtype, "cpu")
+        assert q.dequantize().dtype == dtype and q.dequantize().shape == q.shape
+        assert q.dequantize(torch.float64).dtype == torch.float64
+        assert q.nbytes == q.fmt.nbytes(*shape)
+
+
+@every_kind
+@shapes
+def test_strides_of_the_input_do_not_matter(from_hp, shape):
+    w = weight(*shape)
+    assert_same(from_hp(w.mT.contiguous().mT), from_hp(w))
+    padded = torch.full((*shape[:-1], shape[-1] + 5), float("nan"))
+    padded[..., : shape[-1]] = w
+    assert_same(from_hp(padded[..., : shape[-1]]), from_hp(w))
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "torch_save": saved_and_loaded,
+}
+
+
+@every_kind
+@shapes
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_copies_keep_everything(from_hp, shape, copied):
+    q = from_hp(weight(*shape, dtype=torch.bfloat16), config=CONFIG)
+    parameter, frozen = nn.Parameter(q), nn.Parameter(q, requires_grad=False)
+    assert_same(copied(q), q, is_parameter=False)
+    assert_same(copied(parameter), parameter, is_parameter=True)
+    assert_same(copied(frozen), frozen, is_parameter=True)
+    assert copied(q).qdata.data_ptr() != q.qdata.data_ptr() or q.numel() == 0
+
+
+@every_kind
+def test_clone_detach_and_alias(from_hp):
+    q = from_hp(weight(130, 70), config=CONFIG)
+    assert_same(q.clone(), q)
+    assert q.clone().qdata.data_ptr() != q.qdata.data_ptr()
+    assert_same(nn.Parameter(q).detach(), q, is_parameter=False)
+    assert q.detach().qdata.data_ptr() == q.qdata.data_ptr()
+
+
+@every_kind
+def test_flatten_and_unflatten(from_hp):
+    q = from_hp(weight(130, 71), config=CONFIG)
+    names, attributes = q.__tensor_flatten__()
+    again = type(q).__tensor_unflatten__({n: getattr(q, n) for n in names}, attributes, q.shape, q.stride())
+    assert_same(again, q)
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+def test_to_dtype_changes_the_report_alone(from_hp, dtype):
+    q = from_hp(weight(64, 48))
+    for moved in (q.to(dtype), q.to("cpu", dtype), q.to(torch.zeros(1, dtype=dtype))):
+        assert moved.dtype == dtype and type(moved) is type(q)
+        assert_bitwise_equal(moved.qdata, q.qdata)
+        assert_bitwise_equal(moved.scale, q.scale)
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", (torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64), ids=str)
+def test_to_other_dtypes_is_refused(from_hp, dtype):
+    with pytest.raises(
+        TypeError, match=r"can report bfloat16, float16 or float32, got torch\..*dequantize\(\) it first"
+    ):
+        from_hp(weight(16, 16)).to(dtype)
+
+
+@every_kind
+def test_modules_move_and_cast(from_hp):
+    layer = nn.Linear(64, 48)
+    layer.weight = nn.Parameter(from_hp(weight(48, 64)))
+    before = layer.weight.qdata.clone()
+    assert layer.half().weight.dtype == torch.float16 and layer.bfloat16().weight.dtype == torch.bfloat16
+    assert layer.cpu().weight.requires_grad and isinstance(layer.weight, nn.Parameter)
+    assert_bitwise_equal(layer.weight.qdata, before)
+    assert layer.to("meta").weight.device.type == "meta" and layer.weight.qdata.device.type == "meta"
+
+
+@every_kind
+def test_state_dict_out_and_in(from_hp):
+    layers = [nn.Linear(64, 48) for _ in range(2)]
+    for seed, layer in enumerate(layers):
+        layer.weight = nn.Parameter(from_hp(weight(48, 64, seed=seed)))
+    assert not torch.equal(layers[0].weight, layers[1].weight)
+    layers[1].load_state_dict(saved_and_loaded(layers[0].state_dict()))
+    assert_same(layers[1].weight, layers[0].weight, is_parameter=True)
+
+
+@every_kind
+@pytest.mark.parametrize("shape", ((256, 384), (2, 130, 71)), ids=str)
+def test_meta(from_hp, shape):
+    with torch.device("meta"):
+        q = from_hp(torch.empty(shape), config=CONFIG)
+    real = from_hp(weight(*shape), config=CONFIG)
+    assert [t.shape for t in q._tensors()] == [t.shape for t in real._tensors()]
+    empty = torch.empty_like(q, device="cpu")
+    empty.copy_(real)
+    assert_same(empty, real)
+    layer = nn.ParameterList([nn.Parameter(q)]).to_empty(device="cpu")
+    assert layer[0].qdata.device.type == "cpu" and type(layer[0]) is type(real)
+
+
+@every_kind
+def test_likes(from_hp):
+    q = nn.Parameter(from_hp(weight(64, 48, dtype=torch.bfloat16)))
+    assert type(torch.empty_like(q)) is type(q.data) and torch.empty_like(q).qdata.shape == q.qdata.shape
+    assert torch.empty_like(q, dtype=torch.float32).dtype == torch.float32
+    plain = (torch.zeros_like(q), torch.ones_like(q), torch.full_like(q, 2.0), q.new_zeros(3), q.new_empty(2, 2))
+    for value, x in zip((0, 1, 2, 0, None), plain):
+        assert type(x) is torch.Tensor and x.dtype == torch.bfloat16
+        assert value is None or (x == value).all()
+    assert torch.zeros_like(q, dtype=torch.float32).dtype == torch.float32
+
+
+@every_kind
+def test_equal_compares_bits_and_kinds(from_hp):
+    w = weight(64, 48)
+    w[0, 0] = -0.0
+    q = from_hp(w)
+    assert torch.equal(q, q.clone())
+    for other in (w, from_hp(w * 2), from_hp(w[:48])):
+        assert not torch.equal(q, other) and not torch.equal(other, q)
+    flipped = q.clone()
+    flipped.qdata.view(torch.uint8)[0, 0] ^= 0x80
+    assert not torch.equal(q, flipped)
+
+
+@every_kind
+def test_copy_from_plain_same_kind_and_wrong(from_hp):
+    q, w = from_hp(weight(64, 48)), weight(64, 48, seed=1)
+    assert q.copy_(w) is q
+    assert_same(q, from_hp(w))
+    q.copy_(from_hp(w * 3))
+    assert_same(q, from_hp(w * 3))
+    q.copy_(MasterWeightTensor(w, CONFIG))
+    assert_same(q, from_hp(w))
+    with pytest.raises(ValueError, match=r"copy_: the target has shape \[64, 48\], the source \[1, 48\]"):
+        q.copy_(w[:1])
+    with pytest.raises(NotImplementedError, match=r"target a plain tensor; copy from source.dequantize\(\)"):
+        torch.empty(64, 48).copy_(q)
+    with pytest.raises(TypeError, match="must be bfloat16, float16 or float32"):
+        q.copy_(w.int())
+    other = next(f(w) for f in QUANTIZERS.values() if f(w).fmt is not q.fmt)
+    with pytest.raises(ValueError, match=f"formats differ, {q.fmt.name} from {other.fmt.name}; copy from source.deq"):
+        q.copy_(other)
+    assert_same(q, from_hp(w))
+
+
+@every_kind
+def test_assigning_data_takes_over_the_values(from_hp):
+    w = weight(64, 48, seed=1)
+    for source in (w, from_hp(w)):
+        parameter = nn.Parameter(from_hp(weight(64, 48)))
+        parameter.data = source
+        assert torch.equal(parameter, from_hp(w)) and parameter.requires_grad
+    with pytest.raises(ValueError, match=r"data: the target has shape \[64, 48\], the source \[48, 64\]"):
+        parameter.data = w.t()
+
+
+@every_kind
+def test_shared_memory(from_hp):
+    q = from_hp(weight(64, 48))
+    assert q.share_memory_() is q and all(t.is_shared() for t in q._tensors())
+
+
+BAD = float("nan"), float("inf"), float("-inf")
+
+
+@every_kind
+@pytest.mark.parametrize("bad", BAD, ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_nan_and_inf_never_decode_to_finite_numbers(from_hp, bad, dtype):
+    w = weight(300, 272, dtype=dtype)
+    w[200, 40] = bad
+    q = from_hp(w)
+    decoded = q.dequantize()
+    assert not decoded[200, 40].isfinite()
+    if q.fmt.has_global_scale:
+        assert decoded.isnan().all()
+    else:
+        assert bad == bad or decoded[128:256, :128].isnan().all()
+        assert decoded[:128].isfinite().all() and decoded[128:256, 128:].isfinite().all()
+
+
+def slice_cases(fmt):
+    rows, columns = fmt.block
+    return [
+        ((slice(rows, None),), "tail"), ((slice(0, rows),), "first"), ((slice(2 * rows, 3 * rows),), "middle"),
+        ((slice(None), slice(columns, 2 * columns)), "columns"), ((slice(rows, rows),), "empty"),
+        ((slice(-rows if 300 % rows == 0 else rows, None), slice(0, columns)), "both"), ((slice(None),), "all"),
+        ((slice(300 // rows * rows, 9999),), "ragged"), ((..., slice(0, columns)), "ellipsis"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+@pytest.mark.parametrize("case", range(9), ids=[name for _, name in slice_cases(FP8_128X128)])
+def test_slices_on_block_borders_are_exact(kind, case):
+    q = QUANTIZERS[kind](weight(300, 272))
+    index = slice_cases(q.fmt)[case][0]
+    part = q[index]
+    assert type(part) is type(q)
+    assert_bitwise_equal(part.dequantize(), q.dequantize()[index].contiguous())
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "message"),
+    [
+        (
+            "fp8",
+            (slice(1, None),),
+            r"slice: \[1:300\] of dim 0 \(size 300\) cuts blocks of 128; slice on multiples of 128",
+        ),
+        ("fp8", (slice(0, 100),), r"cuts blocks of 128"),
+        ("fp8", (slice(None), slice(0, 16)), r"of dim 1 \(size 272\) cuts blocks of 128"),
+        ("nvfp4", (slice(8, 24),), r"cuts blocks of 16; slice on multiples of 16, or dequantize\(\) first"),
+        ("nvfp4_1x16", (slice(None), slice(0, 17)), r"cuts blocks of 16"),
+        ("fp8", (slice(None, None, 2),), r"steps other than 1 cut blocks, got step=2; dequantize\(\) first"),
+        ("fp8", (0,), r"select: dim 0 runs through blocks; slice on their borders or dequantize\(\) first"),
+        ("nvfp4", (slice(None), 3), r"select: dim 1 runs through blocks"),
+    ],
+)
+def test_slices_off_block_borders_are_refused(kind, index, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        QUANTIZERS[kind](weight(300, 272))[index]
+
+
+@every_kind
+def test_split_chunk_narrow_select_unbind(from_hp):
+    q = from_hp(weight(4, 256, 128))
+    expected = q.dequantize()
+    pieces = {
+        "split": (q.split(128, dim=1), expected.split(128, dim=1)),
+        "split_sizes": (q.split([1, 3]), expected.split([1, 3])),
+        "split_rows": (q.split([128, 128], dim=-2), expected.split([128, 128], dim=-2)),
+        "chunk": (q.chunk(2, dim=1), expected.chunk(2, dim=1)),
+        "narrow": ((q.narrow(1, 128, 128),), (expected.narrow(1, 128, 128),)),
+        "select": ((q[2], q.select(0, -1)), (expected[2], expected[-1])),
+        "unbind": (q.unbind(0), expected.unbind(0)),
+        "unsqueeze": ((q[None],), (expected[None],)),
+    }
+    for name, (parts, wanted) in pieces.items():
+        assert len(parts) == len(wanted), name
+        for part, want in zip(parts, wanted):
+            assert_bitwise_equal(part.dequantize(), want.contiguous(), name)
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("shape", "new"),
+    [((2, 128, 64), (256, 64)), ((256, 64), (2, 128, 64)), ((2, 3, 130, 64), (6, 130, 64)), ((130, 64), (1, 130, 64)),
+     ((4, 128, 64), (-1, 64)), ((4, 128, 64), (2, -1, 64)), ((130, 71), (130, 71))],
+    ids=str,
+)  # fmt: skip
+def test_views_are_exact(from_hp, shape, new):
+    q = from_hp(weight(*shape))
+    for viewed in (q.view(new), q.reshape(new)):
+        assert type(viewed) is type(q)
+        assert_bitwise_equal(viewed.dequantize(), q.dequantize().view(new))
+
+
+def test_flatten_needs_whole_blocks():
+    assert BlockwiseFP8Tensor.from_hp(weight(2, 256, 64)).flatten(0, 1).shape == (512, 64)
+    with pytest.raises(
+        ValueError, match="would cut blocks of 128x128; keep the last dim, and rows in multiples of 128"
+    ):
+        BlockwiseFP8Tensor.from_hp(weight(2, 100, 64)).flatten(0, 1)
+
+
+@every_kind
+@pytest.mark.parametrize("new", ((-1,), (64, 256), (256, 32, 2), (2, 128, 32)), ids=str)
+def test_views_that_cut_blocks_are_refused(from_hp, new):
+    with pytest.raises((ValueError, RuntimeError), match=r"would cut blocks|is invalid for input of size"):
+        from_hp(weight(256, 64)).view(new)
+
+
+INEXACT = {
+    "add": lambda q: q + 1,
+    "mul_": lambda q: q.mul_(2),
+    "sum": lambda q: q.sum(),
+    "fill_": lambda q: q.fill_(1),
+    "zero_": lambda q: q.zero_(),
+    "normal_": lambda q: nn.init.normal_(q),
+    "embedding": lambda q: F.embedding(torch.tensor([1]), q),
+    "cat": lambda q: torch.cat([q, q]),
+    "max": lambda q: q.max(),
+    "isnan": lambda q: q.isnan(),
+    "eq": lambda q: q == q,
+    "setitem": lambda q: q.__setitem__(slice(0, 128), 1.0),
+    "expand": lambda q: q.expand(2, 256, 384),
+    "foreach_add_": lambda q: torch._foreach_add_([q], 1.0),
+    "sgd": lambda q: _step(q),
+    "mm": lambda q: torch.zeros(3, 384) @ q.dequantize().T.contiguous().mm(q),
+    "mm_T": lambda q: torch.zeros(3, 384) @ q.T,
+    "bmm": lambda q: torch.bmm(torch.zeros(1, 3, 256), q[None]),
+    "addmm": lambda q: torch.addmm(torch.zeros(384), torch.zeros(3, 256), q),
+}
+
+
+def _step(q):
+    parameter = nn.Parameter(q)
+    parameter.grad = torch.ones(q.shape)
+    torch.optim.SGD([parameter], lr=1.0).step()
+
+
+@every_kind
+@pytest.mark.parametrize("op", INEXACT.values(), ids=INEXACT)
+def test_what_cannot_be_exact_raises_with_a_remedy(from_hp, op):
+    q = from_hp(weight(256, 384))
+    before = q.clone()
+    with pytest.raises(
+        (NotImplementedError, ValueError), match=r"dequantize\(\)|F\.linear|functional\.linear|square blo"
+    ):
+        op(q)
+    assert torch.equal(q, before)
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("w", "error", "message"),
+    [
+        (
+            torch.zeros(4, 4, dtype=torch.int32),
+            TypeError,
+            "must be bfloat16, float16 or float32, got torch.int32; cast it",
+        ),
+        (torch.zeros(4, 4, dtype=torch.complex64), TypeError, "got torch.complex64; cast it first"),
+        (torch.zeros(4, 4, dtype=torch.float64), TypeError, "got torch.float64; cast it first"),
+        (torch.zeros(4, 4, dtype=torch.float8_e4m3fn), TypeError, "got torch.float8_e4m3fn; cast it first"),
+        (torch.zeros(4), ValueError, r"w must be \[.., N, K\], got shape \[4\]; reshape it"),
+        (
+            BlockwiseFP8Tensor.from_hp(torch.zeros(4, 4)),
+            TypeError,
+            r"w is a BlockwiseFP8Tensor already; dequantize\(\)",
+        ),
+    ],
+    ids=("int", "complex", "f64", "fp8", "1d", "quantised"),
+)
+def test_from_hp_refuses(from_hp, w, error, message):
+    with pytest.raises(error, match=message):
+        from_hp(w)
+
+
+def test_columnwise_is_the_quantised_transpose():
+    for kind, fmt in (("fp8", FP8_128X128), ("nvfp4", NVFP4_16X16)):
+        for shape in ((256, 384), (2, 130, 72), (129, 127), (0, 128)):
+            w = weight(*shape)
+            q, transposed = QUANTIZERS[kind](w), QUANTIZERS[kind](w.mT.contiguous())
+            qdata, scale = q.columnwise()
+            assert q.fmt is fmt and qdata.is_contiguous() and scale.is_contiguous()
+            assert_bitwise_equal(qdata, transposed.qdata, f"{kind} {shape}")
+            assert_bitwise_equal(scale, transposed.scale, f"{kind} {shape}")
+    with pytest.raises(
+        ValueError, match="columnwise: NVFP4Tensor with 1x16 blocks has no exact transpose; quantise with"
+    ):
+        QUANTIZERS["nvfp4_1x16"](weight(16, 16)).columnwise()

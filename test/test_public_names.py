@@ -1,0 +1,106 @@
+"""The public names: what `import torchao_blockwise` offers is listed here; listed names exist and are documented."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER
+from torchao.utils import TorchAOBaseTensor
+
+import torchao_blockwise
+
+MODULES = ("", ".formats", ".ops", ".tensors", ".nn", ".conversion")
+
+
+def public(module: str) -> list[str]:
+    return importlib.import_module(f"torchao_blockwise{module}").__all__
+
+
+def test_names():
+    assert_expected_inline(
+        "\n".join(public("")),
+        """\
+BlockwiseFP8Tensor
+BlockwiseFP8TrainingConfig
+MasterWeightTensor
+NVFP4Tensor
+NVFP4TrainingConfig
+conversion_report
+dry_run
+formats
+is_linear
+keep_last_blocks
+linear
+min_features
+ops
+skip_fqns
+skip_lm_head""",
+    )
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_listed_names_exist_and_are_documented(module):
+    names = public(module)
+    package = importlib.import_module(f"torchao_blockwise{module}")
+    assert len(set(names)) == len(names)
+    for name in names:
+        x = getattr(package, name)
+        if inspect.isclass(x) or inspect.isfunction(x):
+            assert inspect.getdoc(x), f"{module}.{name} has no docstring"
+
+
+def test_signatures():
+    names = (
+        "BlockwiseFP8Tensor.from_hp",
+        "NVFP4Tensor.from_hp",
+        "linear",
+        "conversion_report",
+        "dry_run",
+        "keep_last_blocks",
+        "min_features",
+        "skip_fqns",
+        "ops.quantize",
+        "ops.matmul",
+        "ops.transpose",
+    )
+    lines = []
+    for name in names:
+        x = torchao_blockwise
+        for part in name.split("."):
+            x = getattr(x, part)
+        lines.append(f"{name}({', '.join(inspect.signature(x).parameters)})")
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+BlockwiseFP8Tensor.from_hp(w, power_of_2_scales, config)
+NVFP4Tensor.from_hp(w, block_size, config)
+linear(x, weight, bias)
+conversion_report(model)
+dry_run(model, config, filter_fn)
+keep_last_blocks(model, count)
+min_features(features)
+skip_fqns(patterns)
+ops.quantize(x, fmt, rowwise, columnwise, power_of_2_scales, tensor_amax, backend)
+ops.matmul(a, b, out_dtype, bias, backend)
+ops.transpose(x, columns, backend)""",
+    )
+
+
+def test_torchao_knows_what_it_must():
+    for name in ("BlockwiseFP8TrainingConfig", "NVFP4TrainingConfig"):
+        assert getattr(torchao_blockwise, name) in _QUANTIZE_CONFIG_HANDLER
+    for name in ("BlockwiseFP8Tensor", "NVFP4Tensor", "MasterWeightTensor"):
+        assert issubclass(getattr(torchao_blockwise, name), TorchAOBaseTensor)
+
+
+@pytest.mark.parametrize("op", ("quantize", "quantize_both", "transpose", "matmul", "dequantize", "master_matmul"))
+def test_operators_for_checkpoint_policies(op):
+    assert getattr(torch.ops.torchao_blockwise, op).default.namespace == "torchao_blockwise"
+
+
+def test_version():
+    assert torchao_blockwise.__version__.count(".") == 2
