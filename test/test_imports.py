@@ -163,14 +163,18 @@ NAMES_IN_COMPAT = (
     "torch._C._ForceDispatchKeyGuard",
     "torch._C._dispatch_tls_local_exclude_set",
     "torch._C._dispatch_tls_local_include_set",
+    "torch.Tensor._make_wrapper_subclass",
     "torch.Tensor._use_count",
     "torch.Tensor._version",
     "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
     "torch.ops.aten.mm.default._schema",
+    "torch.nn.Linear._parameters",
+    "torch.nn.Linear._state_dict_hooks",
     "torch.nn.functional.ScalingType.BlockWise1x128",
     "torch.nn.functional.ScalingType.BlockWise128x128",
     "torch.nn.functional.ScalingType.BlockWise1x16",
     "torch.nn.functional.SwizzleType.SWIZZLE_32_4_4",
+    "torch.utils._pytree.tree_map_only",
     "torchao.core.config.ALLOWED_AO_MODULES",
     "torchao.quantization.quant_api.quantize_",
 )
@@ -196,7 +200,9 @@ def test_name_in_compat_still_exists(name):
             module, rest = importlib.import_module(".".join(parts[:i])), parts[i:]
         except ModuleNotFoundError:
             break
-    for part in rest:
+    # A module's private attributes are those of its instances.
+    module = module.Linear(1, 1) if rest[:1] == ["Linear"] else module
+    for part in [part for part in rest if part != "Linear"]:
         module = getattr(module, part)
 
 

@@ -9,6 +9,7 @@ import sys
 import types
 
 import torch
+import torch.utils._pytree as pytree
 
 
 @functools.cache
@@ -51,6 +52,26 @@ def allow_config_module(module: str) -> None:
     from torchao.core import config
 
     config.ALLOWED_AO_MODULES.add(module)
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The parameters that `module` itself holds by name; shared ones under each name."""
+    return module._parameters
+
+
+def state_dict_hooks_of(module: torch.nn.Module) -> list:
+    """The hooks that run when `module` has filled a state dict."""
+    return list(module._state_dict_hooks.values())
+
+
+def make_wrapper(cls, shape, **options) -> torch.Tensor:
+    """A tensor of the subclass `cls` that reports `shape` and `options` and has no storage of its own."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+
+
+def schema_of(op):
+    """The schema of an operator overload."""
+    return op._schema
 
 
 def is_capturing(x: torch.Tensor) -> bool:
@@ -97,6 +118,6 @@ def register_sharding(op, rule) -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     register_sharding(op)(rule)
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     first_option = next((i for i, arg in enumerate(arguments) if "Tensor" not in str(arg.type)), len(arguments))
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_argnum = first_option

@@ -35,7 +35,7 @@ def why_not_convertible(module: nn.Module, config: TrainingConfig) -> str | None
         return f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention uses its weight without calling it; exclude it"
-    weight = module._parameters.get("weight")
+    weight = _compat.parameters_of(module).get("weight")
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialised yet; run one forward pass first"
     if weight is None:
@@ -75,7 +75,7 @@ def convert_linear(module: nn.Module, config: TrainingConfig) -> nn.Module:
     weight = module.weight
     if isinstance(weight, (MasterWeightTensor, QuantizedTensor)) and weight.config == config:
         return module
-    holders = [m for m in model.modules() if any(p is weight for p in m._parameters.values())]
+    holders = [m for m in model.modules() if any(p is weight for p in _compat.parameters_of(m).values())]
     _swap(weight, _converted(weight, config))
     for holder in holders:
         keep_state_dicts_plain(holder)

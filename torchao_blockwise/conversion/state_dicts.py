@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from torchao_blockwise import _compat
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
 
@@ -15,11 +16,11 @@ def keep_state_dicts_plain(module: nn.Module) -> None:
 
 
 def _hooks(module: nn.Module):
-    return list(module._state_dict_hooks.values())
+    return _compat.state_dict_hooks_of(module)
 
 
 def _save_plain(module: nn.Module, state_dict, prefix: str, local_metadata) -> None:
-    for name, param in module._parameters.items():
+    for name, param in _compat.parameters_of(module).items():
         saved = state_dict.get(prefix + name)
         # With keep_vars=True the caller asks for the Parameter itself.
         if isinstance(saved, MasterWeightTensor) and saved is not param:
@@ -30,7 +31,7 @@ def _load_assigned(module: nn.Module, state_dict, prefix, local_metadata, strict
     """`load_state_dict(assign=True)` puts what it loads in the Parameter's place: wrap it, or the layer unconverts."""
     if not local_metadata.get("assign_to_params_buffers", False):
         return
-    for name, param in module._parameters.items():
+    for name, param in _compat.parameters_of(module).items():
         loaded = state_dict.get(prefix + name)
         if loaded is None or isinstance(loaded, (MasterWeightTensor, QuantizedTensor)):
             continue

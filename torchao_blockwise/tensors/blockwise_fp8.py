@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise import ops
+from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import FP8_128X128, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.quantized import QuantizedTensor, check_quantizable
@@ -33,7 +33,7 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         power_of_2_scales: bool = False,
         config: TrainingConfig | None = None,
     ):
-        return torch.Tensor._make_wrapper_subclass(
+        return _compat.make_wrapper(
             cls, qdata.shape, strides=qdata.stride(), dtype=dtype, device=qdata.device
         )
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.utils._pytree as pytree
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
+from torchao_blockwise._compat import pytree
 from torchao_blockwise.tensors import weight_cache
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
@@ -74,7 +74,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
 
     @staticmethod
     def __new__(cls, hp: torch.Tensor, config: TrainingConfig):
-        return torch.Tensor._make_wrapper_subclass(
+        return _compat.make_wrapper(
             cls,
             hp.shape,
             strides=hp.stride(),
@@ -136,7 +136,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
         plain_kwargs = pytree.tree_map_only(cls, unwrap, kwargs or {})
         with _compat.counting_changes():
             out = func(*plain_args, **plain_kwargs)
-        if func._schema.is_mutable:
+        if _compat.schema_of(func).is_mutable:
             for master in _written(func, args, kwargs or {}):
                 weight_cache.note_change(master.hp)
             return _same_objects(out, args, kwargs or {})
@@ -170,8 +170,9 @@ def _is_float(out) -> bool:
 
 def _written(func, args, kwargs) -> list[MasterWeightTensor]:
     """The master weights among the arguments that `func` changes."""
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}
+    arguments = _compat.schema_of(func).arguments
+    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = {**dict(zip((a.name for a in arguments), args)), **kwargs}
     leaves = pytree.tree_leaves([given.get(name) for name in names])
     return [x for x in leaves if isinstance(x, MasterWeightTensor)]
 

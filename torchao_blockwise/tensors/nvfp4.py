@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise import ops
+from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.quantized import QuantizedTensor, check_quantizable
@@ -38,7 +38,7 @@ class NVFP4Tensor(QuantizedTensor):
         dtype: torch.dtype,
         config: TrainingConfig | None = None,
     ):
-        return torch.Tensor._make_wrapper_subclass(cls, (*qdata.shape[:-1], columns), dtype=dtype, device=qdata.device)
+        return _compat.make_wrapper(cls, (*qdata.shape[:-1], columns), dtype=dtype, device=qdata.device)
 
     def __init__(self, qdata, scale, global_scale, columns, block_size, dtype, config=None):
         self.qdata = qdata

@@ -149,7 +149,8 @@ def _implements(*funcs):
 
 def _map(x: QuantizedTensor, fn) -> QuantizedTensor:
     """A tensor like `x` with `fn` over all its inner tensors."""
-    return x._apply_fn_to_data(fn)
+    names, attributes = x.__tensor_flatten__()
+    return type(x).__tensor_unflatten__({name: fn(getattr(x, name)) for name in names}, attributes, None, None)
 
 
 @_implements(
