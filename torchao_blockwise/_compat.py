@@ -9,7 +9,7 @@ import sys
 import types
 
 import torch
-import torch.utils._pytree as pytree
+from torch.utils import _pytree as pytree  # noqa: F401  # imported from here
 
 
 @functools.cache

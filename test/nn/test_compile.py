@@ -180,7 +180,7 @@ def test_no_grad_and_inference_mode(config):
 
 
 def test_converting_a_model_that_ran_compiled():
-    """Either it is refused, and nothing changes, or the compiled model uses the converted weights."""
+    """It is refused, and nothing changes; or the compiled model uses the converted weights, or says that it cannot."""
     model, x = mlp(), tokens(33)
     compiled = torch.compile(model, backend="aot_eager")
     compiled(x)
@@ -190,5 +190,10 @@ def test_converting_a_model_that_ran_compiled():
         assert "before torch.compile" in str(error)
         assert all(type(p) is nn.Parameter for p in model.parameters())
     else:
-        assert not torch.equal(compiled(x), mlp()(x))
+        try:
+            assert not torch.equal(compiled(x), mlp()(x))
+        except NotImplementedError as error:
+            # torch 2.11 runs the old graph.
+            assert "would run in high precision" in str(error)
+            return
     assert_bitwise_equal(compiled(x).detach(), model(x).detach())

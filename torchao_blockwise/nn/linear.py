@@ -43,8 +43,8 @@ def linear(
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
     """
     device = x.device.type
-    # Asking for the state of a device without autocast, meta, raises.
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and x.is_floating_point():
+    # There is no autocast for meta tensors, and asking for its state raises.
+    if device != "meta" and torch.is_autocast_enabled(device) and x.is_floating_point():
         x = x.to(torch.get_autocast_dtype(device))
     _check(x, weight, bias)
     return _Linear.apply(x, weight, bias)

@@ -85,7 +85,8 @@ def matmul(a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt, out_dtype, 
 
 def pad_k_blocks(scale: torch.Tensor) -> torch.Tensor:
     """128×128 scales [N/128, K/128] with the K blocks padded with ones to a multiple of 4."""
-    return F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
+    missing = -scale.shape[1] % 4
+    return F.pad(scale, (0, missing), value=1.0) if missing else scale
 
 
 def rowwise_scales(scale: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:

@@ -204,7 +204,7 @@ quantize_both_op = define_op(
     _quantize_both_fake,
     _quantize_both_sharding,
 )
-# Bits, because a MAX over ranks loses a NaN among floats; as integers, magnitudes keep their order and NaN is above all.
+# Bits, because a MAX over ranks loses a NaN among floats; as integers magnitudes keep their order, NaN above all.
 tensor_amax_bits_op = define_op(
     "tensor_amax_bits(Tensor x) -> Tensor", _tensor_amax_bits, _tensor_amax_bits_fake, _amax_sharding
 )
