@@ -38,7 +38,9 @@ SAME_BITS = [name for name in VARIANTS if name.startswith("fp8")]
 def make(args, config) -> nn.Module:
     torch.manual_seed(0)
     layers = [
-        m for _ in range(args.layers) for m in (nn.Linear(args.dim, args.hidden), nn.Linear(args.hidden, args.dim))
+        m
+        for _ in range(args.layers)
+        for m in (nn.Linear(args.dim, args.hidden, bias=False), nn.Linear(args.hidden, args.dim, bias=False))
     ]
     model = nn.Sequential(*layers).to(device="cuda", dtype=torch.bfloat16)
     if config is not None:

@@ -151,8 +151,8 @@ layers.0.up: skip_fqns: matches '*.0.up'
 layers.0.down: None
 layers.1.up: left out by a custom filter
 layers.1.down: left out by a custom filter
-layers.2.up: keep_last_blocks: in the last 1 blocks
-layers.2.down: keep_last_blocks: in the last 1 blocks
+layers.2.up: keep_last_blocks: in the last block
+layers.2.down: keep_last_blocks: in the last block
 heads.0: min_features: 4 < 64
 lm_head: skip_lm_head: output projection""",
     )

@@ -122,9 +122,10 @@ def keep_last_blocks(model: nn.Module, count: int) -> Filter:
     fqn, blocks = max(lists, key=lambda item: len(item[1]))
     if not 0 <= count <= len(blocks):
         raise ValueError(f"keep_last_blocks: {fqn!r} has {len(blocks)} blocks, got count={count}")
+    where = "the last block" if count == 1 else f"the last {count} blocks"
     kept = {id(m) for block in list(blocks)[len(blocks) - count :] for m in block.modules()}
 
     def why_not(module: nn.Linear, fqn: str) -> str | None:
-        return f"keep_last_blocks: in the last {count} blocks" if id(module) in kept else None
+        return f"keep_last_blocks: in {where}" if id(module) in kept else None
 
     return Filter(why_not, f"keep_last_blocks({count})")

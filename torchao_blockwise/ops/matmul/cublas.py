@@ -80,7 +80,8 @@ def matmul(a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt, out_dtype, 
             scaling.BlockWise1x128 if b_one_row else scaling.BlockWise128x128,
             output_dtype=out_dtype if bias is None else torch.float32,
         )
-    return out if bias is None else (out + bias.float()).to(out_dtype)
+    # The bias comes before the only rounding, so the product waits for it in fp32.
+    return out if bias is None else out.add_(bias).to(out_dtype)
 
 
 def pad_k_blocks(scale: torch.Tensor) -> torch.Tensor:

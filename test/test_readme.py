@@ -1,0 +1,39 @@
+"""The README shows what is: its example runs and prints what it shows, its figures are those of benchmarks/results."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = re.findall(r"<!-- results: (\w+) -->\n(.*?)\n\n(?=!|Gradients)", README, flags=re.DOTALL)
+
+
+def block(marker: str) -> str:
+    """The fenced block after a marker."""
+    return re.search(rf"<!-- {marker} -->\n```\w*\n(.*?)\n```", README, flags=re.DOTALL).group(1)
+
+
+def test_the_example_prints_what_is_shown():
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block("example"), "README.md", "exec"), {"__name__": "readme"})
+    assert printed.getvalue().strip() == block("example-output")
+
+
+def test_all_results_are_found():
+    assert {name for name, _ in RESULTS} == {"train_llm_cpu", "train_llm_nvidia_h200", "memory_nvidia_h200"}
+
+
+@pytest.mark.parametrize(("name", "shown"), RESULTS, ids=[name for name, _ in RESULTS])
+def test_figures_come_from_the_results(name, shown):
+    written = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf-8")
+    assert shown == written.split("\n\n")[0].strip()
+
+
+def test_links_lead_somewhere():
+    paths = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert paths and [p for p in paths if not (ROOT / p).exists()] == []
