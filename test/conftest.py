@@ -17,6 +17,10 @@ if not torch.cuda.is_available():
     # Before anything imports Triton, which reads it once.
     os.environ["TRITON_INTERPRET"] = "1"
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores; threads of several would wait for each other.
+    torch.set_num_threads(1)
+
 warnings.filterwarnings("ignore", message=".*register_constant.*")
 
 

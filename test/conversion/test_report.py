@@ -27,7 +27,7 @@ layer     status     why / format                         shape    dtype       b
 --------  ---------  -----------------------------------  -------  -------  ---------  ---------  ---------
 blocks.0  converted  fp8_128x128                          256×256  float32  256.0 KiB  320.0 KiB   64.0 KiB
 blocks.1  skipped    keep_last_blocks: in the last block  256×256  float32  256.0 KiB  256.0 KiB          -
-lm_head   skipped    skip_lm_head: output projectin       256×256  float32  256.0 KiB  256.0 KiB          -
+lm_head   skipped    skip_lm_head: output projection      256×256  float32  256.0 KiB  256.0 KiB          -
 --------  ---------  -----------------------------------  -------  -------  ---------  ---------  ---------
 total     1 of 3     converted                                              768.0 KiB  832.0 KiB   64.0 KiB""",
     )
