@@ -16,10 +16,6 @@ import pytest
 pytest.importorskip("triton")
 
 TARGETS = (80, 90, 100)
-# Rows that do not start on 16 bytes are read or written an element at a time, each at an address of its own: there some
-# addresses may be spilled.
-RAGGED = re.compile(r"(quantize|transpose) \S+ (300x500|301x501|531x1024|533x1024)\b")
-RAGGED_SPILLS = 256
 
 
 def _record_builds(target: int):
@@ -89,6 +85,8 @@ def _cases(target: int):
             yield quantize_case(fmt, 512, 1024, torch.bfloat16, *copies)
         yield quantize_case(fmt, 512, 1024, torch.float32, True, True)
         yield quantize_case(fmt, 300, 500, torch.bfloat16, True, True)
+        for m, k in ((1, 16), (16, 1), (33, 150)):
+            yield quantize_case(fmt, m, k, torch.float32, True, True)
         if fmt.has_power_of_2_scales:
             yield quantize_case(fmt, 512, 1024, torch.bfloat16, True, True, True)
         # Token counts that change: the first one is built already, the others make one build more.
@@ -125,17 +123,29 @@ _INSTRUCTIONS = re.compile(
 )
 
 
+def _half_defined_words(ptx: str) -> list[str]:
+    """Words of which one half was never written. ptxas 12.8 lost other bytes beside such halves of e4m3 pairs."""
+    defined = set()
+    for line in ptx.splitlines():
+        operands = re.match(r"\s*(?:@!?%p\d+ )?(?!st)[a-z][\w.:]*\s+(\{[^}]*\}|[^,;{]+)", line)
+        defined.update(re.findall(r"%rs\d+", operands.group(1)) if operands else ())
+    words = re.findall(r"(mov\.b32 \s*%r\d+, \{(%rs\d+), (%rs\d+)\})", ptx)
+    return [word for word, *halves in words if not defined.issuperset(halves)]
+
+
 def _main(target: int) -> None:
     builds = _record_builds(target)
     rows, resources = [], {}
     for label, launch in _cases(target):
         launch()
-        (kernel, compiled) = builds.pop()
-        if compiled.hash not in resources:
-            resources[compiled.hash] = _resources(compiled.asm["cubin"])
-        instructions = sorted(set(_INSTRUCTIONS.findall(compiled.asm["ptx"])))
-        row = {"label": label, "kernel": kernel, "build": compiled.hash, "instructions": instructions}
-        rows.append(row | resources[compiled.hash])
+        for kernel, compiled in builds:
+            if compiled.hash not in resources:
+                resources[compiled.hash] = _resources(compiled.asm["cubin"])
+            instructions = sorted(set(_INSTRUCTIONS.findall(compiled.asm["ptx"])))
+            row = {"label": label, "kernel": kernel, "build": compiled.hash, "instructions": instructions}
+            row["half_defined_words"] = _half_defined_words(compiled.asm["ptx"])
+            rows.append(row | resources[compiled.hash])
+        builds.clear()
     json.dump(rows, sys.stdout)
 
 
@@ -164,8 +174,8 @@ def _of(rows, *words):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_spills(builds, target):
-    spills = {row["label"]: row["STACK"] + row["LOCAL"] for row in builds[target]}
-    assert not {label: n for label, n in spills.items() if n > (RAGGED_SPILLS if RAGGED.match(label) else 0)}
+    spills = [(row["label"], row["STACK"] + row["LOCAL"]) for row in builds[target]]
+    assert [(label, n) for label, n in spills if n] == []
 
 
 @pytest.mark.parametrize(
@@ -189,6 +199,12 @@ def test_quantize_rounds_as_the_reference_does(builds, target):
 
 
 @pytest.mark.parametrize("target", TARGETS[1:])
+def test_quantize_leaves_no_half_of_a_word_undefined(builds, target):
+    for row in _of(builds[target], "quantize"):
+        assert row["half_defined_words"] == [], row["label"]
+
+
+@pytest.mark.parametrize("target", TARGETS[1:])
 def test_payload_is_stored_16_bytes_at_a_time(builds, target):
     for row in _of(builds[target], "quantize") + _of(builds[target], "transpose"):
         if "512x1024" in row["label"]:
@@ -202,8 +218,8 @@ def test_token_counts_do_not_recompile(builds, target):
         rows = [_of(builds[target], pair, shape, "bfloat16")[0] for shape in shapes]
         assert len({row["build"] for row in rows}) == 1
     if target >= 89:
-        rows = [_of(builds[target], "fp8_1x128", f"{m}x1024", "rowwise+columnwise")[0] for m in (528, 531, 533)]
-        # Multiples of 16 and all others.
+        # The columnwise launch, the second one: multiples of 16 and all others.
+        rows = [_of(builds[target], "fp8_1x128", f"{m}x1024", "rowwise+columnwise")[1] for m in (528, 531, 533)]
         assert len({row["build"] for row in rows}) == 2
 
 

@@ -19,7 +19,9 @@ import triton.language as tl
 
 from torchao_blockwise.formats import BlockFormat
 
-_TILE, _WARPS = 128, 16
+# (tile, warps) where rows start on 16 bytes, and where bytes are moved one by one and each has an address.
+_ALIGNMENT = 16
+_TILES = {True: (128, 16), False: (64, 8)}
 # Of pairs, along both dims: 128 × 128 elements.
 _PAIRS_TILE, _PAIRS_WARPS = 64, 4
 
@@ -83,8 +85,9 @@ def transpose(
         B, packed_m = qdata.numel() // (M * packed_k), out.shape[-1]
         with torch.cuda.device_of(q):
             if fmt.element.per_byte == 1:
-                grid = (B * triton.cdiv(M, _TILE) * triton.cdiv(columns, _TILE),)
-                _transpose_bytes_kernel[grid](q, qt, M, columns, TILE=_TILE, num_warps=_WARPS)
+                tile, warps = _TILES[M % _ALIGNMENT == 0 and columns % _ALIGNMENT == 0]
+                grid = (B * triton.cdiv(M, tile) * triton.cdiv(columns, tile),)
+                _transpose_bytes_kernel[grid](q, qt, M, columns, TILE=tile, num_warps=warps)
             else:
                 grid = (B * triton.cdiv(packed_m, _PAIRS_TILE) * triton.cdiv(packed_k, _PAIRS_TILE),)
                 _transpose_pairs_kernel[grid](
