@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torchao.quantization import FqnToConfig, quantize_
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, is_linear, linear, skip_fqns
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, dry_run, is_linear, linear, skip_fqns
 from torchao_blockwise.conversion import convert_linear
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -327,3 +327,13 @@ def test_converted_on_meta_then_materialised(config):
         forward_backward(model, torch.ones(3, 64)), forward_backward(mlp(config, seed=2), torch.ones(3, 64))
     ):
         assert_bitwise_equal(a, b)
+
+
+def test_a_quantised_tensor_is_not_tied_to_an_embedding():
+    """An embedding cannot look rows up in it: refused before any change, and foretold by the dry run."""
+    model, config = Tied(), replace(FP8, master_weights=False)
+    reasons = [layer.reason for layer in dry_run(model, config).layers if layer.status == "cannot convert"]
+    assert len(reasons) == 1 and "shared with another module, Embedding" in reasons[0]
+    with pytest.raises(ValueError, match=r"lm_head: its weight is shared with another module, Embedding"):
+        quantize_(model, config)
+    assert all(type(p) is nn.Parameter for p in model.parameters())

@@ -27,8 +27,8 @@ from torchao_blockwise.tensors import (
 )
 
 
-def why_not_convertible(module: nn.Module, config: TrainingConfig) -> str | None:
-    """Why `module` cannot be converted with `config`, with the remedy, or None if it can."""
+def why_not_convertible(module: nn.Module, config: TrainingConfig, model: nn.Module | None = None) -> str | None:
+    """Why `module`, a part of `model`, cannot be converted with `config`, with the remedy, or None if it can."""
     if not isinstance(module, nn.Linear):
         return f"a {type(module).__name__} is not an nn.Linear; narrow filter_fn"
     if type(module).forward is not nn.Linear.forward:
@@ -54,7 +54,19 @@ def why_not_convertible(module: nn.Module, config: TrainingConfig) -> str | None
         return "something holds a weak reference to its weight; convert before torch.compile and parallel wrappers run"
     if _compat.is_held(weight):
         return "a view of its weight or the graph of a forward pass is alive; drop it (del output, loss) before"
+    if model is not None and not config.master_weights:
+        others = [m for m in _holders(weight, model) if not isinstance(m, nn.Linear)]
+        if others:
+            return (
+                f"its weight is shared with another module, {type(others[0]).__name__}, which cannot use a quantised "
+                "tensor; take master_weights=True, or exclude the layer"
+            )
     return None
+
+
+def _holders(weight: nn.Parameter, model: nn.Module) -> list[nn.Module]:
+    """The modules of `model` that hold this very Parameter."""
+    return [m for m in model.modules() if any(p is weight for p in _compat.parameters_of(m).values())]
 
 
 @register_quantize_module_handler(BlockwiseFP8TrainingConfig)
@@ -71,11 +83,11 @@ def convert_linear(module: nn.Module, config: TrainingConfig) -> nn.Module:
         targets = [(fqn, m) for fqn, m in model.named_modules() if m is module]
     else:
         targets = _targets_if_first(module, model, filter_fn)
-    _check(targets, config)
+    _check(targets, config, model)
     weight = module.weight
     if isinstance(weight, (MasterWeightTensor, QuantizedTensor)) and weight.config == config:
         return module
-    holders = [m for m in model.modules() if any(p is weight for p in _compat.parameters_of(m).values())]
+    holders = _holders(weight, model)
     _swap(weight, _converted(weight, config))
     for holder in holders:
         keep_state_dicts_plain(holder)
@@ -90,8 +102,8 @@ def _targets_if_first(module, model, filter_fn) -> list[tuple[str, nn.Module]]:
     return [(fqn, m) for fqn, m in model.named_modules() if filter_fn(m, fqn)]
 
 
-def _check(targets, config) -> None:
-    reasons = [(fqn, why_not_convertible(module, config)) for fqn, module in targets]
+def _check(targets, config, model) -> None:
+    reasons = [(fqn, why_not_convertible(module, config, model)) for fqn, module in targets]
     failures = [(fqn, reason) for fqn, reason in reasons if reason is not None]
     if failures:
         lines = "\n".join(f"  {fqn or 'the model itself'}: {reason}" for fqn, reason in failures)

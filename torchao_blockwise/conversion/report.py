@@ -108,7 +108,7 @@ def dry_run(
     def state(fqn, module):
         if not selected(module, fqn):
             return SKIPPED, skip_reason(module) or "not selected", None
-        reason = why_not_convertible(module, config)
+        reason = why_not_convertible(module, config, model)
         return (CONVERTED, _format(config), config) if reason is None else (CANNOT, reason, None)
 
     return _report(model, [(fqn, m, *state(fqn, m)) for fqn, m in _linears(model)], dry_run=True)
