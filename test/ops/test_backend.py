@@ -18,9 +18,9 @@ NO_GPU = "Triton kernels run on CUDA devices, got cpu (TRITON_INTERPRET=1 interp
 @pytest.fixture(autouse=True)
 def forget_warnings():
     """Every test may see the warning that is given once."""
-    backend_module._warn_once.cache_clear()
+    backend_module._warned.clear()
     yield
-    backend_module._warn_once.cache_clear()
+    backend_module._warned.clear()
 
 
 def test_names():
@@ -75,6 +75,8 @@ def test_auto_that_falls_short_warns_once_with_the_reason():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pick("op", "auto", reasons, expected=Backend.CUBLAS)
+        # Another token count, another reason: a warning a step would drown everything else.
+        pick("op", "auto", {**reasons, Backend.CUBLAS: "M=5"}, expected=Backend.CUBLAS)
         pick("op", "auto", reasons, expected=Backend.TRITON)
         pick("op", "triton", reasons, expected=Backend.CUBLAS)
         pick("op", "auto", reasons)

@@ -73,7 +73,8 @@ def pick(
 ) -> Backend:
     """Resolve a backend: `reasons` maps each candidate, best first, to why it cannot run, or None.
 
-    expected: the backend that AUTO ought to reach on this device; falling short of it warns once, with the reason.
+    expected: the backend that AUTO ought to reach on this device. Falling short of it warns with the reason, once for
+        an operation: later reasons, a token count that changes each step for one, are left unsaid.
     Raises ValueError where a named backend cannot run.
     """
     backend = get_backend(backend)
@@ -86,10 +87,14 @@ def pick(
         return backend
     chosen = next(b for b, reason in reasons.items() if reason is None)
     if expected is not None and chosen is not expected and reasons.get(expected) is not None:
-        _warn_once(f"{op}: auto uses {chosen} instead of {expected}: {reasons[expected]}")
+        _warn_once(op, chosen, expected, reasons[expected])
     return chosen
 
 
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
+_warned: set[tuple[str, Backend, Backend]] = set()
+
+
+def _warn_once(op: str, chosen: Backend, expected: Backend, reason: str | None) -> None:
+    if (op, chosen, expected) not in _warned:
+        _warned.add((op, chosen, expected))
+        warnings.warn(f"{op}: auto uses {chosen} instead of {expected}: {reason}", stacklevel=2)
