@@ -15,7 +15,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
-from torchao_blockwise.formats import FP8_128X128
+from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     BlockwiseFP8TrainingConfig,
@@ -40,7 +40,7 @@ def why_not_convertible(module: nn.Module, config: TrainingConfig, model: nn.Mod
         return "its weight is not initialised yet; run one forward pass first"
     if weight is None:
         return "its weight is not a Parameter (parametrised or pruned?); remove the parametrisation first"
-    if isinstance(weight, (MasterWeightTensor, QuantizedTensor)) and weight.config == config:
+    if _trains_by(weight, config):
         return None
     if isinstance(weight, MasterWeightTensor) and not config.master_weights:
         return "it is converted with master weights already; convert a fresh model"
@@ -48,7 +48,7 @@ def why_not_convertible(module: nn.Module, config: TrainingConfig, model: nn.Mod
         return f"its weight is a {type(weight).__name__} already; convert it once"
     if type(weight) not in (nn.Parameter, MasterWeightTensor):
         return f"its weight is a {type(weight).__name__}; convert first, then shard or wrap"
-    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if weight.dtype not in HIGH_PRECISION_DTYPES:
         return f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
     if weakref.getweakrefs(weight):
         return "something holds a weak reference to its weight; convert before torch.compile and parallel wrappers run"
@@ -62,6 +62,11 @@ def why_not_convertible(module: nn.Module, config: TrainingConfig, model: nn.Mod
                 "tensor; take master_weights=True, or exclude the layer"
             )
     return None
+
+
+def _trains_by(weight: torch.Tensor, config: TrainingConfig) -> bool:
+    """Whether `weight` is converted with this very config already."""
+    return isinstance(weight, (MasterWeightTensor, QuantizedTensor)) and weight.config == config
 
 
 def _holders(weight: nn.Parameter, model: nn.Module) -> list[nn.Module]:
@@ -85,7 +90,7 @@ def convert_linear(module: nn.Module, config: TrainingConfig) -> nn.Module:
         targets = _targets_if_first(module, model, filter_fn)
     _check(targets, config, model)
     weight = module.weight
-    if isinstance(weight, (MasterWeightTensor, QuantizedTensor)) and weight.config == config:
+    if _trains_by(weight, config):
         return module
     holders = _holders(weight, model)
     _swap(weight, _converted(weight, config))

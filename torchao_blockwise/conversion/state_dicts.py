@@ -10,13 +10,9 @@ from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
 def keep_state_dicts_plain(module: nn.Module) -> None:
     """Make `module` save its master weights as plain tensors, and load plain tensors into them; once a module."""
-    if not any(hook is _save_plain for hook in _hooks(module)):
+    if not any(hook is _save_plain for hook in _compat.state_dict_hooks_of(module)):
         module.register_state_dict_post_hook(_save_plain)
         module.register_load_state_dict_pre_hook(_load_assigned)
-
-
-def _hooks(module: nn.Module):
-    return _compat.state_dict_hooks_of(module)
 
 
 def _save_plain(module: nn.Module, state_dict, prefix: str, local_metadata) -> None:

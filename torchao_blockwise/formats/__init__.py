@@ -1,7 +1,7 @@
 """Formats: what a block-scaled format is, as data, and the bit codecs of its elements."""
 
 from torchao_blockwise.formats.block_format import FORMATS, BlockFormat, Scales, get_format, register_format
-from torchao_blockwise.formats.elements import E2M1, E2M1_VALUES, E4M3, Element
+from torchao_blockwise.formats.elements import E2M1, E2M1_VALUES, E4M3, HIGH_PRECISION_DTYPES, Element
 from torchao_blockwise.formats.fp8 import FP8_1X128, FP8_128X128
 from torchao_blockwise.formats.nvfp4 import NVFP4_1X16, NVFP4_16X16, global_scale_of
 
@@ -12,6 +12,7 @@ __all__ = [
     "FORMATS",
     "FP8_1X128",
     "FP8_128X128",
+    "HIGH_PRECISION_DTYPES",
     "NVFP4_1X16",
     "NVFP4_16X16",
     "BlockFormat",

@@ -80,6 +80,13 @@ class BlockFormat:
         grid = self.grid(rows, columns)
         return (*batch, *(grid[::-1] if self.transposed_scales else grid))
 
+    def new_empty(self, x: torch.Tensor, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Uninitialised (payload, stored scale grid) of a tensor [.., rows, columns], on the device of `x`."""
+        return (
+            x.new_empty(self.qdata_shape(*shape), dtype=self.element.storage_dtype),
+            x.new_empty(self.scale_shape(*shape), dtype=self.scale_dtype),
+        )
+
     def nbytes(self, *shape: int) -> int:
         """Bytes at rest of a quantised tensor [.., rows, columns]: payload, scales, and the global scale if any."""
         payload = math.prod(self.qdata_shape(*shape)) * self.element.storage_dtype.itemsize

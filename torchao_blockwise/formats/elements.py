@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
+
+# What high-precision tensors can be: quantised from, multiplied to, or reported.
+HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,19 @@ class Element:
     def packed(self, columns: int) -> int:
         """Payload entries that hold `columns` elements: ⌈columns / per_byte⌉."""
         return (columns + self.per_byte - 1) // self.per_byte
+
+    def unpack(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
+        """One code an entry [.., columns] of a payload [.., packed(columns)]."""
+        if self.per_byte == 1:
+            return qdata
+        return torch.stack((qdata & 0xF, qdata >> 4), dim=-1).flatten(-2)[..., :columns]
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Contiguous payload [.., packed(K)] of codes [.., K] in memory of its own; an odd K leaves a zero nibble."""
+        if self.per_byte == 1:
+            return codes.clone(memory_format=torch.contiguous_format)
+        codes = F.pad(codes.contiguous(), (0, codes.shape[-1] % 2))
+        return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
     def encode(self, y: torch.Tensor) -> torch.Tensor:
         """Payload [.., packed(K)] of fp32 values `y` [.., K], rounded to nearest even, saturating."""
@@ -71,23 +88,21 @@ def _e2m1_borders() -> list[float]:
     return borders
 
 
+_E2M1_BORDERS = _e2m1_borders()
+
+
 class _E2M1(Element):
     """1 sign, 2 exponent, 1 mantissa bit; no NaN, no infinity. A NaN encodes as 0. Source: OCP Microscaling spec."""
 
     def encode(self, y: torch.Tensor) -> torch.Tensor:
-        borders = torch.tensor(_e2m1_borders(), device=y.device)
+        borders = torch.tensor(_E2M1_BORDERS, device=y.device)
         code = torch.bucketize(y.abs().contiguous(), borders, right=True, out_int32=True).to(torch.uint8)
         code = torch.where(y.signbit(), code | _SIGN_BIT, code)
-        code = code.masked_fill(y.isnan(), 0)
-        if code.shape[-1] % 2:
-            code = torch.nn.functional.pad(code, (0, 1))
-        even, odd = code[..., 0::2], code[..., 1::2]
-        return even | (odd << 4)
+        return self.pack(code.masked_fill(y.isnan(), 0))
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
         values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=qdata.device)
-        codes = torch.stack((qdata & 0xF, qdata >> 4), dim=-1).flatten(-2)
-        return values[codes[..., :columns].int()]
+        return values[self.unpack(qdata, columns).int()]
 
 
 E4M3 = _E4M3("e4m3", max=448.0, bits=8, storage_dtype=torch.float8_e4m3fn)

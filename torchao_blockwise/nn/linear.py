@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from torchao_blockwise import ops
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.weight_product import weight_product
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -22,7 +23,6 @@ from torchao_blockwise.tensors import (
     TrainingConfig,
 )
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DEFAULT_CONFIGS: dict[type, TrainingConfig] = {
     BlockwiseFP8Tensor: BlockwiseFP8TrainingConfig(master_weights=False),
     NVFP4Tensor: NVFP4TrainingConfig(master_weights=False),
@@ -56,7 +56,7 @@ def config_of(weight) -> TrainingConfig:
 
 
 def _check(x, weight, bias) -> None:
-    if x.dtype not in _DTYPES:
+    if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"linear: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
     if weight.dim() != 2:
         raise ValueError(f"linear: weight must be [N, K], got shape {list(weight.shape)}")

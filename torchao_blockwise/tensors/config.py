@@ -9,10 +9,15 @@ import torch
 from torchao.core.config import AOBaseConfig
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat
+from torchao_blockwise.formats import (
+    FP8_1X128,
+    FP8_128X128,
+    HIGH_PRECISION_DTYPES,
+    NVFP4_1X16,
+    NVFP4_16X16,
+    BlockFormat,
+)
 from torchao_blockwise.ops import Backend, get_backend
-
-_OUT_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class TrainingConfig(AOBaseConfig):
         for field in ("master_weights", "power_of_2_scales"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{name}: {field} must be True or False, got {getattr(self, field)!r}")
-        if self.out_dtype not in _OUT_DTYPES:
+        if self.out_dtype not in (None, *HIGH_PRECISION_DTYPES):
             raise ValueError(
                 f"{name}: out_dtype must be torch.bfloat16, torch.float16, torch.float32 or None (the input's), "
                 f"got {self.out_dtype!r}"

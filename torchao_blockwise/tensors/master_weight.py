@@ -7,6 +7,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors import weight_cache
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
@@ -84,7 +85,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
         )
 
     def __init__(self, hp: torch.Tensor, config: TrainingConfig):
-        if hp.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if hp.dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(f"MasterWeightTensor: hp must be bfloat16, float16 or float32, got {hp.dtype}")
         if not isinstance(config, TrainingConfig):
             raise TypeError(f"MasterWeightTensor: config must be a TrainingConfig, got {type(config).__name__}")

@@ -13,7 +13,7 @@ import torch
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
 
@@ -128,7 +128,7 @@ def check_quantizable(hp: torch.Tensor, name: str) -> None:
     """Raise TypeError or ValueError unless `hp` is a plain floating-point tensor of at least 2 dims."""
     if isinstance(hp, QuantizedTensor):
         raise TypeError(f"{name}.from_hp: w is a {type(hp).__name__} already; dequantize() it first")
-    if hp.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if hp.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{name}.from_hp: w must be bfloat16, float16 or float32, got {hp.dtype}; cast it first")
     if hp.dim() < 2:
         raise ValueError(f"{name}.from_hp: w must be [.., N, K], got shape {list(hp.shape)}; reshape it")
@@ -180,7 +180,7 @@ def _to_copy(func, x, *, dtype=None, device=None, non_blocking=False, **kwargs):
 
 def _float_dtype(func, x, dtype):
     """The dtype that a copy reports; its payload stays as it is."""
-    if dtype is not None and dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
         name = type(x).__name__
         raise TypeError(f"{func}: a {name} can report bfloat16, float16 or float32, got {dtype}; dequantize() it first")
     return x.dtype if dtype is None else dtype

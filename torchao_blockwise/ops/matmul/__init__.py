@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, get_format
+from torchao_blockwise.formats import (
+    FP8_1X128,
+    FP8_128X128,
+    HIGH_PRECISION_DTYPES,
+    NVFP4_1X16,
+    NVFP4_16X16,
+    BlockFormat,
+    get_format,
+)
 from torchao_blockwise.ops.backend import Backend, compute_capability, get_backend, pick, why_no_triton
 from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.ops.matmul import cublas, reference
 from torchao_blockwise.ops.operand import format_of, is_operand
 
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KERNEL_PAIRS = {
     (FP8_1X128.name, FP8_128X128.name),
     (FP8_1X128.name, FP8_1X128.name),
@@ -49,7 +56,7 @@ def _check(a, b, out_dtype, bias):
             raise TypeError(f"matmul: {name} must be a result of quantize, got {type(x).__name__}; quantize it first")
         if x.qdata.dim() != 2:
             raise ValueError(f"matmul: {name} must be a matrix, got payload of shape {list(x.qdata.shape)}")
-    if out_dtype not in OUT_DTYPES:
+    if out_dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"matmul: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     a_fmt, b_fmt = format_of(a), format_of(b)
     if a_fmt.element is not b_fmt.element or a_fmt.block[1] != b_fmt.block[1]:
@@ -59,7 +66,9 @@ def _check(a, b, out_dtype, bias):
         raise ValueError(f"matmul: a [M, K] and b [N, K] must agree in K, got payloads {got}")
     if a.qdata.device != b.qdata.device:
         raise ValueError(f"matmul: a is on {a.qdata.device}, b on {b.qdata.device}; move one of them")
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.qdata.shape[0] or bias.dtype not in OUT_DTYPES):
+    if bias is not None and (
+        bias.dim() != 1 or bias.shape[0] != b.qdata.shape[0] or bias.dtype not in HIGH_PRECISION_DTYPES
+    ):
         got = f"{bias.dtype} of shape {list(bias.shape)}"
         raise ValueError(f"matmul: bias must be a float vector of {b.qdata.shape[0]} elements, got {got}")
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import BlockFormat, get_format, global_scale_of
+from torchao_blockwise.formats import (
+    FP8_1X128,
+    FP8_128X128,
+    HIGH_PRECISION_DTYPES,
+    NVFP4_1X16,
+    NVFP4_16X16,
+    BlockFormat,
+    get_format,
+    global_scale_of,
+)
 from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
 from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.ops.operand import operand
 from torchao_blockwise.ops.quantize import reference
 from torchao_blockwise.ops.sharding import shards_on_blocks
 
-HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KERNEL_FORMATS = (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)
 
 
 def quantize(
@@ -76,13 +85,9 @@ def _check(x, fmt, rowwise, columnwise, power_of_2_scales, tensor_amax):
 def _pick(x: torch.Tensor, fmt: BlockFormat, backend: str) -> Backend:
     # Below sm_89 there is no conversion to e4m3 in hardware.
     reasons = {Backend.TRITON: why_no_triton(x.device, min_capability=(8, 9)), Backend.REFERENCE: None}
-    if not _has_kernel(fmt) and reasons[Backend.TRITON] is None:
+    if fmt not in _KERNEL_FORMATS and reasons[Backend.TRITON] is None:
         reasons[Backend.TRITON] = f"{fmt.name} has no kernel yet"
     return pick("quantize", backend, reasons, expected=Backend.TRITON if x.is_cuda else None)
-
-
-def _has_kernel(fmt: BlockFormat) -> bool:
-    return fmt.name in ("fp8_1x128", "fp8_128x128", "nvfp4_1x16", "nvfp4_16x16")
 
 
 def _quantize(x, amax_bits, format, columnwise, power_of_2_scales, backend):
@@ -109,21 +114,13 @@ def _amax(bits: torch.Tensor | None) -> torch.Tensor | None:
     return None if bits is None else bits.view(torch.float32)
 
 
-def _fake_copy(x: torch.Tensor, fmt: BlockFormat, columnwise: bool):
-    shape = x.mT.shape if columnwise else x.shape
-    return (
-        x.new_empty(fmt.qdata_shape(*shape), dtype=fmt.element.storage_dtype),
-        x.new_empty(fmt.scale_shape(*shape), dtype=fmt.scale_dtype),
-    )
-
-
 def _quantize_fake(x, amax_bits, format, columnwise, power_of_2_scales, backend):
-    return _fake_copy(x, get_format(format), columnwise)
+    return get_format(format).new_empty(x, *(x.mT if columnwise else x).shape)
 
 
 def _quantize_both_fake(x, amax_bits, format, power_of_2_scales, backend):
     fmt = get_format(format)
-    return *_fake_copy(x, fmt, False), *_fake_copy(x, fmt, True)
+    return *fmt.new_empty(x, *x.shape), *fmt.new_empty(x, *x.mT.shape)
 
 
 def _tensor_amax_bits(x):

@@ -263,8 +263,8 @@ def quantize(
             *quantize(x, fmt, tensor_amax, False, True, power_of_2_scales),
         )
     # A copy that is not asked for takes the place of a pointer and is never written.
-    q, s = _new_copy(x, fmt, x.shape) if rowwise else (None, None)
-    qt, st = _new_copy(x, fmt, x.mT.shape) if columnwise else (None, None)
+    q, s = fmt.new_empty(x, *x.shape) if rowwise else (None, None)
+    qt, st = fmt.new_empty(x, *x.mT.shape) if columnwise else (None, None)
     copies = tuple(t for t in (q, s, qt, st) if t is not None)
     if x.numel() == 0:
         return copies
@@ -295,10 +295,3 @@ def quantize(
                 TILE_M=tile_m, BLOCK=fmt.block[1], num_warps=warps,
             )  # fmt: skip
     return copies
-
-
-def _new_copy(x: torch.Tensor, fmt: BlockFormat, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        x.new_empty(fmt.qdata_shape(*shape), dtype=fmt.element.storage_dtype),
-        x.new_empty(fmt.scale_shape(*shape), dtype=fmt.scale_dtype),
-    )

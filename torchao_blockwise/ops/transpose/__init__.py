@@ -6,6 +6,7 @@ from torchao_blockwise.formats import BlockFormat, get_format
 from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
 from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.ops.operand import format_of, is_operand, operand
+from torchao_blockwise.ops.sharding import shards_on_blocks
 from torchao_blockwise.ops.transpose import reference
 
 
@@ -54,8 +55,6 @@ def _transpose_fake(qdata, scale, format, columns, backend):
 
 def _transpose_sharding(qdata, scale, format, columns, backend):
     from torch.distributed.tensor import Replicate, Shard
-
-    from torchao_blockwise.ops.sharding import shards_on_blocks
 
     options = [None, None, None]
     rules = [([Replicate(), Replicate()], [Replicate(), Replicate(), *options])]
