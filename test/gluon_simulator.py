@@ -1,0 +1,471 @@
+"""A simulator of Gluon kernels for Hopper, for tests on machines without one.
+
+It runs the Python source of a kernel's jit functions with another `gl`, `tma`, `mbarrier` ..: values are torch tensors,
+each partition of a `warp_specialize` is a thread, and one thread runs at a time. At every point where partitions meet
+the copy engine, a barrier or the tensor cores, the next to run is drawn at random, from a seed. So an order that the
+hardware may take is tried, and what only works in one order fails:
+
+    copies       shared memory is poisoned when a copy into it is issued, and filled at some later time
+    wgmma        reads its operands when issued and again when waited for; a change between is an error
+    stores       leave shared memory at some time before they are waited for; a change before that is an error
+    barriers     phases and pending counts as in PTX; partitions that wait for each other are an error, not a hang
+    clusters     a pair of multiprocessors runs as two, each on its part of every tile; what one sends to the other when
+                 that has ended is an error
+
+Layouts, registers, bank conflicts, proxies' fences and speed are beyond it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+_POISON = 0xFF  # NaN in e4m3, bf16 and f32
+
+
+class SimulationError(AssertionError):
+    """What would be a race, a deadlock or an access out of bounds on the hardware."""
+
+
+class Scheduler:
+    """Runs threads one at a time and draws who is next wherever one pauses."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.turn = threading.Condition()
+        self.waiting: dict[int, object] = {}  # thread -> condition that it waits for, or None
+        self.current: int | None = None
+        self.copies: list[Callable[[], None]] = []  # issued, not done
+        self.error: BaseException | None = None
+
+    def run(self, functions) -> None:
+        threads = [threading.Thread(target=self._thread, args=(i, f), daemon=True) for i, f in enumerate(functions)]
+        self.waiting = dict.fromkeys(range(len(functions)))
+        for thread in threads:
+            thread.start()
+        with self.turn:
+            self._pass_on()
+        for thread in threads:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+        if self.copies:
+            raise SimulationError(f"{len(self.copies)} copies were never waited for")
+
+    def _thread(self, i: int, function) -> None:
+        self._wait_for_turn(i)
+        try:
+            if self.error is None:
+                function()
+        except BaseException as error:
+            self.error = self.error or error
+        with self.turn:
+            del self.waiting[i]
+            self._pass_on()
+
+    def _wait_for_turn(self, i: int) -> None:
+        with self.turn:
+            self.turn.wait_for(lambda: self.current == i)
+
+    def pause(self, until=None) -> None:
+        """Let others run; come back when `until()` holds."""
+        with self.turn:
+            i = self.current
+            self.waiting[i] = until
+            self._pass_on()
+            self.turn.wait_for(lambda: self.current == i)
+            self.waiting[i] = None
+        if self.error is not None:
+            raise SimulationError("another partition failed")
+
+    def _pass_on(self) -> None:
+        while self.waiting:
+            ready = [i for i, until in self.waiting.items() if self.error or until is None or until()]
+            choices = [*ready, *(["copy"] if self.copies else [])]
+            if not choices:
+                self.error = SimulationError("deadlock: every partition waits for a barrier that none will complete")
+                continue
+            chosen = self.random.choice(choices)
+            if chosen == "copy":
+                self.copies.pop(self.random.randrange(len(self.copies)))()
+                continue
+            self.current = chosen
+            break
+        else:
+            for copy in self.copies:
+                copy()
+            self.copies.clear()
+            self.current = None
+        self.turn.notify_all()
+
+
+def _split_dim(layout) -> int | None:
+    """Which dim, counted from the last, a layout deals out to a pair of multiprocessors; None if each has it all."""
+    bases = getattr(layout, "cga_layout", None)
+    if not bases or not any(bases[0]):
+        return None
+    assert len(bases) == 1 and max(bases[0]) == 1
+    return list(bases[0]).index(1) - len(bases[0])
+
+
+@dataclass
+class Descriptor:
+    """Tiles of a matrix for the copy engine: zeros are read beside it, nothing is written there."""
+
+    base: torch.Tensor
+    block_shape: list[int]
+    layout: object
+
+    dtype = property(lambda self: self.base.dtype)
+
+    @classmethod
+    def of(cls, descriptor):
+        """From Triton's TensorDescriptor, which checks alignment."""
+        assert max(descriptor.block_shape) <= 256, "tiles of the copy engine have 256 rows and columns at most"
+        base = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
+        return cls(base, list(descriptor.block_shape), descriptor.layout)
+
+    def window(self, coordinates, rank: int):
+        """(slices of the matrix, slices of the tile) of what lies in the matrix of a multiprocessor's part."""
+        shape, starts = list(self.block_shape), [int(c) for c in coordinates]
+        dim = _split_dim(self.layout)
+        if dim is not None:
+            shape[dim] //= 2
+            starts[dim] += rank * shape[dim]
+        inside, tile = [], []
+        for start, size, block in zip(starts, self.base.shape, shape):
+            first, last = max(start, 0), min(start + block, size)
+            inside.append(slice(first, max(first, last)))
+            tile.append(slice(first - start, max(first, last) - start))
+        return shape, tuple(inside), tuple(tile)
+
+
+@dataclass
+class Shared:
+    """A view of a multiprocessor's shared memory; `of_peer` is the same view of another's."""
+
+    data: torch.Tensor
+    of_peer: Callable[[int], Shared] | None = None
+
+    dtype = property(lambda self: self.data.dtype)
+    shape = property(lambda self: self.data.shape)
+
+    def index(self, i):
+        i = int(i)
+        if not 0 <= i < self.data.shape[0]:
+            raise SimulationError(f"index {i} of shared memory of shape {list(self.data.shape)}")
+        return Shared(self.data[i], lambda rank: self.of_peer(rank).index(i))
+
+    def permute(self, order):
+        return Shared(self.data.permute(order))
+
+    def reshape(self, shape):
+        assert len(shape) == 1
+        return Shared(self.data.view(-1))
+
+    def load(self, layout):
+        return self.data.clone()
+
+    def store(self, value):
+        self.data.copy_(value)
+
+    def poison(self):
+        self.data.view(torch.uint8).fill_(_POISON)
+
+    def bytes(self):
+        return self.data.contiguous().view(torch.uint8).clone()
+
+
+@dataclass
+class Barrier:
+    of_peer: Callable[[int], Barrier]
+    first_only: bool  # lies in the first multiprocessor of a pair, for both
+    count: int = 0
+    pending: int = 0
+    bytes: int = 0
+    phase: int = 0
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.pending = self.count
+
+
+@dataclass
+class Barriers:
+    barriers: list[Barrier]
+
+    def index(self, i):
+        return self.barriers[int(i)]
+
+
+class Pointer:
+    """Elements of a contiguous tensor; an access outside of it is an error."""
+
+    def __init__(self, base: torch.Tensor, offsets=0):
+        self.base, self.offsets = base, offsets
+
+    @property
+    def dtype(self):
+        return types.SimpleNamespace(element_ty=self.base.dtype)
+
+    def __add__(self, offsets):
+        return Pointer(self.base, self.offsets + offsets)
+
+    def _index(self, mask):
+        offsets = torch.as_tensor(self.offsets)
+        mask = torch.as_tensor(True if mask is None else mask)
+        offsets, mask = torch.broadcast_tensors(offsets, mask)
+        wanted = offsets[mask]
+        if wanted.numel() and (int(wanted.min()) < 0 or int(wanted.max()) >= self.base.numel()):
+            raise SimulationError(f"access outside a tensor of {self.base.numel()} elements")
+        return torch.where(mask, offsets, 0).long(), mask
+
+    def load(self, mask, other):
+        offsets, mask = self._index(mask)
+        return torch.where(mask, self.base.flatten()[offsets], torch.as_tensor(other, dtype=self.base.dtype))
+
+    def store(self, value, mask):
+        offsets, mask = self._index(mask)
+        self.base.view(-1)[offsets[mask]] = value.expand(offsets.shape)[mask]
+
+
+@dataclass
+class _Product:
+    a: Shared
+    b: Shared
+    bytes: tuple
+    acc: torch.Tensor
+
+
+@dataclass
+class Multiprocessor:
+    """What `gl`, `tma`, `mbarrier` .. do on one multiprocessor of a program. `cluster`: all of the program's."""
+
+    program: int
+    programs: int
+    rank: int
+    cluster: list[Multiprocessor]
+    scheduler: Scheduler
+    shared_bytes: int = 0
+    allocations: list = field(default_factory=list)
+    partitions: list = field(default_factory=list)
+    running: int = 0
+    stores: dict = field(default_factory=dict)
+
+    def names(self) -> dict[str, object]:
+        return {
+            "gl": self._gl(),
+            "mbarrier": types.SimpleNamespace(
+                MBarrierLayout=lambda bases: bases,
+                init=self._init,
+                expect=self._expect,
+                arrive=self._arrive,
+                wait=self._wait,
+            ),
+            "tma": types.SimpleNamespace(store_wait=self._store_wait),
+            "_load_async": self._load_async,
+            "_store_async": self._store_async,
+            "_rank": lambda ctas: self.rank,
+            "warpgroup_mma": self._warpgroup_mma,
+            "warpgroup_mma_wait": self._warpgroup_mma_wait,
+            "fence_async_shared": lambda: None,
+        }
+
+    def _gl(self):
+        return types.SimpleNamespace(
+            to_tensor=torch.tensor,
+            where=lambda c, x, y: torch.where(torch.as_tensor(c), torch.as_tensor(x), torch.as_tensor(y)),
+            minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
+            cdiv=lambda x, y: -(-x // y),
+            program_id=lambda axis: torch.tensor(self.program),
+            num_programs=lambda axis: self.programs,
+            static_range=range,
+            static_assert=self._static_assert,
+            zeros=lambda shape, dtype, layout: torch.zeros(self._part(shape, layout), dtype=dtype),
+            arange=self._arange,
+            load=lambda ptr, mask=None, other=0.0: ptr.load(mask, other),
+            store=lambda ptr, value, mask=None: ptr.store(value, mask),
+            allocate_shared_memory=self._allocate,
+            warp_specialize=self._warp_specialize,
+            NVMMADistributedLayout=self._mma_layout,
+            SliceLayout=lambda dim, parent: (dim, parent),
+            float32=torch.float32,
+            int64=torch.int64,
+        )
+
+    @staticmethod
+    def _mma_layout(version, warps_per_cta, instr_shape, cga_layout=None):
+        return types.SimpleNamespace(cga_layout=cga_layout)
+
+    @staticmethod
+    def _static_assert(condition):
+        assert condition
+
+    @staticmethod
+    def _part(shape, layout) -> list[int]:
+        """The shape of what one multiprocessor has of a tile."""
+        shape, dim = list(shape), _split_dim(layout)
+        if dim is not None:
+            shape[dim] //= 2
+        return shape
+
+    def _arange(self, start, end, layout):
+        dim, parent = layout
+        if _split_dim(parent) == {0: -1, 1: -2}[dim]:
+            end = (end - start) // 2
+            start = self.rank * end
+            end += start
+        return torch.arange(start, end)
+
+    def _allocate(self, dtype, shape, layout):
+        i, me = len(self.allocations), self.rank
+        if dtype == torch.int64:
+            first_only = shape[1] < len(self.cluster)
+            if first_only and me > 0:
+                result = self.cluster[0].allocations[i]
+            else:
+                peers = [lambda rank, j=j: self.cluster[rank].allocations[i].index(j) for j in range(shape[0])]
+                result = Barriers([Barrier(of_peer, first_only) for of_peer in peers])
+        else:
+            data = torch.empty(self._part(shape, layout), dtype=dtype)
+            result = Shared(data, lambda rank: self.cluster[rank].allocations[i])
+            result.poison()
+            self.shared_bytes += data.nbytes
+        self.allocations.append(result)
+        return result
+
+    def _warp_specialize(self, functions_and_args, worker_num_warps, worker_num_regs):
+        assert len(worker_num_warps) == len(worker_num_regs) == len(functions_and_args) - 1
+        self.running = len(functions_and_args)
+
+        def partition(function, args):
+            function(*args)
+            self.running -= 1
+
+        self.partitions = [lambda f=f, args=args: partition(f, args) for f, args in functions_and_args]
+
+    def _check_running(self):
+        if not self.running:
+            raise SimulationError("a multiprocessor was written to after it had ended")
+
+    # mbarrier
+    def _init(self, barrier, count):
+        barrier.count = barrier.pending = count * (len(self.cluster) if barrier.first_only else 1)
+
+    def _expect(self, barrier, bytes):
+        self.scheduler.pause()
+        barrier.bytes += bytes
+        self._arrive(barrier)
+
+    def _arrive(self, barrier, count=1):
+        if barrier.first_only:
+            self.cluster[0]._check_running()
+        barrier.pending -= count
+        if barrier.pending < 0:
+            raise SimulationError("more arrivals at a barrier than it was made for")
+        barrier.settle()
+        self.scheduler.pause()
+
+    def _wait(self, barrier, phase):
+        if barrier.first_only and self.rank > 0:
+            return
+        self.scheduler.pause(until=lambda: barrier.phase != int(phase))
+
+    # tma
+    def _load_async(self, descriptor, coordinates, barrier, result, multicast=False):
+        if multicast and self.rank > 0:
+            return
+        assert not (multicast and _split_dim(descriptor.layout)), "a tile that is shared is not dealt out"
+        shape, inside, tile = descriptor.window(coordinates, self.rank)
+        assert list(result.shape) == shape, "the ring's tiles differ from the descriptor's"
+        targets = [(result, barrier, self)]
+        if multicast:
+            peers = range(1, len(self.cluster))
+            targets += [(result.of_peer(r), barrier.of_peer(r), self.cluster[r]) for r in peers]
+        for target, _, _ in targets:
+            target.poison()
+
+        def copy(target, bar, multiprocessor):
+            multiprocessor._check_running()
+            target.data.zero_()
+            target.data[tile] = descriptor.base[inside]
+            bar.bytes -= target.data.nbytes
+            # The other's bytes may come before it expects them; they do not complete a phase then.
+            if bar.bytes < 0 and not multicast:
+                raise SimulationError("a barrier got more bytes than it expects")
+            bar.settle()
+
+        self.scheduler.copies += [lambda t=t: copy(*t) for t in targets]
+        self.scheduler.pause()
+
+    def _store_async(self, descriptor, coordinates, source):
+        before = source.bytes()
+        shape, inside, tile = descriptor.window(coordinates, self.rank)
+        assert list(source.shape) == shape
+
+        def copy():
+            if not torch.equal(before, source.bytes()):
+                raise SimulationError("shared memory changed before its copy had left")
+            descriptor.base[inside] = source.data[tile]
+
+        self.stores.setdefault(threading.get_ident(), []).append(copy)
+        self.scheduler.pause()
+
+    def _store_wait(self, pendings):
+        mine = self.stores.get(threading.get_ident(), [])
+        while len(mine) > pendings:
+            mine.pop(0)()
+
+    # tensor cores
+    def _warpgroup_mma(self, a, b, acc, *, use_acc, is_async):
+        assert is_async
+        start = acc.clone() if bool(use_acc) else torch.zeros_like(acc)
+        self.scheduler.pause()
+        return _Product(a, b, (a.bytes(), b.bytes()), start)
+
+    def _warpgroup_mma_wait(self, outstanding, deps):
+        assert outstanding == 0
+        self.scheduler.pause()
+        results = tuple(self._finish(x) if isinstance(x, _Product) else x for x in deps)
+        return results[0] if len(results) == 1 else results
+
+    @staticmethod
+    def _finish(product):
+        if not (torch.equal(product.bytes[0], product.a.bytes()) and torch.equal(product.bytes[1], product.b.bytes())):
+            raise SimulationError("shared memory changed while a wgmma read it")
+        return product.acc + product.a.data.float() @ product.b.data.float()
+
+
+def _argument(x):
+    if isinstance(x, torch.Tensor):
+        return Pointer(x)
+    return Descriptor.of(x) if hasattr(x, "block_shape") else x
+
+
+def run(module, kernel: str, grid: int, *args, num_ctas: int = 1, seed: int = 0, **kwargs) -> int:
+    """Run every program of `module.kernel` of a grid; returns the bytes of shared memory that a multiprocessor takes.
+
+    args: tensors, Triton's TensorDescriptors and numbers.
+    """
+    shared = 0
+    for program in range(grid):
+        scheduler, cluster = Scheduler(seed + program), []
+        cluster += [Multiprocessor(program, grid, rank, cluster, scheduler) for rank in range(num_ctas)]
+        for multiprocessor in cluster:
+            space = {name: getattr(value, "value", value) for name, value in vars(module).items()}
+            for name, value in vars(module).items():
+                if hasattr(value, "fn") and isinstance(value.fn, types.FunctionType):
+                    space[name] = types.FunctionType(value.fn.__code__, space, name, value.fn.__defaults__)
+            space.update(multiprocessor.names())
+            space[kernel](*map(_argument, args), **kwargs)
+        scheduler.run([partition for multiprocessor in cluster for partition in multiprocessor.partitions])
+        if any(any(multiprocessor.stores.values()) for multiprocessor in cluster):
+            raise SimulationError("a program ended before its stores had left shared memory")
+        shared = max(multiprocessor.shared_bytes for multiprocessor in cluster)
+    return shared

@@ -1,0 +1,275 @@
+"""The Hopper kernels: simulated on any machine, and as they are on the GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import gluon_simulator as simulator
+import pytest
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128
+
+gluon = pytest.importorskip("torchao_blockwise.ops.matmul.gluon")
+
+PAIRS = {"square": FP8_128X128, "one-row": FP8_1X128}
+
+
+SETTINGS = {"programs": 3, "seed": 0, "shared": []}
+
+
+def simulate(monkeypatch, module):
+    """Let the launcher of `module` run the simulator."""
+    kernel = module._matmul_fp8_kernel
+
+    class Launcher:
+        fn = staticmethod(kernel.fn)
+
+        def __getitem__(self, grid):
+            return functools.partial(self.launch, grid[0])
+
+        def launch(self, programs, *args, B, num_warps, num_ctas):
+            out = args[5]
+            if isinstance(out, torch.Tensor) and not B.accumulate:
+                out.fill_(float("nan"))
+            options = {"num_ctas": num_ctas, "seed": SETTINGS["seed"]}
+            shared = simulator.run(module, "_matmul_fp8_kernel", programs, *args, B=B, **options)
+            SETTINGS["shared"].append(shared)
+
+    monkeypatch.setattr(module, "_matmul_fp8_kernel", Launcher())
+    monkeypatch.setattr(module, "_multiprocessors", lambda device: 2 * SETTINGS["programs"])
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    for key, value in {"programs": 3, "seed": 0, "shared": []}.items():
+        monkeypatch.setitem(SETTINGS, key, value)
+    simulate(monkeypatch, gluon)
+    return SETTINGS
+
+
+def operands(m: int, n: int, k: int, pair: str, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    x, w = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
+    # Blocks of very different size: a scale in the wrong place is seen.
+    x *= torch.logspace(-2, 2, m)[:, None] * torch.logspace(-1, 1, k)[None, :]
+    w *= torch.logspace(1, -1, n)[:, None]
+    return ops.quantize(x, FP8_1X128, backend="reference"), ops.quantize(w, PAIRS[pair], backend="reference")
+
+
+def relative_error(out, a, b, start=0.0):
+    """Largest error of an element, relative to the sum of the magnitudes that it is the sum of."""
+    wanted = ops.matmul(a, b, out_dtype=torch.float32, backend="reference") + start
+
+    def magnitude(x):
+        return x._replace(qdata=x.qdata.float().abs().to(x.qdata.dtype))
+
+    magnitudes = ops.matmul(magnitude(a), magnitude(b), out_dtype=torch.float32, backend="reference")
+    return ((out.float() - wanted).abs() / (magnitudes + abs(start)).clamp_min(1e-30)).max().item()
+
+
+# fp32 sums of exact products in another order.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+SHAPES = [(1, 1, 1), (64, 256, 128), (65, 130, 129), (300, 272, 400), (7, 576, 1100), (513, 257, 640)]
+BUILDS = {
+    "256x128-pair": gluon._BUILDS[0],
+    "256x128": gluon._BUILDS[1],
+    "128x128": gluon._BUILDS[2],
+    "64x64": gluon._BUILDS[3],
+    "64x64-splits": replace(gluon._BUILDS[3], splits=4),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("m, n, k", SHAPES, ids=str)
+def test_simulated_product(simulated, m, n, k, build, pair):
+    a, b = operands(m, n, k, pair)
+    fmt = PAIRS[pair]
+    out = gluon.matmul(*a, *b, FP8_1X128, fmt, torch.float32, None, build=BUILDS[build])
+    assert relative_error(out, a, b) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("n", [128, 131])
+def test_simulated_product_with_bias(simulated, n, dtype, build):
+    a, b = operands(100, n, 300, "square")
+    bias = torch.randn(n)
+    a = a._replace(scale=a.scale / 100)
+    out = gluon.matmul(*a, *b, FP8_1X128, FP8_128X128, dtype, bias, build=BUILDS[build])
+    wanted = ops.matmul(a, b, out_dtype=torch.float32, bias=bias, backend="reference")
+    torch.testing.assert_close(
+        out.float(), wanted, rtol=TOLERANCE[dtype], atol=2e-3 if dtype != torch.float32 else 1e-4
+    )
+    assert out.dtype is dtype
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_simulated_product_adds_to_a_gradient(simulated, build, pair):
+    a, b = operands(130, 144, 400, pair)
+    start = 100 * torch.randn(130, 144)
+    out = gluon.add_matmul(start.clone(), *a[:2], *b[:2], FP8_1X128, PAIRS[pair], build=BUILDS[build])
+    assert relative_error(out, a, b, start) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_any_order_of_the_partitions_gives_the_same_bits(simulated, programs, seed):
+    a, b = operands(300, 272, 900, "one-row")
+    arguments = (*a, *b, FP8_1X128, FP8_1X128, torch.bfloat16, None)
+    wanted = gluon.matmul(*arguments, build=BUILDS["256x128"])
+    simulated.update(programs=programs, seed=1000 * (seed + 1))
+    for build in ("256x128", "256x128-pair"):
+        assert torch.equal(gluon.matmul(*arguments, build=BUILDS[build]), wanted)
+
+
+def test_nan_and_inf_stay_in_their_row_and_column(simulated):
+    x, w = torch.randn(130, 300), torch.randn(140, 300)
+    x[5, 7], x[129, 299], w[139, 1] = float("nan"), float("inf"), float("nan")
+    a, b = (ops.quantize(t, FP8_1X128, backend="reference") for t in (x, w))
+    out = gluon.matmul(*a, *b, FP8_1X128, FP8_1X128, torch.float32, None, build=BUILDS["256x128"])
+    bad = torch.zeros(130, 140, dtype=torch.bool)
+    bad[[5, 129]], bad[:, 139] = True, True
+    assert torch.equal(~out.isfinite(), bad)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_shared_memory_suffices(simulated, build):
+    a, b = operands(64, 128, 128, "one-row")
+    for dtype in (torch.bfloat16, torch.float32):
+        gluon.matmul(*a, *b, FP8_1X128, FP8_1X128, dtype, None, build=BUILDS[build])
+    # 227 KiB, less what barriers and the compiler take.
+    assert max(simulated["shared"]) <= 226 * 1024
+
+
+FAULTS = {
+    "a stage is freed before it is read": (
+        "                second, acc0 = warpgroup_mma_wait(0, deps=[second, acc0])\n"
+        "                _free(empty, pair_empty, stage, B)\n",
+        "                _free(empty, pair_empty, stage, B)\n"
+        "                second, acc0 = warpgroup_mma_wait(0, deps=[second, acc0])\n",
+    ),
+    "the producer does not wait": ("            mbarrier.wait(empty.index(stage), phase)\n", ""),
+    "a consumer does not wait": ("            mbarrier.wait(full.index(stage), phase)\n", ""),
+    "a barrier expects too few bytes": ("BYTES: gl.constexpr = (B.tile_m", "BYTES: gl.constexpr = -512 + (B.tile_m"),
+    "a barrier expects too many bytes": ("BYTES: gl.constexpr = (B.tile_m", "BYTES: gl.constexpr = 512 + (B.tile_m"),
+    "a barrier counts one consumer": (
+        "mbarrier.init(empty.index(i), count=B.consumers)",
+        "mbarrier.init(empty.index(i), count=1)",
+    ),
+    "the phase never turns": ("gl.where(wraps, phase ^ 1, phase)", "phase"),
+    "output is staged before the last copy left": (
+        "        # The copy before has left shared memory.\n        tma.store_wait(0)\n",
+        "",
+    ),
+    "the program ends before its copies": ("    if B.copy_out:\n        tma.store_wait(0)\n", ""),
+    "a copy for both waits for one": (
+        "                mbarrier.wait(pair_empty.index(stage), phase)\n            bar",
+        "                pass\n            bar",
+    ),
+    "one of a pair leaves before the other": ("        for _ in range(B.stages):\n", "        for _ in range(0):\n"),
+    "a barrier of both counts one": (
+        "mbarrier.init(pair_empty.index(i), count=B.consumers)",
+        "mbarrier.init(pair_empty.index(i), count=1)",
+    ),
+    "rows beside the tensor are written": ("mask = (rows < M)[:, None] & (columns < N)[None, :]", "mask = None"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_simulator_sees(monkeypatch, tmp_path, fault):
+    """The kernel with one fault: in some order of the partitions it must fail or give another product."""
+    old, new = FAULTS[fault]
+    source = Path(gluon.__file__).read_text()
+    assert source.count(old) == 1
+    path = tmp_path / "faulty.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("faulty", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    simulate(monkeypatch, module)
+    a, b = operands(500, 257, 2000, "one-row")
+    wanted = ops.matmul(a, b, out_dtype=torch.float32, backend="reference")
+
+    def differs(seed):
+        SETTINGS["seed"] = seed
+        for b_rows in (256, 257):
+            cut = b._replace(qdata=b.qdata[:b_rows], scale=b.scale[:, :b_rows])
+            out = module.matmul(*a, *cut, FP8_1X128, FP8_1X128, torch.bfloat16, None, build=module._BUILDS[0])
+            if not torch.allclose(out.float(), wanted[:, :b_rows], rtol=2**-8, atol=1e-3 * wanted.abs().max().item()):
+                return True
+        return False
+
+    try:
+        assert any(differs(seed) for seed in range(5))
+    except simulator.SimulationError:
+        pass
+
+
+def test_choice_of_build():
+    """Large products take large tiles, pairs where Triton has them; few rows take small tiles, and split a long K."""
+    large = gluon.choose_build(4096, 18432, 7168, 128, 132)
+    assert (large.tile_m, large.ctas, large.splits) == (256, gluon._MAX_CTAS, 1)
+    few = gluon.choose_build(64, 2048, 7168, 128, 132)
+    assert few.tile_m == 64 and few.splits > 1
+    for m, n, k in ((1, 1, 1), (64, 64, 128), (100_000, 8, 40), (8, 100_000, 128)):
+        build = gluon.choose_build(m, n, k, 128, 132)
+        assert build.splits * 128 <= max(k, 128)
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+GPU_BUILDS = [name for name, build in BUILDS.items() if build.ctas <= gluon._MAX_CTAS]
+GPU_SHAPES = [*SHAPES, (4097, 576, 2048), (64, 4096, 7168), (2048, 1408, 4097), (300, 10944, 512)]
+
+
+def on_gpu(*quantized):
+    return (x._replace(qdata=x.qdata.cuda(), scale=x.scale.cuda()) for x in quantized)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("build", GPU_BUILDS)
+@pytest.mark.parametrize("m, n, k", GPU_SHAPES, ids=str)
+def test_product_on_the_gpu(hopper, m, n, k, build, pair):
+    """Against the reference, within what wgmma's 14 bits a block leave: 2^-13 of the magnitudes a step of K = 32."""
+    a, b = operands(m, n, k, pair)
+    for out_dtype in (torch.float32, torch.bfloat16):
+        gpu_a, gpu_b = on_gpu(a, b)
+        out = gluon.matmul(*gpu_a, *gpu_b, FP8_1X128, PAIRS[pair], out_dtype, None, build=BUILDS[build])
+        assert relative_error(out.cpu(), a, b) < 4 * 2**-13 + TOLERANCE[out_dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("m, n, k", GPU_SHAPES, ids=str)
+def test_backend_by_name_on_the_gpu(hopper, m, n, k, pair):
+    a, b = operands(m, n, k, pair)
+    gpu_a, gpu_b = on_gpu(a, b)
+    bias = torch.randn(n)
+    out = ops.matmul(gpu_a, gpu_b, out_dtype=torch.bfloat16, bias=bias.cuda(), backend="gluon")
+    again = ops.matmul(gpu_a, gpu_b, out_dtype=torch.bfloat16, bias=bias.cuda(), backend="gluon")
+    assert torch.equal(out, again)
+    assert relative_error(out.cpu() - bias, a, b) < 4 * 2**-13 + 2**-7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("build", GPU_BUILDS)
+def test_adding_to_a_gradient_on_the_gpu(hopper, build, pair):
+    a, b = operands(260, 272, 4097, pair)
+    start = 100 * torch.randn(260, 272)
+    gpu_a, gpu_b = on_gpu(a, b)
+    out = gluon.add_matmul(start.cuda(), *gpu_a[:2], *gpu_b[:2], FP8_1X128, PAIRS[pair], build=BUILDS[build])
+    assert relative_error(out.cpu(), a, b, start) < 4 * 2**-13
