@@ -23,6 +23,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 warnings.filterwarnings("ignore", message=".*register_constant.*")
 
+# AUTO must choose here as it does everywhere, whatever the tester has measured.
+os.environ["TORCHAO_BLOCKWISE_TABLES"] = os.devnull
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")

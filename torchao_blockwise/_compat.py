@@ -7,6 +7,8 @@ import importlib.util
 import inspect
 import sys
 import types
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree  # noqa: F401  # imported from here
@@ -18,11 +20,28 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def scaling_types():
-    """(ScalingType, SwizzleType) of `torch.nn.functional.scaled_mm`."""
+@functools.cache
+def has_gluon() -> bool:
+    """Whether Triton's Gluon for Hopper is there, in a version whose names are known: 3.6 or newer."""
+    if not has_triton():
+        return False
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+
+
+def scaling_codes(*names: str) -> list[int]:
+    """What `scaled_mm` takes for scalings and swizzles that `torch.nn.functional.scaled_mm` knows by these names."""
     from torch.nn.functional import ScalingType, SwizzleType
 
-    return ScalingType, SwizzleType
+    return [(getattr(ScalingType, name, None) or getattr(SwizzleType, name)).value for name in names]
+
+
+def scaled_mm(a, b, a_scales, a_scalings, a_swizzles, b_scales, b_scalings, b_swizzles, out_dtype) -> torch.Tensor:
+    """`torch.nn.functional.scaled_mm` of lists and codes, without the 4 µs that it takes to make these."""
+    return torch._scaled_mm_v2(
+        a, b, a_scales, a_scalings, a_swizzles, b_scales, b_scalings, b_swizzles, None, out_dtype, (), False
+    )
 
 
 def quantize_call():
@@ -109,6 +128,75 @@ def counting_changes():
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
 
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms_active = torch._C._are_functorch_transforms_active
+_jit_tracing = torch._C._get_tracing_state
+
+
+def is_watched() -> bool:
+    """Whether something may want to see operations: a compiler, a mode, a transform, a profiler or a trace."""
+    return (
+        torch.compiler.is_compiling()
+        or _dispatch_modes() > 0
+        or _function_modes() > 0
+        or _transforms_active()
+        or torch.autograd.profiler._is_profiler_enabled
+        or _jit_tracing() is not None
+    )
+
+
+class _TritonLaunching:
+    """What a launch of a compiled kernel needs from Triton."""
+
+    def __init__(self):
+        from triton import knobs
+        from triton.runtime import driver
+
+        self._knobs, self._driver = knobs.runtime, driver
+
+    def is_watched(self, kernel) -> bool:
+        """Whether hooks want to see launches or builds of `kernel`, or builds are to be debugged."""
+        knobs = self._knobs
+        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+        # A chain of hooks, or a hook, or None.
+        return bool(
+            getattr(enter, "calls", enter)
+            or getattr(leave, "calls", leave)
+            or knobs.debug
+            or knobs.add_stages_inspection_hook
+            or kernel.pre_run_hooks
+        )
+
+    def current_device(self) -> int:
+        return self._driver.active.get_current_device()
+
+    def current_stream(self, device: int) -> int:
+        return self._driver.active.get_current_stream(device)
+
+    def launcher_of(self, compiled, kernel, runtime_args: int):
+        """(run, function, metadata, constexprs) of a compiled kernel that takes `runtime_args` before its constexprs.
+
+        run(grid x, y, z, stream, function, metadata, None, None, None, *runtime arguments, *constexprs) launches it,
+        without hooks; values of constexprs are not read.
+        """
+        behind = kernel.params[runtime_args:]
+        if not all(parameter.is_constexpr for parameter in behind):
+            return None
+        return compiled.run, compiled.function, compiled.packed_metadata, (None,) * len(behind)
+
+
+@functools.cache
+def triton_launching() -> _TritonLaunching | None:
+    """How compiled kernels are launched without Triton's Python launcher; None where that is not known to work."""
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version not in ((3, 6), (3, 7)) or triton.knobs.runtime.interpret:
+        return None
+    return _TritonLaunching() if triton.runtime.driver.active.get_current_target().backend == "cuda" else None
+
+
 def register_sharding(op, rule) -> None:
     """Give `op` a DTensor sharding rule whose answers are cached by all of the op's arguments.
 
@@ -121,3 +209,222 @@ def register_sharding(op, rule) -> None:
     arguments = schema_of(op).arguments
     first_option = next((i for i, arg in enumerate(arguments) if "Tensor" not in str(arg.type)), len(arguments))
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_argnum = first_option
+
+
+class FsdpParameter(NamedTuple):
+    """A parameter as FSDP2 shards it: of dim `dim` this rank holds [rank · ⌈n / ranks⌉, ...) in `local`.
+
+    shape: of what the group holds together. dtype: what the mixed precision policy gathers in. mesh_ranks: every rank
+    that shards or replicates it. modules: those that hold the very parameter. split_groups: over which tensor
+    parallelism has split what the groups of FSDP2 hold.
+    """
+
+    source: object
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    rank: int
+    ranks: int
+    group: torch.distributed.ProcessGroup | None
+    mesh_ranks: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    modules: tuple[torch.nn.Module, ...]
+    split_groups: tuple[torch.distributed.ProcessGroup, ...]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part; another tensor after a load, a move or FSDP2's first forward pass."""
+        return self.source._sharded_local_tensor  # type: ignore[attr-defined]
+
+
+def fsdp_state_of(module: torch.nn.Module):
+    """FSDP2's state of a module that `fully_shard` was called on, else None."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+def fsdp_scope(state):
+    """(owner, states): the states below the root of `state`, and what they share; None before a first forward pass."""
+    context = state._state_ctx
+    return (context, tuple(context.all_states)) if context.all_states else None
+
+
+def fsdp_notes(owner) -> dict:
+    """A dict that lives as long as `owner`, a state or what states share.
+
+    A weak dictionary would not do: what is noted holds the model, which holds the owner.
+    """
+    return vars(owner).setdefault("torchao_blockwise", {})
+
+
+def fsdp_parameters(states, names: dict[torch.Tensor, str]) -> list[FsdpParameter]:
+    """The parameters that these FSDP2 states shard, in one order on every rank.
+
+    names: of parameters, where FSDP2 does not know them yet.
+    """
+    found = []
+    for group in _fsdp_groups(states):
+        # Idempotent; it may put new tensors in the place of those that `fully_shard` made.
+        group.lazy_init()
+        for p in group.fsdp_params:
+            info, mesh = p._module_info, p.mesh_info
+            sharded = hasattr(mesh, "shard_process_group")
+            parameter = FsdpParameter(
+                source=p,
+                name=p._param_fqn or names.get(p.sharded_param, info.param_name),
+                shape=tuple(p._orig_size),
+                dim=p.fsdp_placement.dim,
+                rank=mesh.shard_mesh_rank if sharded else 0,
+                ranks=mesh.shard_mesh_size if sharded else 1,
+                group=mesh.shard_process_group if sharded else None,
+                mesh_ranks=tuple(mesh.mesh.mesh.flatten().tolist()),
+                dtype=p.mp_policy.param_dtype or p.sharded_param.dtype,
+                device=p.device,
+                modules=(info.module, *info.shared_modules),
+                split_groups=tuple(
+                    p.sharded_param.device_mesh.get_group(i)
+                    for i, placement in enumerate(p.sharded_param.placements)
+                    if i >= mesh.mesh.ndim and placement.is_shard()
+                ),
+            )
+            found.append(parameter)
+    return found
+
+
+def fsdp_reduces_gradients(states) -> bool:
+    """Whether a backward pass leaves gradients that an optimizer can step with: `set_requires_gradient_sync`."""
+    return any(group.reduce_grads for group in _fsdp_groups(states))
+
+
+def fsdp_partial_reshards(states) -> list[tuple[torch.nn.Module, list[torch.Tensor]]]:
+    """The modules that reshard to fewer ranks than share their parameters (`reshard_after_forward=int`), and shards."""
+    found = []
+    for state in states:
+        groups = [g for g in _fsdp_groups((state,)) if g.post_forward_mesh_info not in (None, g.mesh_info)]
+        if groups:
+            shards = [p._sharded_local_tensor for group in groups for p in group.fsdp_params]
+            found.append((state._modules[0], shards))
+    return found
+
+
+def _fsdp_groups(states) -> list:
+    groups: list = []
+    for state in states:
+        # A list since torch 2.12.
+        several = getattr(state, "_fsdp_param_groups", None)
+        groups += [state._fsdp_param_group] if several is None else several
+    return [group for group in groups if group is not None]
+
+
+def watch_fsdp(before_gathers: Callable, after_backward: Callable) -> None:
+    """Have FSDP2 call `before_gathers(state)` where an iteration begins and `after_backward(state)` where it ends.
+
+    Begins: a forward pass of a root, by whatever method it is entered, or `unshard()` by hand outside of one. FSDP2 has
+    no hook there: module hooks come after its own, which gather, or are left out by `register_fsdp_forward_method`.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    if not (hasattr(FSDPState, "_root_pre_forward") and hasattr(FSDPState, "_root_post_backward_final_callback")):
+        # Another FSDP2 than the supported ones: gathers ask for `sync_weight_scales` by hand.
+        return
+    root_pre_forward, unshard = FSDPState._root_pre_forward, FSDPModule.unshard
+    final_callback = FSDPState._root_post_backward_final_callback
+
+    @functools.wraps(root_pre_forward)
+    def watched_root_pre_forward(self, *args, **kwargs):
+        # What the method itself begins with: it decides which state is the root.
+        self._lazy_init()
+        if self._state_ctx.iter_forward_root is None:
+            before_gathers(self)
+        return root_pre_forward(self, *args, **kwargs)
+
+    @functools.wraps(unshard)
+    def watched_unshard(self, *args, **kwargs):
+        state = self._get_fsdp_state()
+        if state._state_ctx.iter_forward_root is None:
+            before_gathers(state)
+        return unshard(self, *args, **kwargs)
+
+    @functools.wraps(final_callback)
+    def watched_final_callback(self, *args, **kwargs):
+        final_callback(self, *args, **kwargs)
+        after_backward(self)
+
+    FSDPState._root_pre_forward = watched_root_pre_forward
+    FSDPModule.unshard = watched_unshard
+    FSDPState._root_post_backward_final_callback = watched_final_callback
+
+
+def functional_gathers() -> set:
+    """The operations by which DTensor gathers the shards of a tensor."""
+    if not torch.distributed.is_available():
+        return set()
+    from torch.distributed import _functional_collectives  # noqa: F401  # defines them
+
+    gathers = torch.ops._c10d_functional
+    return {
+        gathers.all_gather_into_tensor.default,
+        gathers.wait_tensor.default,
+        gathers._wrap_tensor_autograd.default,
+    }
+
+
+def waited(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself in the place of a tensor that waits for a collective when it is used."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
+
+
+def local_of(x: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, the very object; another tensor itself."""
+    return getattr(x, "_local_tensor", x)
+
+
+def with_local(x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` as what this rank holds of a DTensor that is placed as `x`, or `local` itself where `x` is none.
+
+    `DTensor.from_local` would move offloaded values to the device of the mesh.
+    """
+    if not hasattr(x, "_local_tensor"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, x._spec, requires_grad=False)
+
+
+# What `torch.distributed.tensor.distribute_module` sets on a module when it is done with it.
+DISTRIBUTED_MARK = "_distribute_module_applied"
+
+
+def wait_for(work) -> None:
+    """Wait for a collective by the handle that its operation returned."""
+    from torch.distributed import Work
+
+    Work.unbox(work).wait()
+
+
+def max_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The elementwise maximum over the ranks of the process group of that name; can be compiled."""
+    from torch.distributed import _functional_collectives  # noqa: F401  # defines them
+
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_reduce(x, "max", group))
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine runs a backward pass in this thread, recomputation included."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def default_store():
+    """The key-value store that the ranks of `torch.distributed` met at."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def keeping_version(x: torch.Tensor):
+    """A context in which changes of `x` are not counted: it gets back the values that autograd saved."""
+    return torch.autograd._unsafe_preserve_version_counter(x)

@@ -37,7 +37,8 @@ def _record_builds(target: int):
     def build(self, *args, grid, warmup, **kwargs):
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         builds.append((self.fn.__name__, compiled))
-        return compiled
+        # No build to launch the next time: each launch comes here.
+        return None
 
     JITFunction.run = build
     triton.runtime.driver.set_active(Driver())
@@ -55,6 +56,7 @@ def _cases(target: int):
     """(label, call of a launcher) for every variant of every kernel."""
     import torch
 
+    from torchao_blockwise import _compat
     from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
     from torchao_blockwise.ops.matmul import triton as matmul
     from torchao_blockwise.ops.quantize import triton as quantize
@@ -70,6 +72,27 @@ def _cases(target: int):
         x = torch.zeros(m, k, dtype=dtype)
         return label, lambda: quantize.quantize(x, fmt, tensor_amax, rowwise, columnwise, power_of_2)
 
+    def table_case(name, value, rowwise):
+        """Another way through the kernels: of both copies of one-row blocks, or of the columnwise one."""
+        label, call = quantize_case(FP8_1X128, 512, 1024, torch.bfloat16, rowwise, True)
+
+        def launch():
+            before = getattr(quantize, name)
+            setattr(quantize, name, value)
+            quantize._build.cache_clear()
+            call()
+            setattr(quantize, name, before)
+            quantize._build.cache_clear()
+
+        return f"{label} {name} {'x'.join(map(str, value))}", launch
+
+    def one_read_case(m, k, dtype, warps, power_of_2=False):
+        from torchao_blockwise.ops.quantize import gluon
+
+        label = f"quantize one_read fp8_1x128 {m}x{k} {str(dtype)[6:]} {warps} warps" + " power_of_2" * power_of_2
+        x = torch.zeros(m, k, dtype=dtype)
+        return label, lambda: gluon.quantize_both(x, FP8_1X128, power_of_2, warps)
+
     def matmul_case(a_fmt, b_fmt, m, n, k, out_dtype, bias=None):
         label = f"matmul {a_fmt.name}·{b_fmt.name} {m}x{n}x{k} {str(out_dtype)[6:]}"
         scale = amax if a_fmt.has_global_scale else None
@@ -80,6 +103,10 @@ def _cases(target: int):
         return f"transpose {fmt.name} {m}x{k}", lambda: transpose.transpose(*_operand(fmt, m, k), fmt, k)
 
     # Quantising needs conversions to e4m3 in hardware, from sm_89 on.
+    if target >= 89:
+        for strips in ((32, 64, 4, True), (64, 32, 4, True), (32, 64, 4, False)):
+            yield table_case("_FP8_BOTH", strips, True)
+        yield table_case("_FP8_COLUMNWISE_TILE", (128, 32, 2, 8), False)
     for fmt in FORMATS.values() if target >= 89 else ():
         for copies in ((True, False), (False, True), (True, True)):
             yield quantize_case(fmt, 512, 1024, torch.bfloat16, *copies)
@@ -92,6 +119,11 @@ def _cases(target: int):
         # Token counts that change: the first one is built already, the others make one build more.
         for m in (528, 531, 533) if fmt.element is FP8_1X128.element else ():
             yield quantize_case(fmt, m, 1024, torch.bfloat16, True, True)
+    if target >= 90 and _compat.has_gluon():
+        for warps in (4, 8, 16):
+            yield one_read_case(512, 1024, torch.bfloat16, warps)
+        yield one_read_case(512, 1024, torch.float16, 8, True)
+        yield one_read_case(528, 2064, torch.bfloat16, 8)
     pairs = ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16))
     for pair in pairs:
         for m in (16, 64, 512):
@@ -100,9 +132,105 @@ def _cases(target: int):
         yield matmul_case(*pair, 300, 500, 500, torch.bfloat16)
         for m, k in ((528, 1024), (531, 1024), (528, 1000), (528, 1003)):
             yield matmul_case(*pair, m, 512, k, torch.bfloat16)
+    if target == 90:
+        yield from _gluon_cases()
     for fmt in (FP8_128X128, NVFP4_16X16):
         yield transpose_case(fmt, 512, 1024)
         yield transpose_case(fmt, 301, 501)
+    # Multiples of 16, but not of 16 pairs.
+    yield transpose_case(FP8_128X128, 528, 1040)
+    yield from _shard_cases(target)
+
+
+def _shard_cases(target: int):
+    """Lists of flat shards: on 16 bytes ("aligned"), and anywhere ("ragged"); a longer list is the same build."""
+    import math
+
+    import torch
+
+    from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
+    from torchao_blockwise.ops.merge_shards import triton as merge_shards
+    from torchao_blockwise.ops.partial_cast import triton as partial_cast
+    from torchao_blockwise.ops.transpose_many import triton as transpose_many
+
+    def case(fmt, op, alignment, master, dtype, count, packed=True):
+        start, n, shape = (1024, 2**18, (1, 512, 1024)) if alignment == "aligned" else (77, 9999, (3, 300, 501))
+        whole = torch.zeros(math.prod(fmt.qdata_shape(*shape)), dtype=torch.uint8)
+        target = whole if packed else torch.zeros(n, dtype=torch.uint8)
+        first_entries, packed = [0 if packed else start] * count, packed and fmt is NVFP4_16X16
+        shards, starts = [torch.zeros(n, dtype=master)] * count, [start] * count
+        shapes, firsts = [shape] * count, [0] * count
+        amax_bits, encode = torch.zeros(2**16, dtype=torch.int32), torch.zeros(2**16)
+        scales = [torch.zeros(64, dtype=fmt.scale_dtype)] * count
+        global_scales = [torch.zeros(())] * count if fmt.has_global_scale else []
+        pieces = [([whole[:50], whole[60:90]], [3, 9], [6, 40])] * count
+        operand = _operand(fmt, *(shape[1:] if alignment == "aligned" else (301, 501)))
+        launch = {
+            "partial_block_amax": lambda: partial_cast.partial_block_amax_(
+                amax_bits, shards, starts, shapes, firsts, dtype, fmt
+            ),
+            "partial_cast": lambda: partial_cast.partial_cast_(
+                [target] * count, shards, starts, shapes, encode, firsts, dtype, fmt, first_entries, packed
+            ),
+            "block_scales": lambda: partial_cast.block_scales_(
+                encode, scales, global_scales, amax_bits, firsts, fmt, fmt.has_power_of_2_scales and count == 2
+            ),
+            "merge_shards": lambda: merge_shards.merge_shards_([whole] * count, pieces, [501] * count, fmt),
+            "transpose_many": lambda: transpose_many.transpose_many(
+                [operand[0]] * count, [operand[1]] * count, fmt, [1024 if alignment == "aligned" else 501] * count
+            ),
+        }[op]
+        label = f"{op} {fmt.name} {alignment} {str(master)[6:]} {str(dtype)[6:]} x{count}" + " codes" * (not packed)
+        return label, launch
+
+    pairs = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float16, torch.float32))
+    for fmt in (FP8_128X128, NVFP4_16X16):
+        for alignment in ("aligned", "ragged"):
+            for master, dtype in pairs if alignment == "aligned" else pairs[:1]:
+                yield case(fmt, "partial_block_amax", alignment, master, dtype, 1)
+                # Converting to e4m3 in hardware needs sm_89.
+                for packed in (True, False) if fmt is NVFP4_16X16 else (True,):
+                    if target >= 89 or fmt is NVFP4_16X16:
+                        yield case(fmt, "partial_cast", alignment, master, dtype, 1, packed)
+                        yield case(fmt, "partial_cast", alignment, master, dtype, 32, packed)
+            yield case(fmt, "transpose_many", alignment, *pairs[0], 1)
+        for count in (1, 2, 32):
+            yield case(fmt, "block_scales", "aligned", *pairs[0], count)
+            yield case(fmt, "merge_shards", "aligned", *pairs[0], count)
+
+
+def _gluon_cases():
+    import torch
+
+    from torchao_blockwise.formats import FP8_1X128, FP8_128X128
+    from torchao_blockwise.ops.matmul import gluon
+
+    gluon._multiprocessors = lambda device: 132
+
+    def case(build, b_fmt, m, n, k, out_dtype, bias=None):
+        a, b = _operand(FP8_1X128, m, k), _operand(b_fmt, n, k)
+        tile = f"{build.tile_m}x{build.width}x{build.splits}"
+        label = f"gluon {tile} fp8_1x128·{b_fmt.name} {m}x{n}x{k} {str(out_dtype)[6:]}" + " bias" * (bias is not None)
+        return label, lambda: gluon.matmul(*a, None, *b, None, FP8_1X128, b_fmt, out_dtype, bias, build)
+
+    def adding_case(build, b_fmt):
+        a, b = _operand(FP8_1X128, 512, 1024), _operand(b_fmt, 512, 1024)
+        out = torch.zeros(512, 512)
+        label = f"gluon adding {build.tile_m}x{build.width} fp8_1x128·{b_fmt.name}"
+        return label, lambda: gluon.add_matmul(out, *a, None, *b, None, FP8_1X128, b_fmt, build)
+
+    for build in gluon._BUILDS:
+        if build.ctas > gluon._MAX_CTAS:
+            continue
+        for b_fmt in (FP8_128X128, FP8_1X128):
+            for out_dtype in (torch.bfloat16, torch.float32):
+                yield case(build, b_fmt, 512, 512, 1024, out_dtype)
+            yield case(build, b_fmt, 512, 512, 1024, torch.bfloat16, torch.zeros(512))
+            # Token counts that change, in M and in K.
+            yield case(build, b_fmt, 528, 512, 1024, torch.bfloat16)
+            yield case(build, b_fmt, 531, 512, 1003, torch.bfloat16)
+            yield case(build, b_fmt, 512, 509, 1024, torch.bfloat16)
+            yield adding_case(build, b_fmt)
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
@@ -143,8 +271,9 @@ def _main(target: int) -> None:
                 resources[compiled.hash] = _resources(compiled.asm["cubin"])
             instructions = sorted(set(_INSTRUCTIONS.findall(compiled.asm["ptx"])))
             row = {"label": label, "kernel": kernel, "build": compiled.hash, "instructions": instructions}
+            row["SHARED"] = compiled.metadata.shared
             row["half_defined_words"] = _half_defined_words(compiled.asm["ptx"])
-            rows.append(row | resources[compiled.hash])
+            rows.append(resources[compiled.hash] | row)
         builds.clear()
     json.dump(rows, sys.stdout)
 
@@ -188,6 +317,24 @@ def test_fp8_products_run_on_fp8_tensor_cores(builds, target, instruction):
             assert any(re.match(instruction, i) for i in row["instructions"]), row["label"]
 
 
+def test_gluon_products_run_on_fp8_tensor_cores(builds):
+    for row in _of(builds[90], "gluon"):
+        assert any(re.match(r"wgmma\.mma_async\S*e4m3\.e4m3", i) for i in row["instructions"]), row["label"]
+
+
+def test_gluon_products_fit_in_shared_memory(builds):
+    for row in _of(builds[90], "gluon"):
+        assert row["SHARED"] <= 227 * 1024, row["label"]
+
+
+def test_token_counts_do_not_rebuild_gluon_products(builds):
+    for tile in {row["label"].split()[1] for row in _of(builds[90], "gluon")} - {"adding"}:
+        for fmt in ("fp8_1x128·fp8_128x128", "fp8_1x128·fp8_1x128"):
+            shapes = ("512x512x1024", "528x512x1024", "531x512x1003")
+            rows = [_of(builds[90], "gluon", tile, fmt, shape, "bfloat16")[0] for shape in shapes]
+            assert len({row["build"] for row in rows}) == 1
+
+
 @pytest.mark.parametrize("target", TARGETS[1:])
 def test_quantize_rounds_as_the_reference_does(builds, target):
     """Division rounded correctly, conversions to e4m3 in hardware, subnormals kept, no contraction."""
@@ -199,6 +346,12 @@ def test_quantize_rounds_as_the_reference_does(builds, target):
 
 
 @pytest.mark.parametrize("target", TARGETS[1:])
+def test_token_counts_do_not_rebuild_the_one_read(builds, target):
+    rows = [_of(builds[target], "one_read", shape, "bfloat16", "8")[0] for shape in ("512x1024", "528x2064")]
+    assert len({row["build"] for row in rows}) == 1
+
+
+@pytest.mark.parametrize("target", TARGETS[1:])
 def test_quantize_leaves_no_half_of_a_word_undefined(builds, target):
     for row in _of(builds[target], "quantize"):
         assert row["half_defined_words"] == [], row["label"]
@@ -207,8 +360,30 @@ def test_quantize_leaves_no_half_of_a_word_undefined(builds, target):
 @pytest.mark.parametrize("target", TARGETS[1:])
 def test_payload_is_stored_16_bytes_at_a_time(builds, target):
     for row in _of(builds[target], "quantize") + _of(builds[target], "transpose"):
-        if "512x1024" in row["label"]:
+        if "512x1024" in row["label"] or "transpose fp8_128x128 528x1040" in row["label"]:
             assert "st.global.v4.b32" in row["instructions"], row["label"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_shards_are_cast_as_the_whole_is(builds, target):
+    """As for quantising; and 16 bytes at a time where shards lie so."""
+    for op in ("partial_block_amax", "partial_cast", "block_scales"):
+        for row in _of(builds[target], op):
+            names = row["instructions"]
+            assert {i for i in names if i.startswith("div")} <= {"div.rn.f32"}, row["label"]
+            assert not [i for i in names if ".ftz" in i or i.startswith("fma")], row["label"]
+            assert row["half_defined_words"] == [], row["label"]
+            if op == "partial_cast":
+                assert ("st.global.v4.b32" in names) == ("aligned" in row["label"]), row["label"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_longer_lists_of_shards_do_not_recompile(builds, target):
+    for ragged in ("aligned", "ragged"):
+        rows = _of(builds[target], "partial_cast", "nvfp4_16x16", ragged, "float32", "bfloat16")
+        rows = [row for row in rows if not row["label"].endswith("codes")]
+        assert len(rows) == 2 and len({row["build"] for row in rows}) == 1
+    assert len({row["build"] for row in _of(builds[target], "merge_shards")}) == 1
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -294,7 +294,7 @@ REFUSALS = {
     ),
     "unknown backend": (
         lambda: multiply(backend="cutlass"),
-        ValueError("no backend 'cutlass'; the backends are auto, reference, triton, cublas"),
+        ValueError("no backend 'cutlass'; the backends are auto, reference, triton, cublas, gluon"),
     ),
     "cublas on a CPU": (
         lambda: multiply(backend="cublas"),
@@ -318,3 +318,37 @@ def test_a_pair_without_a_kernel_is_refused_by_name_and_computed_by_auto(device)
         with pytest.raises(ValueError, match=r"cannot run: fp8_128x128 · fp8_1x128 has no kernel; choose another"):
             multiply(a, b, backend="triton")
     assert_bitwise_equal(multiply(a, b), multiply(a, b, backend="reference"))
+
+
+# --- adding to a gradient ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ("reference", "triton", None), ids=str)
+@pytest.mark.parametrize("product", ((1, 1, 1), (65, 33, 130), (16, 16, 0), (0, 4, 16)), ids=str)
+@pytest.mark.parametrize("pair", (KERNEL_PAIRS[1], KERNEL_PAIRS[-1]), ids=pair_id)
+def test_add_matmul(pair, product, backend, device):
+    m, n, k = product
+    a = ops.quantize(torch.randn(m, k, device=device), pair[0], backend="reference")
+    b = ops.quantize(torch.randn(n, k, device=device), pair[1], backend="reference")
+    start = torch.randn(m, n, device=device)
+    out = start.clone()
+    assert ops.add_matmul_(out, a, b, backend=backend) is out
+    expected = start + ops.matmul(a, b, out_dtype=torch.float32, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-5 if device == "cpu" else 4 * 2.0**-13 * k)
+    before = out._version
+    ops.add_matmul_(out, a, b, backend=backend)
+    assert out._version > before
+
+
+@pytest.mark.parametrize(
+    "out",
+    (torch.zeros(4, 6, dtype=torch.bfloat16), torch.zeros(6, 4), torch.zeros(6, 4).t()),
+    ids=("dtype", "shape", "strides"),
+)
+def test_add_matmul_refuses(out):
+    a = ops.quantize(torch.randn(4, 32), FP8_1X128, backend="reference")
+    b = ops.quantize(torch.randn(6, 32), FP8_1X128, backend="reference")
+    with pytest.raises(
+        ValueError, match=r"add_matmul_: out must be a contiguous float32 tensor of shape \[4, 6\] on cpu"
+    ):
+        ops.add_matmul_(out, a, b)

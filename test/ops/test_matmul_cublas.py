@@ -80,6 +80,7 @@ ADMITTED = {
     "fp32 out": {"product": (4, 16, 16), "out_dtype": torch.float32},
     "K of 592": {"product": (64, 128, 592)},
     "K of 592, 1x128 · 1x128": {"product": (64, 128, 592), "pair": (FP8_1X128, FP8_1X128)},
+    "any M and K": {"product": (6, 16, 25)},
     "CUDA 13.0": {"product": (64, 128, 592), "cuda": "13.0"},
     "nvfp4 on Blackwell": {"product": (1, 32, 16), "pair": NVFP4_PAIR, "capability": BLACKWELL},
     "nvfp4 on sm_120": {"product": (1, 32, 16), "pair": NVFP4_PAIR, "capability": (12, 0)},
@@ -93,9 +94,12 @@ REFUSED = {
     "the first operand must have one-row blocks, got fp8_128x128": {"pair": (FP8_128X128, FP8_1X128)},
     "out_dtype must be bfloat16 or float32, got torch.float16": {"out_dtype": torch.float16},
     "it has no empty products, got M=0, N=16, K=16": {"product": (0, 16, 16)},
-    "N and the bytes of K must be multiples of 16, got N=16, K=24": {"product": (16, 16, 24)},
-    "N and the bytes of K must be multiples of 16, got N=8, K=16": {"product": (16, 8, 16)},
-    "rows must be multiples of 4, got M=6, N=16": {"product": (6, 16, 16)},
+    "N and the bytes of packed K must be multiples of 16, got N=16, K=24": {
+        "product": (16, 16, 24),
+        "pair": NVFP4_PAIR,
+        "capability": BLACKWELL,
+    },
+    "N and the bytes of packed K must be multiples of 16, got N=8, K=16": {"product": (16, 8, 16)},
 }
 
 
@@ -109,9 +113,41 @@ def test_says_why_not(reason, case, monkeypatch):
     assert why_not(monkeypatch, **{"product": (128, 128, 128), **case}) == reason
 
 
+@pytest.mark.parametrize("b_fmt", (FP8_128X128, FP8_1X128), ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("bias", (False, True), ids=("plain", "bias"))
+@pytest.mark.parametrize("product", ((1, 16, 1), (4, 16, 16), (6, 32, 25), (130, 144, 400)), ids=shape_id)
+def test_operands_are_padded_as_it_wants_them(monkeypatch, product, bias, b_fmt):
+    """A stand-in for the library that checks what it asks for, and multiplies what it is given."""
+    m, n, k = product
+    a = ops.quantize(random_tensor(m, k, seed=1), FP8_1X128, backend="reference")
+    b = ops.quantize(random_tensor(n, k, seed=2), b_fmt, backend="reference")
+
+    def scaled_mm(a, b, a_scales, a_scalings, a_swizzles, b_scales, b_scalings, b_swizzles, out_dtype):
+        (a_scale,), (b_scale,) = a_scales, b_scales
+        (rows, columns), blocks = a.shape, -(-a.shape[1] // 128)
+        assert rows % 4 == 0 and columns % 16 == 0 and b.shape[1] % 16 == 0
+        assert a.is_contiguous() and b.t().is_contiguous()
+        assert a_scale.shape == (rows, blocks) and a_scale.t().is_contiguous()
+        b_scale = b_scale.t()
+        if b_fmt is FP8_1X128:
+            assert b_scale.shape == (blocks, b.shape[1]) and b_scale.is_contiguous()
+        else:
+            assert b_scale.shape[1] % 4 == 0 and b_scale.stride(1) == 1
+            b_scale = b_scale[:, :blocks]
+        padded = ops.operand(FP8_1X128, a, a_scale.t()), ops.operand(b_fmt, b.t(), b_scale)
+        return ops.matmul(*padded, out_dtype=out_dtype, backend="reference")
+
+    monkeypatch.setattr("torchao_blockwise._compat.scaled_mm", scaled_mm)
+    options = torch.float32, torch.randn(n) if bias else None
+    got = cublas.matmul(*a, *b, FP8_1X128, b_fmt, *options)
+    expected = ops.matmul(a, b, out_dtype=options[0], bias=options[1], backend="reference")
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 GPU_PRODUCTS = ((4, 16, 16), (64, 128, 128), (128, 128, 592), (260, 272, 576), (1024, 512, 1168), (512, 384, 2048))
+GPU_PRODUCTS += ((1, 16, 1), (261, 272, 577), (4097, 576, 1027))
 
 
 @pytest.mark.gpu

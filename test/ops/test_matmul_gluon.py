@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from dataclasses import replace
@@ -115,7 +116,7 @@ def test_simulated_product_with_bias(simulated, n, dtype, build):
 def test_simulated_product_adds_to_a_gradient(simulated, build, pair):
     a, b = operands(130, 144, 400, pair)
     start = 100 * torch.randn(130, 144)
-    out = gluon.add_matmul(start.clone(), *a[:2], *b[:2], FP8_1X128, PAIRS[pair], build=BUILDS[build])
+    out = gluon.add_matmul(start.clone(), *a, *b, FP8_1X128, PAIRS[pair], build=BUILDS[build])
     assert relative_error(out, a, b, start) < TOLERANCE[torch.float32]
 
 
@@ -207,10 +208,8 @@ def test_the_simulator_sees(monkeypatch, tmp_path, fault):
                 return True
         return False
 
-    try:
+    with contextlib.suppress(simulator.SimulationError):
         assert any(differs(seed) for seed in range(5))
-    except simulator.SimulationError:
-        pass
 
 
 def test_choice_of_build():
@@ -271,5 +270,5 @@ def test_adding_to_a_gradient_on_the_gpu(hopper, build, pair):
     a, b = operands(260, 272, 4097, pair)
     start = 100 * torch.randn(260, 272)
     gpu_a, gpu_b = on_gpu(a, b)
-    out = gluon.add_matmul(start.cuda(), *gpu_a[:2], *gpu_b[:2], FP8_1X128, PAIRS[pair], build=BUILDS[build])
+    out = gluon.add_matmul(start.cuda(), *gpu_a, *gpu_b, FP8_1X128, PAIRS[pair], build=BUILDS[build])
     assert relative_error(out.cpu(), a, b, start) < 4 * 2**-13

@@ -30,7 +30,7 @@ def opcheck(op, args) -> None:
     outputs = op(*args)
     for x, copy in zip(inputs, before):
         assert_bitwise_equal(x, copy, "an input that was written to")
-    tensors = [*inputs, *(outputs if isinstance(outputs, tuple) else (outputs,))]
+    tensors = [*inputs, *(outputs if isinstance(outputs, (tuple, list)) else (outputs,))]
     storages = [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
     assert len(set(storages)) == len(storages), "an output shares memory with an input or another output"
 
@@ -96,13 +96,56 @@ def test_matmul(pair, product, bias):
     opcheck(library.matmul.default, (*a, *b, *names, torch.bfloat16, bias, "reference"))
 
 
+def test_add_matmul():
+    """Changes `out` and nothing else; opcheck's own comparison of changed inputs knows no fp8."""
+    a, b = quantize(random_tensor(5, 33), FP8_1X128), quantize(random_tensor(7, 33), FP8_1X128)
+    arguments = (torch.zeros(5, 7), *a, *b, FP8_1X128.name, FP8_1X128.name, "reference")
+    assert torch.library.opcheck(library.add_matmul_.default, arguments, test_utils="test_faketensor")
+    before = [x.clone() for x in (a.qdata, a.scale, b.qdata, b.scale)]
+    assert library.add_matmul_(*arguments) is None
+    for x, copy in zip((a.qdata, a.scale, b.qdata, b.scale), before):
+        assert_bitwise_equal(x, copy, "an input that was written to")
+
+
+fused_copies = pytest.mark.parametrize(
+    "copies", ((True, False), (False, True), (True, True)), ids=("rowwise", "columnwise", "both")
+)
+matrices = pytest.mark.parametrize("shape", ((33, 150), (48, 64), (0, 16)), ids=shape_id)
+
+
+@pytest.mark.parametrize("layer", (False, True), ids=("rms", "layer"))
+@fused_copies
+@matrices
+def test_norm_quantize(shape, copies, layer):
+    x, weight = random_tensor(*shape, dtype=torch.bfloat16), torch.ones(shape[1])
+    opcheck(library.norm_statistics.default, (x, layer, 1e-5, "reference"))
+    *mean, rstd = library.norm_statistics(x, layer, 1e-5, "reference")
+    arguments = (x, mean[0] if mean else None, rstd, weight, None, torch.bfloat16)
+    opcheck(library.normalize.default, (*arguments, "reference"))
+    opcheck(library.norm_quantize.default, (*arguments, "fp8_1x128", *copies, False, "reference"))
+
+
+@fused_copies
+@matrices
+def test_swiglu_quantize(shape, copies):
+    dh, gate, up = (random_tensor(*shape, dtype=torch.bfloat16, seed=s) / 64 for s in range(3))
+    options = ("fp8_1x128", *copies, False, "reference")
+    opcheck(library.swiglu.default, (gate, up, "reference"))
+    opcheck(library.swiglu_backward.default, (dh, gate, up, "reference"))
+    opcheck(library.swiglu_quantize.default, (gate, up, *options))
+    opcheck(library.swiglu_backward_quantize.default, (dh, gate, up, *options))
+
+
 CHECKED = {"quantize", "quantize_both", "tensor_amax_bits", "global_scale", "dequantize", "transpose", "matmul"}
+CHECKED |= {"add_matmul_", "norm_statistics", "normalize", "norm_quantize"}
+CHECKED |= {"swiglu", "swiglu_backward", "swiglu_quantize", "swiglu_backward_quantize"}
 
 
 def test_every_op_of_these_folders_is_checked():
-    names = ("dequantize", "matmul", "quantize", "transpose")
+    names = ("dequantize", "matmul", "norm_quantize", "quantize", "swiglu_quantize", "transpose")
     folders = [importlib.import_module(f"torchao_blockwise.ops.{name}") for name in names]
-    defined = [op for folder in folders for op in vars(folder).values() if isinstance(op, torch._ops.OpOverload)]
+    values = [getattr(x, "overload", x) for folder in folders for x in vars(folder).values()]
+    defined = [op for op in values if isinstance(op, torch._ops.OpOverload)]
     assert {op.name().split("::")[1] for op in defined} == CHECKED
 
 

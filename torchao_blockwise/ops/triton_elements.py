@@ -41,9 +41,9 @@ def from_f32(x, dtype: tl.constexpr):
     """`x` rounded to nearest even in bf16 | f16 | f32."""
     if INTERPRETING and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        # The low half is cleared: the interpreter would not truncate it from subnormals.
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, rounded, x)
+        # As bits: the interpreter's own cast gives subnormals the wrong mantissa.
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, _QUIET_NAN >> 16).to(tl.uint16).to(dtype, bitcast=True)
     return x.to(dtype)
 
 
@@ -54,6 +54,29 @@ def magnitude_bits(x):
     A maximum of these propagates NaN, which a maximum of floats does not.
     """
     return x.to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def largest_magnitude(x, axis: tl.constexpr):
+    """`magnitude_bits` of max |x| along `axis`, of bf16 | f16 | f32 `x` in fp32; NaN propagates.
+
+    Values of 16 bits are compared as they are, two in a register: as fp32 a tile would take twice the registers.
+    """
+    if x.dtype.primitive_bitwidth == 32:
+        return tl.max(magnitude_bits(x), axis)
+    else:
+        magnitude = x.to(tl.int16, bitcast=True) & 0x7FFF
+        if INTERPRETING:
+            largest = tl.max(magnitude, axis).to(tl.int16)
+        else:
+            # `tl.max` would compare in 32 bits.
+            largest = tl.reduce(magnitude, axis, _larger)
+        return magnitude_bits(to_f32(largest.to(x.dtype, bitcast=True)))
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from torchao_blockwise import _compat
 from torchao_blockwise.formats import (
     FP8_1X128,
     FP8_128X128,
@@ -15,7 +16,7 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops.backend import Backend, compute_capability, get_backend, pick, why_no_triton
 from torchao_blockwise.ops.library import define_op
-from torchao_blockwise.ops.matmul import cublas, reference
+from torchao_blockwise.ops.matmul import choice, cublas, reference
 from torchao_blockwise.ops.operand import format_of, is_operand
 
 _KERNEL_PAIRS = {
@@ -50,6 +51,32 @@ def matmul(
     return matmul_op(*a, *b, a.format_name, b.format_name, out_dtype, bias, get_backend(backend).value)
 
 
+def add_matmul_(out: torch.Tensor, a, b, *, backend: Backend | str | None = None) -> torch.Tensor:
+    """out += a @ b.T, in fp32: a weight's gradient added to what other microbatches left.
+
+    out: [M, N] f32, contiguous, changed in place and returned. a, b: as in `matmul`.
+    Gluon and Triton kernels read and write `out` once, where a tile ends; other backends make the product first.
+    Raises TypeError and ValueError like `matmul`, and for another `out`.
+    """
+    _check(a, b, torch.float32, None)
+    wanted = [a.qdata.shape[0], b.qdata.shape[0]]
+    if (
+        out.dtype != torch.float32
+        or list(out.shape) != wanted
+        or not out.is_contiguous()
+        or out.device != a.qdata.device
+    ):
+        got = f"{out.dtype} of shape {list(out.shape)} on {out.device}" + ", not contiguous" * (not out.is_contiguous())
+        raise ValueError(
+            f"add_matmul_: out must be a contiguous float32 tensor of shape {wanted} on {a.qdata.device}, got {got}"
+        )
+    add_matmul_op(out, *a, *b, a.format_name, b.format_name, get_backend(backend).value)
+    if not (torch.compiler.is_compiling() or out.is_inference()):
+        # Below autograd, where operations run, nothing counts changes.
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
 def _check(a, b, out_dtype, bias):
     for name, x in (("a", a), ("b", b)):
         if not is_operand(x):
@@ -73,31 +100,92 @@ def _check(a, b, out_dtype, bias):
         raise ValueError(f"matmul: bias must be a float vector of {b.qdata.shape[0]} elements, got {got}")
 
 
-def _pick(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, out_dtype, backend: str) -> Backend:
+def candidates(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, out_dtype) -> dict[Backend, str | None]:
+    """The backends of a product of these payloads, in AUTO's fixed order, each with why it cannot run, or None."""
     why_no_cublas = cublas.why_not(a, b, a_fmt, b_fmt, out_dtype)
     why_triton = why_no_triton(a.device)
     if why_triton is None and (a_fmt.name, b_fmt.name) not in _KERNEL_PAIRS:
         why_triton = f"{a_fmt.name} · {b_fmt.name} has no kernel"
-    reasons = {Backend.CUBLAS: why_no_cublas, Backend.TRITON: why_triton, Backend.REFERENCE: None}
+    # Behind the reference, which always can: AUTO takes Gluon where a table of measurements puts it first, only.
+    return {
+        Backend.CUBLAS: why_no_cublas,
+        Backend.TRITON: why_triton,
+        Backend.REFERENCE: None,
+        Backend.GLUON: _why_no_gluon(a, b, a_fmt, b_fmt),
+    }
+
+
+def _why_no_gluon(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat) -> str | None:
+    capability = compute_capability(a.device)
+    if capability != (9, 0):
+        got = f"sm_{capability[0]}{capability[1]}" if a.is_cuda else a.device.type
+        return f"the kernels are for Hopper GPUs (sm_90), got {got}"
+    if not _compat.has_gluon():
+        return "they need Gluon, which Triton has from 3.6 on (pip install -U triton)"
+    from torchao_blockwise.ops.matmul import gluon
+
+    return gluon.why_not(a, b, a_fmt, b_fmt)
+
+
+def _pick(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, out_dtype, backend: str) -> Backend:
+    reasons = candidates(a, b, a_fmt, b_fmt, out_dtype)
     expected = None
     if a.is_cuda:
         blocks = cublas.expected(compute_capability(a.device), a_fmt)
         expected = Backend.CUBLAS if blocks else Backend.TRITON
+    if backend == Backend.AUTO:
+        k = a.shape[1] * a_fmt.element.per_byte
+        ranking = choice.ranking(a_fmt, b_fmt, a.shape[0], b.shape[0], k, a.device)
+        measured = [b for b in ranking if b in reasons]
+        if measured:
+            # The fastest first; what was not measured comes after them, in the fixed order.
+            reasons = {b: reasons[b] for b in (*measured, *reasons)}
+            expected = measured[0]
     return pick("matmul", backend, reasons, expected=expected)
 
 
 def _matmul(a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, out_dtype, bias, backend):
     a_fmt, b_fmt = get_format(a_format), get_format(b_format)
-    chosen = _pick(a, b, a_fmt, b_fmt, out_dtype, backend)
+    if a.is_cuda:
+        # All that a choice depends on where it takes long (5 µs) and somebody waits for it.
+        key = (a.device, a.shape, b.shape, a_format, b_format, out_dtype, backend)
+        chosen = choice.remember(key, lambda: _pick(a, b, a_fmt, b_fmt, out_dtype, backend))
+    else:
+        chosen = _pick(a, b, a_fmt, b_fmt, out_dtype, backend)
     if chosen is Backend.CUBLAS:
         implementation = cublas.matmul
     elif chosen is Backend.TRITON:
         from torchao_blockwise.ops.matmul import triton
 
         implementation = triton.matmul
+    elif chosen is Backend.GLUON:
+        from torchao_blockwise.ops.matmul import gluon
+
+        implementation = gluon.matmul
     else:
         implementation = reference.matmul
     return implementation(a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt, out_dtype, bias)
+
+
+def _add_matmul(out, a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, backend):
+    a_fmt, b_fmt = get_format(a_format), get_format(b_format)
+    chosen = _pick(a, b, a_fmt, b_fmt, torch.float32, backend)
+    operands = a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt
+    if chosen is Backend.GLUON:
+        from torchao_blockwise.ops.matmul import gluon
+
+        gluon.add_matmul(out, *operands)
+    elif chosen is Backend.TRITON:
+        from torchao_blockwise.ops.matmul import triton
+
+        triton.matmul(*operands, torch.float32, None, out)
+    else:
+        implementation = cublas.matmul if chosen is Backend.CUBLAS else reference.matmul
+        out.add_(implementation(*operands, torch.float32, None))
+
+
+def _add_matmul_fake(out, a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, backend):
+    """It returns nothing."""
 
 
 def _matmul_fake(a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, out_dtype, bias, backend):
@@ -139,4 +227,10 @@ matmul_op = define_op(
     _matmul,
     _matmul_fake,
     _matmul_sharding,
+)
+add_matmul_op = define_op(
+    "add_matmul_(Tensor(a!) out, Tensor a, Tensor a_scale, Tensor? a_global, Tensor b, Tensor b_scale,"
+    " Tensor? b_global, str a_format, str b_format, str backend) -> ()",
+    _add_matmul,
+    _add_matmul_fake,
 )

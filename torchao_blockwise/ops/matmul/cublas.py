@@ -1,9 +1,10 @@
 """Products through cuBLASLt: FP8 block scaling on Hopper (sm_90), NVFP4 on Blackwell (sm_100 and later).
 
-Both go through `torch.nn.functional.scaled_mm`. Scales are re-laid here, where they are used:
+Both go through what is under `torch.nn.functional.scaled_mm`. Scales are re-laid here, where they are used:
 
     FP8     1×128 scales [K/128, M] are passed as [M, K/128] with strides (1, M), as they lie at rest;
-            128×128 scales [N/128, K/128] with the K blocks padded to a multiple of 4.
+            128×128 scales [N/128, K/128] with the K blocks padded to a multiple of 4;
+            rows of a padded to a multiple of 4, rows of both to 16 bytes, by copies where tokens do not fill them.
     NVFP4   one e4m3 scale a row and 16 columns, swizzled in tiles of 128 rows × 4 scales.
 
 The NVFP4 path has not run on Blackwell hardware yet; its layout is tested against the documented index formula.
@@ -12,15 +13,24 @@ Source: cuBLAS manual, "Scaling factors layouts".
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import E2M1, E4M3, FP8_1X128, BlockFormat
+from torchao_blockwise.formats import E2M1, E4M3, BlockFormat
 from torchao_blockwise.ops.backend import compute_capability
+from torchao_blockwise.ops.matmul.rows import aligned_rows
+
+_1X128, _128X128 = _compat.scaling_codes("BlockWise1x128"), _compat.scaling_codes("BlockWise128x128")
+_1X16_AND_TENSOR = _compat.scaling_codes("BlockWise1x16", "TensorWise")
+_SWIZZLED_AND_NOT = _compat.scaling_codes("SWIZZLE_32_4_4", "NO_SWIZZLE")
 
 _SWIZZLE_ROWS, _SWIZZLE_COLUMNS = 128, 4
 _ALIGNMENT_BYTES = 16
+# Rows of one-row scales lie 16 bytes apart.
+_SCALE_ROWS = 4
 
 
 def expected(capability: tuple[int, int], fmt: BlockFormat) -> bool:
@@ -30,56 +40,61 @@ def expected(capability: tuple[int, int], fmt: BlockFormat) -> bool:
 
 def why_not(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, out_dtype: torch.dtype) -> str | None:
     """Why cuBLASLt cannot compute this product, or None if it can."""
-    if not a.is_cuda:
-        return f"it needs a CUDA device, got {a.device.type}"
-    capability = compute_capability(a.device)
+    device = a.device
+    why = _why_never(device.type, compute_capability(device), torch.version.cuda, a_fmt, out_dtype)
+    if why is not None:
+        return why
+    (m, k), n = a.shape, b.shape[0]
+    if 0 in (m, n, k):
+        return f"it has no empty products, got M={m}, N={n}, K={k}"
+    if n % _ALIGNMENT_BYTES or (k % _ALIGNMENT_BYTES and a_fmt.element is E2M1):
+        # Counts of tokens may be anything: FP8's M and K are padded.
+        return f"N and the bytes of packed K must be multiples of {_ALIGNMENT_BYTES}, got N={n}, K={k}"
+    return None
+
+
+@functools.cache
+def _why_never(
+    device: str, capability: tuple[int, int], version: str | None, a_fmt: BlockFormat, out_dtype: torch.dtype
+) -> str | None:
+    """Why it can compute no product of these, whatever its shape; worked out once, not in every product (3 µs)."""
+    if device != "cuda":
+        return f"it needs a CUDA device, got {device}"
     if not expected(capability, a_fmt):
         wanted = "sm_90" if a_fmt.element is E4M3 else "sm_100 or newer"
         return f"{a_fmt.element.name} block scaling needs {wanted}, got sm_{capability[0]}{capability[1]}"
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    cuda = tuple(int(part) for part in (version or "0.0").split(".")[:2])
     if cuda < (12, 9):
-        return f"block scaling needs CUDA 12.9 or newer, got {torch.version.cuda}"
+        return f"block scaling needs CUDA 12.9 or newer, got {version}"
     if a_fmt.block[0] != 1:
         return f"the first operand must have one-row blocks, got {a_fmt.name}"
     if out_dtype not in (torch.bfloat16, torch.float32):
         return f"out_dtype must be bfloat16 or float32, got {out_dtype}"
-    m, n, k = a.shape[0], b.shape[0], a.shape[1]
-    if 0 in (m, n, k):
-        return f"it has no empty products, got M={m}, N={n}, K={k}"
-    if k % _ALIGNMENT_BYTES or n % _ALIGNMENT_BYTES:
-        return f"N and the bytes of K must be multiples of {_ALIGNMENT_BYTES}, got N={n}, K={k}"
-    if a_fmt is FP8_1X128 and (m % 4 or (b_fmt is FP8_1X128 and n % 4)):
-        return f"rows must be multiples of 4, got M={m}, N={n}"
     return None
 
 
 def matmul(a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt, out_dtype, bias):
     """[M, N] product; arguments as in `reference.matmul`, within what `why_not` admits."""
-    scaling, swizzle = _compat.scaling_types()
+    product_dtype = out_dtype if bias is None else torch.float32
     if a_fmt.element is E2M1:
         k = a.shape[1] * E2M1.per_byte
-        out = F.scaled_mm(
-            a.view(torch.float4_e2m1fn_x2),
-            b.view(torch.float4_e2m1fn_x2).t(),
-            [swizzle_scales(rowwise_scales(a_scale, a_fmt, a.shape[0]), k), a_global],
-            [scaling.BlockWise1x16, scaling.TensorWise],
-            [swizzle_scales(rowwise_scales(b_scale, b_fmt, b.shape[0]), k), b_global],
-            [scaling.BlockWise1x16, scaling.TensorWise],
-            swizzle_a=[swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE],
-            swizzle_b=[swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE],
-            output_dtype=out_dtype if bias is None else torch.float32,
-        )
+        a_scales = [swizzle_scales(rowwise_scales(a_scale, a_fmt, a.shape[0]), k), a_global]
+        b_scales = [swizzle_scales(rowwise_scales(b_scale, b_fmt, b.shape[0]), k), b_global]
+        a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+        a_scalings = b_scalings = _1X16_AND_TENSOR
+        swizzles = _SWIZZLED_AND_NOT
     else:
-        b_one_row = b_fmt.block[0] == 1
-        out = F.scaled_mm(
-            a,
-            b.t(),
-            a_scale.t(),
-            scaling.BlockWise1x128,
-            b_scale.t() if b_one_row else pad_k_blocks(b_scale).t(),
-            scaling.BlockWise1x128 if b_one_row else scaling.BlockWise128x128,
-            output_dtype=out_dtype if bias is None else torch.float32,
-        )
+        m, one_row = a.shape[0], b_fmt.block[0] == 1
+        a, b = aligned_rows(a), aligned_rows(b)
+        if missing := -m % _SCALE_ROWS:
+            a = F.pad(a.view(torch.uint8), (0, 0, 0, missing)).view(a.dtype)
+            a_scale = F.pad(a_scale, (0, missing))
+        a_scales, b_scales = [a_scale.t()], [b_scale.t() if one_row else pad_k_blocks(b_scale).t()]
+        a_scalings, b_scalings = _1X128, _1X128 if one_row else _128X128
+        swizzles = []
+    out = _compat.scaled_mm(a, b.t(), a_scales, a_scalings, swizzles, b_scales, b_scalings, swizzles, product_dtype)
+    if a_fmt.element is not E2M1:
+        out = out[:m]
     # The bias comes before the only rounding, so the product waits for it in fp32.
     return out if bias is None else out.add_(bias).to(out_dtype)
 

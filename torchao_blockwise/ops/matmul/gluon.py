@@ -392,7 +392,18 @@ def matmul(
     return _launch(a, a_scale, b, b_scale, a_fmt, b_fmt, out, bias, False, build)
 
 
-def add_matmul(out, a, a_scale, b, b_scale, a_fmt: BlockFormat, b_fmt: BlockFormat, build: _Build | None = None):
+def add_matmul(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    a_global: torch.Tensor | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    b_global: torch.Tensor | None,
+    a_fmt: BlockFormat,
+    b_fmt: BlockFormat,
+    build: _Build | None = None,
+) -> torch.Tensor:
     """out [M, N] f32 += a @ b.T, in the one pass that the product takes."""
     return _launch(a, a_scale, b, b_scale, a_fmt, b_fmt, out, None, True, build)
 

@@ -23,12 +23,13 @@ rows that do not fill 16 bytes are padded, so that all are copied 16 bytes at a 
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import E2M1, BlockFormat
 from torchao_blockwise.ops.backend import compute_capability, interpreting
+from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.matmul.rows import aligned_rows
 from torchao_blockwise.ops.triton_elements import decode_e2m1, decode_e4m3, from_f32
 
 
@@ -68,9 +69,6 @@ _NVFP4_REGISTER_CONFIGS = (
 # Tile rows of the output whose tiles are computed side by side, so that they find b's tiles in the L2 cache.
 _GROUP = 8
 
-# The widest copy to shared memory.
-_ROW_BYTES = 16
-
 # e2m1 bits read as f16 are 2^14 too small, and f16 holds e4m3 scales times 2^7 at most: an operand lacks 2^7.
 _DECODED_SCALE = tl.constexpr(2.0**7)
 _MISSING_FACTOR = tl.constexpr(2.0**14)
@@ -95,12 +93,14 @@ def _load_e4m3(ptrs, mask, DECODE: tl.constexpr):
 
 
 @triton.jit
-def _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N):
-    """out = acc + bias, rounded once to the dtype of `out_ptr`."""
+def _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N, ACCUMULATE: tl.constexpr):
+    """out (+)= acc + bias, rounded once to the dtype of `out_ptr`."""
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     offsets = offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    if ACCUMULATE:
+        acc += tl.load(out_ptr + offsets, mask=mask, other=0.0)
     tl.store(out_ptr + offsets, from_f32(acc, out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -115,6 +115,7 @@ def _matmul_fp8_kernel(
     M,
     N,
     K,
+    ACCUMULATE: tl.constexpr,
     B_SQUARE: tl.constexpr,
     DECODE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -151,7 +152,7 @@ def _matmul_fp8_kernel(
             acc += partial * (a_scale * b_scale)[:, None]
         else:
             acc += partial * a_scale[:, None] * b_scale[None, :]
-    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N)
+    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N, ACCUMULATE)
 
 
 @triton.jit
@@ -202,6 +203,7 @@ def _matmul_nvfp4_kernel(
     N,
     packed_k,  # bytes in a row of payload, and
     grid_k,  # scales in a row: the last bytes may be padding
+    ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr,
     B_BLOCK_ROWS: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -225,7 +227,7 @@ def _matmul_nvfp4_kernel(
         acc = tl.dot(a_even, tl.trans(b_even), acc)
         acc = tl.dot(a_odd, tl.trans(b_odd), acc)
     acc = (acc * _MISSING_FACTOR) * (tl.load(a_global_ptr) * tl.load(b_global_ptr))
-    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N)
+    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N, ACCUMULATE)
 
 
 def matmul(
@@ -239,13 +241,17 @@ def matmul(
     b_fmt: BlockFormat,
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
+    add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[M, N] product of a [M, packed(K)] and b [N, packed(K)]; `a_fmt` has one-row blocks. Arguments as in the op."""
+    """[M, N] product of a [M, packed(K)] and b [N, packed(K)]; `a_fmt` has one-row blocks. Arguments as in the op.
+
+    add_to: [M, N] `out_dtype`, to which the product is added in place, and which is returned.
+    """
     M, N = a.shape[0], b.shape[0]
-    out = a.new_empty((M, N), dtype=out_dtype)
+    out = a.new_empty((M, N), dtype=out_dtype) if add_to is None else add_to
     if out.numel() == 0:
         return out
-    a, b = _pad_rows(a), _pad_rows(b)
+    a, b = aligned_rows(a), aligned_rows(b)
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     bias = None if bias is None else bias.contiguous()
     capability = compute_capability(a.device)
@@ -255,8 +261,9 @@ def matmul(
     else:
         configs = _FP8_DECODE_CONFIGS if decode else _FP8_CONFIGS
     config = next(c for c in configs if c.max_m >= M)
-    grid = (triton.cdiv(M, config.tile_m) * triton.cdiv(N, config.tile_n),)
+    grid = ceil_div(M, config.tile_m) * ceil_div(N, config.tile_n)
     tiles = {
+        "ACCUMULATE": add_to is not None,
         "BLOCK": a_fmt.block[1],
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
@@ -264,25 +271,18 @@ def matmul(
         "num_warps": config.warps,
         "num_stages": config.stages,
     }
-    with torch.cuda.device_of(a):
-        if a_fmt.element is E2M1:
-            _matmul_nvfp4_kernel[grid](
-                a, a_scale.view(torch.uint8), a_global, b, b_scale.view(torch.uint8), b_global, bias, out,
-                M, N, a.shape[1], a_scale.shape[1],
-                B_BLOCK_ROWS=b_fmt.block[0], TILE_K=config.blocks_k * a_fmt.block[1], **tiles,
-            )  # fmt: skip
-        else:
-            if decode:
-                a, b = a.view(torch.uint8), b.view(torch.uint8)
-            _matmul_fp8_kernel[grid](
-                a, a_scale, b, b_scale, bias, out, M, N, a.shape[1], B_SQUARE=b_fmt.is_square, DECODE=decode, **tiles
-            )
+    if a_fmt.element is E2M1:
+        launch(
+            _matmul_nvfp4_kernel, grid,
+            a, a_scale.view(torch.uint8), a_global, b, b_scale.view(torch.uint8), b_global, bias, out,
+            M, N, a.shape[1], a_scale.shape[1],
+            B_BLOCK_ROWS=b_fmt.block[0], TILE_K=config.blocks_k * a_fmt.block[1], **tiles,
+        )  # fmt: skip
+    else:
+        if decode:
+            a, b = a.view(torch.uint8), b.view(torch.uint8)
+        launch(
+            _matmul_fp8_kernel, grid,
+            a, a_scale, b, b_scale, bias, out, M, N, a.shape[1], B_SQUARE=b_fmt.is_square, DECODE=decode, **tiles,
+        )  # fmt: skip
     return out
-
-
-def _pad_rows(qdata: torch.Tensor) -> torch.Tensor:
-    """Contiguous payload whose rows fill 16 bytes each: a copy with zeros behind the rows, only where they do not."""
-    padding = -qdata.shape[1] % _ROW_BYTES
-    if padding == 0:
-        return qdata.contiguous()
-    return F.pad(qdata.view(torch.uint8), (0, padding)).view(qdata.dtype)

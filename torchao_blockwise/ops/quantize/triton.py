@@ -7,7 +7,9 @@ A program takes one tile of a matrix, and every block that touches it lies in it
     M │   │ x │   │  one tile →   1×B blocks: max along K     1×B blocks: max along M
       └───┴───┴───┘               B×B blocks: one max over the block, both copies share the payload
 
-FP8: a tile is one block (128) wide; it is 128 rows high, or fewer where nothing runs along the rows.
+FP8: a tile is as long as a block (128) along the dims that blocks run along. One-row blocks are quantised in strips of
+it, of some rows or of some columns. Where both copies of them come from one launch, each strip of a 128×128 tile reads
+`x` for itself, the second time from a cache: a tile held in registers, with two sets of scaled values, would spill.
 NVFP4: a tile holds many blocks of 16, seen by a reshape; two codes are packed in a byte along each copy's last dim.
 
 Tiles are numbered along grid x alone, whose limit is 2^31 (y and z end at 65535). `M` is specialised on divisibility by
@@ -15,11 +17,15 @@ Tiles are numbered along grid x alone, whose limit is 2^31 (y and z end at 65535
 never one a count.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
+from torchao_blockwise import _compat
 from torchao_blockwise.formats import E2M1, BlockFormat
+from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.triton_elements import (
     at_most_f32_max,
     canonical_nan,
@@ -27,37 +33,54 @@ from torchao_blockwise.ops.triton_elements import (
     encode_e2m1,
     encode_e4m3,
     encode_e4m3_by_integers,
+    largest_magnitude,
     magnitude_bits,
     to_f32,
 )
 
-# (tile rows, tile columns, warps, warps where rows do not start on 16 bytes), measured on an H200.
-# One-row blocks along K leave the tile's height free; blocks that run along M decide it, and where every column has a
-# scale of its own few warps, that see many rows each, are fastest. Rows off 16 bytes are stored an element at a time,
-# each at an address of its own, for which it takes more threads to have enough registers.
+# (tile rows, tile columns, warps, warps where rows do not start on 16 bytes), measured on an H200, but for columnwise,
+# which follows from the model in docs/performance.md; benchmarks/tune_quantize.py measures the others too. One-row
+# blocks along K leave the tile's height free, those along M its width. What counts is how many warps a multiprocessor
+# has room for and, where a reduction along M crosses warps, how many rows each sees. Rows off 16 bytes are stored an
+# element at a time, each at an address of its own: more threads for enough registers.
 _FP8_ROWWISE_TILE = (32, 128, 4, 16)
-_FP8_COLUMNWISE_TILE = (128, 128, 4, 16)
+_FP8_COLUMNWISE_TILE = (128, 64, 4, 8)
 _FP8_SQUARE_TILE = (128, 128, 8, 16)
 _NVFP4_TILE = (32, 128, 2, 4)
+# Both copies of one-row blocks in one launch: (rows of a strip, columns of a strip, warps, whether each strip is a
+# program; if not, a program goes through all strips of its tile). None: in a launch each.
+_FP8_BOTH: tuple[int, int, int, bool] | None = None
+# Both from one read by the kernel in gluon.py, with so many warps, where it can; None: never, until it is measured.
+_FP8_BOTH_GLUON_WARPS: int | None = None
+
 
 _ALIGNMENT = 16
 _EXPONENT_AND_SIGN = tl.constexpr(-(1 << 23))
 
 
 @triton.jit
-def _locate_tile(M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """(matrix, tile row, tile column, rows of tiles, columns of tiles) of this program; columns run fastest."""
+def _locate_tile(tile, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BATCHED: tl.constexpr):
+    """(matrix, tile row, tile column, rows of tiles, columns of tiles) of a tile; columns run fastest."""
     tiles_m, tiles_k = tl.cdiv(M, TILE_M), tl.cdiv(K, TILE_K)
-    tile = tl.program_id(0)
-    batch = (tile // tiles_k) // tiles_m
-    return batch.to(tl.int64), (tile // tiles_k) % tiles_m, tile % tiles_k, tiles_m, tiles_k
+    batch, tile_m = tl.full([], 0, tl.int64), tile // tiles_k
+    if BATCHED:
+        # A division takes 20 instructions, as many as two or three values do altogether.
+        batch, tile_m = (tile_m // tiles_m).to(tl.int64), tile_m % tiles_m
+    return batch, tile_m, tile % tiles_k, tiles_m, tiles_k
+
+
+@triton.jit
+def _load_values(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk):
+    """A tile of `x` in its dtype, zero outside."""
+    offsets = offs_m.to(tl.int64)[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
+    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
+    return tl.load(x_ptr + batch * stride_xb + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
 def _load_tile(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk):
-    offsets = offs_m.to(tl.int64)[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
-    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
-    return to_f32(tl.load(x_ptr + batch * stride_xb + offsets, mask=mask, other=0.0))
+    """A tile of `x` in fp32, zero outside."""
+    return to_f32(_load_values(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk))
 
 
 @triton.jit
@@ -104,6 +127,33 @@ def _fp8_vector_scales(amax_bits, ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.conste
 
 
 @triton.jit
+def _quantize_rows(
+    x_ptr, q_ptr, s_ptr, batch, first, offs_k, M, K, stride_xb, stride_xm, stride_xk,
+    ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Blocks that are rows: ROWS of them from row `first` on, at columns `offs_k`. s_ptr: [M], of these columns."""
+    offs_m = first + tl.arange(0, ROWS)
+    x = _load_values(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk)
+    encode, scale = _fp8_vector_scales(largest_magnitude(x, 1), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    _store_tile(q_ptr, batch, encode_e4m3(to_f32(x) * encode[:, None], ELEMENT_MAX), offs_m, offs_k, M, K)
+    tl.store(s_ptr + offs_m, scale, mask=offs_m < M)
+
+
+@triton.jit
+def _quantize_columns(
+    x_ptr, qt_ptr, st_ptr, batch, offs_m, first, M, K, stride_xb, stride_xm, stride_xk,
+    ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_2: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Blocks that are columns: COLUMNS of them from column `first` on, at rows `offs_m`. st_ptr: [K], of these rows."""
+    offs_k = first + tl.arange(0, COLUMNS)
+    x = _load_values(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk)
+    encode, scale = _fp8_vector_scales(largest_magnitude(x, 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    qt = tl.trans(encode_e4m3(to_f32(x) * encode[None, :], ELEMENT_MAX))
+    _store_tile(qt_ptr, batch, qt, offs_k, offs_m, K, M)
+    tl.store(st_ptr + offs_k, scale, mask=offs_k < K)
+
+
+@triton.jit
 def _quantize_fp8_kernel(
     x_ptr,  # [B, M, K] bf16 | f16 | f32
     q_ptr,  # [B, M, K] e4m3 bytes
@@ -118,21 +168,28 @@ def _quantize_fp8_kernel(
     ELEMENT_MAX: tl.constexpr,
     MIN_AMAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
+    BATCHED: tl.constexpr,
     SQUARE: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE_K: tl.constexpr,
+    ROWS: tl.constexpr,  # of a strip, and COLUMNS, where blocks are not SQUARE
+    COLUMNS: tl.constexpr,
+    APART: tl.constexpr,  # each strip is a program
 ):
-    batch, tile_m, tile_k, tiles_m, tiles_k = _locate_tile(M, K, TILE_M, BLOCK)
+    ROW_STRIPS: tl.constexpr = TILE_M // ROWS if ROWWISE else 0
+    COLUMN_STRIPS: tl.constexpr = TILE_K // COLUMNS if COLUMNWISE else 0
+    PROGRAMS: tl.constexpr = ROW_STRIPS + COLUMN_STRIPS if APART else 1
+    tile = tl.program_id(0) // PROGRAMS
+    batch, tile_m, tile_k, tiles_m, tiles_k = _locate_tile(tile, M, K, TILE_M, TILE_K, BATCHED)
     offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
-    offs_k = tile_k * BLOCK + tl.arange(0, BLOCK)
-    x = _load_tile(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk)
-    magnitude = magnitude_bits(x)  # [TILE_M, BLOCK]
+    offs_k = tile_k * TILE_K + tl.arange(0, TILE_K)
 
     if SQUARE:
-        encode, scale = _fp8_scales(tl.max(tl.max(magnitude, 1), 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-        q = encode_e4m3(x * encode, ELEMENT_MAX)
+        x = _load_values(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk)
+        encode, scale = _fp8_scales(tl.max(largest_magnitude(x, 1), 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        q = encode_e4m3(to_f32(x) * encode, ELEMENT_MAX)
         if ROWWISE:
             _store_tile(q_ptr, batch, q, offs_m, offs_k, M, K)
             tl.store(s_ptr + (batch * tiles_m + tile_m) * tiles_k + tile_k, scale)
@@ -141,14 +198,32 @@ def _quantize_fp8_kernel(
             tl.store(st_ptr + (batch * tiles_k + tile_k) * tiles_m + tile_m, scale)
     else:
         if ROWWISE:
-            encode, scale = _fp8_vector_scales(tl.max(magnitude, 1), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-            _store_tile(q_ptr, batch, encode_e4m3(x * encode[:, None], ELEMENT_MAX), offs_m, offs_k, M, K)
-            tl.store(s_ptr + (batch * tiles_k + tile_k) * M + offs_m, scale, mask=offs_m < M)
+            s_ptr += (batch * tiles_k + tile_k) * M
         if COLUMNWISE:
-            encode, scale = _fp8_vector_scales(tl.max(magnitude, 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-            qt = tl.trans(encode_e4m3(x * encode[None, :], ELEMENT_MAX))
-            _store_tile(qt_ptr, batch, qt, offs_k, offs_m, K, M)
-            tl.store(st_ptr + (batch * tiles_m + tile_m) * K + offs_k, scale, mask=offs_k < K)
+            st_ptr += (batch * tiles_m + tile_m) * K
+        if APART:
+            strip = tl.program_id(0) % PROGRAMS
+            if strip < ROW_STRIPS:
+                _quantize_rows(
+                    x_ptr, q_ptr, s_ptr, batch, tile_m * TILE_M + strip * ROWS, offs_k, M, K,
+                    stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, ROWS,
+                )  # fmt: skip
+            else:
+                _quantize_columns(
+                    x_ptr, qt_ptr, st_ptr, batch, offs_m, tile_k * TILE_K + (strip - ROW_STRIPS) * COLUMNS, M, K,
+                    stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, COLUMNS,
+                )  # fmt: skip
+        else:
+            for strip in tl.static_range(ROW_STRIPS):
+                _quantize_rows(
+                    x_ptr, q_ptr, s_ptr, batch, tile_m * TILE_M + strip * ROWS, offs_k, M, K,
+                    stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, ROWS,
+                )  # fmt: skip
+            for strip in tl.static_range(COLUMN_STRIPS):
+                _quantize_columns(
+                    x_ptr, qt_ptr, st_ptr, batch, offs_m, tile_k * TILE_K + strip * COLUMNS, M, K,
+                    stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, COLUMNS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -195,6 +270,7 @@ def _quantize_nvfp4_kernel(
     stride_xk,
     ELEMENT_MAX: tl.constexpr,
     SCALE_MAX: tl.constexpr,
+    BATCHED: tl.constexpr,
     SQUARE: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
@@ -204,7 +280,7 @@ def _quantize_nvfp4_kernel(
 ):
     BLOCKS_M: tl.constexpr = TILE_M // BLOCK
     BLOCKS_K: tl.constexpr = TILE_K // BLOCK
-    batch, tile_m, tile_k, _, _ = _locate_tile(M, K, TILE_M, TILE_K)
+    batch, tile_m, tile_k, _, _ = _locate_tile(tl.program_id(0), M, K, TILE_M, TILE_K, BATCHED)
     offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
     offs_k = tile_k * TILE_K + tl.arange(0, TILE_K)
     # Of packed pairs and of blocks.
@@ -254,44 +330,71 @@ def quantize(
     power_of_2_scales: bool,
 ) -> tuple[torch.Tensor, ...]:
     """(qdata, scale) of each copy asked for, rowwise first; the copies are those of `ops.quantize`, bit for bit."""
-    *_, M, K = x.shape
+    if _FP8_BOTH_GLUON_WARPS is not None and rowwise and columnwise and why_not_gluon(x, fmt) is None:
+        from torchao_blockwise.ops.quantize import gluon
+
+        return gluon.quantize_both(x, fmt, power_of_2_scales, _FP8_BOTH_GLUON_WARPS)
+    *batch, M, K = x.shape
     ragged = K % _ALIGNMENT != 0 or (columnwise and M % _ALIGNMENT != 0)
-    if rowwise and columnwise and (ragged or not fmt.is_square):
-        # A program with two sets of values, or of addresses, spills or has few neighbours: a launch a copy is faster.
+    in_one_launch = fmt.is_square or (_FP8_BOTH is not None and fmt.element is not E2M1)
+    if rowwise and columnwise and (ragged or not in_one_launch):
+        # A program with two sets of values, or of addresses, spills or has few neighbours.
         return (
             *quantize(x, fmt, tensor_amax, True, False, power_of_2_scales),
             *quantize(x, fmt, tensor_amax, False, True, power_of_2_scales),
         )
     # A copy that is not asked for takes the place of a pointer and is never written.
-    q, s = fmt.new_empty(x, *x.shape) if rowwise else (None, None)
-    qt, st = fmt.new_empty(x, *x.mT.shape) if columnwise else (None, None)
+    q, s = fmt.new_empty(x, *batch, M, K) if rowwise else (None, None)
+    qt, st = fmt.new_empty(x, *batch, K, M) if columnwise else (None, None)
     copies = tuple(t for t in (q, s, qt, st) if t is not None)
     if x.numel() == 0:
         return copies
-    x3 = x.flatten(0, -3) if x.dim() > 2 else x[None]
-    B = x3.shape[0]
-    if fmt.element is E2M1:
-        tile = _NVFP4_TILE
-    elif fmt.is_square:
-        tile = _FP8_SQUARE_TILE
-    else:
-        tile = _FP8_COLUMNWISE_TILE if columnwise else _FP8_ROWWISE_TILE
-    tile_m, tile_k, *warps = tile
-    warps = warps[ragged]
-    grid = (B * triton.cdiv(M, tile_m) * triton.cdiv(K, tile_k),)
+    x = x.flatten(0, -3) if batch else x
+    B, strides = (x.shape[0], x.stride()) if batch else (1, (0, *x.stride()))
+    tile_m, tile_k, programs, options = _build(fmt, rowwise, columnwise, power_of_2_scales, ragged)
+    grid = B * ceil_div(M, tile_m) * ceil_div(K, tile_k) * programs
+    options = {"BATCHED": B > 1, **options}
     pointers = [None if t is None else t.view(torch.uint8) if t.itemsize == 1 else t for t in (q, s, qt, st)]
-    flags = {"SQUARE": fmt.is_square, "ROWWISE": rowwise, "COLUMNWISE": columnwise}
-    with torch.cuda.device_of(x):
-        if fmt.element is E2M1:
-            _quantize_nvfp4_kernel[grid](
-                x3, tensor_amax, *pointers, M, K, fmt.element.packed(M), fmt.element.packed(K), *x3.stride(),
-                ELEMENT_MAX=fmt.element.max, SCALE_MAX=fmt.scale_max, **flags,
-                TILE_M=tile_m, TILE_K=tile_k, BLOCK=fmt.block[1], num_warps=warps,
-            )  # fmt: skip
-        else:
-            _quantize_fp8_kernel[grid](
-                x3, *pointers, M, K, *x3.stride(),
-                ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=power_of_2_scales, **flags,
-                TILE_M=tile_m, BLOCK=fmt.block[1], num_warps=warps,
-            )  # fmt: skip
+    if fmt.element is E2M1:
+        sizes = M, K, fmt.element.packed(M), fmt.element.packed(K)
+        launch(_quantize_nvfp4_kernel, grid, x, tensor_amax, *pointers, *sizes, *strides, **options)
+    else:
+        launch(_quantize_fp8_kernel, grid, x, *pointers, M, K, *strides, **options)
     return copies
+
+
+def why_not_gluon(x: torch.Tensor, fmt: BlockFormat) -> str | None:
+    """Why the kernel in gluon.py cannot make both copies of `x`, or None if it can."""
+    if not _compat.has_gluon():
+        return "Gluon needs Triton 3.6 or newer"
+    from torchao_blockwise.ops.quantize import gluon
+
+    return gluon.why_not(x, fmt)
+
+
+@functools.cache
+def _build(fmt: BlockFormat, rowwise: bool, columnwise: bool, power_of_2_scales: bool, ragged: bool):
+    """(tile rows, tile columns, programs a tile, options), put together once, not in every launch (2 µs)."""
+    flags = {"SQUARE": fmt.is_square, "ROWWISE": rowwise, "COLUMNWISE": columnwise}
+    if fmt.element is E2M1:
+        tile_m, tile_k, *warps = _NVFP4_TILE
+        options = {"SCALE_MAX": fmt.scale_max, **flags, "TILE_M": tile_m, "TILE_K": tile_k, "BLOCK": fmt.block[1]}
+        programs = 1
+    else:
+        both = rowwise and columnwise
+        rows, columns, *warps = _fp8_strip(fmt, rowwise, columnwise)
+        apart = both and not fmt.is_square and warps.pop()
+        tile_m, tile_k = fmt.block[1:] * 2 if both else (rows, columns)
+        programs = tile_m // rows + tile_k // columns if apart else 1
+        options = {"MIN_AMAX": fmt.min_amax, "POWER_OF_2": power_of_2_scales, **flags}
+        options |= {"TILE_M": tile_m, "TILE_K": tile_k, "ROWS": rows, "COLUMNS": columns, "APART": apart}
+    options |= {"ELEMENT_MAX": fmt.element.max, "num_warps": warps[ragged]}
+    return tile_m, tile_k, programs, options
+
+
+def _fp8_strip(fmt: BlockFormat, rowwise: bool, columnwise: bool) -> tuple[int, ...]:
+    if fmt.is_square:
+        return _FP8_SQUARE_TILE
+    if rowwise and columnwise:
+        return _FP8_BOTH
+    return _FP8_COLUMNWISE_TILE if columnwise else _FP8_ROWWISE_TILE

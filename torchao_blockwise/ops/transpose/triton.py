@@ -1,14 +1,16 @@
 """Exact transposes of payload in Triton, a tile at a time through shared memory.
 
-    bytes (e4m3)       tile [M, K] → tile [K, M]
+    pairs              a pair of row 2i and the pair under it hold a 2×2 square of codes, and so do the two pairs that
+                       they become:
 
-    pairs of 4 bits    a byte of row 2i and the byte under it hold a 2×2 square of codes, and so do the two
-    (e2m1)             bytes that they become:
-
-                          row 2i      │ b a │       row 2j    │ c a │      (high nibble left, low nibble right;
+                          row 2i      │ b a │       row 2j    │ c a │      (high half left, low half right;
                           row 2i + 1  │ d c │   →   row 2j+1  │ d b │       a, b are elements 2j, 2j+1 of row 2i)
 
-                       Two tiles of bytes are read, even and odd rows, two are made from them, transposed and written.
+                       Two tiles of pairs are read, even and odd rows, two are made from them, transposed and written.
+                       A pair of 4-bit codes (e2m1) is a byte. A pair of bytes (e4m3) is a word of 16 bits, the least
+                       that shared memory transposes by itself: half the instructions that bytes take.
+
+    bytes (e4m3)       tile [M, K] → tile [K, M], where rows do not start on 16 bytes
 
 Tiles are numbered along grid x alone, whose limit is 2^31. The scale grid is tiny: eager torch transposes it.
 """
@@ -18,15 +20,13 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.launch import ceil_div, launch
 
-# (tile, warps) where rows start on 16 bytes, and where bytes are moved one by one and each has an address.
 _ALIGNMENT = 16
-_TILES = {True: (128, 16), False: (64, 8)}
-# Of pairs, along both dims: 128 × 128 elements.
-_PAIRS_TILE, _PAIRS_WARPS = 64, 4
-
-_LOW = tl.constexpr(0x0F)
-_HIGH = tl.constexpr(0xF0)
+# Bits of a code -> (tile, warps), in pairs: 128 × 128 elements.
+_PAIRS_TILES = {8: (64, 8), 4: (64, 4)}
+# Bytes are moved one by one and each has an address.
+_BYTES_TILE = (64, 8)
 
 
 @triton.jit
@@ -61,14 +61,18 @@ def _transpose_bytes_kernel(q_ptr, qt_ptr, M, K, TILE: tl.constexpr):
 
 
 @triton.jit
-def _transpose_pairs_kernel(q_ptr, qt_ptr, M, K, packed_m, packed_k, TILE: tl.constexpr):
-    """[B, M, ⌈K/2⌉] -> [B, K, ⌈M/2⌉] bytes of two 4-bit codes; a code beside the matrix is zero."""
+def _transpose_pairs_kernel(q_ptr, qt_ptr, M, K, packed_m, packed_k, BITS: tl.constexpr, TILE: tl.constexpr):
+    """[B, M, ⌈K/2⌉] -> [B, K, ⌈M/2⌉] pairs of codes of BITS bits; a code beside the matrix is zero."""
+    LOW: tl.constexpr = (1 << BITS) - 1
+    if BITS == 8:
+        # Rows start on 16 bytes. Triton by itself would know of multiples of 16 words, not of 8.
+        packed_m, packed_k = packed_m // 8 * 8, packed_k // 8 * 8
     batch, pairs_m, pairs_k = _locate_tile(packed_m, packed_k, TILE)
     q_ptr += batch * M * packed_k
     even = _load_rows(q_ptr, 2 * pairs_m, pairs_k, M, packed_k)
     odd = _load_rows(q_ptr, 2 * pairs_m + 1, pairs_k, M, packed_k)
-    low = (even & _LOW) | (odd << 4)
-    high = (even >> 4) | (odd & _HIGH)
+    low = (even & LOW) | (odd << BITS)
+    high = (even >> BITS) | (odd & (LOW << BITS))
     qt_ptr += batch * K * packed_m
     _store_rows(qt_ptr, tl.trans(low), 2 * pairs_k, pairs_m, K, packed_m)
     _store_rows(qt_ptr, tl.trans(high), 2 * pairs_k + 1, pairs_m, K, packed_m)
@@ -82,15 +86,17 @@ def transpose(
     out = qdata.new_empty((*leading, columns, fmt.element.packed(M)))
     if out.numel() > 0:
         q, qt = qdata.contiguous().view(torch.uint8), out.view(torch.uint8)
-        B, packed_m = qdata.numel() // (M * packed_k), out.shape[-1]
-        with torch.cuda.device_of(q):
-            if fmt.element.per_byte == 1:
-                tile, warps = _TILES[M % _ALIGNMENT == 0 and columns % _ALIGNMENT == 0]
-                grid = (B * triton.cdiv(M, tile) * triton.cdiv(columns, tile),)
-                _transpose_bytes_kernel[grid](q, qt, M, columns, TILE=tile, num_warps=warps)
-            else:
-                grid = (B * triton.cdiv(packed_m, _PAIRS_TILE) * triton.cdiv(packed_k, _PAIRS_TILE),)
-                _transpose_pairs_kernel[grid](
-                    q, qt, M, columns, packed_m, packed_k, TILE=_PAIRS_TILE, num_warps=_PAIRS_WARPS
-                )
+        B, bits = qdata.numel() // (M * packed_k), fmt.element.bits
+        if bits == 8 and (M % _ALIGNMENT or columns % _ALIGNMENT or q.storage_offset() % 2):
+            tile, warps = _BYTES_TILE
+            tiles = B * ceil_div(M, tile) * ceil_div(columns, tile)
+            launch(_transpose_bytes_kernel, tiles, q, qt, M, columns, TILE=tile, num_warps=warps)
+        else:
+            tile, warps = _PAIRS_TILES[bits]
+            packed_m, packed_k = ceil_div(M, 2), ceil_div(columns, 2)
+            tiles = B * ceil_div(packed_m, tile) * ceil_div(packed_k, tile)
+            if bits == 8:
+                q, qt = q.view(torch.uint16), qt.view(torch.uint16)
+            options = {"BITS": bits, "TILE": tile, "num_warps": warps}
+            launch(_transpose_pairs_kernel, tiles, q, qt, M, columns, packed_m, packed_k, **options)
     return out, scale.mT.clone(memory_format=torch.contiguous_format)

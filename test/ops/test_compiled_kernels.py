@@ -1,0 +1,194 @@
+"""What Triton and LLVM make of the quantise and transpose kernels gives the reference's bits. Needs no GPU.
+
+A subprocess (without the interpreter, which Triton picks once a process) compiles each launch for a GPU that is not
+there and runs its PTX in an emulator; see ptx_emulator.py for what that cannot see.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+pytest.importorskip("triton")
+
+TARGET = 90
+SHAPES = ((128, 128), (37, 150))
+# Only whole runs of 16 elements, over the edge of a tile.
+GLUON_SHAPES = ((128, 128), (144, 272))
+
+
+def special_input(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values of many sizes; blocks of zeros and of subnormals, -0, Inf, NaN, all in blocks of their own or not."""
+    from torchao_blockwise.testing import random_tensor
+
+    x = random_tensor(rows, columns, dtype=dtype, seed=rows)
+    x[3], x[:, 7] = -0.0, 0.0
+    x[4], x[:, 9] = torch.finfo(dtype).smallest_normal / 4, -torch.finfo(dtype).smallest_normal / 8
+    x[5, 11], x[21, 30], x[rows - 1, columns - 1] = float("nan"), float("inf"), -float("inf")
+    x[6, 12] = torch.finfo(dtype).max
+    return x
+
+
+def _cases() -> dict:
+    """{label: call that gives (what kernels computed, what the reference computes), each a tuple of tensors}."""
+    from torchao_blockwise import _compat
+    from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+    from torchao_blockwise.ops.quantize import reference
+    from torchao_blockwise.ops.quantize import triton as quantize
+    from torchao_blockwise.ops.transpose import reference as transpose_reference
+    from torchao_blockwise.ops.transpose import triton as transpose
+
+    cases = {}
+
+    def expected(x, fmt, rowwise, columnwise, power_of_2):
+        amax = x.abs().amax().float() if fmt.has_global_scale else None
+        copies = [x] * rowwise + [x.mT] * columnwise
+        return sum((reference.quantize(copy, fmt, amax, power_of_2) for copy in copies), ())
+
+    def quantize_case(fmt, shape, dtype, rowwise, columnwise, power_of_2=False, both=None):
+        x = special_input(*shape, dtype)
+        if fmt.has_global_scale:
+            x = x.nan_to_num(1.0, 1.0, -1.0)
+        amax = x.abs().amax().float() if fmt.has_global_scale else None
+
+        def run():
+            quantize._FP8_BOTH = both
+            quantize._build.cache_clear()
+            result = quantize.quantize(x, fmt, amax, rowwise, columnwise, power_of_2)
+            return result, expected(x, fmt, rowwise, columnwise, power_of_2)
+
+        copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise)
+        name = f"quantize {fmt.name} {shape[0]}x{shape[1]} {str(dtype)[6:]} {copies}"
+        cases[name + " power_of_2" * power_of_2 + " one launch" * bool(both)] = run
+
+    def transpose_case(fmt, rows, columns):
+        qdata = torch.randint(0, 256, fmt.qdata_shape(rows, columns), dtype=torch.uint8)
+        if columns % 2 and fmt.element.bits == 4:
+            qdata[:, -1] &= 0xF
+        operand = qdata.view(fmt.element.storage_dtype), torch.ones(fmt.scale_shape(rows, columns)).to(fmt.scale_dtype)
+        cases[f"transpose {fmt.name} {rows}x{columns}"] = lambda: (
+            transpose.transpose(*operand, fmt, columns),
+            transpose_reference.transpose(*operand, fmt, columns),
+        )
+
+    def gluon_case(shape, dtype, warps, power_of_2=False, stride=None):
+        from torchao_blockwise.ops.quantize import gluon
+
+        x = special_input(shape[0], stride or shape[1], dtype)[:, : shape[1]]
+
+        def run():
+            assert gluon._why_not_this(x, FP8_1X128) is None
+            result = gluon.quantize_both(x, FP8_1X128, power_of_2, warps)
+            return result, expected(x, FP8_1X128, True, True, power_of_2)
+
+        name = f"one read {shape[0]}x{shape[1]} {str(dtype)[6:]} {warps} warps"
+        cases[name + " power_of_2" * power_of_2 + " strided" * bool(stride)] = run
+
+    for shape in SHAPES:
+        for fmt, rowwise, columnwise in (
+            (FP8_1X128, True, False),
+            (FP8_1X128, False, True),
+            (FP8_128X128, True, True),
+            (NVFP4_1X16, True, True),
+            (NVFP4_16X16, True, True),
+        ):
+            quantize_case(fmt, shape, torch.bfloat16, rowwise, columnwise)
+        for fmt in (FP8_128X128, NVFP4_16X16):
+            transpose_case(fmt, *shape)
+    for dtype in (torch.float16, torch.float32):
+        quantize_case(FP8_1X128, (48, 144), dtype, True, True)
+    quantize_case(FP8_1X128, (48, 144), torch.bfloat16, True, True, True, (32, 64, 4, True))
+    if _compat.has_gluon():
+        for shape in GLUON_SHAPES:
+            for warps in (4, 8):
+                gluon_case(shape, torch.bfloat16, warps)
+        gluon_case(GLUON_SHAPES[1], torch.float16, 16, True, 304)
+    return cases
+
+
+class Emulated:
+    """A Triton driver that names a GPU but has none: each launch compiles a kernel and runs it in the emulator."""
+
+    def __init__(self):
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime.jit import JITFunction
+
+        self.get_current_target = lambda: GPUTarget("cuda", TARGET, 32)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device=0: 0
+        self.get_active_torch_device = lambda: torch.device("cpu")
+        build = JITFunction.run
+
+        def run(kernel, *args, grid, warmup, **options):
+            compiled = build(kernel, *args, grid=grid, warmup=True, **options)
+            self.launch(compiled, grid[0], args)
+
+        JITFunction.run = run
+        triton.runtime.driver.set_active(self)
+
+    def launch(self, compiled, grid: int, args) -> None:
+        from ptx_emulator import Kernel
+
+        source = compiled.src
+        named = zip(source.fn.arg_names, source.signature.values(), args)
+        # What Triton specialised a build on, a stride of 1 or no tensor at all, is no argument of it.
+        given = {name: arg for name, kind, arg in named if kind != "constexpr"}
+        arrays = {name: _memory_of(arg) if isinstance(arg, torch.Tensor) else arg for name, arg in given.items()}
+        threads = 32 * compiled.metadata.num_warps
+        Kernel(compiled.asm["ptx"], threads, compiled.metadata.shared).run(grid, arrays)
+
+
+def _memory_of(x: torch.Tensor):
+    """The bytes from the first to the last element of `x`, as numpy sees them in place."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
+    return x.as_strided((last + 1,), (1,)).view(torch.uint8).numpy()
+
+
+def _differences(got: tuple, expected: tuple) -> list[str]:
+    from torchao_blockwise.testing import assert_bitwise_equal
+
+    differences = []
+    for name, a, b in zip(("qdata", "scale", "columnwise qdata", "columnwise scale"), got, expected, strict=False):
+        try:
+            assert_bitwise_equal(a, b.contiguous(), name)
+        except AssertionError as error:
+            differences.append(str(error))
+    return differences + ["another number of results"] * (len(got) != len(expected))
+
+
+def _main() -> None:
+    Emulated()
+    results = {}
+    for label, run in _cases().items():
+        try:
+            results[label] = _differences(*run())
+        except AssertionError as error:
+            results[label] = [f"{type(error).__name__}: {error}"]
+    json.dump(results, sys.stdout)
+
+
+@functools.cache
+def _results() -> dict[str, list[str]]:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("label", _cases())
+def test_compiled_kernel_gives_the_bits_of_the_reference(label):
+    assert _results()[label] == []
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,285 @@
+"""The direct launch takes the very build that Triton would, and leaves to Triton what is not its own. Needs no GPU.
+
+A subprocess (without the interpreter, which Triton picks once a process) launches on CPU tensors with a driver that
+names a GPU but has none: kernels are built as a GPU would build them, and the launcher writes down what it is given.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+TARGET = 90
+
+
+class Launches:
+    """A Triton driver that launches nothing; `made` lists what each launch was given."""
+
+    def __init__(self):
+        import torch
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime.jit import JITFunction
+
+        self.made, self.by_triton, self.seen, self.device = [], 0, 0, torch.zeros(()).get_device()
+        run = JITFunction.run
+
+        def counted(*args, **kwargs):
+            self.by_triton += 1
+            return run(*args, **kwargs)
+
+        JITFunction.run = counted
+        self.get_current_target = lambda: GPUTarget("cuda", TARGET, 32)
+        self.get_current_device = lambda: self.device
+        self.get_current_stream = lambda device: 7
+        self.get_active_torch_device = lambda: torch.device("cpu")
+        triton.runtime.driver.set_active(self)
+
+    class utils:
+        load_binary = staticmethod(lambda name, kernel, shared, device: (object(), name, 0, 0, 1024))
+        get_device_properties = staticmethod(lambda device: {"max_shared_mem": 232448})
+
+    def launcher_cls(self, src, metadata):
+        def launcher(x, y, z, stream, function, packed_metadata, launch_metadata, enter, leave, *args):
+            # A tensor is its address to a kernel; values of constexprs are not read.
+            values = [arg if arg is None else getattr(arg, "data_ptr", lambda arg=arg: arg)() for arg in args]
+            for hook in (enter, leave):
+                if hook is not None:
+                    hook(launch_metadata)
+            names = [name for name, kind in zip(src.fn.arg_names, src.signature.values()) if kind != "constexpr"]
+            given = dict(zip(src.fn.arg_names, values))
+            pointers = [name for name, kind in zip(src.fn.arg_names, src.signature.values()) if kind[0] == "*"]
+            row = {"build": metadata.hash, "function": function, "grid": [x, y, z], "stream": stream}
+            row |= {"args": {name: given[name] for name in names}, "pointers": pointers, "count": len(args)}
+            row |= {"packed": list(packed_metadata)}
+            self.made.append(row)
+
+        return launcher
+
+    def of(self, call) -> dict:
+        """What `call` launched, and how many of the launches went through Triton."""
+        self.made.clear()
+        self.by_triton = 0
+        call()
+        return {"launches": list(self.made), "by_triton": self.by_triton}
+
+
+def _kernel_cases():
+    """Every variant of every kernel, as test_kernel_builds.py lists them, but those that descriptors are given to."""
+    path = Path(__file__).with_name("test_kernel_builds.py")
+    spec = importlib.util.spec_from_file_location("kernel_builds", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return [(label, call) for label, call in module._cases(TARGET) if not label.startswith("gluon")]
+
+
+if triton is not None and not triton.knobs.runtime.interpret:
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["free"])
+    def _kernel(x_ptr, y_ptr, n, free, SIZE: tl.constexpr, SCALE: tl.constexpr):
+        offsets = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+        values = tl.load(x_ptr + offsets, mask=offsets < n, other=0.0) * SCALE + free
+        if y_ptr is not None:
+            tl.store(y_ptr + offsets, values, mask=offsets < n)
+        else:
+            tl.store(x_ptr + offsets, values, mask=offsets < n)
+
+
+def _specialisation_cases():
+    """(label, arguments, options) that differ in what Triton builds for, and in what it does not."""
+    import torch
+
+    x, y = torch.zeros(256), torch.zeros(256)
+    sizes = {"n=1": 1, "n=16": 16, "n=17": 17, "n=0": 0, "n=-1": -1, "n=-16": -16, "n=2^31-1": 2**31 - 1}
+    sizes |= {"n=2^31": 2**31, "n=2^31+1": 2**31 + 1, "n=2^40": 2**40, "n=-2^31": -(2**31), "n=-2^40": -(2**40)}
+    for label, n in sizes.items():
+        yield label, (x, y, n, 5), {"SIZE": 128, "SCALE": 2.0}
+        yield f"{label}, not specialised", (x, y, 100, n), {"SIZE": 128, "SCALE": 2.0}
+    yield "x off 16 bytes", (x[1:], y, 100, 5), {"SIZE": 128, "SCALE": 2.0}
+    yield "y off 16 bytes", (x, y[3:], 100, 5), {"SIZE": 128, "SCALE": 2.0}
+    yield "no y", (x, None, 100, 5), {"SIZE": 128, "SCALE": 2.0}
+    yield "bf16", (x.bfloat16(), y, 100, 5), {"SIZE": 128, "SCALE": 2.0}
+    yield "another constexpr", (x, y, 100, 5), {"SIZE": 64, "SCALE": 2.0}
+    yield "8 warps", (x, y, 100, 5), {"SIZE": 128, "SCALE": 2.0, "num_warps": 8}
+    # By name, so that the order in which options are written says nothing.
+    yield "64, 128", (x, y, 100, 5), {"SIZE": 64, "SCALE": 128}
+    yield "64, 128 swapped", (x, y, 100, 5), {"SCALE": 64, "SIZE": 128}
+
+
+def _watchers(launches):
+    """(label, how it begins, how it ends) of all that makes a launch Triton's own."""
+    from triton import knobs
+
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+
+    def hook(*args, **kwargs):
+        launches.seen += 1
+
+    yield "enter hook", lambda: enter.add(hook), lambda: enter.remove(hook)
+    yield "exit hook", lambda: leave.add(hook), lambda: leave.remove(hook)
+    yield "pre-run hook", lambda: _kernel.add_pre_run_hook(hook), _kernel.pre_run_hooks.clear
+    yield "debug", lambda: setattr(runtime, "debug", True), lambda: setattr(runtime, "debug", False)
+    yield "another device", lambda: setattr(launches, "device", 0), lambda: setattr(launches, "device", -1)
+
+
+def _main() -> None:
+    import torch
+
+    from torchao_blockwise.ops import launch as module
+
+    launches = Launches()
+    known = module._compat.triton_launching
+
+    def three_times(label, call):
+        first, again = launches.of(call), launches.of(call)
+        module._compat.triton_launching = lambda: None
+        plain = launches.of(call)
+        module._compat.triton_launching = known
+        return {"label": label, "first": first, "again": again, "plain": plain}
+
+    kernels = [three_times(label, call) for label, call in _kernel_cases()]
+    specialised = []
+    for label, args, options in _specialisation_cases():
+        specialised.append(three_times(label, lambda a=args, o=options: module.launch(_kernel, 2, *a, **o)))
+
+    x = torch.zeros(256)
+
+    def call(n=100):
+        module.launch(_kernel, 2, x, None, n, 5, SIZE=128, SCALE=2.0)
+
+    watched = []
+    for label, begin, end in _watchers(launches):
+        before, launches.seen = launches.of(call), 0
+        begin()
+        during = launches.of(call)
+        end()
+        row = {"label": label, "before": before, "during": during, "after": launches.of(call)}
+        watched.append(row | {"seen": launches.seen})
+
+    def by_name():
+        module.launch(_kernel, 2, x, None, n=100, free=5, SIZE=128, SCALE=2.0)
+
+    strange = {"a float": [launches.of(lambda: call(2.5)) for _ in range(2)]}
+    strange["by name"] = [launches.of(by_name) for _ in range(2)]
+    json.dump({"kernels": kernels, "specialised": specialised, "watched": watched, "strange": strange}, sys.stdout)
+
+
+@pytest.fixture(scope="module")
+def results():
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def what_is_launched(record: dict) -> list:
+    """Launches without the addresses of results, which are made anew by every call."""
+    return [
+        {**row, "args": {k: v for k, v in row["args"].items() if k not in row["pointers"]}}
+        for row in record["launches"]
+    ]
+
+
+def test_every_kernel_launches_the_build_that_triton_would(results):
+    assert len(results["kernels"]) > 50
+    for case in results["kernels"]:
+        assert case["again"]["by_triton"] == 0, case["label"]
+        assert case["plain"]["by_triton"] == len(case["plain"]["launches"]) > 0, case["label"]
+        expected = what_is_launched(case["plain"])
+        assert what_is_launched(case["first"]) == expected, case["label"]
+        assert what_is_launched(case["again"]) == expected, case["label"]
+
+
+def test_what_triton_specialises_on_tells_builds_apart(results):
+    cases = results["specialised"]
+    for case in cases:
+        assert case["again"]["by_triton"] == 0, case["label"]
+        assert case["plain"]["by_triton"] == 1, case["label"]
+        # Addresses too: the tensors are the same ones each time.
+        assert case["first"]["launches"] == case["again"]["launches"] == case["plain"]["launches"], case["label"]
+    builds = {case["label"]: case["again"]["launches"][0]["build"] for case in cases}
+    assert builds["n=17"] not in (builds["n=1"], builds["n=16"], builds["n=2^31+1"])
+    assert builds["n=16"] == builds["n=0"] == builds["n=-16"]
+    assert builds["n=17, not specialised"] == builds["n=16, not specialised"] != builds["n=2^40, not specialised"]
+    distinct = ("n=17", "x off 16 bytes", "y off 16 bytes", "no y", "bf16", "another constexpr", "8 warps", "64, 128")
+    assert len({builds[label] for label in distinct}) == len(distinct)
+
+
+@pytest.mark.parametrize("label", ("enter hook", "exit hook", "pre-run hook", "debug", "another device"))
+def test_what_watches_launches_sees_them(results, label):
+    (case,) = [case for case in results["watched"] if case["label"] == label]
+    assert [case[when]["by_triton"] for when in ("before", "during", "after")] == [0, 1, 0]
+    assert case["seen"] == ("hook" in label)
+
+
+@pytest.mark.parametrize("arguments", ("a float", "by name"))
+def test_other_arguments_are_left_to_triton(results, arguments):
+    assert [record["by_triton"] for record in results["strange"][arguments]] == [1, 1]
+
+
+def test_the_interpreter_launches_by_itself():
+    from torchao_blockwise import _compat
+
+    if triton.knobs.runtime.interpret:
+        assert _compat.triton_launching() is None
+
+
+@pytest.mark.parametrize("x, length, expected", ((0, 16, 0), (1, 16, 1), (16, 16, 1), (17, 16, 2)))
+def test_ceil_div(x, length, expected):
+    from torchao_blockwise.ops.launch import ceil_div
+
+    assert ceil_div(x, length) == expected
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_captures_direct_launches():
+    import torch
+
+    from torchao_blockwise import ops
+    from torchao_blockwise.testing import assert_bitwise_equal
+
+    def random():
+        return torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+
+    x = random()
+    for _ in range(2):
+        ops.quantize(x, "fp8_1x128")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q = ops.quantize(x, "fp8_1x128")
+    x.copy_(random())
+    graph.replay()
+    expected = ops.quantize(x, "fp8_1x128", backend="reference")
+    assert_bitwise_equal(q.qdata, expected.qdata)
+    assert_bitwise_equal(q.scale, expected.scale)
+
+
+@pytest.mark.gpu
+def test_launches_go_to_the_current_stream():
+    import torch
+
+    from torchao_blockwise import ops
+    from torchao_blockwise.testing import assert_bitwise_equal
+
+    x = torch.zeros(256, 512, device="cuda", dtype=torch.bfloat16)
+    ops.quantize(x, "fp8_1x128")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        # Long enough that a launch on another stream would read zeros.
+        torch.cuda._sleep(50_000_000)
+        x.fill_(3.0)
+        q = ops.quantize(x, "fp8_1x128")
+    torch.cuda.synchronize()
+    assert_bitwise_equal(q.qdata, ops.quantize(x, "fp8_1x128", backend="reference").qdata)
+
+
+if __name__ == "__main__":
+    _main()

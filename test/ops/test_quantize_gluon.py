@@ -1,0 +1,129 @@
+"""Both copies of one-row FP8 blocks from one read: when the kernel is taken, and its bits on a GPU.
+
+Its bits without a GPU: test_compiled_kernels.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
+from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id, with_special_values
+
+pytest.importorskip("triton")
+if not _compat.has_gluon():
+    pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
+
+from torchao_blockwise.ops.quantize import gluon
+from torchao_blockwise.ops.quantize import triton as kernels
+
+TAKEN = {
+    "one run": torch.zeros(16, 16, dtype=torch.bfloat16),
+    "f16": torch.zeros(48, 272, dtype=torch.float16),
+    "rows apart": torch.zeros(32, 64, dtype=torch.bfloat16)[:, 16:48],
+    "no rows": torch.zeros(0, 64, dtype=torch.bfloat16),
+}
+REFUSED = {
+    "square blocks": (
+        torch.zeros(16, 16, dtype=torch.bfloat16),
+        FP8_128X128,
+        "the kernel makes fp8_1x128, got fp8_128x",
+    ),
+    "nvfp4": (torch.zeros(16, 16, dtype=torch.bfloat16), NVFP4_1X16, "the kernel makes fp8_1x128, got nvfp4_1x16"),
+    "f32": (torch.zeros(16, 16), FP8_1X128, "the kernel takes elements of 16 bits, got torch.float32"),
+    "a batch": (torch.zeros(2, 16, 16).bfloat16(), FP8_1X128, "the kernel takes one matrix, got shape [2, 16, 16]"),
+    "ragged M": (torch.zeros(17, 16).bfloat16(), FP8_1X128, "got shape [17, 16]"),
+    "ragged K": (torch.zeros(16, 24).bfloat16(), FP8_1X128, "got shape [16, 24]"),
+    "ragged rows apart": (torch.zeros(16, 40).bfloat16()[:, :32], FP8_1X128, "strides [40, 1]"),
+    "transposed": (torch.zeros(16, 32).bfloat16().mT, FP8_1X128, "strides [1, 32]"),
+    "off 16 bytes": (torch.zeros(16, 64).bfloat16()[:, 4:36], FP8_1X128, "address 0x"),
+}
+
+
+@pytest.mark.parametrize("x", TAKEN.values(), ids=TAKEN)
+def test_takes(x):
+    assert gluon._why_not_this(x, FP8_1X128) is None
+
+
+@pytest.mark.parametrize(("x", "fmt", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refuses(x, fmt, reason):
+    assert reason in gluon._why_not_this(x, fmt)
+
+
+def test_needs_a_gpu_with_its_instructions(monkeypatch):
+    x = torch.zeros(16, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(gluon, "interpreting", lambda: False)
+    for capability, reason in (
+        ((8, 9), "the kernel needs sm_90 or newer, got sm_89"),
+        ((9, 0), None),
+        ((10, 0), None),
+    ):
+        monkeypatch.setattr(gluon, "compute_capability", lambda device, capability=capability: capability)
+        assert gluon.why_not(x, FP8_1X128) == reason
+    monkeypatch.setattr(gluon, "interpreting", lambda: True)
+    assert gluon.why_not(x, FP8_1X128) == "Triton's interpreter does not know Gluon"
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Calls of the kernel's launcher, which launches nothing; every GPU will do."""
+    calls = []
+
+    def quantize_both(*arguments):
+        calls.append(arguments)
+        return "rowwise and columnwise"
+
+    monkeypatch.setattr(gluon, "quantize_both", quantize_both)
+    monkeypatch.setattr(gluon, "why_not", gluon._why_not_this)
+    return calls
+
+
+def test_is_not_taken_by_default(taken, device):
+    ops.quantize(torch.zeros(16, 16, dtype=torch.bfloat16, device=device), FP8_1X128, columnwise=True, backend="triton")
+    assert taken == []
+
+
+def test_is_taken_where_it_can(taken, monkeypatch, device):
+    monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", 8)
+    x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    assert kernels.quantize(x, FP8_1X128, None, True, True, True) == "rowwise and columnwise"
+    assert taken == [(x, FP8_1X128, True, 8)]
+
+
+@pytest.mark.parametrize(("rowwise", "columnwise"), ((True, False), (False, True)), ids=("rowwise", "columnwise"))
+def test_is_not_taken_for_one_copy(rowwise, columnwise, taken, monkeypatch, device):
+    monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", 8)
+    x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    kernels.quantize(x, FP8_1X128, None, rowwise, columnwise, False)
+    assert taken == []
+
+
+def test_two_launches_where_it_cannot(taken, monkeypatch, device):
+    monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", 8)
+    x = random_tensor(33, 150, dtype=torch.bfloat16, device=device)
+    got = ops.quantize(x, FP8_1X128, columnwise=True, backend="triton")
+    for copy, expected in zip(got, ops.quantize(x, FP8_1X128, columnwise=True, backend="reference"), strict=True):
+        assert_operands_equal(copy, expected)
+    assert taken == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("power_of_2_scales", (False, True), ids=("any scale", "power of 2"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("warps", (4, 8, 16))
+@pytest.mark.parametrize("shape", ((16, 16), (128, 128), (144, 272), (1040, 2064), (0, 16), (16, 0)), ids=shape_id)
+def test_bits_on_a_gpu(shape, warps, dtype, power_of_2_scales, monkeypatch):
+    x = with_special_values(random_tensor(*shape, dtype=dtype, device="cuda"), FP8_1X128)
+    if x.numel() > 2**10:
+        x[5, 11], x[21, 30], x[-1, -1] = float("nan"), float("inf"), -float("inf")
+    reason = gluon.why_not(x, FP8_1X128)
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", warps)
+    quantize = functools.partial(ops.quantize, x, FP8_1X128, columnwise=True, power_of_2_scales=power_of_2_scales)
+    for copy, expected in zip(quantize(backend="triton"), quantize(backend="reference"), strict=True):
+        assert_operands_equal(copy, expected)

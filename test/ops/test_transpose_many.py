@@ -1,0 +1,23 @@
+"""ops.transpose_many: the transpose of each, whatever the list mixes."""
+
+from __future__ import annotations
+
+import torch
+from shard_cases import FORMATS, SHAPES, backends, quantize
+
+from torchao_blockwise import ops
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
+
+
+@backends
+def test_transpose_many_is_transpose_of_each(backend, device):
+    operands = [quantize(random_tensor(*s, device=device), f, torch.bfloat16) for s in SHAPES for f in FORMATS]
+    columns = [s[-1] for s in SHAPES for _ in FORMATS]
+    got = ops.transpose_many(operands, columns=columns, backend=backend)
+    for x, width, result in zip(operands, columns, got):
+        want = ops.transpose(x, columns=width, backend="reference")
+        assert type(result) is type(want)
+        assert_bitwise_equal(result.qdata, want.qdata, "qdata")
+        assert_bitwise_equal(result.scale, want.scale, "scale")
+        assert result.global_scale is x.global_scale
+    assert ops.transpose_many([], backend=backend) == []

@@ -1,0 +1,22 @@
+"""The merge of gathered shards in eager torch, generic over `BlockFormat`."""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.partial_cast.reference import places_of, write_codes_
+
+
+def merge_shards_(target: torch.Tensor, shards, starts, lengths, columns: int, fmt: BlockFormat) -> None:
+    """Write the elements that each shard owns to the bytes of the whole payload."""
+    for shard, start, n in zip(shards, starts, lengths):
+        if n:
+            write_codes_(target, read_codes(shard, start, n, columns, fmt), start, columns, fmt, 0)
+
+
+def read_codes(source: torch.Tensor, start: int, n: int, columns: int, fmt: BlockFormat) -> torch.Tensor:
+    """One code an entry [n] of the elements [start, start + n), from bytes that begin with the first one's."""
+    entries, position = places_of(start, n, columns, fmt, source.device)
+    mask = (1 << fmt.element.bits) - 1
+    return (source[entries - entries[:1]] >> (position * fmt.element.bits).to(torch.uint8)) & mask

@@ -1,0 +1,35 @@
+"""RMSNorm and LayerNorm in eager torch: the bit oracle, given the statistics."""
+
+from __future__ import annotations
+
+import torch
+
+
+def statistics(x: torch.Tensor, layer: bool, eps: float) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(mean or None, rstd), fp32 [M], of the rows of `x` [M, K]."""
+    x = x.float()
+    mean = x.mean(-1) if layer else None
+    centred = x if mean is None else x - mean[:, None]
+    deviation = (centred.square().mean(-1) + eps).sqrt()
+    # Tensor over tensor: devices round a reciprocal square root as they like.
+    return mean, torch.ones_like(deviation) / deviation
+
+
+def normalize(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """y = (x - mean) · rstd · weight + bias, from left to right, each step in fp32; rounded to `dtype` at the end."""
+    y = x.float()
+    if mean is not None:
+        y = y - mean[:, None]
+    y = y * rstd[:, None]
+    if weight is not None:
+        y = y * weight.float()
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(dtype)

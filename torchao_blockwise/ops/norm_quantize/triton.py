@@ -1,0 +1,189 @@
+"""RMSNorm and LayerNorm in Triton: the statistics of each row, then a pass that normalises and quantises tile by tile.
+
+            K                        one pass over x for the statistics [M], which backward needs anyway;
+      ┌───┬───┬───┐                  another that makes y in registers and stores its rowwise and columnwise copies
+    M │   │ y │   │  tile [TILE_M, 128]
+
+A columnwise block needs 128 rows and a row's statistics all of K, so no tile could do both.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from torchao_blockwise.formats import FP8_1X128, BlockFormat
+from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.triton_elements import from_f32, magnitude_bits, to_f32
+from torchao_blockwise.ops.triton_tiles import (
+    columnwise_needs_rowwise,
+    load_tile,
+    options_of,
+    pointers,
+    store_columnwise,
+    store_plain,
+    store_rowwise,
+)
+
+# Of a program of the statistics: rows, columns that are read at a time, warps.
+_ROWS, _COLUMNS, _WARPS = 4, 512, 4
+
+_TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@triton.jit
+def _row_mean(total, K):
+    return tl.div_rn(total, tl.zeros_like(total) + K)
+
+
+@triton.jit
+def _statistics_kernel(
+    x_ptr,  # [M, K] bf16 | f16 | f32
+    mean_ptr,  # [M] f32, or None for RMSNorm
+    rstd_ptr,  # [M] f32
+    M,
+    K,
+    stride_xm,
+    stride_xk,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mean = tl.zeros((ROWS,), tl.float32)
+    if mean_ptr is not None:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, K, COLUMNS):
+            total += load_tile(x_ptr, offs_m, start + tl.arange(0, COLUMNS), M, K, stride_xm, stride_xk)
+        mean = _row_mean(tl.sum(total, 1), K)
+        tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
+    # The second reading of a row comes from cache.
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, K, COLUMNS):
+        offs_k = start + tl.arange(0, COLUMNS)
+        x = load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk)
+        x = tl.where((offs_k < K)[None, :], x - mean[:, None], 0.0)
+        total += x * x
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(_row_mean(tl.sum(total, 1), K) + EPS))
+    tl.store(rstd_ptr + offs_m, rstd, mask=offs_m < M)
+
+
+def statistics(x: torch.Tensor, layer: bool, eps: float) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(mean or None, rstd), fp32 [M], of the rows of `x` [M, K]."""
+    M, K = x.shape
+    rstd = x.new_empty(M, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if layer else None
+    if M > 0:
+        launch(
+            _statistics_kernel, ceil_div(M, _ROWS),
+            x, mean, rstd, M, K, *x.stride(), EPS=eps, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS,
+        )  # fmt: skip
+    return mean, rstd
+
+
+@triton.jit
+def _norm_quantize_kernel(
+    x_ptr,  # [M, K] bf16 | f16 | f32
+    mean_ptr,  # [M] f32, or None
+    rstd_ptr,  # [M] f32
+    weight_ptr,  # [K], or None
+    bias_ptr,  # [K], or None
+    y_ptr,  # [M, K] of DTYPE: written where no copy is asked for
+    q_ptr,
+    s_ptr,
+    qt_ptr,
+    st_ptr,
+    M,
+    K,
+    stride_xm,
+    stride_xk,
+    DTYPE: tl.constexpr,
+    ELEMENT_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tiles_k = tl.cdiv(K, BLOCK)
+    tile_m, tile_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
+    offs_k = tile_k * BLOCK + tl.arange(0, BLOCK)
+    columns = offs_k < K
+    if weight_ptr is not None:
+        weight = to_f32(tl.load(weight_ptr + offs_k, mask=columns, other=0.0))
+    if bias_ptr is not None:
+        bias = to_f32(tl.load(bias_ptr + offs_k, mask=columns, other=0.0))
+    ys = ()
+    largest = tl.zeros((ROWS, BLOCK), tl.int32)
+    for i in tl.static_range(TILE_M // ROWS):
+        offs_m = tile_m * TILE_M + i * ROWS + tl.arange(0, ROWS)
+        rows = offs_m < M
+        y = load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk)
+        if mean_ptr is not None:
+            y -= tl.load(mean_ptr + offs_m, mask=rows, other=0.0)[:, None]
+        y *= tl.load(rstd_ptr + offs_m, mask=rows, other=0.0)[:, None]
+        if weight_ptr is not None:
+            y *= weight[None, :]
+        if bias_ptr is not None:
+            y += bias[None, :]
+        # A bias, or a row of NaN, would reach blocks from beside the matrix.
+        y = from_f32(tl.where(rows[:, None] & columns[None, :], y, 0.0), DTYPE)
+        if ROWWISE:
+            store_rowwise(to_f32(y), q_ptr, s_ptr, tile_k, offs_m, offs_k, M, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        if COLUMNWISE:
+            largest = tl.maximum(largest, magnitude_bits(to_f32(y)))
+            ys = ys + (y,)  # noqa: RUF005  # Triton knows no unpacking
+        if not (ROWWISE or COLUMNWISE):
+            store_plain(y_ptr, y, offs_m, offs_k, M, K)
+    if COLUMNWISE:
+        store_columnwise(
+            ys, largest, qt_ptr, st_ptr, tile_m, offs_k, M, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK
+        )  # fmt: skip
+
+
+def _launch(x, mean, rstd, weight, bias, y, dtype, fmt, copies, rowwise, columnwise, power_of_2_scales) -> None:
+    if x.numel() == 0:
+        return
+    M, K = x.shape
+    options = options_of(fmt, rowwise, columnwise, power_of_2_scales)
+    tiles = ceil_div(M, options["TILE_M"]) * ceil_div(K, options["BLOCK"])
+    vectors = [None if t is None else t.contiguous() for t in (mean, rstd, weight, bias)]
+    launch(
+        _norm_quantize_kernel, tiles,
+        x, *vectors, y, *pointers(copies, rowwise, columnwise), M, K, *x.stride(),
+        DTYPE=_TL_DTYPES[dtype], **options,
+    )  # fmt: skip
+
+
+def norm_quantize(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fmt: BlockFormat,
+    copies: list[torch.Tensor],
+    rowwise: bool,
+    columnwise: bool,
+    power_of_2_scales: bool,
+) -> None:
+    """Fill `copies`, (qdata, scale) of each copy asked for, with y = (x - mean) · rstd · weight + bias quantised."""
+    if columnwise and not rowwise and columnwise_needs_rowwise(*x.shape):
+        copies, rowwise = [*fmt.new_empty(x, *x.shape), *copies], True
+    _launch(x, mean, rstd, weight, bias, None, dtype, fmt, copies, rowwise, columnwise, power_of_2_scales)
+
+
+def normalize(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """y itself, [M, K] of `dtype`: what `norm_quantize` quantises, by the same kernel."""
+    y = x.new_empty(x.shape, dtype=dtype)
+    _launch(x, mean, rstd, weight, bias, y, dtype, FP8_1X128, [], False, False, False)
+    return y

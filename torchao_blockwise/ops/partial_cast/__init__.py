@@ -1,0 +1,257 @@
+"""Partial cast: quantise tensors of which a rank holds flat shards, with the bits of quantising each of them whole.
+
+    shards ─ partial_block_amax ─▶ amax of block ∩ shard ─ MAX over ranks ─▶ block_scales_ ─▶ encode ─┐
+       └──────────────────────────────────────────────────────────────────────▶ partial_cast_ ◀──────┘
+
+A shard is a flat, row-major range [start, start + n) of elements; it may cut rows, blocks and, in 4-bit formats, bytes.
+Each step takes a list of tensors at once: launches do not grow with the list, and nothing waits for the device. Values
+of all blocks of the list lie one tensor after the other in one buffer, each tensor's grid row-major.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchao_blockwise.formats import BlockFormat, get_format
+from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
+from torchao_blockwise.ops.flat_shards import (
+    CODES,
+    ENTRIES,
+    WHOLE,
+    block_count,
+    check_blocks,
+    check_buffer,
+    check_devices,
+    check_shards,
+    described,
+    flat_bytes,
+    flat_shapes,
+    place_blocks,
+    shard_entries,
+    target_size,
+)
+from torchao_blockwise.ops.library import define_op
+from torchao_blockwise.ops.partial_cast import reference
+
+
+def partial_block_amax(
+    shards: Sequence[torch.Tensor],
+    starts: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    fmt: BlockFormat | str,
+    *,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    first_blocks: Sequence[int] | None = None,
+    backend: Backend | str | None = None,
+) -> torch.Tensor:
+    """amax of block ∩ shard for each block of each tensor, 0 where that is empty, as the bits of |fp32|.
+
+    shards: flat [n] bf16 | f16 | f32, contiguous; rounded to `dtype` first, as the whole tensor would be.
+    starts: element of the tensor that each shard begins with. shapes: of the whole tensors, [.., h, w].
+    out: int32 [blocks]; raised to the amaxes in place and returned. By default new, zero where no shard is.
+    first_blocks: where each tensor's blocks begin in `out`; by default one tensor after the other.
+    Reduce it over ranks with MAX: as integers magnitudes keep their order, with Inf above them and NaN above Inf.
+    Raises TypeError for dtypes, ValueError for shards outside their tensors, sizes, devices or a backend.
+    """
+    op, fmt = "partial_block_amax", get_format(fmt)
+    first_blocks, total = check_blocks(op, shapes, fmt, first_blocks)
+    check_shards(op, shards, starts, shapes, dtype)
+    if out is None:
+        device = shards[0].device if shards else None
+        out = torch.zeros(total, dtype=torch.int32, device=device)
+    check_buffer(op, "out", out, torch.int32, total)
+    check_devices(op, [out, *shards])
+    shards = [shard.detach() for shard in shards]
+    partial_block_amax_op(
+        out, shards, starts, flat_shapes(shapes), first_blocks, dtype, fmt.name, get_backend(backend).value
+    )
+    return out
+
+
+def block_scales_(
+    scales: Sequence[torch.Tensor],
+    global_scales: Sequence[torch.Tensor] | None,
+    amax_bits: torch.Tensor,
+    fmt: BlockFormat | str,
+    *,
+    power_of_2_scales: bool = False,
+    first_blocks: Sequence[int] | None = None,
+    encode: torch.Tensor | None = None,
+    backend: Backend | str | None = None,
+) -> torch.Tensor:
+    """Write what the block amaxes of each tensor decide; returns the factor that each block's values are multiplied by.
+
+    scales: the stored grids, written in place, contiguous. global_scales: their f32 scalars, for formats that have one;
+        a tensor's amax is the largest of its blocks' amaxes.
+    amax_bits: int32 [blocks], as `partial_block_amax` gives it, reduced over ranks.
+    first_blocks: where each tensor's blocks begin in `amax_bits` and `encode`; by default one tensor after the other.
+    encode: f32 [blocks], written in place and returned; by default new.
+    Zero, NaN and Inf as in `quantize`. Raises TypeError and ValueError like `partial_block_amax`.
+    """
+    op, fmt = "block_scales_", get_format(fmt)
+    if fmt.transposed_scales:
+        raise ValueError(f"{op}: {fmt.name} stores its grid transposed; use a format with square blocks")
+    if power_of_2_scales and not fmt.has_power_of_2_scales:
+        raise ValueError(f"{op}: {fmt.name} has no power_of_2_scales; its block scales are {fmt.scale_dtype}")
+    global_scales = list(global_scales or ())
+    wanted = len(scales) if fmt.has_global_scale else 0
+    if len(global_scales) != wanted:
+        raise ValueError(
+            f"{op}: {fmt.name} needs {wanted} global_scales for {len(scales)} tensors, got {len(global_scales)}"
+        )
+    for scale in scales:
+        if scale.dtype != fmt.scale_dtype or not scale.is_contiguous():
+            raise ValueError(f"{op}: scales must be contiguous {fmt.scale_dtype}, got {described(scale)}; clone them")
+    for scale in global_scales:
+        if scale.dtype != torch.float32 or scale.numel() != 1:
+            raise ValueError(f"{op}: global_scales must be float32 scalars, got {described(scale)}")
+    first_blocks, total = place_blocks(op, [scale.numel() for scale in scales], first_blocks)
+    check_buffer(op, "amax_bits", amax_bits, torch.int32, total)
+    if encode is None:
+        encode = torch.empty_like(amax_bits, dtype=torch.float32)
+    check_buffer(op, "encode", encode, torch.float32, total)
+    check_devices(op, [amax_bits, encode, *scales, *global_scales])
+    name = get_backend(backend).value
+    block_scales_op(encode, list(scales), global_scales, amax_bits, first_blocks, fmt.name, power_of_2_scales, name)
+    return encode
+
+
+def partial_cast_(
+    targets: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
+    starts: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    encode: torch.Tensor,
+    fmt: BlockFormat | str,
+    *,
+    dtype: torch.dtype,
+    into: str = WHOLE,
+    first_blocks: Sequence[int] | None = None,
+    backend: Backend | str | None = None,
+) -> None:
+    """Write each shard's elements, rne(dtype(x) · encode), to its target, and nothing else.
+
+    targets: 1-byte payload, contiguous, each at most once. By `into`:
+        "whole": the tensor's payload [.., h, packed(w)].
+        "entries": the payload entries that hold the shard alone, `shard_entries` of them, flat.
+        "codes": one element an entry [n], flat; 4-bit codes in the low bits.
+        Of an entry that a 4-bit shard shares with a neighbour the other nibble stays; what pads a row of odd w becomes
+        zero together with the row's last element.
+    shards, starts, shapes, dtype: as in `partial_block_amax`. encode: f32 [blocks], from `block_scales_`.
+    Together with a MAX over ranks between them the three steps give the bits of `quantize` of the whole tensor.
+    Raises TypeError and ValueError like `partial_block_amax`.
+    """
+    op, fmt = "partial_cast_", get_format(fmt)
+    if into not in (WHOLE, ENTRIES, CODES):
+        raise ValueError(f"{op}: into must be whole, entries or codes, got {into!r}")
+    first_blocks, total = check_blocks(op, shapes, fmt, first_blocks)
+    check_shards(op, shards, starts, shapes, dtype)
+    check_buffer(op, "encode", encode, torch.float32, total)
+    if len(targets) != len(shards):
+        raise ValueError(f"{op}: {len(shards)} shards need as many targets, got {len(targets)}")
+    for target, shard, start, shape in zip(targets, shards, starts, shapes):
+        wanted = target_size(shard.numel(), start, shape, fmt, into)
+        if target.itemsize != 1 or target.numel() != wanted or not target.is_contiguous():
+            raise ValueError(
+                f"{op}: into {into} the {shard.numel()} elements from {start} of {list(shape)} in {fmt.name} take "
+                f"{wanted} contiguous bytes, got {described(target)}"
+            )
+    check_devices(op, [encode, *targets, *shards])
+    partial_cast_op(
+        list(targets),
+        [shard.detach() for shard in shards],
+        starts,
+        flat_shapes(shapes),
+        encode,
+        first_blocks,
+        dtype,
+        into,
+        fmt.name,
+        get_backend(backend).value,
+    )
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+def _kernels(op: str, x: torch.Tensor, backend: str, min_capability: tuple[int, int] = (8, 0)):
+    """The Triton launchers, or None where the reference runs."""
+    reasons = {Backend.TRITON: why_no_triton(x.device, min_capability), Backend.REFERENCE: None}
+    if pick(op, backend, reasons, expected=Backend.TRITON if x.is_cuda else None) is Backend.REFERENCE:
+        return None
+    from torchao_blockwise.ops.partial_cast import triton
+
+    return triton
+
+
+def _shapes_of(flat: list[int]) -> list[tuple[int, int, int]]:
+    return list(zip(flat[0::3], flat[1::3], flat[2::3]))
+
+
+def _partial_block_amax(amax_bits, shards, starts, shapes, first_blocks, dtype, format, backend):
+    fmt, dims = get_format(format), _shapes_of(shapes)
+    kernels = _kernels("partial_block_amax", amax_bits, backend)
+    if kernels is not None:
+        kernels.partial_block_amax_(amax_bits, shards, starts, dims, first_blocks, dtype, fmt)
+        return
+    for shard, start, shape, first in zip(shards, starts, dims, first_blocks):
+        bits = amax_bits[first : first + block_count(shape, fmt)]
+        reference.partial_block_amax_(bits, shard, start, shape, dtype, fmt)
+
+
+def _block_scales(encode, scales, global_scales, amax_bits, first_blocks, format, power_of_2_scales, backend):
+    fmt = get_format(format)
+    kernels = _kernels("block_scales_", amax_bits, backend)
+    if kernels is not None:
+        kernels.block_scales_(encode, scales, global_scales, amax_bits, first_blocks, fmt, power_of_2_scales)
+        return
+    for i, (scale, first) in enumerate(zip(scales, first_blocks)):
+        blocks = slice(first, first + scale.numel())
+        global_scale = global_scales[i] if fmt.has_global_scale else None
+        reference.block_scales_(encode[blocks], scale, global_scale, amax_bits[blocks], fmt, power_of_2_scales)
+
+
+def _partial_cast(targets, shards, starts, shapes, encode, first_blocks, dtype, into, format, backend):
+    fmt, dims, targets = get_format(format), _shapes_of(shapes), flat_bytes(targets)
+    packed = into != CODES and fmt.element.per_byte > 1
+    first_entries = [0] * len(starts)
+    if into != WHOLE:
+        first_entries = [
+            shard_entries(start, shard.numel(), shape[-1], fmt)[0] if packed else start
+            for shard, start, shape in zip(shards, starts, dims)
+        ]
+    # Below sm_89 there is no conversion to e4m3 in hardware.
+    kernels = _kernels("partial_cast_", encode, backend, (8, 9) if fmt.element.per_byte == 1 else (8, 0))
+    if kernels is not None:
+        kernels.partial_cast_(targets, shards, starts, dims, encode, first_blocks, dtype, fmt, first_entries, packed)
+        return
+    for target, shard, start, shape, first, entry in zip(targets, shards, starts, dims, first_blocks, first_entries):
+        blocks = encode[first : first + block_count(shape, fmt)]
+        reference.partial_cast_(target, shard, start, shape, blocks, dtype, fmt, entry, packed)
+
+
+def _writes_in_place(*args):
+    """The fake of an operation that returns nothing."""
+
+
+partial_block_amax_op = define_op(
+    "partial_block_amax_(Tensor(a!) amax_bits, Tensor[] shards, int[] starts, int[] shapes, int[] first_blocks,"
+    " ScalarType dtype, str format, str backend) -> ()",
+    _partial_block_amax,
+    _writes_in_place,
+)
+block_scales_op = define_op(
+    "block_scales_(Tensor(a!) encode, Tensor(b!)[] scales, Tensor(c!)[] global_scales, Tensor amax_bits,"
+    " int[] first_blocks, str format, bool power_of_2_scales, str backend) -> ()",
+    _block_scales,
+    _writes_in_place,
+)
+partial_cast_op = define_op(
+    "partial_cast_(Tensor(a!)[] targets, Tensor[] shards, int[] starts, int[] shapes, Tensor encode,"
+    " int[] first_blocks, ScalarType dtype, str into, str format, str backend) -> ()",
+    _partial_cast,
+    _writes_in_place,
+)

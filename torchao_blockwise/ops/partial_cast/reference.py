@@ -1,0 +1,82 @@
+"""The partial cast in eager torch, one tensor after the other, generic over `BlockFormat`: the bit oracle."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.quantize.reference import block_amax, expand_blocks
+
+
+def partial_block_amax_(
+    amax_bits, shard: torch.Tensor, start: int, shape, dtype: torch.dtype, fmt: BlockFormat
+) -> None:
+    """Raise `amax_bits` [blocks] int32 to the amax of block ∩ shard, as bits: zeros stand for what others own."""
+    whole = torch.zeros(math.prod(shape), dtype=torch.float32, device=shard.device)
+    whole[start : start + shard.numel()] = shard.to(dtype).float()
+    bits = block_amax(whole.view(shape), fmt).flatten().view(torch.int32)
+    torch.maximum(amax_bits, bits, out=amax_bits)
+
+
+def block_scales_(
+    encode, scale, global_scale, amax_bits: torch.Tensor, fmt: BlockFormat, power_of_2_scales: bool
+) -> None:
+    """Write encode [blocks] f32, `scale` (the stored grid) and `global_scale` (a scalar or None) of one tensor."""
+    tensor_amax = None
+    if fmt.has_global_scale:
+        tensor_amax = torch.cat((amax_bits.new_zeros(1), amax_bits)).amax().view(torch.float32)
+    scales = fmt.compute_scales(amax_bits.view(torch.float32), tensor_amax, power_of_2_scales)
+    encode.copy_(scales.encode)
+    scale.view(-1).copy_(scales.scale)
+    if global_scale is not None:
+        global_scale.copy_(scales.global_scale)
+
+
+def partial_cast_(
+    target: torch.Tensor,
+    shard: torch.Tensor,
+    start: int,
+    shape,
+    encode: torch.Tensor,
+    dtype: torch.dtype,
+    fmt: BlockFormat,
+    first_entry: int,
+    packed: bool,
+) -> None:
+    """Write the elements of `shard` to the flat bytes `target`, of which the first is entry `first_entry`."""
+    *batch, rows, columns = shape
+    n = shard.numel()
+    if n == 0:
+        return
+    grid = encode.view(*batch, *fmt.grid(rows, columns))
+    factors = expand_blocks(grid, fmt, rows, columns).flatten()[start : start + n]
+    payload = fmt.element.encode(shard.to(dtype).float() * factors)
+    codes = fmt.element.unpack(payload, n).view(torch.uint8)
+    if packed:
+        write_codes_(target, codes, start, columns, fmt, first_entry)
+    else:
+        target[start - first_entry : start - first_entry + n] = codes
+
+
+def write_codes_(target, codes: torch.Tensor, start: int, columns: int, fmt: BlockFormat, first_entry: int) -> None:
+    """Write codes of elements [start, start + n) to a payload's bytes; what others own of a byte stays."""
+    entries, position = places_of(start, codes.numel(), columns, fmt, codes.device)
+    entries -= first_entry
+    bits, mask = fmt.element.bits, (1 << fmt.element.bits) - 1
+    for place in range(fmt.element.per_byte):
+        at = entries[position == place]
+        target[at] = (target[at] & ~(mask << bits * place) & 0xFF) | (codes[position == place] << bits * place)
+    # What pads a row belongs to the row's last element.
+    for place in range(1, fmt.element.per_byte):
+        row_ends = (torch.arange(start, start + codes.numel(), device=codes.device) + 1) % columns == 0
+        at = entries[row_ends & (position < place)]
+        target[at] &= ~(mask << bits * place) & 0xFF
+
+
+def places_of(start: int, n: int, columns: int, fmt: BlockFormat, device):
+    """(payload entry, place in it) of each of the elements [start, start + n)."""
+    flat = torch.arange(start, start + n, device=device)
+    row, column = flat // columns, flat % columns
+    return row * fmt.element.packed(columns) + column // fmt.element.per_byte, column % fmt.element.per_byte

@@ -1,0 +1,328 @@
+"""The partial cast in Triton: a launch works on the shards of many tensors; see `triton_tables.py` for how.
+
+A program takes a tile of a tensor [.., h, w] that a shard touches. Of its elements it reads, or writes, those that lie
+in the shard:
+
+      ┌───┬───┬───┐      h × w, elements numbered along rows
+      │   │ ▗▄│▄▄▄│      ▗▄ the shard begins
+      │▄▄▄│▄▄▄│▄▄▄│
+      │▀▀▘│   │   │      ▘  and ends
+      └───┴───┴───┘
+
+Shards of which every address and size allows it move 16 bytes at a time; they take a launch of their own. A byte that
+the shard shares with a neighbour, its first or its last, is read first and written back with the neighbour's nibble.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from torchao_blockwise.formats import E4M3, BlockFormat
+from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.quantize.triton import _fp8_scales, _nvfp4_scales
+from torchao_blockwise.ops.triton_elements import encode_e2m1, encode_e4m3, from_f32, magnitude_bits, to_f32
+from torchao_blockwise.ops.triton_tables import (
+    ALIGNMENT,
+    find_row,
+    grouped,
+    load_pointer,
+    load_size,
+    make_table,
+)
+
+# (tile rows, tile columns, warps) by element, and where elements move one by one and each has an address. A tile lies
+# in one block, or holds whole ones.
+_TILES = {"e4m3": (128, 128, 8), "e2m1": (64, 128, 4)}
+_UNALIGNED_TILE = (32, 128, 8)
+_CHUNK, _CHUNK_WARPS = 1024, 4  # blocks of a program that works on those alone
+
+_TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+# Fields of a shard's row.
+_SHARD_FIELDS = tl.constexpr(11)
+# Of a tensor's row in the scale kernels.
+_SCALE_FIELDS = tl.constexpr(5)
+
+_LOW = tl.constexpr(0x0F)
+_HIGH = tl.constexpr(0xF0)
+
+
+@triton.jit
+def _load_shard_tile(
+    table_ptr,
+    count,
+    DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(row of the table, values, which are the shard's, number of each element, tile's first row and column in its
+    matrix, the matrix' first row, blocks' places in the list's buffer, which of those exist).
+
+    ALIGN: what sizes are multiples of, with addresses of 16; 1 where anything goes.
+    """
+    row_ptr, _, tile = find_row(table_ptr, count, _SHARD_FIELDS)
+    shard_ptr = load_pointer(row_ptr + 1, DTYPE, ALIGN > 1)
+    start = load_size(row_ptr + 3, ALIGN)
+    end = load_size(row_ptr + 4, ALIGN)
+    rows = tl.load(row_ptr + 5)
+    columns = load_size(row_ptr + 6, ALIGN)
+    tile += tl.load(row_ptr + 7)
+    first_block = tl.load(row_ptr + 8)
+
+    tiles_m, tiles_k = tl.cdiv(rows, TILE_M), tl.cdiv(columns, TILE_K)
+    matrix = (tile // tiles_k) // tiles_m
+    first_row, first_column = (tile // tiles_k) % tiles_m * TILE_M, tile % tiles_k * TILE_K
+    offs_m = first_row + tl.arange(0, TILE_M)
+    offs_k = first_column + tl.arange(0, TILE_K)
+    flat = (matrix * rows + offs_m)[:, None] * columns + offs_k[None, :]
+    owned = (offs_m < rows)[:, None] & (offs_k < columns)[None, :] & (flat >= start) & (flat < end)
+    x = to_f32(tl.load(shard_ptr + (flat - start), mask=owned, other=0.0))
+
+    grid_m, grid_k = tl.cdiv(rows, BLOCK), tl.cdiv(columns, BLOCK)
+    blocks_m = first_row // BLOCK + tl.arange(0, TILE_M // min(TILE_M, BLOCK))
+    blocks_k = first_column // BLOCK + tl.arange(0, TILE_K // BLOCK)
+    blocks = first_block + (matrix * grid_m + blocks_m)[:, None] * grid_k + blocks_k[None, :]
+    exist = (blocks_m < grid_m)[:, None] & (blocks_k < grid_k)[None, :]
+    return row_ptr, x, owned, flat, first_row, first_column, matrix * rows, blocks, exist
+
+
+@triton.jit(do_not_specialize=["count"])
+def _partial_block_amax_kernel(
+    table_ptr,  # [shards, fields] int64
+    amax_ptr,  # [blocks] int32
+    count,
+    DTYPE: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    _, x, _, _, _, _, _, blocks, exist = _load_shard_tile(table_ptr, count, DTYPE, ALIGN, TILE_M, TILE_K, BLOCK)
+    magnitude = magnitude_bits(to_f32(from_f32(x, ROUNDED_TO)))
+    if TILE_M <= BLOCK and TILE_K <= BLOCK:
+        # In whatever order: in rows or columns the tile would go through shared memory.
+        amax = tl.full((1, 1), tl.max(magnitude), tl.int32)
+    else:
+        amax = tl.max(tl.max(magnitude.reshape(TILE_M // BLOCK, BLOCK, TILE_K // BLOCK, BLOCK), 3), 1)
+    # Atomic, for tiles and shards that share a block.
+    tl.atomic_max(amax_ptr + blocks, amax, mask=exist, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count"])
+def _partial_cast_kernel(
+    table_ptr,  # [shards, fields] int64
+    encode_ptr,  # [blocks] f32
+    count,
+    DTYPE: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    ALIGN: tl.constexpr,
+    E4M3_ELEMENTS: tl.constexpr,
+    PACKED: tl.constexpr,
+    ELEMENT_MAX: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row_ptr, x, owned, flat, first_row, first_column, matrix_row, blocks, exist = _load_shard_tile(
+        table_ptr, count, DTYPE, ALIGN, TILE_M, TILE_K, BLOCK
+    )
+    target_ptr = load_pointer(row_ptr + 2, tl.uint8, ALIGN > 1)
+    start = load_size(row_ptr + 3, ALIGN)
+    end = load_size(row_ptr + 4, ALIGN)
+    rows = tl.load(row_ptr + 5)
+    columns = load_size(row_ptr + 6, ALIGN)
+    first_entry = load_size(row_ptr + 9, ALIGN // 2 if PACKED else ALIGN)
+
+    encode = tl.load(encode_ptr + blocks, mask=exist, other=0.0)
+    BLOCK_M: tl.constexpr = min(TILE_M, BLOCK)
+    x = to_f32(from_f32(x, ROUNDED_TO)).reshape(TILE_M // BLOCK_M, BLOCK_M, TILE_K // BLOCK, BLOCK)
+    y = x * encode[:, None, :, None]
+    if E4M3_ELEMENTS:
+        codes = encode_e4m3(y, ELEMENT_MAX).reshape(TILE_M, TILE_K)
+    else:
+        codes = encode_e2m1(y, ELEMENT_MAX).reshape(TILE_M, TILE_K)
+    if not PACKED:
+        tl.store(target_ptr + (flat - first_entry), codes, mask=owned)
+    else:
+        even, odd = tl.split(codes.reshape(TILE_M, TILE_K // 2, 2))
+        offs_m = first_row + tl.arange(0, TILE_M)
+        pairs = first_column // 2 + tl.arange(0, TILE_K // 2)
+        packed_columns = load_size(row_ptr + 10, ALIGN // 2)
+        entries = (matrix_row + offs_m)[:, None] * packed_columns + pairs[None, :]
+        exists = (offs_m < rows)[:, None] & (pairs < packed_columns)[None, :]
+        if ALIGN > 1:
+            # No byte is shared, none pads a row.
+            mask = exists & (entries >= start // 2) & (entries < end // 2)
+            tl.store(target_ptr + (entries - first_entry), even | (odd << 4), mask=mask)
+        else:
+            flat_even = (matrix_row + offs_m)[:, None] * columns + 2 * pairs[None, :]
+            owns_even = exists & (flat_even >= start) & (flat_even < end)
+            owns_odd = exists & (flat_even + 1 >= start) & (flat_even + 1 < end)
+            # Beside the last element of a row of odd length lies a zero that is that element's.
+            owns_odd = tl.where((2 * pairs + 1 < columns)[None, :], owns_odd, owns_even)
+            there = tl.load(target_ptr + (entries - first_entry), mask=owns_even != owns_odd, other=0)
+            low = tl.where(owns_even, even, there & _LOW)
+            high = tl.where(owns_odd, odd << 4, there & _HIGH)
+            tl.store(target_ptr + (entries - first_entry), low | high, mask=owns_even | owns_odd)
+
+
+@triton.jit
+def _load_blocks(table_ptr, amax_ptr, count, CHUNK: tl.constexpr):
+    """(row of the table, its index, blocks of its tensor, their places in the list's buffer, which exist, amaxes)."""
+    row_ptr, index, chunk = find_row(table_ptr, count, _SCALE_FIELDS)
+    offs = chunk * CHUNK + tl.arange(0, CHUNK)
+    places = tl.load(row_ptr + 3) + offs
+    exist = offs < tl.load(row_ptr + 4)
+    return row_ptr, index, offs, places, exist, tl.load(amax_ptr + places, mask=exist, other=0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _tensor_amax_kernel(table_ptr, amax_ptr, tensor_amax_ptr, count, CHUNK: tl.constexpr):
+    """[blocks] int32 -> [tensors] int32, zero-initialised."""
+    _, index, _, _, _, amax_bits = _load_blocks(table_ptr, amax_ptr, count, CHUNK)
+    tl.atomic_max(tensor_amax_ptr + index, tl.max(amax_bits, 0), sem="relaxed")
+
+
+@triton.jit
+def _global_scale(tensor_amax, LARGEST: tl.constexpr):
+    """amax / LARGEST; see formats/nvfp4.py."""
+    scale = tl.div_rn(tensor_amax, LARGEST)
+    scale = tl.where(tensor_amax == 0, 1.0, scale)
+    return tl.where(tensor_amax < float("inf"), scale, float("nan"))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _block_scales_kernel(
+    table_ptr,  # [tensors, fields] int64
+    amax_ptr,  # [blocks] int32
+    tensor_amax_ptr,  # [tensors] int32, where there are global scales
+    encode_ptr,  # [blocks] f32
+    count,
+    GLOBAL: tl.constexpr,
+    ELEMENT_MAX: tl.constexpr,
+    SCALE_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row_ptr, index, offs, places, exist, amax_bits = _load_blocks(table_ptr, amax_ptr, count, CHUNK)
+    if GLOBAL:
+        tensor_amax = tl.load(tensor_amax_ptr + index).to(tl.float32, bitcast=True)
+        encode, scale = _nvfp4_scales(amax_bits, tensor_amax, ELEMENT_MAX, SCALE_MAX)
+        tl.store(load_pointer(row_ptr + 1, tl.uint8, False) + offs, scale, mask=exist)
+        # Every program of the tensor writes the same.
+        tl.store(load_pointer(row_ptr + 2, tl.float32, False), _global_scale(tensor_amax, ELEMENT_MAX * SCALE_MAX))
+    else:
+        encode, scale = _fp8_scales(amax_bits, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        tl.store(load_pointer(row_ptr + 1, tl.float32, False) + offs, scale, mask=exist)
+    tl.store(encode_ptr + places, encode, mask=exist)
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+def _shard_groups(shards, targets, starts, shapes, fmt: BlockFormat):
+    """((dtype, ALIGN), indices) of the shards that a launch can do: those whose sizes and addresses allow it move 16
+    bytes at a time."""
+    # Elements that take 16 bytes of payload.
+    wide = ALIGNMENT * fmt.element.per_byte
+
+    def key(i):
+        sizes = (starts[i], shards[i].numel(), shapes[i][-1])
+        addresses = [shards[i].data_ptr(), *(target[i].data_ptr() for target in targets)]
+        aligned = all(size % wide == 0 for size in sizes) and all(address % ALIGNMENT == 0 for address in addresses)
+        return shards[i].dtype, wide if aligned else 1
+
+    return grouped((i for i, shard in enumerate(shards) if shard.numel()), key)
+
+
+def _shard_table(shards, target_ptrs, starts, shapes, first_blocks, first_entries, fmt, group, tile, device):
+    """The table of the shards of a group: the tiles from the one with a shard's first row to the one with its last."""
+    tile_m, tile_k, _ = tile
+
+    def row(i: int):
+        _, rows, columns = shapes[i]
+        tiles_m, tiles_k = ceil_div(rows, tile_m), ceil_div(columns, tile_k)
+        start, end = starts[i], starts[i] + shards[i].numel()
+        first, last = (
+            element // columns // rows * tiles_m + element // columns % rows // tile_m for element in (start, end - 1)
+        )
+        packed = fmt.element.packed(columns)
+        return (
+            (last - first + 1) * tiles_k, shards[i].data_ptr(), target_ptrs[i], start, end, rows, columns,
+            first * tiles_k, first_blocks[i], first_entries[i], packed,
+        )  # fmt: skip
+
+    return make_table([row(i) for i in group], device)
+
+
+def partial_block_amax_(amax_bits, shards, starts, shapes, first_blocks, dtype: torch.dtype, fmt: BlockFormat) -> None:
+    """Raise `amax_bits` to the amax of each block ∩ shard; see `ops.partial_block_amax`."""
+    none = [0] * len(shards)
+    for (shard_dtype, align), group in _shard_groups(shards, (), starts, shapes, fmt):
+        tile = _TILES[fmt.element.name] if align > 1 else _UNALIGNED_TILE
+        table = _shard_table(shards, none, starts, shapes, first_blocks, none, fmt, group, tile, amax_bits.device)
+        launch(
+            _partial_block_amax_kernel, table.programs, table.tensor, amax_bits, table.rows,
+            DTYPE=_TL_DTYPES[shard_dtype], ROUNDED_TO=_TL_DTYPES[dtype], ALIGN=align,
+            TILE_M=tile[0], TILE_K=tile[1], BLOCK=fmt.block[0], num_warps=tile[2],
+        )  # fmt: skip
+
+
+def partial_cast_(
+    targets,
+    shards,
+    starts,
+    shapes,
+    encode,
+    first_blocks,
+    dtype: torch.dtype,
+    fmt: BlockFormat,
+    first_entries,
+    packed: bool,
+) -> None:
+    """Write the elements of each shard to its target's bytes; see `ops.partial_cast_`."""
+    pointers = [target.data_ptr() for target in targets]
+    for (shard_dtype, align), group in _shard_groups(shards, (targets,), starts, shapes, fmt):
+        tile = _TILES[fmt.element.name] if align > 1 else _UNALIGNED_TILE
+        table = _shard_table(
+            shards, pointers, starts, shapes, first_blocks, first_entries, fmt, group, tile, encode.device
+        )
+        launch(
+            _partial_cast_kernel, table.programs, table.tensor, encode, table.rows,
+            DTYPE=_TL_DTYPES[shard_dtype], ROUNDED_TO=_TL_DTYPES[dtype], ALIGN=align,
+            E4M3_ELEMENTS=fmt.element is E4M3, PACKED=packed, ELEMENT_MAX=fmt.element.max,
+            TILE_M=tile[0], TILE_K=tile[1], BLOCK=fmt.block[0], num_warps=tile[2],
+        )  # fmt: skip
+
+
+def block_scales_(
+    encode, scales, global_scales, amax_bits, first_blocks, fmt: BlockFormat, power_of_2_scales: bool
+) -> None:
+    """Write encode factors, scale grids and global scales of many tensors; see `ops.block_scales_`."""
+    # An empty tensor has a global scale too.
+    rows = (
+        (
+            max(1, ceil_div(scale.numel(), _CHUNK)),
+            scale.data_ptr(),
+            global_scales[i].data_ptr() if fmt.has_global_scale else 0,
+            first,
+            scale.numel(),
+        )
+        for i, (scale, first) in enumerate(zip(scales, first_blocks))
+    )
+    table = make_table(rows, amax_bits.device)
+    if table is None:
+        return
+    tensor_amax, chunks = None, {"CHUNK": _CHUNK, "num_warps": _CHUNK_WARPS}
+    if fmt.has_global_scale:
+        tensor_amax = amax_bits.new_zeros(len(scales))
+        launch(_tensor_amax_kernel, table.programs, table.tensor, amax_bits, tensor_amax, table.rows, **chunks)
+    launch(
+        _block_scales_kernel, table.programs, table.tensor, amax_bits, tensor_amax, encode, table.rows,
+        GLOBAL=fmt.has_global_scale, ELEMENT_MAX=fmt.element.max, SCALE_MAX=fmt.scale_max, MIN_AMAX=fmt.min_amax,
+        POWER_OF_2=power_of_2_scales, **chunks,
+    )  # fmt: skip

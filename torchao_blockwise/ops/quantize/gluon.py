@@ -1,0 +1,209 @@
+"""Both copies of one-row FP8 blocks from one read, in Gluon: a tile lies in shared memory and is read in two layouts.
+
+    x  [M, K] ──cp.async──▶ tile 128×128, as words of two neighbours of a row
+                              │
+                              ├─ by rows      a thread has 16 neighbours of a row
+                              │               max along the row  → scale, q  [M, K], 16 bytes a store
+                              └─ by columns   a thread has 16 rows of a word, so of two columns
+                                              max along the rows → scale, qᵀ [K, M], 16 bytes a store
+
+What is stored transposed is read transposed, so nothing is transposed through registers, and one set of values is alive
+at a time. A launch each reads `x` twice; one launch that keeps the tile in registers holds two sets of scaled values.
+
+Two elements of 16 bits share a word: they are loaded and compared together (`max.u16x2`, from sm_90 on). Words of a row
+are swizzled by the row's sixteenth, so that reading by columns meets no bank twice; reading by rows meets each twice.
+
+Tiles are numbered along grid x alone. Only whole words of 16 bytes are read and written: see `why_not`.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from torchao_blockwise.formats import FP8_1X128, BlockFormat
+from torchao_blockwise.ops.backend import compute_capability, interpreting
+from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.quantize.triton import _fp8_scales
+from torchao_blockwise.ops.triton_elements import encode_e4m3
+
+# Its name moved in Triton 3.7.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+_MIN_CAPABILITY = (9, 0)
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+# Elements of a store of payload, and what an address must be a multiple of: 16 bytes.
+_RUN = 16
+_RUN_BYTES = 16
+_THREADS = 32  # of a warp
+_MAGNITUDES = gl.constexpr(0x7FFF7FFF)
+_HIGH = gl.constexpr(-(1 << 16))
+
+
+@gluon.constexpr_function
+def _copy_layout(warps):
+    """Words as cp.async takes them: 16 bytes a thread, 256 bytes a row."""
+    return gl.BlockedLayout([1, 4], [2, _THREADS // 2], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _row_layout(warps):
+    """Words by rows: a run of a row a thread, 8 threads a row."""
+    return gl.BlockedLayout([1, _RUN // 2], [_THREADS // 8, 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _column_layout(warps):
+    """Words by columns: a run of rows a thread, 8 threads a column of words, so of 128 rows."""
+    return gl.BlockedLayout([_RUN, 1], [8, _THREADS // 8], [1, warps], [0, 1])
+
+
+@gluon.constexpr_function
+def _vector_layout(warps):
+    """A value a thread: what is computed once a block, not once in each thread that has a part of it."""
+    return gl.BlockedLayout([1], [_THREADS], [warps], [0])
+
+
+@gluon.jit
+def _larger_halves(a, b):
+    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _halves(words, DTYPE: gl.constexpr):
+    """fp32 of the low and of the high half of each word: elements 2i and 2i + 1."""
+    if DTYPE.is_bf16():
+        # The upper half of an fp32: one instruction an element, where a conversion of 16 bits takes two.
+        return (words << 16).to(gl.float32, bitcast=True), (words & _HIGH).to(gl.float32, bitcast=True)
+    else:
+        low = words.to(gl.int16).to(DTYPE, bitcast=True)
+        high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+        return low.to(gl.float32), high.to(gl.float32)
+
+
+@gluon.jit
+def _largest_halves(words, axis: gl.constexpr, DTYPE: gl.constexpr):
+    """Bits of max |x| along `axis`, of low and of high halves, in fp32. As integers they keep NaN above all."""
+    low, high = _halves(gl.reduce(words & _MAGNITUDES, axis, _larger_halves), DTYPE)
+    return low.to(gl.int32, bitcast=True), high.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _store(ptr, values, row, column, rows, columns):
+    """Store `values` at (row, column) of a contiguous [rows, columns]; row: [R, 1], column: [1, C]."""
+    mask = (row < rows) & (column < columns)
+    gl.store(ptr + row.to(gl.int64) * columns + column, values, mask=mask)
+
+
+@gluon.jit
+def _quantize_both_kernel(
+    x_ptr,  # [M, K/2] words of two elements
+    q_ptr,  # [M, K] e4m3 bytes
+    s_ptr,  # [K/BLOCK, M] f32
+    qt_ptr,  # [K, M] e4m3 bytes
+    st_ptr,  # [M/BLOCK, K] f32
+    M,
+    K,
+    stride_xm,  # in elements
+    DTYPE: gl.constexpr,
+    ELEMENT_MAX: gl.constexpr,
+    MIN_AMAX: gl.constexpr,
+    POWER_OF_2: gl.constexpr,
+    BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    WORDS: gl.constexpr = BLOCK // 2
+    COPY: gl.constexpr = _copy_layout(WARPS)
+    ROW: gl.constexpr = _row_layout(WARPS)
+    COLUMN: gl.constexpr = _column_layout(WARPS)
+    VECTOR: gl.constexpr = _vector_layout(WARPS)
+    # 16 bytes stay together; every 16th row, where another thread of a column's 8 begins, takes other banks.
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 16, 8, [1, 0])
+
+    tiles_k = gl.cdiv(K, BLOCK)
+    tile_m, tile_k = gl.program_id(0) // tiles_k, gl.program_id(0) % tiles_k
+    first_m, first_k = tile_m * BLOCK, tile_k * BLOCK
+
+    tile = gl.allocate_shared_memory(gl.int32, [BLOCK, WORDS], SHARED)
+    row = first_m + gl.arange(0, BLOCK, gl.SliceLayout(1, COPY))[:, None]
+    word = first_k // 2 + gl.arange(0, WORDS, gl.SliceLayout(0, COPY))[None, :]
+    addresses = x_ptr + row.to(gl.int64) * (stride_xm // 2) + word
+    # What a mask leaves out is zero.
+    async_copy.async_copy_global_to_shared(tile, addresses, mask=(row < M) & (word < K // 2))
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    _barrier()
+
+    words = tile.load(ROW)
+    low_amax, high_amax = _largest_halves(words, 1, DTYPE)
+    amax = gl.convert_layout(gl.maximum(low_amax, high_amax), VECTOR)
+    encode, scale = _fp8_scales(amax, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    offs_m = first_m + gl.arange(0, BLOCK, VECTOR)
+    gl.store(s_ptr + tile_k.to(gl.int64) * M + offs_m, scale, mask=offs_m < M)
+    encode = gl.convert_layout(encode, gl.SliceLayout(1, ROW))[:, None]
+    low, high = _halves(words, DTYPE)
+    q = encode_e4m3(gl.join(low * encode, high * encode).reshape([BLOCK, BLOCK]), ELEMENT_MAX)
+    row = first_m + gl.arange(0, BLOCK, gl.SliceLayout(1, q.type.layout))[:, None]
+    column = first_k + gl.arange(0, BLOCK, gl.SliceLayout(0, q.type.layout))[None, :]
+    _store(q_ptr, q, row, column, M, K)
+
+    words = tile.load(COLUMN)
+    low_amax, high_amax = _largest_halves(words, 0, DTYPE)
+    amax = gl.join(low_amax, high_amax).reshape([BLOCK])
+    encode, scale = _fp8_scales(gl.convert_layout(amax, VECTOR), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    offs_k = first_k + gl.arange(0, BLOCK, VECTOR)
+    gl.store(st_ptr + tile_m.to(gl.int64) * K + offs_k, scale, mask=offs_k < K)
+    low_encode, high_encode = gl.split(gl.convert_layout(encode, amax.type.layout).reshape([WORDS, 2]))
+    low_encode = gl.convert_layout(low_encode, gl.SliceLayout(0, COLUMN))[None, :]
+    high_encode = gl.convert_layout(high_encode, gl.SliceLayout(0, COLUMN))[None, :]
+    low, high = _halves(words, DTYPE)
+    # Transposed by their addresses: rows of the output are columns of the tile.
+    row = first_k + 2 * gl.arange(0, WORDS, gl.SliceLayout(0, COLUMN))[None, :]
+    column = first_m + gl.arange(0, BLOCK, gl.SliceLayout(1, COLUMN))[:, None]
+    _store(qt_ptr, encode_e4m3(low * low_encode, ELEMENT_MAX), row, column, K, M)
+    _store(qt_ptr, encode_e4m3(high * high_encode, ELEMENT_MAX), row + 1, column, K, M)
+
+
+def why_not(x: torch.Tensor, fmt: BlockFormat) -> str | None:
+    """Why this kernel cannot quantise `x`, or None if it can."""
+    if interpreting():
+        return "Triton's interpreter does not know Gluon"
+    capability = compute_capability(x.device)
+    if capability < _MIN_CAPABILITY:
+        return "the kernel needs sm_{}{} or newer, got sm_{}{}".format(*_MIN_CAPABILITY, *capability)
+    return _why_not_this(x, fmt)
+
+
+def _why_not_this(x: torch.Tensor, fmt: BlockFormat) -> str | None:
+    if fmt is not FP8_1X128:
+        return f"the kernel makes {FP8_1X128.name}, got {fmt.name}"
+    if x.dtype not in _DTYPES:
+        return f"the kernel takes elements of 16 bits, got {x.dtype}"
+    if x.dim() != 2:
+        return f"the kernel takes one matrix, got shape {list(x.shape)}"
+    if any(n % _RUN for n in (*x.shape, x.stride(0))) or x.stride(1) != 1 or x.data_ptr() % _RUN_BYTES:
+        return (
+            f"the kernel takes M, K and a stride of rows that are multiples of {_RUN}, from an address on {_RUN_BYTES} "
+            f"bytes on, got shape {list(x.shape)}, strides {list(x.stride())}, address {x.data_ptr():#x}"
+        )
+    return None
+
+
+def quantize_both(
+    x: torch.Tensor, fmt: BlockFormat, power_of_2_scales: bool, warps: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(qdata, scale, columnwise qdata, columnwise scale) of `ops.quantize`, bit for bit; see `why_not`."""
+    M, K = x.shape
+    q, s = fmt.new_empty(x, M, K)
+    qt, st = fmt.new_empty(x, K, M)
+    if x.numel() == 0:
+        return q, s, qt, st
+    block = fmt.block[1]
+    copies = q.view(torch.uint8), s, qt.view(torch.uint8), st
+    launch(
+        _quantize_both_kernel, ceil_div(M, block) * ceil_div(K, block),
+        x.view(torch.int32), *copies, M, K, x.stride(0),
+        DTYPE=_DTYPES[x.dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=power_of_2_scales,
+        BLOCK=block, WARPS=warps, num_warps=warps,
+    )  # fmt: skip
+    return q, s, qt, st

@@ -1,0 +1,41 @@
+"""SwiGLU and its gradients in eager torch: the bit oracle."""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise.ops.swiglu_quantize import exponential
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """e^x of fp32 `x`; see exponential.py."""
+    x = x.clamp(exponential.LOW, exponential.HIGH)
+    n = (x * exponential.LOG2_E).round()
+    r = (x - n * exponential.LN2_HIGH) - n * exponential.LN2_LOW
+    highest, *lower = exponential.POLYNOMIAL
+    q = torch.full_like(r, highest)
+    for coefficient in lower:
+        q = q * r + coefficient
+    power_of_2 = ((n.int() + exponential.BIAS) << exponential.MANTISSA_BITS).view(torch.float32)
+    return (1.0 + (r + r * r * q)) * power_of_2
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + e^-x)."""
+    denominator = 1.0 + exp(-x)
+    # Tensor over tensor: a scalar numerator may become a product with an inexact reciprocal.
+    return torch.ones_like(denominator) / denominator
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """h = (gate · sigmoid(gate)) · up in fp32, rounded to the dtype of `gate`."""
+    g, u = gate.float(), up.float()
+    return (g * sigmoid(g) * u).to(gate.dtype)
+
+
+def swiglu_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """dgate = (dh · up) · (s · (1 + gate · (1 - s))) and dup = dh · (gate · s), s = sigmoid(gate), as `swiglu`."""
+    d, g, u = dh.float(), gate.float(), up.float()
+    s = sigmoid(g)
+    dgate = d * u * (s * (1.0 + g * (1.0 - s)))
+    return dgate.to(gate.dtype), (d * (g * s)).to(gate.dtype)

@@ -1,0 +1,253 @@
+"""SwiGLU and its gradients in Triton, quantised in the pass that computes them.
+
+Forward, h = silu(gate) · up, a program takes a tile of both. The gradients lie side by side: a (of the gate) and b (of
+up) are computed by a program each, neighbours, as they read the same tiles of gate, up and dh:
+
+                 H                              2H
+           ┌───┬───┬───┐              ┌───┬───┬───┬───┬───┬───┐
+    gate M │   │ g │   │              │   │ a │   │   │ b │   │
+           └───┴───┴───┘   backward → └───┴───┴───┴───┴───┴───┘
+    up   M │   │ u │   │
+           └───┴───┴───┘
+
+Where H is no multiple of a block, a block of the gradient holds parts of both, and a program reads what it needs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from torchao_blockwise.formats import FP8_1X128, BlockFormat
+from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.swiglu_quantize import exponential
+from torchao_blockwise.ops.triton_elements import from_f32, magnitude_bits, to_f32
+from torchao_blockwise.ops.triton_tiles import (
+    columnwise_needs_rowwise,
+    load_tile,
+    options_of,
+    pointers,
+    store_columnwise,
+    store_plain,
+    store_rowwise,
+)
+
+_LOW, _HIGH = tl.constexpr(exponential.LOW), tl.constexpr(exponential.HIGH)
+_LOG2_E, _SHIFT = tl.constexpr(exponential.LOG2_E), tl.constexpr(exponential.SHIFT)
+_LN2_HIGH, _LN2_LOW = tl.constexpr(exponential.LN2_HIGH), tl.constexpr(exponential.LN2_LOW)
+_Q4, _Q3, _Q2, _Q1, _Q0 = (tl.constexpr(coefficient) for coefficient in exponential.POLYNOMIAL)
+_ONE_BITS = tl.constexpr(exponential.BIAS << exponential.MANTISSA_BITS)
+_MANTISSA_BITS = tl.constexpr(exponential.MANTISSA_BITS)
+
+
+@triton.jit
+def _exp(x):
+    """e^x of fp32 `x`, NaN excepted; see exponential.py."""
+    x = tl.minimum(tl.maximum(x, _LOW), _HIGH)
+    shifted = x * _LOG2_E + _SHIFT
+    n = shifted - _SHIFT
+    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    q = (((_Q4 * r + _Q3) * r + _Q2) * r + _Q1) * r + _Q0
+    # The low bits of `shifted` are n; all others leave the word.
+    power_of_2 = ((shifted.to(tl.int32, bitcast=True) << _MANTISSA_BITS) + _ONE_BITS).to(tl.float32, bitcast=True)
+    return (1.0 + (r + r * r * q)) * power_of_2
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + e^-x); what is made of it is multiplied by `x`, which brings a NaN back."""
+    return tl.div_rn(1.0, 1.0 + _exp(-x))
+
+
+@triton.jit
+def _gradients(dh, gate, up):
+    """(dgate, dup) of fp32 values."""
+    s = _sigmoid(gate)
+    return dh * up * (s * (1.0 + gate * (1.0 - s))), dh * (gate * s)
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_ptr,  # [M, H] bf16 | f16 | f32
+    up_ptr,  # [M, H] of the same dtype
+    h_ptr,  # [M, H] of the same dtype: written where no copy is asked for
+    q_ptr,
+    s_ptr,
+    qt_ptr,
+    st_ptr,
+    M,
+    H,
+    stride_gm,
+    stride_gh,
+    stride_um,
+    stride_uh,
+    ELEMENT_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tiles_h = tl.cdiv(H, BLOCK)
+    tile_m, tile_h = tl.program_id(0) // tiles_h, tl.program_id(0) % tiles_h
+    offs_h = tile_h * BLOCK + tl.arange(0, BLOCK)
+    hs = ()
+    largest = tl.zeros((ROWS, BLOCK), tl.int32)
+    for i in tl.static_range(TILE_M // ROWS):
+        offs_m = tile_m * TILE_M + i * ROWS + tl.arange(0, ROWS)
+        gate = load_tile(gate_ptr, offs_m, offs_h, M, H, stride_gm, stride_gh)
+        up = load_tile(up_ptr, offs_m, offs_h, M, H, stride_um, stride_uh)
+        h = from_f32(gate * _sigmoid(gate) * up, gate_ptr.dtype.element_ty)
+        if ROWWISE:
+            store_rowwise(to_f32(h), q_ptr, s_ptr, tile_h, offs_m, offs_h, M, H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        if COLUMNWISE:
+            largest = tl.maximum(largest, magnitude_bits(to_f32(h)))
+            hs = hs + (h,)  # noqa: RUF005  # Triton knows no unpacking
+        if not (ROWWISE or COLUMNWISE):
+            store_plain(h_ptr, h, offs_m, offs_h, M, H)
+    if COLUMNWISE:
+        store_columnwise(
+            hs, largest, qt_ptr, st_ptr, tile_m, offs_h, M, H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK
+        )  # fmt: skip
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    dh_ptr,  # [M, H] bf16 | f16 | f32
+    gate_ptr,  # [M, H]
+    up_ptr,  # [M, H]
+    dgate_ptr,  # [M, H] of the dtype of gate: written where no copy is asked for
+    dup_ptr,  # [M, H], likewise
+    q_ptr,  # copies are of the [M, 2H] gradient (dgate | dup)
+    s_ptr,
+    qt_ptr,
+    st_ptr,
+    M,
+    H,
+    stride_dm,
+    stride_dh,
+    stride_gm,
+    stride_gh,
+    stride_um,
+    stride_uh,
+    WHOLE_BLOCKS: tl.constexpr,  # H is a multiple of BLOCK: no block of the gradient holds parts of both
+    ELEMENT_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    QUANTIZE: tl.constexpr = ROWWISE or COLUMNWISE
+    SPLIT: tl.constexpr = QUANTIZE and not WHOLE_BLOCKS
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    if SPLIT:
+        tiles_c = tl.cdiv(2 * H, BLOCK)
+        tile_m, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+        offs_c = tile_c * BLOCK + tl.arange(0, BLOCK)
+        # Columns of the gradient from H on are those of `up`.
+        of_up = ((offs_c >= H) & (offs_c < 2 * H))[None, :]
+        offs_h = tl.where((offs_c >= H) & (offs_c < 2 * H), offs_c - H, offs_c)
+    else:
+        # Programs that read the same tiles are neighbours, so that the second reading comes from cache.
+        PARTS: tl.constexpr = 2 if QUANTIZE else 1
+        tiles_h = tl.cdiv(H, BLOCK)
+        part = tl.program_id(0) % PARTS
+        tile_h = tl.program_id(0) // PARTS % tiles_h
+        tile_m = tl.program_id(0) // PARTS // tiles_h
+        tile_c = tile_h + part * tiles_h
+        offs_h = tile_h * BLOCK + tl.arange(0, BLOCK)
+        offs_c = tile_c * BLOCK + tl.arange(0, BLOCK)
+        of_up = part == 1
+    gradients = ()
+    largest = tl.zeros((ROWS, BLOCK), tl.int32)
+    for i in tl.static_range(TILE_M // ROWS):
+        offs_m = tile_m * TILE_M + i * ROWS + tl.arange(0, ROWS)
+        dh = load_tile(dh_ptr, offs_m, offs_h, M, H, stride_dm, stride_dh)
+        gate = load_tile(gate_ptr, offs_m, offs_h, M, H, stride_gm, stride_gh)
+        up = load_tile(up_ptr, offs_m, offs_h, M, H, stride_um, stride_uh)
+        dgate, dup = _gradients(dh, gate, up)
+        gradient = from_f32(tl.where(of_up, dup, dgate), dtype)
+        if ROWWISE:
+            store_rowwise(
+                to_f32(gradient), q_ptr, s_ptr, tile_c, offs_m, offs_c, M, 2 * H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2
+            )  # fmt: skip
+        if COLUMNWISE:
+            largest = tl.maximum(largest, magnitude_bits(to_f32(gradient)))
+            gradients = gradients + (gradient,)  # noqa: RUF005  # Triton knows no unpacking
+        if not QUANTIZE:
+            store_plain(dgate_ptr, from_f32(dgate, dtype), offs_m, offs_h, M, H)
+            store_plain(dup_ptr, from_f32(dup, dtype), offs_m, offs_h, M, H)
+    if COLUMNWISE:
+        store_columnwise(
+            gradients, largest, qt_ptr, st_ptr, tile_m, offs_c, M, 2 * H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK
+        )  # fmt: skip
+
+
+def _launch(kernel, inputs, plain, fmt, copies, rowwise, columnwise, power_of_2_scales, width, **flags) -> None:
+    """Run `kernel` on `inputs` [M, H]; its copies are of an [M, width]."""
+    M, H = inputs[0].shape
+    if M == 0 or H == 0:
+        return
+    # Of gradients too: three inputs, two of them computed, leave no registers to read ahead.
+    if columnwise and not rowwise and (columnwise_needs_rowwise(M, H) or len(inputs) > 2):
+        copies, rowwise = [*fmt.new_empty(inputs[0], M, width), *copies], True
+    options = options_of(fmt, rowwise, columnwise, power_of_2_scales)
+    tiles = ceil_div(M, options["TILE_M"]) * ceil_div(width, options["BLOCK"])
+    strides = [stride for x in inputs for stride in x.stride()]
+    launch(
+        kernel, tiles,
+        *inputs, *plain, *pointers(copies, rowwise, columnwise), M, H, *strides, **flags, **options,
+    )  # fmt: skip
+
+
+def swiglu_quantize(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    fmt: BlockFormat,
+    copies: list[torch.Tensor],
+    rowwise: bool,
+    columnwise: bool,
+    power_of_2_scales: bool,
+) -> None:
+    """Fill `copies`, (qdata, scale) of each copy asked for, with silu(gate) · up quantised."""
+    width = gate.shape[1]
+    _launch(_swiglu_kernel, (gate, up), (None,), fmt, copies, rowwise, columnwise, power_of_2_scales, width)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up [M, H]: what `swiglu_quantize` quantises, by the same kernel."""
+    h = gate.new_empty(gate.shape)
+    _launch(_swiglu_kernel, (gate, up), (h,), FP8_1X128, [], False, False, False, gate.shape[1])
+    return h
+
+
+def swiglu_backward_quantize(
+    dh: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    fmt: BlockFormat,
+    copies: list[torch.Tensor],
+    rowwise: bool,
+    columnwise: bool,
+    power_of_2_scales: bool,
+) -> None:
+    """Fill `copies` with the [M, 2H] gradient (dgate | dup) quantised."""
+    H = gate.shape[1]
+    _launch(
+        _swiglu_backward_kernel, (dh, gate, up), (None, None), fmt, copies, rowwise, columnwise, power_of_2_scales,
+        2 * H, WHOLE_BLOCKS=H % fmt.block[1] == 0,
+    )  # fmt: skip
+
+
+def swiglu_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dgate, dup) [M, H]: what `swiglu_backward_quantize` quantises, by the same kernel."""
+    dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+    _launch(
+        _swiglu_backward_kernel, (dh, gate, up), (dgate, dup), FP8_1X128, [], False, False, False,
+        gate.shape[1], WHOLE_BLOCKS=False,
+    )  # fmt: skip
+    return dgate, dup

@@ -1,0 +1,135 @@
+"""One launch for many tensors: a table in device memory says where they lie, a program looks up its own.
+
+A row of the table is a tensor, or a part of one: int64 fields, the first of which is the number of the first program
+that works on it. Rows lie in that order, so a program finds its row by binary search:
+
+    first program   pointer   sizes ..
+          0          0x7f..     ..          programs 0, 1, 2
+          3          0x7f..     ..          programs 3 ..
+"""
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+# Tables that are kept: a table a launch, a few launches a training step.
+_MAX_TABLES = 128
+# What 16-byte loads and stores need of every row's pointers.
+ALIGNMENT = 16
+
+
+@triton.jit
+def find_row(table_ptr, count, FIELDS: tl.constexpr):
+    """(row's address, its index, which of its programs this is) for program id 0; count: rows of the table."""
+    program = tl.program_id(0)
+    low = 0
+    high = count
+    while high - low > 1:
+        middle = (low + high) // 2
+        starts_later = tl.load(table_ptr + middle * FIELDS) > program
+        high = tl.where(starts_later, middle, high)
+        low = tl.where(starts_later, low, middle)
+    row_ptr = table_ptr + low * FIELDS
+    return row_ptr, low, program - tl.load(row_ptr)
+
+
+@triton.jit
+def load_pointer(field_ptr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address in a field as a pointer to `dtype`; ALIGNED: it is a multiple of 16 bytes."""
+    pointer = tl.load(field_ptr).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def load_size(field_ptr, MULTIPLE: tl.constexpr):
+    """The number in a field, known to be a multiple of MULTIPLE."""
+    size = tl.load(field_ptr)
+    if MULTIPLE > 1:
+        size = tl.multiple_of(size, MULTIPLE)
+    return size
+
+
+class Table(NamedTuple):
+    """A table in device memory [rows, fields] int64, its rows, and the programs that they take together."""
+
+    tensor: torch.Tensor
+    rows: int
+    programs: int
+
+
+class _Kept(NamedTuple):
+    tensor: torch.Tensor
+    stream: int
+    copied: torch.cuda.Event
+
+
+_tables: collections.OrderedDict[tuple, torch.Tensor | _Kept] = collections.OrderedDict()
+# A captured graph reads its tables at every replay.
+_captured: dict[int, torch.Tensor] = {}
+
+
+def make_table(rows: Iterable[tuple[int, ...]], device: torch.device) -> Table | None:
+    """The table of `rows`, each (programs, *fields); None if that leaves none. Rows without programs are left out.
+
+    The table of the same rows as before is found again. A new one is written on the host and copied once, without
+    waiting; its contents are addresses and sizes, so it never goes stale.
+    Raises RuntimeError for a new table under CUDA graph capture.
+    """
+    table: list[tuple[int, ...]] = []
+    programs = 0
+    for needed, *fields in rows:
+        if needed:
+            table.append((programs, *fields))
+            programs += needed
+    if not table:
+        return None
+    key = (device, *table)
+    kept = _tables.pop(key, None)
+    if kept is None:
+        kept = _new_table(table, device)
+    # The latest at the end.
+    _tables[key] = kept
+    if len(_tables) > _MAX_TABLES:
+        _tables.popitem(last=False)
+    return Table(_ready(kept), len(table), programs)
+
+
+def _new_table(table, device: torch.device) -> torch.Tensor | _Kept:
+    if device.type != "cuda":
+        return torch.tensor(table, dtype=torch.int64, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph captures a call for a list of tensors that was not seen before; a table of their addresses "
+            "must be in device memory first: make the same call once before the capture"
+        )
+    tensor = torch.tensor(table, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    stream = torch.cuda.current_stream(device)
+    return _Kept(tensor, stream.cuda_stream, stream.record_event())
+
+
+def _ready(kept: torch.Tensor | _Kept) -> torch.Tensor:
+    """The table's tensor, to be read on the current stream."""
+    if isinstance(kept, torch.Tensor):
+        return kept
+    if torch.cuda.is_current_stream_capturing():
+        _captured[kept.tensor.data_ptr()] = kept.tensor
+        return kept.tensor
+    current = torch.cuda.current_stream(kept.tensor.device)
+    if current.cuda_stream != kept.stream:
+        current.wait_event(kept.copied)
+        kept.tensor.record_stream(current)
+    return kept.tensor
+
+
+def grouped(indices: Iterable[int], key: Callable[[int], Any]) -> list[tuple[Any, list[int]]]:
+    """`indices` grouped by `key`, in order: a launch a group, of which there are few kinds whatever the length."""
+    groups: dict[Any, list[int]] = {}
+    for i in indices:
+        groups.setdefault(key(i), []).append(i)
+    return list(groups.items())

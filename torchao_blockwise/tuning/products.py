@@ -1,0 +1,154 @@
+"""The products of a linear layer, as what is to be checked and timed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, get_format
+from torchao_blockwise.ops import Backend
+from torchao_blockwise.ops.matmul import candidates
+from torchao_blockwise.tuning.timing import Timing, input_sets, reason, time_runs
+
+# Recipe -> formats of activations and gradients, and of weights.
+RECIPES: dict[str, tuple[BlockFormat, BlockFormat]] = {
+    "fp8": (FP8_1X128, FP8_128X128),
+    "nvfp4": (NVFP4_1X16, NVFP4_16X16),
+}
+KINDS = ("output", "grad_input", "grad_weight")
+# Rows of each operand that a check looks at, at both ends: whole blocks of every format.
+_CHECKED_ROWS = FP8_128X128.block[0]
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of the three GEMMs of a linear layer: a[m, k] · b[n, k]ᵀ.
+
+    kind: "output" x · wᵀ, "grad_input" dy · w or "grad_weight" dyᵀ · x.
+    tokens: rows of x [tokens, in_features] and dy [tokens, out_features]; w is [out_features, in_features].
+    recipe: "fp8" or "nvfp4".
+    """
+
+    kind: str
+    tokens: int
+    out_features: int
+    in_features: int
+    recipe: str = "fp8"
+
+    @property
+    def mnk(self) -> tuple[int, int, int]:
+        """Rows of a, rows of b, and the contraction."""
+        t, n, k = self.tokens, self.out_features, self.in_features
+        return {"output": (t, n, k), "grad_input": (t, k, n), "grad_weight": (n, k, t)}[self.kind]
+
+    @property
+    def formats(self) -> tuple[BlockFormat, BlockFormat]:
+        activations, weights = RECIPES[self.recipe]
+        return activations, activations if self.kind == "grad_weight" else weights
+
+    @property
+    def flops(self) -> int:
+        return 2 * math.prod(self.mnk)
+
+    def nbytes(self, out_dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes that must move: both operands read, the product written."""
+        m, n, k = self.mnk
+        a_fmt, b_fmt = self.formats
+        return a_fmt.nbytes(m, k) + b_fmt.nbytes(n, k) + m * n * out_dtype.itemsize
+
+    def high_precision(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fresh random a [m, k] and b [n, k] in bf16, laid out as a layer has them: some are views of transposes."""
+
+        def random(rows, columns):
+            return torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+
+        t, n, k = self.tokens, self.out_features, self.in_features
+        if self.kind == "output":
+            return random(t, k), random(n, k)
+        if self.kind == "grad_input":
+            return random(t, n), random(n, k).t()
+        return random(t, n).t(), random(t, k).t()
+
+    def quantize(self, a: torch.Tensor, b: torch.Tensor):
+        """Both operands quantised in the recipe's formats."""
+        return ops.quantize(a, self.formats[0]), ops.quantize(b, self.formats[1])
+
+    def operands(self, device: torch.device | str):
+        """Fresh random operands."""
+        return self.quantize(*self.high_precision(device))
+
+
+def product_error(out: torch.Tensor, a, b) -> float:
+    """Largest ‖out - a·bᵀ‖ / ‖a·bᵀ‖ of its four corners, against the fp64 product of what the operands decode to.
+
+    out: [M, N]; a: operand [M, K]; b: operand [N, K]. A corner is up to 128 rows of each operand, from its start or
+    its last, maybe ragged, 128. Inf where `out` has NaN.
+    """
+    errors = [0.0]
+    for rows in _ends(a):
+        for columns in _ends(b):
+            wanted = _decoded(a, rows) @ _decoded(b, columns).mT
+            error = (out[rows, columns].double() - wanted).norm() / wanted.norm()
+            errors.append(error.item() if error.isfinite() else math.inf)
+    return max(errors)
+
+
+def error_budget(k: int, out_dtype: torch.dtype = torch.bfloat16) -> float:
+    """What `product_error` of a right product over `k` stays below.
+
+    Hopper cuts the sum of 32 e4m3 products off at 14 bits, all in one direction: four cuts of 2^-13 in a block of 128.
+    What is cut off adds up as k does, random products as its root: the share grows with √k, from where k hides it no
+    more (2048). Then one rounding to `out_dtype`.
+    Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2.
+    """
+    return 4 * 2.0**-13 * max(1.0, math.sqrt(k / 2048)) + torch.finfo(out_dtype).eps / 2
+
+
+def time_product(product: Product, device: torch.device | str, *, seconds: float = 0.02) -> dict[Backend, Timing | str]:
+    """Time of each backend that can compute this product on `device`, checked first; or why it failed.
+
+    The reference is timed only where nothing else runs.
+    """
+    device = torch.device(device)
+    sets = input_sets(lambda: product.operands(device), device, product.nbytes())
+    a, b = sets[0]
+    reasons = candidates(a.qdata, b.qdata, *product.formats, torch.bfloat16)
+    able = [backend for backend, why_not in reasons.items() if why_not is None]
+    able = [backend for backend in able if backend is not Backend.REFERENCE] or able
+    results: dict[Backend, Timing | str] = {}
+    runs = {}
+    for backend in able:
+
+        def run(a, b, backend=backend):
+            return ops.matmul(a, b, out_dtype=torch.bfloat16, backend=backend)
+
+        try:
+            error = product_error(run(a, b), a, b)
+        except Exception as failure:
+            results[backend] = reason(failure)
+            continue
+        if error > error_budget(product.mnk[2]):
+            results[backend] = f"wrong: relative error {error:.2g}"
+        else:
+            runs[backend.value] = run, sets
+    times = time_runs(runs, device, seconds=seconds)
+    return results | {Backend(name): timing for name, timing in times.items()}
+
+
+def _ends(x) -> list[slice]:
+    """The first and the last rows of an operand, from whole blocks on; one slice where they are the same."""
+    rows = x.qdata.shape[0]
+    starts = sorted({0, (rows - 1) // _CHECKED_ROWS * _CHECKED_ROWS}) if rows else []
+    return [slice(start, min(start + _CHECKED_ROWS, rows)) for start in starts]
+
+
+def _decoded(x, rows: slice) -> torch.Tensor:
+    """These rows of an operand, which begin with a block, in fp64."""
+    fmt = get_format(x.format_name)
+    height = fmt.block[0]
+    scale_rows = slice(rows.start // height, -(-rows.stop // height))
+    scale = x.scale[:, scale_rows] if fmt.transposed_scales else x.scale[scale_rows]
+    return ops.dequantize(ops.operand(fmt, x.qdata[rows], scale, x.global_scale), dtype=torch.float64)
