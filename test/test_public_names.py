@@ -13,7 +13,7 @@ from torchao.utils import TorchAOBaseTensor
 
 import torchao_blockwise
 
-MODULES = ("", ".formats", ".ops", ".tensors", ".nn", ".conversion")
+MODULES = ("", ".formats", ".ops", ".tensors", ".nn", ".distributed", ".conversion")
 
 
 def public(module: str) -> list[str]:
@@ -29,7 +29,9 @@ BlockwiseFP8TrainingConfig
 MasterWeightTensor
 NVFP4Tensor
 NVFP4TrainingConfig
+NormLinear
 conversion_report
+distributed
 dry_run
 formats
 is_linear

@@ -1,6 +1,6 @@
 """torchao_blockwise: train transformers in blockwise FP8 and NVFP4 with PyTorch and torchao."""
 
-from torchao_blockwise import formats, ops
+from torchao_blockwise import distributed, formats, ops
 from torchao_blockwise.conversion import (
     BlockwiseFP8TrainingConfig,
     NVFP4TrainingConfig,
@@ -12,7 +12,7 @@ from torchao_blockwise.conversion import (
     skip_fqns,
     skip_lm_head,
 )
-from torchao_blockwise.nn import linear
+from torchao_blockwise.nn import NormLinear, linear
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 
 __version__ = "0.1.0"
@@ -23,7 +23,9 @@ __all__ = [
     "MasterWeightTensor",
     "NVFP4Tensor",
     "NVFP4TrainingConfig",
+    "NormLinear",
     "conversion_report",
+    "distributed",
     "dry_run",
     "formats",
     "is_linear",

@@ -337,3 +337,28 @@ def test_shapes_alone_on_meta(config):
         model, x = mlp(config), torch.empty(9, 64)
     out = forward_backward(model, x)
     assert [tuple(t.shape) for t in out[:3]] == [(9, 32), (9, 64), (160, 64)] and out[2].device.type == "meta"
+
+
+# --- main_grad --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+def test_main_grad_takes_the_gradients_of_all_microbatches(config, device):
+    """Added in fp32, in place; `.grad` is left alone, and of other parameters stays what it was."""
+    layer = nn.Linear(48, 32, device=device)
+    quantize_(layer, config, filter_fn=lambda module, fqn: True)
+    layer.weight.main_grad = torch.zeros(32, 48, device=device)
+    expected = torch.zeros(32, 48, device=device)
+    for _ in range(3):
+        x = torch.randn(5, 48, device=device, requires_grad=True)
+        plain = nn.Linear(48, 32, device=device)
+        plain.load_state_dict(layer.state_dict())
+        quantize_(plain, config, filter_fn=lambda module, fqn: True)
+        plain(x).square().sum().backward()
+        expected += plain.weight.grad
+        grad_x, x.grad = x.grad, None
+        layer.bias.grad = None
+        layer(x).square().sum().backward()
+        assert torch.equal(x.grad, grad_x) and torch.equal(layer.bias.grad, plain.bias.grad)
+    assert layer.weight.grad is None and layer.weight.grad_added_to_main_grad
+    torch.testing.assert_close(layer.weight.main_grad, expected, rtol=1e-6, atol=1e-5)

@@ -1,8 +1,9 @@
 """Handlers: what `quantize_(model, config)` does to a linear layer.
 
 A conversion swaps the layer's Parameter in place: the object stays, so optimizers and tied modules that hold it see the
-converted weight. torchao calls a handler a layer; the first call of a `quantize_` checks all layers that will follow,
-so that a model is converted whole or left as it was.
+converted weight. The layer gets a class, derived from its own, that calls `linear` by name. torchao calls a handler a
+layer; the first call of a `quantize_` checks all layers that will follow, so that a model is converted whole or left as
+it was.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
+from torchao_blockwise.nn.converted import ConvertedLinear, convert_class
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     BlockwiseFP8TrainingConfig,
@@ -25,13 +27,14 @@ from torchao_blockwise.tensors import (
     QuantizedTensor,
     TrainingConfig,
 )
+from torchao_blockwise.tensors.original import Original
 
 
 def why_not_convertible(module: nn.Module, config: TrainingConfig, model: nn.Module | None = None) -> str | None:
     """Why `module`, a part of `model`, cannot be converted with `config`, with the remedy, or None if it can."""
     if not isinstance(module, nn.Linear):
         return f"a {type(module).__name__} is not an nn.Linear; narrow filter_fn"
-    if type(module).forward is not nn.Linear.forward:
+    if type(module).forward not in (nn.Linear.forward, ConvertedLinear.forward):
         return f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention uses its weight without calling it; exclude it"
@@ -90,12 +93,13 @@ def convert_linear(module: nn.Module, config: TrainingConfig) -> nn.Module:
         targets = _targets_if_first(module, model, filter_fn)
     _check(targets, config, model)
     weight = module.weight
-    if _trains_by(weight, config):
-        return module
-    holders = _holders(weight, model)
-    _swap(weight, _converted(weight, config))
+    holders, names = _holders(weight, model), {m: fqn for fqn, m in model.named_modules()}
+    if not _trains_by(weight, config):
+        _swap(weight, _converted(weight, config))
     for holder in holders:
         keep_state_dicts_plain(holder)
+        if isinstance(holder, nn.Linear):
+            convert_class(holder, names[holder])
     return module
 
 
@@ -129,6 +133,8 @@ def _converted(weight: nn.Parameter, config: TrainingConfig) -> torch.Tensor:
 
 def _swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     """Give the Parameter object `weight` the content of `converted`, keeping its gradient, hooks and attributes."""
+    if isinstance(converted, QuantizedTensor) and weight.requires_grad:
+        converted.original = Original(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
     attributes = {k: v for k, v in vars(weight).items() if k not in vars(new)}
     grad, weight.grad = weight.grad, None

@@ -119,7 +119,7 @@ def _linears(model: nn.Module):
 
 
 def _state(module: nn.Linear):
-    weight = module.weight
+    weight = _compat.local_of(module.weight)
     if isinstance(weight, MasterWeightTensor):
         return CONVERTED, _format(weight.config), weight.config
     if isinstance(weight, QuantizedTensor):

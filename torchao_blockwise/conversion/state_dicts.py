@@ -6,10 +6,16 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+from torchao_blockwise.tensors.original import Original
 
 
 def keep_state_dicts_plain(module: nn.Module) -> None:
-    """Make `module` save its master weights as plain tensors, and load plain tensors into them; once a module."""
+    """Make `module` save its master weights as plain tensors, and load plain tensors into them; once a module.
+
+    What is saved shares the memory of the master weights; of a sharded one it is a DTensor, placed as the parameter.
+    FSDP2 moves shards of uneven rows in the first forward pass and with every load: take a new state dict after those.
+    A quantised weight whose whole master an optimizer has is saved as that master, else as it is.
+    """
     if not any(hook is _save_plain for hook in _compat.state_dict_hooks_of(module)):
         module.register_state_dict_post_hook(_save_plain)
         module.register_load_state_dict_pre_hook(_load_assigned)
@@ -19,8 +25,11 @@ def _save_plain(module: nn.Module, state_dict, prefix: str, local_metadata) -> N
     for name, param in _compat.parameters_of(module).items():
         saved = state_dict.get(prefix + name)
         # With keep_vars=True the caller asks for the Parameter itself.
-        if isinstance(saved, MasterWeightTensor) and saved is not param:
-            state_dict[prefix + name] = saved.hp
+        if saved is not param and isinstance(local := _compat.local_of(saved), MasterWeightTensor):
+            state_dict[prefix + name] = _compat.with_local(saved, local.hp)
+        elif isinstance(param, QuantizedTensor) and saved is not param and param.original is not None:
+            master = param.original.master(param)
+            state_dict[prefix + name] = saved if master is None else master
 
 
 def _load_assigned(module: nn.Module, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
@@ -29,9 +38,13 @@ def _load_assigned(module: nn.Module, state_dict, prefix, local_metadata, strict
         return
     for name, param in _compat.parameters_of(module).items():
         loaded = state_dict.get(prefix + name)
-        if loaded is None or isinstance(loaded, (MasterWeightTensor, QuantizedTensor)):
+        if loaded is None or isinstance(values := _compat.local_of(loaded), (MasterWeightTensor, QuantizedTensor)):
             continue
-        if isinstance(param, MasterWeightTensor):
-            state_dict[prefix + name] = MasterWeightTensor(loaded.detach(), param.config)
+        local, values = _compat.local_of(param), values.detach()
+        # What FSDP2 gathered of a master weight is quantised too.
+        if isinstance(local, (MasterWeightTensor, QuantizedTensor)) and local.config and local.config.master_weights:
+            state_dict[prefix + name] = _compat.with_local(loaded, MasterWeightTensor(values, local.config))
         elif isinstance(param, QuantizedTensor):
-            state_dict[prefix + name] = param._requantize(loaded.detach())
+            quantized = param._requantize(values)
+            quantized.original = param.original and Original(values)
+            state_dict[prefix + name] = quantized

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from torchao_blockwise import ops
+from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
-from torchao_blockwise.nn.weight_product import weight_product
+from torchao_blockwise.nn.sharded_linear import WHOLE, sharded_linear
+from torchao_blockwise.nn.weight_product import weight_gradient, weight_product
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     BlockwiseFP8TrainingConfig,
@@ -22,7 +23,9 @@ from torchao_blockwise.tensors import (
     NVFP4TrainingConfig,
     TrainingConfig,
 )
+from torchao_blockwise.tensors.weight_cache import amax_over
 
+_WEIGHTS = (MasterWeightTensor, BlockwiseFP8Tensor, NVFP4Tensor)
 _DEFAULT_CONFIGS: dict[type, TrainingConfig] = {
     BlockwiseFP8Tensor: BlockwiseFP8TrainingConfig(master_weights=False),
     NVFP4Tensor: NVFP4TrainingConfig(master_weights=False),
@@ -36,18 +39,33 @@ def linear(
 ) -> torch.Tensor:
     """x @ weight.T + bias with `output`, `grad_input` and `grad_weight` in the weight's low precision.
 
-    x: [.., K] bf16 | f16 | f32. weight: [N, K]. bias: [N] or None.
+    x: [.., K] bf16 | f16 | f32. weight: [N, K]. bias: [N] or None. All three may be DTensors; see `nn.sharded_linear`.
     Returns [.., N] of config.out_dtype, else of autocast's dtype, else of x's. Gradients: x's dtype, the weight's, the
     bias's. Any number of tokens, 0 included; any N and K. `F.linear` and `nn.Linear` come here by themselves.
+    A weight with an attribute `main_grad` [N, K] f32 has its gradient added there and not to `.grad`; in eager mode.
     Raises TypeError for a dtype, ValueError for shapes, devices or a weight whose blocks cannot be transposed.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
     """
-    device = x.device.type
-    # There is no autocast for meta tensors, and asking for its state raises.
-    if device != "meta" and torch.is_autocast_enabled(device) and x.is_floating_point():
-        x = x.to(torch.get_autocast_dtype(device))
-    _check(x, weight, bias)
-    return _Linear.apply(x, weight, bias)
+    if not isinstance(weight, _WEIGHTS):
+        return sharded_linear(_linear_of_one, x, weight, bias)
+    return _linear_of_one(x, weight, bias, weight, WHOLE)
+
+
+def _linear_of_one(x, weight, bias, like, amax_groups):
+    """`linear` of one device; tensors may be parts of others. `like`: the weight or what it was detached from."""
+    # Else each shape, dtype and device that is read of a weight goes through Python, 10 µs a call in all.
+    with _compat.no_torch_function():
+        device = x.device.type
+        # There is no autocast for meta tensors, and asking for its state raises.
+        if device != "meta" and torch.is_autocast_enabled(device) and x.is_floating_point():
+            x = x.to(torch.get_autocast_dtype(device))
+        _check(x, weight, bias)
+        return _Linear.apply(x, weight, bias, config_of(like), amax_groups)
+
+
+def is_low_precision(weight) -> bool:
+    """Whether `linear` computes with this weight: one of ours, or a DTensor around one."""
+    return isinstance(weight, _WEIGHTS) or isinstance(_compat.local_of(weight), _WEIGHTS)
 
 
 def config_of(weight) -> TrainingConfig:
@@ -76,8 +94,7 @@ def _check(x, weight, bias) -> None:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):
-        config = config_of(weight)
+    def forward(ctx, x, weight, bias, config, amax_groups):
         fmt = config.activation_format
         x2d = x.reshape(-1, x.shape[-1])
         needs_grad_weight = ctx.needs_input_grad[1]
@@ -87,19 +104,27 @@ class _Linear(torch.autograd.Function):
             fmt,
             columnwise=save_quantized,
             power_of_2_scales=config.power_of_2_scales,
+            tensor_amax=amax_over(x2d, amax_groups.x),
             backend=ops.casting_backend(config.backend),
         )
         rowwise, columnwise = quantized if save_quantized else (quantized, None)
         out = weight_product(
-            rowwise, weight, config, columnwise=False, out_dtype=config.out_dtype or x.dtype, bias=bias
+            rowwise,
+            weight,
+            config,
+            columnwise=False,
+            out_dtype=config.out_dtype or x.dtype,
+            bias=bias,
+            amax_groups=amax_groups.weight,
         )
         # The columnwise copy (qdata, scale, global_scale), or the input itself, or nothing.
         saved_x = columnwise or (x2d if needs_grad_weight else None, None, None)
         ctx.save_for_backward(weight, *saved_x)
-        ctx.config, ctx.save_quantized = config, save_quantized
+        ctx.config, ctx.save_quantized, ctx.amax_groups = config, save_quantized, amax_groups
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return out.view(*x.shape[:-1], weight.shape[0])
+        # No view: hooks of FSDP2 hang on outputs, and an in-place operation on a view of one would leave them behind.
+        return out if x.dim() == 2 else torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
     def backward(ctx, grad_output):
@@ -111,36 +136,41 @@ class _Linear(torch.autograd.Function):
             )
         config = ctx.config
         weight, x0, x1, x2 = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dy = grad_output.reshape(-1, grad_output.shape[-1])
         grad_x = grad_weight = grad_bias = None
         backend = ops.casting_backend(config.backend)
 
-        def quantize(x, rowwise, columnwise):
+        groups = ctx.amax_groups
+
+        def quantize(x, rowwise, columnwise, amax_groups):
             return ops.quantize(
                 x,
                 config.activation_format,
                 rowwise=rowwise,
                 columnwise=columnwise,
                 power_of_2_scales=config.power_of_2_scales,
+                tensor_amax=amax_over(x, amax_groups),
                 backend=backend,
             )
 
         if needs_x or needs_weight:
-            quantized = quantize(dy, needs_x, needs_weight)
+            quantized = quantize(dy, needs_x, needs_weight, groups.grad_output)
             dy_rowwise, dy_columnwise = quantized if needs_x and needs_weight else (quantized, quantized)
         if needs_x:
-            grad_x = weight_product(dy_rowwise, weight, config, columnwise=True, out_dtype=ctx.x_dtype)
+            grad_x = weight_product(
+                dy_rowwise, weight, config, columnwise=True, out_dtype=ctx.x_dtype, amax_groups=groups.weight
+            )
             grad_x = grad_x.view(ctx.x_shape)
         if needs_weight:
             if ctx.save_quantized:
                 x_columnwise = ops.operand(config.activation_format, x0, x1, x2)
             else:
-                x_columnwise = quantize(x0, False, True)
-            grad_weight = ops.matmul(dy_columnwise, x_columnwise, out_dtype=ctx.weight_dtype, backend=config.backend)
+                x_columnwise = quantize(x0, False, True, groups.x)
+            grad_weight = weight_gradient(dy_columnwise, x_columnwise, weight, config, ctx.weight_dtype)
         if needs_bias:
             grad_bias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 @MasterWeightTensor.implements_torch_function(F.linear)
@@ -152,6 +182,6 @@ def _linear_function(func, types, args, kwargs):
 
 def _linear(input, weight, bias=None):
     """`linear` under the argument names of `F.linear`, refusing a quantised input."""
-    if not isinstance(weight, (MasterWeightTensor, BlockwiseFP8Tensor, NVFP4Tensor)):
+    if not isinstance(weight, _WEIGHTS):
         raise TypeError(f"linear: x is a {type(input).__name__}, weight a plain tensor; quantised tensors are weights")
     return linear(input, weight, bias)

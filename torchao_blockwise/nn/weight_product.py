@@ -19,10 +19,12 @@ def weight_product(
     columnwise: bool,
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
+    amax_groups: str = "",
 ) -> torch.Tensor:
     """a · wᵀ for `output` (columnwise=False), a · w for `grad_input` (columnwise=True).
 
     a: operand [T, K] or [T, N]. weight: [N, K]. Returns [T, N] or [T, K] of `out_dtype`.
+    amax_groups: the process groups over which the weight is split, as `amax_over` takes them.
     A columnwise copy of the weight that is not cached dies inside this call.
     """
     if isinstance(weight, MasterWeightTensor):
@@ -37,16 +39,46 @@ def weight_product(
             out_dtype,
             bias,
             config.backend.value,
+            amax_groups,
         )
     if columnwise:
         b = weight.columnwise_operand(backend=ops.casting_backend(config.backend))
     else:
+        if weight.original is not None and not torch.compiler.is_compiling():
+            weight.original.free()
         b = weight.operand()
     return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=config.backend)
 
 
+def weight_gradient(dy_columnwise, x_columnwise, weight, config, dtype: torch.dtype) -> torch.Tensor | None:
+    """dyᵀ · x [N, K] of `dtype`, both operands quantised along tokens; None where it went into `weight.main_grad`.
+
+    A weight with an attribute `main_grad`, [N, K] f32, has the product added there in the pass that computes it, and
+    `weight.grad_added_to_main_grad` set, as Megatron-LM's optimizers expect. `.grad` stays as it is, and its hooks do
+    not run. In eager mode alone: a compiled layer gives `.grad`.
+    """
+    main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return ops.matmul(dy_columnwise, x_columnwise, out_dtype=dtype, backend=config.backend)
+    ops.add_matmul_(main_grad, dy_columnwise, x_columnwise, backend=config.backend)
+    weight.grad_added_to_main_grad = True
+    return None
+
+
 def _master_matmul(
-    a, a_scale, a_global, hp, a_format, weight_format, power_of_2, columnwise, keep_columnwise, out_dtype, bias, backend
+    a,
+    a_scale,
+    a_global,
+    hp,
+    a_format,
+    weight_format,
+    power_of_2,
+    columnwise,
+    keep_columnwise,
+    out_dtype,
+    bias,
+    backend,
+    amax_groups="",
 ):
     b = quantized_weight(
         hp,
@@ -55,12 +87,25 @@ def _master_matmul(
         keep_columnwise=keep_columnwise,
         power_of_2_scales=power_of_2,
         backend=ops.casting_backend(backend),
+        amax_groups=amax_groups,
     )
     return ops.matmul(ops.operand(a_format, a, a_scale, a_global), b, out_dtype=out_dtype, bias=bias, backend=backend)
 
 
 def _master_matmul_fake(
-    a, a_scale, a_global, hp, a_format, weight_format, power_of_2, columnwise, keep_columnwise, out_dtype, bias, backend
+    a,
+    a_scale,
+    a_global,
+    hp,
+    a_format,
+    weight_format,
+    power_of_2,
+    columnwise,
+    keep_columnwise,
+    out_dtype,
+    bias,
+    backend,
+    amax_groups="",
 ):
     return a.new_empty((a.shape[0], hp.shape[1 if columnwise else 0]), dtype=out_dtype)
 
@@ -69,8 +114,8 @@ def _master_matmul_fake(
 # the cache that outlives the graph can own it.
 master_matmul_op = define_op(
     "master_matmul(Tensor a, Tensor a_scale, Tensor? a_global, Tensor hp, str a_format, str weight_format,"
-    " bool power_of_2_scales, bool columnwise, bool keep_columnwise, ScalarType out_dtype, Tensor? bias, str backend)"
-    " -> Tensor",
+    " bool power_of_2_scales, bool columnwise, bool keep_columnwise, ScalarType out_dtype, Tensor? bias, str backend,"
+    " str amax_groups='') -> Tensor",
     _master_matmul,
     _master_matmul_fake,
 )

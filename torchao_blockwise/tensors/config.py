@@ -75,7 +75,8 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
         "high_precision" saves the input itself and quantises it in backward. Gradients are the same bits.
     power_of_2_scales: round scales to powers of two.
     master_weights: True (default) keeps the Parameter in high precision and quantises it when used, once per change of
-        value; False makes the Parameter the quantised tensor itself (frozen bases, 1 byte a parameter).
+        value; False makes the Parameter the quantised tensor itself, 1 byte a parameter: for frozen bases, and for
+        `distributed.MasterWeightOptimizer`, which has the masters alone.
     backend: who computes, AUTO or one by name; see `ops.Backend`.
     out_dtype: dtype of the layer's output; None (default) is the input's, or autocast's.
 

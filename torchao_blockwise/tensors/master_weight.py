@@ -8,7 +8,7 @@ from torchao.utils import TorchAOBaseTensor
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
-from torchao_blockwise.tensors import weight_cache
+from torchao_blockwise.tensors import fsdp, weight_cache
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
 
@@ -41,6 +41,8 @@ _KEEPS_TYPE = {
     aten._to_copy.default,
     aten._unsafe_view.default,
 }
+_GATHERS = _compat.functional_gathers()
+_KEEPS_TYPE |= _GATHERS | {aten.constant_pad_nd.default}
 _PRODUCTS = {
     aten.addbmm.default,
     aten.addmm.default,
@@ -63,7 +65,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
 
     To optimizers, initialisers and state dicts it is the high-precision tensor. `F.linear` quantises it once per change
     of value, over any number of microbatches, and runs the three GEMMs as `config` says. A product that would run in
-    high precision without being seen raises.
+    high precision without being seen raises. Where FSDP2 shards it, ranks gather it quantised.
 
     hp: [.., N, K] bf16 | f16 | f32; values are shared with it, not copied.
     config: a `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`.
@@ -107,6 +109,14 @@ class MasterWeightTensor(TorchAOBaseTensor):
             power_of_2_scales=self.config.power_of_2_scales,
         )
 
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """FSDP2 calls it for what this rank sends; see `tensors.fsdp`."""
+        return fsdp.pre_all_gather(self, module)
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        """FSDP2 calls it for the weight that layers use until it is sharded again: a quantised tensor."""
+        return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
+
     def _stable_hash_for_caching(self) -> str:
         return stable_hash(self)
 
@@ -143,6 +153,11 @@ class MasterWeightTensor(TorchAOBaseTensor):
             return _same_objects(out, args, kwargs or {})
         if func in _KEEPS_TYPE and _is_float(out):
             config = masters[0].config
+            if func is aten._to_copy.default:
+                fsdp.carry_shard(masters[0].hp, out)
+            elif func in _GATHERS:
+                fsdp.warn_of_high_precision_gather()
+                out = _compat.waited(out)
             return pytree.tree_map_only(torch.Tensor, lambda x: cls(x, config), out)
         return out
 

@@ -16,6 +16,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
+from torchao_blockwise.tensors.original import Original
 
 aten = torch.ops.aten
 
@@ -30,6 +31,8 @@ class QuantizedTensor(TorchAOBaseTensor):
     qdata: torch.Tensor
     scale: torch.Tensor
     global_scale: torch.Tensor | None = None
+    # Of weights that train; no part of a weight's state.
+    original: Original | None = None
 
     @property
     def fmt(self) -> BlockFormat:
@@ -84,7 +87,7 @@ class QuantizedTensor(TorchAOBaseTensor):
         """Pickle payload and scales as bytes: plain pickle knows no fp8 storage."""
         names, attributes = self.__tensor_flatten__()
         tensors = {name: (_bits(getattr(self, name)), getattr(self, name).dtype) for name in names}
-        others = {k: v for k, v in vars(self).items() if k not in names and k not in attributes}
+        others = {k: v for k, v in vars(self).items() if k not in (*names, *attributes, "original")}
         return _rebuild, (type(self), tensors, attributes, others, self.requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
@@ -157,7 +160,9 @@ def _map(x: QuantizedTensor, fn) -> QuantizedTensor:
     aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten._pin_memory.default
 )
 def _map_op(func, x, *args, **kwargs):
-    return _map(x, lambda t: func(t, *args, **kwargs))
+    result = _map(x, lambda t: func(t, *args, **kwargs))
+    result.original = x.original if func in (aten.detach.default, aten.alias.default) else None
+    return result
 
 
 @_implements(aten.lift_fresh.default)
@@ -169,13 +174,17 @@ def _same(func, x):
 def _empty_like(func, x, *, dtype=None, **kwargs):
     kwargs.pop("memory_format", None)
     empty = _map(x, lambda t: func(t, **kwargs))
-    return empty._make(empty.qdata, empty.scale, dtype=_float_dtype(func, x, dtype))
+    empty = empty._make(empty.qdata, empty.scale, dtype=_float_dtype(func, x, dtype))
+    empty.original = x.original and Original()
+    return empty
 
 
 @_implements(aten._to_copy.default)
 def _to_copy(func, x, *, dtype=None, device=None, non_blocking=False, **kwargs):
     moved = _map(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
-    return moved._make(moved.qdata, moved.scale, dtype=_float_dtype(func, x, dtype))
+    moved = moved._make(moved.qdata, moved.scale, dtype=_float_dtype(func, x, dtype))
+    moved.original = x.original and x.original.moved(device)
+    return moved
 
 
 def _float_dtype(func, x, dtype):
@@ -204,7 +213,8 @@ def _copy_(func, x, src, non_blocking=False):
     """From a tensor of the same kind: its bytes. From high precision: quantised as `x` is. Never to high precision."""
     if not isinstance(x, QuantizedTensor):
         raise NotImplementedError(
-            f"copy_: the source is a {type(src).__name__}, the target a plain tensor; copy from source.dequantize()"
+            f"copy_: the source is a {type(src).__name__}, the target a plain tensor; copy from source.dequantize() "
+            "(fully_shard: convert with master_weights=True)"
         )
     src = _like("copy_", x, src)
     for mine, theirs in zip(x._tensors(), src._tensors()):
@@ -213,13 +223,17 @@ def _copy_(func, x, src, non_blocking=False):
 
 
 def _like(op: str, x: QuantizedTensor, src: torch.Tensor) -> QuantizedTensor:
-    """`src` as a tensor of the kind of `x`: high precision is quantised, another format refused."""
+    """`src`, about to be copied, as a tensor of the kind of `x`: quantised if it is not, another format refused."""
     if x.shape != src.shape:
         raise ValueError(f"{op}: the target has shape {list(x.shape)}, the source {list(src.shape)}")
-    if not isinstance(src, QuantizedTensor):
-        src = x._requantize(src.to(x.device))
+    hp = None if isinstance(src, QuantizedTensor) else src.to(x.device)
+    if hp is not None:
+        # Rounded to the reported dtype first, as masters are; what is no such dtype is refused.
+        src = x._requantize(hp.to(x.dtype) if hp.dtype in HIGH_PRECISION_DTYPES else hp)
     if type(src) is not type(x) or src.fmt is not x.fmt:
         raise ValueError(f"{op}: formats differ, {x.fmt.name} from {src.fmt.name}; copy from source.dequantize()")
+    if x.original is not None:
+        x.original.note_copy(hp, zip(x._tensors(), src._tensors()))
     return src
 
 
@@ -269,7 +283,7 @@ def _slice(func, x, dim=0, start=None, end=None, step=1):
     if start % block or (end % block and end != size):
         raise ValueError(
             f"slice: [{start}:{end}] of dim {dim} (size {size}) cuts blocks of {block}; "
-            f"slice on multiples of {block}, or dequantize() first"
+            f"slice on multiples of {block}, or dequantize() first (fully_shard: convert with master_weights=True)"
         )
     per_entry = x.fmt.element.per_byte if axis == -1 else 1
     packed_end = x.fmt.element.packed(end) if axis == -1 else end
@@ -314,7 +328,7 @@ def _view(func, x, size):
     if not keeps_columns or (size[-2] != rows and (rows % block_rows or size[-2] % block_rows)):
         raise ValueError(
             f"view: {list(x.shape)} as {size} would cut blocks of {block_rows}x{x.fmt.block[1]}; keep the last dim, "
-            f"and rows in multiples of {block_rows}, or dequantize() first"
+            f"and rows in multiples of {block_rows}, or dequantize() first (DistributedDataParallel: init_sync=False)"
         )
     scale_rows = x.fmt.grid(size[-2], columns)[0]
     qdata = x.qdata.view(*size[:-1], x.qdata.shape[-1])
@@ -326,6 +340,17 @@ def _infer_size(size: list[int], numel: int) -> list[int]:
         known = math.prod(s for s in size if s != -1)
         size[size.index(-1)] = numel // known if known else 0
     return size
+
+
+@_implements(aten.as_strided.default)
+def _as_strided(func, x, size, stride, storage_offset=None):
+    """The same tensor again: FSDP2 asks for it. Other strides would cut blocks."""
+    if list(size) != list(x.shape) or list(stride) != list(x.stride()) or storage_offset:
+        raise NotImplementedError(
+            f"as_strided: only with the tensor's own size {list(x.shape)} and strides {list(x.stride())}, got "
+            f"{list(size)} and {list(stride)}; dequantize() first"
+        )
+    return _map(x, lambda t: t.detach())
 
 
 @_implements(aten.unsqueeze.default)

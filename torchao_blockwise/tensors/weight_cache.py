@@ -3,8 +3,8 @@
 PyTorch counts the in-place changes of a tensor and shares the count between its aliases; a copy is valid while the
 count stands. Copies hang on the master's lifetime, not in its state, so that nothing saves or copies them.
 
-Two cases have no trustworthy count, and quantise on every use: tensors made under `torch.inference_mode`, and CUDA
-graphs, whose replays change values without counting.
+Three cases have no trustworthy count, and quantise on every use: tensors made under `torch.inference_mode`, CUDA
+graphs, whose replays change values without counting, and what FSDP2 gathers in high precision into memory of before.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.quantize import tensor_amax_bits_op
 
 
 @dataclass
@@ -28,7 +29,7 @@ class _Copies:
 
 
 _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_changed_by_graphs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_changes_uncounted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def quantized_weight(
@@ -39,14 +40,19 @@ def quantized_weight(
     keep_columnwise: bool = False,
     power_of_2_scales: bool = False,
     backend: ops.Backend | str | None = None,
+    amax_groups: str = "",
 ):
     """`hp` [N, K] quantised in `fmt`, rowwise or columnwise, from the copy that is kept where it is still valid.
 
     keep_columnwise: keep the columnwise copy too; otherwise it lives as long as the caller holds it.
+    amax_groups: the process groups over which the weight is split that `hp` is a part of, as `amax_over` takes them.
+        Their ranks must change it together, as they do a DTensor.
     """
 
     def quantize():
-        return ops.quantize(hp, fmt, power_of_2_scales=power_of_2_scales, backend=backend)
+        return ops.quantize(
+            hp, fmt, power_of_2_scales=power_of_2_scales, tensor_amax=amax_over(hp, amax_groups), backend=backend
+        )
 
     def transpose(rowwise):
         return ops.transpose(rowwise, columns=hp.shape[-1], backend=backend)
@@ -54,7 +60,7 @@ def quantized_weight(
     if not _is_counted(hp):
         rowwise = quantize()
         return transpose(rowwise) if columnwise else rowwise
-    version, recipe = _compat.version_of(hp), (fmt.name, power_of_2_scales)
+    version, recipe = _compat.version_of(hp), (fmt.name, power_of_2_scales, amax_groups)
     copies = _copies.get(hp)
     if copies is None or copies.version != version or copies.recipe != recipe:
         # The stale copy goes first, so that two never live together.
@@ -69,6 +75,20 @@ def quantized_weight(
     if keep_columnwise:
         copies.columnwise = result
     return result
+
+
+def amax_over(x: torch.Tensor, groups: str) -> torch.Tensor | None:
+    """The amax of the tensor that `x` is a part of, f32 scalar; None where it is all of it.
+
+    groups: names of the process groups over which the tensor is split, with commas between them.
+    """
+    if not groups:
+        return None
+    # Bits, because a MAX over ranks loses a NaN among floats.
+    bits = tensor_amax_bits_op(x)
+    for group in groups.split(","):
+        bits = _compat.max_over_ranks(bits, group)
+    return bits.view(torch.float32)
 
 
 def kept_bytes(hp: torch.Tensor) -> int:
@@ -90,9 +110,14 @@ def note_change(hp: torch.Tensor) -> None:
     if not hp.is_inference():
         torch.autograd.graph.increment_version(hp)
     if _compat.is_capturing(hp):
-        _changed_by_graphs[hp] = True
-        drop(hp)
+        keep_nothing(hp)
+
+
+def keep_nothing(hp: torch.Tensor) -> None:
+    """Quantise `hp` on every use from now on: something changes its values without counting."""
+    _changes_uncounted[hp] = True
+    drop(hp)
 
 
 def _is_counted(hp: torch.Tensor) -> bool:
-    return not (hp.is_inference() or hp in _changed_by_graphs or _compat.is_capturing(hp))
+    return not (hp.is_inference() or hp in _changes_uncounted or _compat.is_capturing(hp))

@@ -1,0 +1,332 @@
+"""Checks of test_checkpoints.py: each runs on every rank of a mesh and raises what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsdp_models import CONFIGS, Block, adamw, assert_gathers_exactly, batch, blocks, masters_of, shard, train
+from tensor_parallel_checks import PLANS, block
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise.testing import assert_bitwise_equal
+
+
+@contextlib.contextmanager
+def shared_folder():
+    """One folder for all ranks, gone when all are through."""
+    with tempfile.TemporaryDirectory() as folder:
+        name = [folder]
+        dist.broadcast_object_list(name)
+        yield Path(name[0])
+        dist.barrier()
+
+
+def other_values(model: nn.Module) -> nn.Module:
+    """The model with values that no check begins with: what is not loaded is seen."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(-0.5)
+    return model
+
+
+def state_of(model, optimizer) -> dict:
+    model_state, optimizer_state = dsd.get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def load(model, optimizer, folder, **options) -> None:
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder, **options)
+    dsd.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def whole(state: dict) -> dict[str, torch.Tensor]:
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for name, x in state.items()}
+
+
+def assert_plain_and_equal(actual: dict, expected: dict) -> None:
+    assert list(actual) == list(expected)
+    for name, x in expected.items():
+        assert type(actual[name]) is torch.Tensor, (name, type(actual[name]))
+        assert_bitwise_equal(actual[name], x, name)
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def holds_plain_shards(mesh, config):
+    """The state dict of an unconverted model, in the memory of the masters; a change there is gathered."""
+    model, plain = shard(blocks(config), mesh), shard(blocks(None), mesh)
+    expected = plain.state_dict()
+    for _ in range(2):
+        state, masters = model.state_dict(), masters_of(model)
+        assert list(state) == list(expected) and len(masters) == 4
+        for name, x in state.items():
+            assert type(x) is DTensor and type(x.to_local()) is torch.Tensor and not x.requires_grad
+            assert (x.placements, x.shape, x.stride()) == (expected[name].placements, x.shape, x.stride())
+            assert x.device_mesh == expected[name].device_mesh
+            assert_bitwise_equal(x.to_local(), expected[name].to_local(), name)
+        for name, p in masters.items():
+            assert state[name].to_local().data_ptr() == p.to_local().hp.data_ptr()
+        kept = model.state_dict(keep_vars=True)
+        assert all(kept[name] is p for name, p in model.named_parameters())
+        model(batch())
+    before = model(batch()).detach()
+    state = model.state_dict()
+    for name in masters:
+        state[name].mul_(2)
+    assert not torch.equal(model(batch()), before)
+    assert_gathers_exactly(model, config)
+
+
+def resumes(mesh, config):
+    """Training goes on as if it had not stopped, in as many ranks: the same bits."""
+    model = shard(blocks(config), mesh)
+    optimizer = adamw(model)
+    train(model, optimizer, steps=2)
+    with shared_folder() as folder:
+        dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+        expected = train(model, optimizer, steps=2, offset=2)
+        resumed = other_values(shard(blocks(config), mesh))
+        optimizer_resumed = adamw(resumed)
+        train(resumed, optimizer_resumed, steps=1)
+        load(resumed, optimizer_resumed, folder)
+    assert train(resumed, optimizer_resumed, steps=2, offset=2) == expected
+    assert_gathers_exactly(resumed, config)
+    assert_plain_and_equal(whole(resumed.state_dict()), whole(model.state_dict()))
+    for name, state in dsd.get_optimizer_state_dict(resumed, optimizer_resumed)["state"].items():
+        wanted = dsd.get_optimizer_state_dict(model, optimizer)["state"][name]
+        assert_plain_and_equal(whole(state), whole(wanted))
+
+
+def reshards(mesh, config):
+    """A step on 4 ranks, on 2, on 1, and on 4 again: the losses and the weights of one device, bit for bit."""
+    reference = blocks(config)
+    expected = train(reference, adamw(reference), steps=4)
+    meshes = {1: DeviceMesh("cpu", [0]), 2: DeviceMesh("cpu", [0, 1]), 4: mesh}
+    with shared_folder() as folder:
+        for step, ranks in enumerate((4, 2, 1, 4)):
+            dist.barrier()
+            if mesh.get_rank() >= ranks:
+                continue
+            group = meshes[ranks].get_group()
+            model = other_values(shard(blocks(config), meshes[ranks]))
+            optimizer = adamw(model)
+            if step == 0:
+                model.load_state_dict(shard(blocks(config), mesh).state_dict())
+            else:
+                load(model, optimizer, folder / str(step), process_group=group)
+            assert_gathers_exactly(model, config)
+            assert train(model, optimizer, steps=1, offset=step) == [expected[step]]
+            dcp.save(state_of(model, optimizer), checkpoint_id=folder / str(step + 1), process_group=group)
+    assert_plain_and_equal(whole(model.state_dict()), reference.state_dict())
+
+
+def exchanges_with_unconverted(mesh, config):
+    """A checkpoint of either kind loads into either kind, sharded or not, and from a plain file of torch.save."""
+    kinds = {"converted": config, "plain": None}
+    with shared_folder() as folder:
+        for source, source_config in kinds.items():
+            saved = other_values(shard(blocks(source_config), mesh))
+            dcp.save(saved.state_dict(), checkpoint_id=folder / source)
+            expected = whole(saved.state_dict())
+            if mesh.get_rank() == 0:
+                dcp_to_torch_save(folder / source, folder / f"{source}.pt")
+                file = torch.load(folder / f"{source}.pt", weights_only=True)
+                assert_plain_and_equal(file, expected)
+                torch_save_to_dcp(folder / f"{source}.pt", folder / f"{source}_again")
+            dist.barrier()
+            for target_config in kinds.values():
+                for name in (source, f"{source}_again"):
+                    target = shard(blocks(target_config), mesh)
+                    state = target.state_dict()
+                    dcp.load(state, checkpoint_id=folder / name)
+                    target.load_state_dict(state)
+                    assert_plain_and_equal(whole(target.state_dict()), expected)
+                if mesh.get_rank() == 0:
+                    target, through_file = blocks(target_config), blocks(target_config)
+                    dcp.load(target.state_dict(), checkpoint_id=folder / source, no_dist=True)
+                    through_file.load_state_dict(torch.load(folder / f"{source}.pt", weights_only=True))
+                    for one in (target, through_file):
+                        assert_plain_and_equal(one.state_dict(), expected)
+                        assert (type(one[0].up.weight) is MasterWeightTensor) == (target_config is not None)
+                dist.barrier()
+
+
+def gives_full_state_dicts(mesh, config):
+    """Of the model and of the optimizer, on rank 0 alone, and back: from all ranks, or sent by rank 0."""
+    model = shard(blocks(config), mesh)
+    optimizer = adamw(model)
+    train(model, optimizer, steps=2)
+    offloaded = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = dsd.get_model_state_dict(model, options=offloaded)
+    # Copied: the step counts are those of the optimizer, which goes on counting.
+    optimizer_state = copy.deepcopy(dsd.get_optimizer_state_dict(model, optimizer, options=offloaded))
+    expected = whole(model.state_dict())
+    if mesh.get_rank() == 0:
+        assert_plain_and_equal(state, expected)
+        moments = optimizer_state["state"]["0.up.weight"]
+        assert type(moments["exp_avg"]) is torch.Tensor and moments["exp_avg"].shape == expected["0.up.weight"].shape
+        plain = blocks(None)
+        plain.load_state_dict(state)
+    else:
+        assert state == {} and optimizer_state == {}
+    losses = train(model, optimizer, steps=2, offset=2)
+    for way in ("broadcast", "everywhere", "to meta"):
+        if way == "to meta":
+            with torch.device("meta"):
+                fresh = blocks(config)
+            fresh = shard(fresh, mesh)
+        else:
+            fresh = other_values(shard(blocks(config), mesh))
+            fresh(batch())
+        sent = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=way != "everywhere")
+        dsd.set_model_state_dict(fresh, dict(expected if way == "everywhere" else state), options=sent)
+        assert_gathers_exactly(fresh, config)
+        assert_plain_and_equal(whole(fresh.state_dict()), expected)
+        fresh_optimizer = adamw(fresh)
+        sent = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        dsd.set_optimizer_state_dict(fresh, fresh_optimizer, copy.deepcopy(optimizer_state), options=sent)
+        assert train(fresh, fresh_optimizer, steps=2, offset=2) == losses, way
+
+
+def assigns(mesh, config):
+    """`load_state_dict(assign=True)` keeps shards master weights, also while they lie gathered after a forward pass."""
+    model, plain = fully_shard(blocks(config), mesh=mesh), other_values(fully_shard(blocks(None), mesh=mesh))
+    expected = {name: x.clone() for name, x in plain.state_dict().items()}
+    for part in ("0.up.", ""):
+        # A root stays gathered.
+        model(batch())
+        up = model[0].up
+        assert not hasattr(up.weight, "placements")
+        if part:
+            # A layer by itself: nothing before it has sharded its weight again.
+            up.load_state_dict({name: expected[part + name].clone() for name in ("weight", "bias")}, assign=True)
+            assert_bitwise_equal(up.weight.full_tensor().hp, expected[part + "weight"].full_tensor())
+        model.load_state_dict({name: x.clone() for name, x in expected.items()}, assign=True)
+        assert len(masters_of(model)) == 4
+        assert all(p.to_local().config == config and p.requires_grad for p in masters_of(model).values())
+        assert_gathers_exactly(model, config)
+        assert_plain_and_equal(whole(model.state_dict()), whole(expected))
+
+
+def saves_asynchronously(mesh, config):
+    """What is saved is the state at the call, whatever training does meanwhile."""
+    # Its own group: the thread that saves must not mix its collectives with those of training.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=60))
+    model = shard(blocks(config), mesh)
+    optimizer = adamw(model)
+    train(model, optimizer, steps=1)
+    with shared_folder() as folder:
+        saving = dcp.async_save(state_of(model, optimizer), checkpoint_id=folder, process_group=group)
+        expected = train(model, optimizer, steps=2, offset=1)
+        saving.result()
+        resumed = other_values(shard(blocks(config), mesh))
+        optimizer = adamw(resumed)
+        load(resumed, optimizer, folder)
+    assert train(resumed, optimizer, steps=2, offset=1) == expected
+
+
+def saves_two_dims(mesh, config):
+    """FSDP2 over tensor parallelism: rows that both dims of the mesh split, and columns."""
+
+    def two_dims():
+        return fully_shard(parallelize_module(block(config), mesh["shard"], PLANS), mesh=mesh["replicate"])
+
+    model, alone = two_dims(), block(config)
+    state = model.state_dict()
+    with shared_folder() as folder:
+        dcp.save(state, checkpoint_id=folder)
+        target = other_values(two_dims())
+        dcp.load(target.state_dict(), checkpoint_id=folder)
+        for name, x in target.state_dict().items():
+            assert x.placements == state[name].placements and type(x.to_local()) is torch.Tensor
+            assert_bitwise_equal(x.to_local(), state[name].to_local(), name)
+        unsharded = other_values(block(config))
+        dcp.load(unsharded.state_dict(), checkpoint_id=folder, no_dist=True)
+    assert_plain_and_equal(unsharded.state_dict(), alone.state_dict())
+
+
+def saves_shared_weights(mesh, config):
+    """A shared weight is saved under both names, as it is unconverted."""
+    torch.manual_seed(0)
+    model, target = Sharing(), Sharing()
+    for m in (model, target):
+        quantize_(m, config)
+        fully_shard(m, mesh=mesh)
+    expected = whole(model.state_dict())
+    assert list(expected) == list(Sharing().state_dict())
+    with shared_folder() as folder:
+        dcp.save(dsd.get_model_state_dict(model), checkpoint_id=folder)
+        state = dsd.get_model_state_dict(target)
+        dcp.load(state, checkpoint_id=folder)
+        dsd.set_model_state_dict(target, state)
+    assert target.embed.weight is target.lm_head.weight
+    assert_plain_and_equal(whole(target.state_dict()), expected)
+
+
+class Sharing(nn.Module):
+    """An embedding whose weight the head shares, around a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block, self.lm_head = nn.Embedding(64, 48), Block(48, 150), nn.Linear(48, 64, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.lm_head(self.block(self.embed(tokens)))
+
+
+# --- a rank dies ------------------------------------------------------------------------------------------------------
+
+
+class DiesWriting(dcp.FileSystemWriter):
+    """Writes this rank's data, and then kills the process."""
+
+    def write_data(self, plan, planner):
+        super().write_data(plan, planner).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesCommitting(dcp.FileSystemWriter):
+    """Kills the process where all ranks have written their data and the metadata is to follow."""
+
+    def finish(self, metadata, results):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+# (the rank that dies, how)
+DEATHS = {"writing": (1, DiesWriting), "committing": (0, DiesCommitting)}
+
+
+def die_while_saving(rank: int, ranks: int, address: str, file: str, folder: str, death: str) -> None:
+    """Save after one step and, after another, again, in which a rank dies; leaves the weights of the first save."""
+    timeout = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timeout)
+    model = shard(blocks(CONFIGS["fp8"]), DeviceMesh("cpu", list(range(ranks))))
+    optimizer = adamw(model)
+    train(model, optimizer, steps=1)
+    dcp.save(state_of(model, optimizer), checkpoint_id=f"{folder}/1")
+    torch.save(whole(model.state_dict()), file)
+    train(model, optimizer, steps=1, offset=1)
+    dies, writer = DEATHS[death]
+    writer = writer if rank == dies else dcp.FileSystemWriter
+    dcp.save(state_of(model, optimizer), storage_writer=writer(f"{folder}/2"))
+    raise AssertionError("saved without a rank")

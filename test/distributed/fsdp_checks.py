@@ -1,0 +1,233 @@
+"""Checks of test_fsdp.py on bits, losses and gradients: each runs on every rank of a mesh and raises what is wrong."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+
+import torch
+from fsdp_models import (
+    Counter,
+    adamw,
+    assert_gathers_exactly,
+    assert_trains_as_unsharded,
+    batch,
+    blocks,
+    shard,
+    train,
+)
+from helpers import Tied
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
+
+# Rows whose splits fall on block borders, within blocks, unevenly, and leave ranks with nothing.
+ROWS = (512, 300, 129, 64, 33, 3, 1)
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def gathers_exactly_at_any_split(mesh, config):
+    for rows, columns in itertools.product(ROWS, (160, 33)):
+        model = nn.Sequential(nn.Linear(columns, rows, bias=False))
+        hp = random_tensor(rows, columns, seed=rows)
+        model[0].weight.data = hp
+        quantize_(model, config)
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        assert_gathers_exactly(model, config, torch.bfloat16)
+
+
+def gathers_special_values(mesh, config):
+    """One value of one rank decides a block that two ranks share, whichever of them holds it."""
+    for value in (float("nan"), float("inf"), 1e-40, torch.finfo(torch.float32).max):
+        for row in (90, 110, 140, 230):
+            model = nn.Sequential(nn.Linear(150, 300, bias=False))
+            model[0].weight.data[row, 130] = value
+            quantize_(model, config)
+            fully_shard(model, mesh=mesh)
+            assert_gathers_exactly(model, config)
+    zeros = nn.Sequential(nn.Linear(150, 300, bias=False))
+    zeros[0].weight.data.zero_()
+    quantize_(zeros, config)
+    assert_gathers_exactly(fully_shard(zeros, mesh=mesh), config)
+
+
+def trains_as_unsharded(mesh, config):
+    model, reference = blocks(config), blocks(config)
+    assert_trains_as_unsharded(shard(model, mesh), reference, config, exact=mesh.size() in (1, 2, 4))
+
+
+def trains_in_one_group(mesh, config):
+    model, reference = blocks(config), blocks(config)
+    assert_trains_as_unsharded(fully_shard(model, mesh=mesh), reference, config, exact=mesh.size() in (1, 2, 4))
+
+
+def shards_columns(mesh, config):
+    """Shard(1), whose shards cut blocks along the contraction."""
+    model, reference = blocks(config, hidden=144), blocks(config, hidden=144)
+    shard(model, mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
+    assert_trains_as_unsharded(model, reference, config, exact=True)
+
+
+def reshards_after_forward(mesh, config):
+    for choice in (True, False):
+        model, reference = blocks(config), blocks(config)
+        shard(model, mesh, reshard_after_forward=choice)
+        assert_trains_as_unsharded(model, reference, config, exact=True)
+
+
+def reshards_to_fewer_ranks(mesh, config):
+    """FSDP2 cannot gather extensions from such shards: they are made whole shards, with a warning."""
+    model, reference = blocks(config), blocks(config)
+    shard(model, mesh, reshard_after_forward=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_trains_as_unsharded(model, reference, config, exact=True)
+    messages = [str(w.message) for w in caught if "reshard_after_forward as a number of ranks" in str(w.message)]
+    assert len(messages) == 1 and "2 modules reshard to all ranks" in messages[0], messages
+
+
+def offloads(mesh, config):
+    model, reference = blocks(config), blocks(config)
+    shard(model, mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert_trains_as_unsharded(model, reference, config, exact=True)
+
+
+def trains_in_mixed_precision(mesh, config):
+    """fp32 masters, gathered from bf16: the loss and gradients of a bf16 model, reduced in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, reference = shard(blocks(config), mesh, mp_policy=policy), blocks(config).to(torch.bfloat16)
+    losses = [m(batch(dtype=torch.bfloat16)).float().square().mean() for m in (model, reference)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == losses[1].item()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+        assert p.dtype == p.grad.dtype == torch.float32 and type(p.grad.to_local()) is torch.Tensor
+        if mesh.size() in (1, 2, 4):
+            assert_bitwise_equal(p.grad.full_tensor(), q.grad.float(), name)
+    adamw(model).step()
+    assert_gathers_exactly(model, config, torch.bfloat16)
+
+
+def trains_bf16(mesh, config):
+    model = shard(blocks(config, dtype=torch.bfloat16), mesh)
+    model(batch(dtype=torch.bfloat16)).float().square().mean().backward()
+    adamw(model).step()
+    assert_gathers_exactly(model, config, torch.bfloat16)
+
+
+def accumulates(mesh, config):
+    model, reference = shard(blocks(config), mesh), blocks(config)
+    with Counter() as counter:
+        optimizer = adamw(model)
+        actual = train(model, optimizer, steps=2, microbatches=3)
+    assert counter.reductions == (2 if mesh.size() > 1 else 0), counter.reductions
+    expected = train(reference, adamw(reference), steps=2, microbatches=3)
+    assert actual == expected, (actual, expected)
+    assert_gathers_exactly(model, config)
+
+
+def reduces_once_a_step(mesh, config):
+    model = shard(blocks(config, count=3), mesh)
+    optimizer = adamw(model)
+    for step in range(3):
+        with Counter() as counter:
+            train(model, optimizer, steps=1, offset=step)
+        assert counter.reductions == (1 if mesh.size() > 1 else 0), counter.reductions
+
+
+def leaves_frozen_weights(mesh, config):
+    model, reference = blocks(config), blocks(config)
+    for m in (model, reference):
+        m[0].requires_grad_(False)
+        m[1].up.weight.requires_grad_(False)
+    shard(model, mesh)
+    assert_trains_as_unsharded(model, reference, config, exact=True)
+    assert not model[0].up.weight.requires_grad
+
+
+class TiedSequence(Tied):
+    """`Tied`, called with what `train` calls models with."""
+
+    def forward(self, x):
+        return super().forward((x.abs() * 10).long())
+
+
+def ties_embeddings(mesh, config):
+    """The head's weight is gathered in high precision, because the embedding looks rows up in it."""
+    torch.manual_seed(0)
+    model = TiedSequence()
+    quantize_(model, config)
+    reference = copy.deepcopy(model)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    actual, expected = train(model, adamw(model)), train(reference, adamw(reference))
+    assert actual == expected, (actual, expected)
+    model.unshard()
+    assert type(model.lm_head.weight) is MasterWeightTensor and model.lm_head.weight is model.embed.weight
+    assert model.lm_head.weight.quantized_bytes == 0
+
+
+def checkpoints_activations(mesh, config):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            for block in self:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    reference = blocks(config)
+    model = shard(Checkpointed(*blocks(config)), mesh)
+    with Counter() as counter:
+        actual = train(model, adamw(model))
+    assert counter.reductions == (3 if mesh.size() > 1 else 0)
+    expected = train(reference, adamw(reference))
+    assert actual == expected, (actual, expected)
+    wrapped = blocks(config)
+    for i in range(len(wrapped)):
+        wrapped[i] = checkpoint_wrapper(wrapped[i])
+    wrapped = shard(wrapped, mesh)
+    actual = train(wrapped, adamw(wrapped))
+    assert actual == expected, (actual, expected)
+    # The whole forward pass, root hooks included, runs again in backward.
+    for reentrant in (False, True):
+        whole = shard(blocks(config), mesh)
+        x = batch().requires_grad_()
+        with Counter() as counter:
+            checkpoint(whole, x, use_reentrant=reentrant).square().mean().backward()
+        assert counter.reductions == (1 if mesh.size() > 1 else 0), (reentrant, counter.reductions)
+
+
+def clips_and_steps(mesh, config):
+    for options in ({"foreach": True}, {"foreach": False}, {"fused": True}):
+        model, reference = shard(blocks(config), mesh), blocks(config)
+        actual = train(model, adamw(model, **options), clip=0.05)
+        expected = train(reference, adamw(reference, **options), clip=0.05)
+        assert torch.allclose(torch.tensor(actual), torch.tensor(expected), rtol=1e-2), (options, actual, expected)
+        assert_gathers_exactly(model, config)
+
+
+def compiles_blocks(mesh, config):
+    model, reference = blocks(config), blocks(config)
+    for block in model:
+        block.compile(backend="aot_eager", fullgraph=False)
+    shard(model, mesh)
+    actual, expected = train(model, adamw(model)), train(reference, adamw(reference))
+    assert torch.allclose(torch.tensor(actual), torch.tensor(expected), rtol=1e-3), (actual, expected)
+    assert_gathers_exactly(model, config)
+
+
+def shards_hybrid(mesh, config):
+    """Two replicas of two shards: amaxes are reduced among the two ranks that share a weight."""
+    model, reference = blocks(config), blocks(config)
+    shard(model, mesh)
+    assert_trains_as_unsharded(model, reference, config, exact=True)

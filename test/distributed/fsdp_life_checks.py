@@ -1,0 +1,244 @@
+"""Checks of test_fsdp.py on how a sharded model lives: begun, loaded, changed, entered, freed, grouped."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+
+import torch
+from fsdp_models import (
+    Block,
+    Counter,
+    CountingGather,
+    adamw,
+    assert_gathers_exactly,
+    assert_is_quantized,
+    assert_trains_as_unsharded,
+    batch,
+    blocks,
+    gathered,
+    masters_of,
+    shard,
+    train,
+)
+from torch import nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.utils import parametrize
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise.distributed import sync_weight_scales
+
+
+def starts_on_meta(mesh, config):
+    with torch.device("meta"):
+        model = nn.Sequential(Block(48, 150), Block(48, 150))
+        quantize_(model, config)
+    shard(model, mesh)
+    model.to_empty(device="cpu")
+    reference = blocks(config)
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), reference.parameters()):
+            dim = next(place.dim for place in p.placements if isinstance(place, Shard))
+            whole = q.hp if isinstance(q, MasterWeightTensor) else q
+            parts = torch.chunk(whole, mesh.size(), dim)
+            if mesh.get_local_rank() < len(parts):
+                p.to_local().copy_(parts[mesh.get_local_rank()])
+    assert masters_of(model)
+    assert_trains_as_unsharded(model, reference, config, exact=True)
+
+
+def loads(mesh, config):
+    """Values that a load, in place or by assignment, puts there are the ones that are gathered."""
+    model = shard(blocks(config), mesh)
+    model(batch())
+    state = {name: x.detach().clone() for name, x in model.state_dict().items()}
+    train(model, adamw(model), steps=1)
+    trained = model(batch()).detach()
+    for assign in (False, True):
+        fresh = shard(blocks(config), mesh)
+        before = fresh(batch()).detach()
+        train(fresh, adamw(fresh), steps=1)
+        fresh.load_state_dict({k: v.clone() for k, v in state.items()}, assign=assign)
+        assert masters_of(fresh)
+        assert torch.equal(fresh(batch()), before)
+        assert_gathers_exactly(fresh, config)
+    assert not torch.equal(before, trained)
+
+
+def follows_changes_by_hand(mesh, config):
+    model = shard(blocks(config), mesh)
+    model(batch())
+    with torch.no_grad():
+        for p in masters_of(model).values():
+            p.mul_(3)
+    model(batch())
+    # One rank alone, and only where it owns rows.
+    if mesh.get_local_rank() == 0:
+        with torch.no_grad():
+            for p in masters_of(model).values():
+                p.to_local().mul_(0.5)
+    expected = {name: gathered(p) for name, p in masters_of(model).items()}
+    model(batch())
+    model[0].unshard()
+    assert_is_quantized(model[0].up.weight, expected["0.up.weight"], config, "0.up.weight")
+
+
+def refuses_stale_values(mesh, config):
+    """Between the microbatches of a step nothing is synchronised: a change by hand there must not pass unseen."""
+    model = shard(blocks(config), mesh)
+    model.set_requires_gradient_sync(False)
+    model(batch()).sum().backward()
+    with torch.no_grad():
+        model[1].down.weight.mul_(2)
+    try:
+        model(batch())
+    except RuntimeError as e:
+        assert "1.down.weight" in str(e) and "sync_weight_scales(model)" in str(e), e
+    else:
+        raise AssertionError("a stale weight was gathered")
+    model.reset_iter_state() if hasattr(model, "reset_iter_state") else None
+    fresh = shard(blocks(config), mesh)
+    fresh.set_requires_gradient_sync(False)
+    fresh(batch()).sum().backward()
+    with torch.no_grad():
+        fresh[1].down.weight.mul_(2)
+    sync_weight_scales(fresh)
+    fresh(batch()).sum().backward()
+
+
+def enters_by_other_ways(mesh, config):
+    model = blocks(config)
+    type(model).encode = lambda self, x: self.forward(x)
+    shard(model, mesh)
+    register_fsdp_forward_method(model, "encode")
+    expected = blocks(config)(batch())
+    assert torch.equal(model.encode(batch()), expected)
+    with torch.no_grad():
+        model[0].up.weight.mul_(2)
+    changed = model.encode(batch())
+    assert not torch.equal(changed, expected)
+    assert torch.equal(model[1](model[0](batch())), changed)
+    with torch.inference_mode():
+        assert torch.equal(model(batch()), changed)
+    early = shard(blocks(config), mesh)
+    optimizer = adamw(early)
+    for step in range(2):
+        for module in (early, *early):
+            module.unshard(async_op=True)
+        loss = early(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_gathers_exactly(early, config)
+
+
+def frees_what_it_gathers(mesh, config):
+    """20 steps: as many live storages and bytes at the end of each, and gathered payload freed with each reshard."""
+    model = shard(blocks(config), mesh)
+    optimizer, payloads, seen = adamw(model), {}, []
+
+    def look(block, args):
+        payloads[block.up] = block.up.weight.qdata
+        assert payloads[block.up].untyped_storage().nbytes() > 0
+
+    for block in model:
+        block.register_forward_pre_hook(look)
+    train(model, optimizer, steps=1)
+    gc.collect()
+    # What lives by now is not looked at again.
+    gc.freeze()
+    for step in range(20):
+        train(model, optimizer, steps=1, offset=step)
+        gc.collect()
+        tensors = [
+            x for x in gc.get_objects() if isinstance(x, torch.Tensor) and type(x) in (torch.Tensor, nn.Parameter)
+        ]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        seen.append((len(tensors), len(storages), sum(storages.values())))
+        assert len(payloads) == 2 and all(q.untyped_storage().nbytes() == 0 for q in payloads.values())
+    gc.unfreeze()
+    assert len(set(seen[1:])) == 1, seen
+
+
+def dies_with_the_model(mesh, config):
+    """Nothing that is kept for a sharded model outlives it."""
+    model = shard(blocks(config), mesh)
+    sync_weight_scales(model)
+    train(model, adamw(model), steps=1)
+    gone = [weakref.ref(x) for x in (model, model[0].up, masters_of(model)["0.up.weight"]._local_tensor.hp)]
+    del model
+    gc.collect()
+    assert not any(x() is not None for x in gone)
+
+
+def synchronises_by_hand(mesh, config):
+    """Before the first forward pass too, in one all-reduce, and FSDP2 still finds its root."""
+    model, expected = shard(blocks(config), mesh), blocks(config)(batch())
+    for _ in range(2):
+        with Counter() as counter:
+            sync_weight_scales(model)
+        assert counter.reductions == (1 if mesh.size() > 1 else 0)
+        assert torch.equal(model(batch()), expected)
+
+
+def gathers_few_bytes(mesh, config):
+    for rows in (256, 250):
+        model = nn.Sequential(nn.Linear(128, rows, bias=False))
+        quantize_(model, config)
+        fully_shard(model, mesh=mesh)
+        counter = CountingGather()
+        model.set_custom_all_gather(counter)
+        model(batch(width=128))
+        padded, even = -(-rows // mesh.size()), rows % mesh.size() == 0
+        wanted = padded * 128 * (0.5 if even and config.weight_format.element.bits == 4 else 1)
+        assert counter.bytes == wanted, (rows, counter.bytes, wanted)
+
+
+def replicates_and_groups(mesh, config):
+    """Roots of one module each, modules that FSDP2 gathers together, and data parallelism without shards."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    expected = train(reference := blocks(config, count=3), adamw(reference))
+    for wrap, reductions in (("roots", 9), ("groups", 3), ("replicas", 0)):
+        model = blocks(config, count=3)
+        if wrap == "roots":
+            for block in model:
+                fully_shard(block, mesh=mesh)
+        elif wrap == "groups":
+            fully_shard([model[0], model[1]], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        else:
+            for module in (*model, model):
+                replicate(module, mesh=mesh)
+        with Counter() as counter:
+            actual = train(model, adamw(model))
+        assert actual == expected, (wrap, actual, expected)
+        assert counter.reductions == reductions, (wrap, counter.reductions)
+
+
+class Gather(nn.Module):
+    """How SimpleFSDP gathers: a parametrization that replicates the sharded parameter."""
+
+    def forward(self, x):
+        return x.redistribute(placements=[Replicate()]).to_local()
+
+
+def gathers_by_redistribution(mesh, config):
+    """DTensor gathers in high precision; layers quantise what they get, and a warning says so once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for hidden in (150, 151):
+            model, reference = blocks(config, hidden=hidden), blocks(config, hidden=hidden)
+            for module in list(model.modules()):
+                for name, p in list(module.named_parameters(recurse=False)):
+                    setattr(module, name, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])))
+                    parametrize.register_parametrization(module, name, Gather(), unsafe=True)
+            weight = model[0].up.weight
+            assert type(weight) is MasterWeightTensor and type(weight.hp) is torch.Tensor
+            actual, expected = train(model, adamw(model)), train(reference, adamw(reference))
+            assert actual == expected, (actual, expected)
+    messages = [w for w in caught if "gathered in high precision" in str(w.message)]
+    assert len(messages) <= 1

@@ -1,0 +1,169 @@
+"""Models, training loops and comparisons that the checks of test_fsdp.py share; they run on every rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from helpers import FP8, FP8_POW2, NVFP4, replace
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, ops
+from torchao_blockwise.distributed import sync_weight_scales, weight_scales
+from torchao_blockwise.testing import assert_bitwise_equal
+
+# The same bits as Triton's interpreter, many times faster.
+CONFIGS = {
+    name: replace(config, backend="reference")
+    for name, config in (("fp8", FP8), ("fp8_pow2", FP8_POW2), ("nvfp4", NVFP4))
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, hidden: int, bias: bool = True):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def blocks(config, width: int = 48, hidden: int = 150, count: int = 2, dtype=torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width, hidden) for _ in range(count))).to(dtype)
+    if config is not None:
+        quantize_(model, config)
+    return model
+
+
+def shard(model: nn.Sequential, mesh, **options) -> nn.Sequential:
+    for block in model:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def masters_of(model) -> dict:
+    """Sharded parameters that hold master weights, by name."""
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if isinstance(getattr(p, "_local_tensor", None), MasterWeightTensor)
+    }
+
+
+def gathered(parameter) -> torch.Tensor:
+    """The whole high-precision weight, put together without FSDP2."""
+    mesh, dim = parameter.device_mesh, next(p.dim for p in parameter.placements if isinstance(p, Shard))
+    group = mesh.get_group(mesh.ndim - 1)
+    parts = [None] * group.size()
+    dist.all_gather_object(parts, parameter._local_tensor.hp.detach().cpu(), group=group)
+    return torch.cat(parts, dim).view(parameter.shape)
+
+
+def quantized(hp: torch.Tensor, config):
+    fmt = config.weight_format
+    return ops.quantize(hp, fmt, power_of_2_scales=config.power_of_2_scales, backend="reference")
+
+
+def assert_is_quantized(weight, hp: torch.Tensor, config, name: str) -> None:
+    expected = quantized(hp, config)
+    assert type(weight) is (NVFP4Tensor if config.weight_format.has_global_scale else BlockwiseFP8Tensor), type(weight)
+    assert weight.dtype == hp.dtype and weight.shape == hp.shape and weight.config == config
+    for part in ("qdata", "scale", "global_scale"):
+        if getattr(expected, part) is not None:
+            assert_bitwise_equal(getattr(weight, part), getattr(expected, part), f"{name}.{part}")
+
+
+def assert_gathers_exactly(model, config, dtype=None) -> None:
+    """Every quantised weight of every FSDP2 module equals the whole weight quantised, bit for bit."""
+    wholes = {name: gathered(p) for name, p in masters_of(model).items()}
+    assert wholes
+    sync_weight_scales(model)
+    for prefix, module in model.named_modules():
+        if hasattr(module, "unshard"):
+            module.unshard()
+            for name, weight in module.named_parameters(prefix=prefix):
+                if name in wholes and not hasattr(weight, "placements"):
+                    hp = wholes.pop(name)
+                    assert_is_quantized(weight, hp.to(dtype or hp.dtype), config, name)
+            module.reshard()
+    assert not wholes, f"never gathered: {list(wholes)}"
+
+
+def batch(step: int = 0, width: int = 48, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(24, width, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def train(model, optimizer, steps: int = 3, microbatches: int = 1, clip=None, offset: int = 0) -> list[float]:
+    losses = []
+    for step in range(offset, offset + steps):
+        for micro in range(microbatches):
+            if microbatches > 1 and hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(micro == microbatches - 1)
+            loss = model(batch(step * microbatches + micro)).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            losses.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def assert_trains_as_unsharded(model, reference, config, exact: bool, **options) -> None:
+    """Losses and final weights of the sharded model are those of the unsharded one: the same bits, or close."""
+    optimizer_options = options.pop("optimizer", {})
+    expected = train(reference, adamw(reference, **optimizer_options), **options)
+    actual = train(model, adamw(model, **optimizer_options), **options)
+    assert_gathers_exactly(model, config)
+    if exact:
+        assert actual == expected, f"losses {actual}, unsharded {expected}"
+        originals = dict(reference.named_parameters())
+        for name, p in masters_of(model).items():
+            assert_bitwise_equal(gathered(p), originals[name].hp, name)
+    else:
+        assert torch.allclose(torch.tensor(actual), torch.tensor(expected), rtol=1e-2), f"{actual}, {expected}"
+
+
+class Counter:
+    """Counts the MAX all-reduces of amaxes, and their ranks."""
+
+    def __init__(self):
+        self.reductions = 0
+
+    def __enter__(self):
+        self.original = dist.all_reduce
+
+        def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+            if tensor.dtype == torch.int32 and op == dist.ReduceOp.MAX:
+                self.reductions += 1
+            return self.original(tensor, op=op, group=group, async_op=async_op)
+
+        weight_scales.dist.all_reduce = all_reduce
+        return self
+
+    def __exit__(self, *error):
+        weight_scales.dist.all_reduce = self.original
+
+
+class CountingGather:
+    """FSDP2's own all-gather, which also counts the bytes that this rank sends."""
+
+    def __init__(self):
+        self.bytes = 0
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.bytes += input_tensor.nbytes
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)

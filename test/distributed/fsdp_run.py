@@ -1,0 +1,181 @@
+"""What tests of FSDP2, of checkpoints and of scales spawn: ranks that run checks, and ranks of which one goes wrong."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import time
+import traceback
+import warnings
+
+import checkpoint_checks as checkpoints
+import fsdp_checks as checks
+import fsdp_life_checks as life
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from fsdp_models import CONFIGS, adamw, blocks, shard, train
+from helpers import replace
+from torch.distributed.device_mesh import DeviceMesh
+from torchao.quantization import quantize_
+
+from torchao_blockwise.distributed import agreement
+
+EVERY = ("fp8", "fp8_pow2", "nvfp4")
+BOTH = ("fp8", "nvfp4")
+# (check, mesh sizes, configs)
+CHECKS = (
+    (checks.gathers_exactly_at_any_split, (1, 2, 3, 4), BOTH),
+    (checks.gathers_special_values, (3,), EVERY),
+    (checks.trains_as_unsharded, (1, 2, 3, 4), EVERY),
+    (checks.trains_in_one_group, (4,), BOTH),
+    (checks.shards_columns, (1, 4), EVERY),
+    (checks.reshards_after_forward, (4,), BOTH),
+    (checks.reshards_to_fewer_ranks, (4,), ("fp8",)),
+    (checks.offloads, (2,), BOTH),
+    (checks.trains_in_mixed_precision, (1, 2, 3), EVERY),
+    (checks.trains_bf16, (2,), BOTH),
+    (checks.accumulates, (1, 2), BOTH),
+    (checks.reduces_once_a_step, (4,), ("fp8",)),
+    (checks.leaves_frozen_weights, (2,), BOTH),
+    (checks.ties_embeddings, (1, 2), BOTH),
+    (checks.checkpoints_activations, (2,), BOTH),
+    (checks.clips_and_steps, (2,), BOTH),
+    (checks.compiles_blocks, (2,), BOTH),
+    (life.starts_on_meta, (4,), ("fp8",)),
+    (life.loads, (3,), BOTH),
+    (life.follows_changes_by_hand, (1, 4), BOTH),
+    (life.refuses_stale_values, (2,), ("fp8",)),
+    (life.enters_by_other_ways, (2,), BOTH),
+    (life.frees_what_it_gathers, (1, 4), BOTH),
+    (life.dies_with_the_model, (2,), BOTH),
+    (life.synchronises_by_hand, (1, 4), BOTH),
+    (life.gathers_few_bytes, (3, 4), BOTH),
+    (checks.shards_hybrid, ((2, 2),), BOTH),
+    (life.replicates_and_groups, (2,), ("fp8",)),
+    (life.gathers_by_redistribution, (2,), ("fp8",)),
+)
+CHECKPOINT_CHECKS = (
+    (checkpoints.holds_plain_shards, (1, 4, (2, 2)), BOTH),
+    (checkpoints.resumes, (4, (2, 2)), BOTH),
+    (checkpoints.reshards, (4,), BOTH),
+    (checkpoints.exchanges_with_unconverted, (4,), ("fp8",)),
+    (checkpoints.gives_full_state_dicts, (4,), ("fp8",)),
+    (checkpoints.assigns, (4,), BOTH),
+    (checkpoints.saves_asynchronously, (4,), ("fp8",)),
+    (checkpoints.saves_two_dims, ((2, 2),), ("fp8",)),
+    (checkpoints.saves_shared_weights, (4,), ("fp8",)),
+)
+BY_NAME = {check.__name__: check for check, _, _ in CHECKS + CHECKPOINT_CHECKS}
+
+
+def cases(checks=CHECKS) -> list[tuple[str, int | tuple[int, int], str]]:
+    """(name of a check, mesh size, name of a config)"""
+    return [(check.__name__, size, config) for check, sizes, configs in checks for size in sizes for config in configs]
+
+
+def spawn(worker, ranks: int, folder, *args) -> list:
+    """Run worker(rank, *args) in a process a rank; returns what each left, None where it left nothing."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    try:
+        mp.spawn(_start, args=(worker, ranks, port, str(folder), args), nprocs=ranks)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
+        print(e)
+    files = [folder / f"{rank}.pt" for rank in range(ranks)]
+    return [torch.load(file, weights_only=True) if file.exists() else None for file in files]
+
+
+def _start(rank: int, worker, ranks: int, port: int, folder: str, args) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*view tensor.*")
+    worker(rank, ranks, f"tcp://localhost:{port}", f"{folder}/{rank}.pt", *args)
+
+
+def run_checks(rank: int, ranks: int, address: str, file: str, chosen) -> None:
+    """Run `chosen` cases on meshes of the first ranks, up to the first that raises; leaves what each raised or None."""
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timeout)
+    meshes = {size: DeviceMesh("cpu", list(range(size))) for size in range(1, ranks + 1)}
+    meshes[2, 2] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    raised: dict = {}
+    for case in chosen:
+        name, size, config = case
+        if rank < meshes[size].size():
+            raised[case] = "did not end"
+            torch.save(raised, file)
+            try:
+                BY_NAME[name](meshes[size], CONFIGS[config])
+            except Exception:
+                raised[case] = traceback.format_exc()
+                torch.save(raised, file)
+                raise
+            raised[case] = None
+        dist.barrier()
+    torch.save(raised, file)
+    dist.destroy_process_group()
+
+
+# --- one rank goes wrong ----------------------------------------------------------------------------------------------
+
+
+def _other_config(rank, config):
+    return blocks(replace(config, power_of_2_scales=rank == 1))
+
+
+def _other_shape(rank, config):
+    return blocks(config, hidden=151 if rank == 1 else 150)
+
+
+def _fewer_weights(rank, config):
+    model = blocks(None)
+    quantize_(model, config, filter_fn=lambda m, name: name.endswith((".up", ".down")) and (rank, name) != (1, "1.up"))
+    return model
+
+
+def _no_weights(rank, config):
+    return blocks(None if rank == 1 else config)
+
+
+def _fails_early(rank, config):
+    if rank == 1:
+        raise FloatingPointError("rank 1 gives up")
+    return blocks(config)
+
+
+def _fails_later(rank, config):
+    return blocks(config)
+
+
+WRONG = (_other_config, _other_shape, _fewer_weights, _fails_early, _fails_later, _no_weights)
+
+
+def go_wrong(rank: int, ranks: int, address: str, file: str, timeout: float) -> None:
+    """Rank 1 builds another model, or fails; leaves what the rank raised each time and after how many seconds."""
+    left = {}
+    base, port = address.rsplit(":", 1)
+    for i, build in enumerate(WRONG):
+        dist.init_process_group(
+            "gloo",
+            init_method=f"{base}:{int(port) + i}",
+            rank=rank,
+            world_size=ranks,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        start = time.monotonic()
+        try:
+            model = shard(build(rank, CONFIGS["fp8"]), DeviceMesh("cpu", list(range(ranks))))
+            optimizer = adamw(model)
+            train(model, optimizer, steps=1)
+            if rank == 1:
+                raise FloatingPointError("rank 1 gives up")
+            train(model, optimizer, steps=1)
+            message = "nothing"
+        except Exception as e:
+            message = f"{type(e).__name__}: {e}"
+        left[build.__name__[1:]] = (message, time.monotonic() - start)
+        torch.save(left, file)
+        dist.destroy_process_group()
+        # Ranks that go on after one of them failed count differently; real ones do not go on.
+        agreement._rounds.clear()

@@ -1,0 +1,315 @@
+"""What runs on every rank of test_master_weights.py: each check raises where something is wrong."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import traceback
+
+import torch
+import torch.distributed as dist
+from shard_cases import framed
+
+from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat, ops
+from torchao_blockwise.distributed import cast_master_weights_to_fp8, cast_master_weights_to_nvfp4, master_weights
+from torchao_blockwise.ops.flat_shards import CODES, ENTRIES, target_size
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
+
+cast_master_weights = master_weights.cast_master_weights
+CANARY = 0x5A
+
+
+def fp8(w):
+    return BlockwiseFP8Tensor.from_hp(w)
+
+
+def fp8_pow2(w):
+    return BlockwiseFP8Tensor.from_hp(w, power_of_2_scales=True)
+
+
+QUANTIZERS = {"fp8": (fp8,), "nvfp4": (NVFP4Tensor.from_hp,), "mixed": (fp8, NVFP4Tensor.from_hp, fp8_pow2)}
+CASTS = {"fp8": cast_master_weights_to_fp8, "nvfp4": cast_master_weights_to_nvfp4, "mixed": cast_master_weights}
+SHAPES = ((40, 70), (33, 51), (1, 1), (130, 150), (0, 16), (2, 20, 33), (64, 64))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Weights:
+    """Masters of whole weights, what they are quantised to, and model weights that hold nothing of it yet."""
+
+    def __init__(self, kind: str, seed: int = 0):
+        makers = QUANTIZERS[kind]
+        self.hp = [random_tensor(*s, dtype=DTYPES[(i + 2) % 3], seed=seed + i) for i, s in enumerate(SHAPES)]
+        self.quantizers = [makers[i % len(makers)] for i in range(len(SHAPES))]
+        self.dtypes = [DTYPES[i // 2 % 3] for i in range(len(SHAPES))]
+        self.model = [make(torch.zeros(w.shape, dtype=d)) for make, w, d in zip(self.quantizers, self.hp, self.dtypes)]
+        self.forget()
+
+    def forget(self) -> None:
+        for w in self.model:
+            w.qdata.view(torch.uint8).fill_(CANARY)
+            w.scale.view(torch.uint8).fill_(CANARY)
+
+    def expected(self) -> list:
+        return [make(w.to(d)) for make, w, d in zip(self.quantizers, self.hp, self.dtypes)]
+
+    def shards(self, bounds, rank: int):
+        """(masters, start offsets) of a rank; `bounds`: of each weight, where ranks begin, and its end."""
+        masters, starts = [], []
+        for i, (w, ends) in enumerate(zip(self.hp, bounds)):
+            start, end = ends[rank], ends[rank + 1]
+            # A rank with nothing says so in either way.
+            nothing = start == end and i % 2 == 0
+            masters.append(None if nothing else w.flatten()[start:end].clone())
+            starts.append(None if nothing else start)
+        return masters, starts
+
+
+def drawn_bounds(weights: Weights, ranks: int, seed: int) -> list[list[int]]:
+    """Splits anywhere, alike on all ranks; some ranks get nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts = [torch.randint(0, w.numel() + 1, (ranks - 1,), generator=generator).sort()[0].tolist() for w in weights.hp]
+    return [[0, *c, w.numel()] for c, w in zip(cuts, weights.hp)]
+
+
+def flat_bounds(weights: Weights, ranks: int) -> list[list[int]]:
+    """ZeRO's split: one flat buffer of all weights, as many elements a rank, most weights on one rank alone."""
+    total = sum(w.numel() for w in weights.hp)
+    edges = [total * rank // ranks for rank in range(ranks + 1)]
+    bounds, begin = [], 0
+    for w in weights.hp:
+        bounds.append([min(max(edge - begin, 0), w.numel()) for edge in edges])
+        begin += w.numel()
+    return bounds
+
+
+def codes(w) -> torch.Tensor:
+    return w.fmt.element.unpack(w.qdata.view(torch.uint8), w.shape[-1]).flatten()
+
+
+def check_scales(weights: Weights) -> None:
+    for i, (got, want) in enumerate(zip(weights.model, weights.expected())):
+        assert_bitwise_equal(got.scale, want.scale, f"scale {i}")
+        if got.global_scale is not None:
+            assert_bitwise_equal(got.global_scale, want.global_scale, f"global scale {i}")
+
+
+def check_whole(kind, group, rank, ranks, bounds_of) -> None:
+    """The rank's elements are the whole's, all others untouched, scales the whole's; again after a step."""
+    weights = Weights(kind)
+    bounds = bounds_of(weights, ranks)
+    for step in range(2):
+        if step:
+            weights.hp = [w * -3 for w in weights.hp]
+        weights.forget()
+        before = [codes(w) for w in weights.model]
+        CASTS[kind](weights.model, *weights.shards(bounds, rank), group)
+        check_scales(weights)
+        for i, (got, want) in enumerate(zip(weights.model, weights.expected())):
+            start, end = bounds[i][rank : rank + 2]
+            got, want = codes(got), codes(want)
+            assert_bitwise_equal(got[start:end], want[start:end], f"own elements of weight {i}")
+            assert_bitwise_equal(got[:start], before[i][:start], f"elements of weight {i} before its own")
+            assert_bitwise_equal(got[end:], before[i][end:], f"elements of weight {i} after its own")
+
+
+def check_shards(kind, group, rank, ranks, one_code_a_byte: bool) -> None:
+    """Payload goes to shard buffers, with canaries beside them; gathered and merged they are the whole."""
+    weights = Weights(kind)
+    bounds = drawn_bounds(weights, ranks, seed=ranks)
+    masters, starts = weights.shards(bounds, rank)
+    into = CODES if one_code_a_byte else ENTRIES
+    buffers, checks = [], []
+    for i, (w, master, start) in enumerate(zip(weights.model, masters, starts)):
+        size = 0 if master is None else target_size(master.numel(), start, w.shape, w.fmt, into)
+        buffer, check = framed(torch.zeros(size, dtype=torch.uint8))
+        if w.fmt.element.bits == 8 and i % 2:
+            buffer = buffer.view(torch.float8_e4m3fn)
+        buffers.append(None if master is None else buffer)
+        checks.append(check)
+    options = {} if kind == "fp8" else {"one_code_a_byte": one_code_a_byte}
+    CASTS[kind](weights.model, masters, starts, group, buffers, **options)
+    for check in checks:
+        check()
+    check_scales(weights)
+    for i, (got, want) in enumerate(zip(weights.model, weights.expected())):
+        assert got.qdata.view(torch.uint8).eq(CANARY).all(), f"payload of weight {i} was written"
+        mine = torch.empty(0, dtype=torch.uint8) if buffers[i] is None else buffers[i].view(torch.uint8)
+        pieces = gather(mine, group, ranks)
+        if one_code_a_byte:
+            assert_bitwise_equal(torch.cat(pieces), codes(want), f"codes of weight {i}")
+            continue
+        merged = torch.full_like(want.qdata.view(torch.uint8), CANARY)
+        lengths = [end - start for start, end in zip(bounds[i], bounds[i][1:])]
+        ops.merge_shards_([merged], [pieces], [bounds[i][:-1]], [lengths], [want.shape[-1]], want.fmt)
+        assert_bitwise_equal(merged, want.qdata.view(torch.uint8), f"weight {i}")
+
+
+def gather(mine: torch.Tensor, group, ranks: int) -> list[torch.Tensor]:
+    pieces = [None] * ranks
+    if ranks == 1:
+        return [mine.clone()]
+    dist.all_gather_object(pieces, mine.clone(), group=group)
+    return pieces
+
+
+def check_nan(group, rank, ranks) -> None:
+    """What one rank has reaches the scales of all: NaN above Inf, Inf above all numbers."""
+    weights = Weights("mixed")
+    for w in weights.hp:
+        if w.numel() > 3:
+            w.view(-1)[-1], w.view(-1)[0] = float("nan"), float("inf")
+    cast_master_weights(weights.model, *weights.shards(drawn_bounds(weights, ranks, 3), rank), group)
+    check_scales(weights)
+
+
+def check_collectives(group, rank, ranks) -> None:
+    """One MAX all-reduce a call, and ranks compare their layouts at the first one alone."""
+    weights = Weights("mixed")
+    weights.model.append(fp8(torch.zeros(16, 16 * ranks, dtype=torch.bfloat16)))
+    weights.hp.append(torch.ones(16, 16 * ranks))
+    bounds = drawn_bounds(weights, ranks, seed=1)
+    calls = []
+    all_reduce, check_same = dist.all_reduce, master_weights.check_same
+    dist.all_reduce = lambda x, **kw: calls.append((kw["op"], x.dtype)) or all_reduce(x, **kw)
+    master_weights.check_same = lambda *args: calls.append("compared") or check_same(*args)
+    try:
+        for _ in range(3):
+            cast_master_weights(weights.model, *weights.shards(bounds, rank), group)
+    finally:
+        dist.all_reduce, master_weights.check_same = all_reduce, check_same
+    reduction = (dist.ReduceOp.MAX, torch.int32)
+    assert calls == (["compared"] + [reduction] * 3 if ranks > 1 else []), calls
+
+
+def raised(call) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("did not raise")
+
+
+def check_mismatch(group, rank, ranks, what: str) -> None:
+    """Ranks whose lists differ all raise, naming the rank and the weight; the group works afterwards."""
+    first = [fp8(torch.zeros(8, 15 + MISMATCHES.index(what)))]
+    other = rank == 1
+    last = {
+        "shape": lambda: [fp8(torch.zeros(8, 17 if other else 16))],
+        "dtype": lambda: [fp8(torch.zeros(8, 16, dtype=torch.bfloat16 if other else torch.float32))],
+        "format": lambda: [(NVFP4Tensor.from_hp if other else fp8)(torch.zeros(8, 16))],
+        "scales": lambda: [(fp8_pow2 if other else fp8)(torch.zeros(8, 16))],
+        "length": lambda: [] if other else [fp8(torch.zeros(8, 16))],
+    }[what]()
+    theirs = {
+        "shape": "weight 1 (fp8_128x128 of torch.float32, shape [8, 17])",
+        "dtype": "weight 1 (fp8_128x128 of torch.bfloat16, shape [8, 16])",
+        "format": "weight 1 (nvfp4_16x16 of torch.float32, shape [8, 16])",
+        "scales": "weight 1 (fp8_128x128 of torch.float32, power-of-2 scales, shape [8, 16])",
+        "length": "nothing more",
+    }[what]
+    model = first + last
+    nothing = [None] * len(model)
+    message = raised(lambda: cast_master_weights(model, nothing, nothing, group))
+    assert message == (
+        "ValueError: cast_master_weights: ranks differ; rank 0 has weight 1 (fp8_128x128 of torch.float32, shape [8, "
+        f"16]), rank 1 has {theirs}; make the same model on all ranks"
+    ), message
+    check_whole("fp8", group, rank, ranks, flat_bounds)
+
+
+def check_missing(group, rank, ranks) -> None:
+    """A rank that fails before the others meet it is named, in time."""
+    store = _compat.default_store()
+    timeout = store.timeout
+    store.set_timeout(datetime.timedelta(seconds=1))
+    model = [fp8(torch.zeros(8, 24))]
+    master = torch.zeros(500 if rank == 1 else 192)
+    message = raised(lambda: cast_master_weights_to_fp8(model, [master], [0], group))
+    store.set_timeout(timeout)
+    if rank == 1:
+        assert message == (
+            "ValueError: cast_master_weights_to_fp8: weight 0 (BlockwiseFP8Tensor, shape [8, 24]) has 192 elements, "
+            "its master claims [0, 500)"
+        ), message
+    else:
+        assert "RuntimeError: cast_master_weights_to_fp8: no word from rank 1" in message, message
+        assert "weight 0 (fp8_128x128 of torch.float32, shape [8, 24])" in message, message
+
+
+def check_stale_rank(group, rank, ranks) -> None:
+    """A rank that comes with a new list where others repeat an old one: all raise, none waits for ever."""
+    model = [fp8(torch.zeros(8, 40))]
+    cast_master_weights_to_fp8(model, [None], [None], group)
+    store = _compat.default_store()
+    timeout = store.timeout
+    store.set_timeout(datetime.timedelta(seconds=1))
+    again = [*model, fp8(torch.zeros(8, 8))] if rank == 1 else model
+    message = raised(lambda: cast_master_weights_to_fp8(again, [None] * len(again), [None] * len(again), group))
+    store.set_timeout(timeout)
+    if rank == 1:
+        assert "no answer from rank 0" in message, message
+
+
+def check_outsider(group, rank, ranks) -> None:
+    message = raised(lambda: cast_master_weights_to_fp8([fp8(torch.zeros(8, 8))], [None], [None], group))
+    assert message == (
+        f"ValueError: cast_master_weights_to_fp8: rank {rank} is not in the group; call it on the group's ranks alone"
+    )
+
+
+CHECKS = {"nan": check_nan, "collectives": check_collectives, "missing": check_missing, "stale": check_stale_rank}
+MISMATCHES = ("shape", "dtype", "format", "scales", "length")
+
+
+def cases() -> list[str]:
+    names = []
+    for ranks in (1, 2, 3, 4):
+        for kind in CASTS:
+            names += [f"{ranks}-{kind}-drawn", f"{ranks}-{kind}-flat", f"{ranks}-{kind}-entries"]
+            names += [f"{ranks}-{kind}-codes"] * (kind != "fp8")
+        names += [f"{ranks}-nan", f"{ranks}-collectives"]
+    names += [f"3-differ_in_{what}" for what in MISMATCHES]
+    return [*names, "4-default_group", "3-missing", "2-stale", "2-outsider"]
+
+
+def _run(case: str, group, rank: int, ranks: int) -> None:
+    _, *words = case.split("-")
+    name = words[-1]
+    if name in ("drawn", "flat"):
+        bounds_of = flat_bounds if name == "flat" else lambda w, n: drawn_bounds(w, n, seed=n)
+        check_whole(words[0], group, rank, ranks, bounds_of)
+    elif name in ("entries", "codes"):
+        check_shards(words[0], group, rank, ranks, one_code_a_byte=name == "codes")
+    elif name == "default_group":
+        check_whole("mixed", None, rank, ranks, flat_bounds)
+    elif name.startswith("differ_in_"):
+        check_mismatch(group, rank, ranks, name.removeprefix("differ_in_"))
+    else:
+        CHECKS[name](group, rank, ranks)
+
+
+def run_checks(rank: int, world: int, port: int, folder: str, chosen: list[str]) -> None:
+    """Run the chosen cases; saves the traceback of each that failed, "" of each that passed."""
+    os.environ["TRITON_INTERPRET"] = "0"
+    torch.set_num_threads(1)
+    minute, address = datetime.timedelta(seconds=60), f"tcp://localhost:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=minute)
+    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(1, world + 1)}
+    stale = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=4))
+    results = {}
+    # The one that leaves a group broken comes last.
+    for case in sorted(chosen, key=lambda name: name.endswith("stale")):
+        ranks = int(case.split("-")[0])
+        dist.barrier()
+        try:
+            if case.endswith("outsider"):
+                if rank >= ranks:
+                    check_outsider(groups[ranks], rank, ranks)
+            elif rank < ranks:
+                _run(case, stale if case.endswith("stale") else groups[ranks], rank, ranks)
+            results[case] = ""
+        except Exception:
+            results[case] = traceback.format_exc()
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,371 @@
+"""What runs on every rank of test_primary_weights.py: each check raises where something is wrong."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import traceback
+
+import fsdp_models
+import torch
+import torch.distributed as dist
+from helpers import FP8, FP8_POW2, NVFP4, replace
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torchao.quantization import FqnToConfig, quantize_
+
+from torchao_blockwise.distributed import MasterWeightOptimizer
+from torchao_blockwise.ops import backend
+from torchao_blockwise.tensors import QuantizedTensor
+from torchao_blockwise.testing import assert_bitwise_equal
+
+# The same bits as Triton's interpreter, many times faster.
+CONFIGS = {
+    name: replace(config, backend="reference")
+    for name, config in (("fp8", FP8), ("fp8_pow2", FP8_POW2), ("nvfp4", NVFP4))
+}
+
+
+class Net(nn.Module):
+    """Odd widths, so that shards cut rows, blocks and bytes; a tied layer, a frozen one, and one without gradient."""
+
+    def __init__(self, width: int = 37, hidden: int = 75):
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.mid = nn.Linear(hidden, hidden, bias=False)
+        self.again = nn.Linear(hidden, hidden)
+        self.again.weight = self.mid.weight
+        self.frozen = nn.Linear(hidden, hidden, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.idle = nn.Linear(width, 3)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x):
+        x = nn.functional.gelu(self.norm(self.up(x)))
+        return self.down(self.frozen(self.again(self.mid(x))))
+
+
+def net(config: str, master_weights: bool, seed: int = 0, make=Net, dtype=torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    model = make().to(dtype)
+    if config == "mixed":
+        configs = {"up": "fp8", "mid": "nvfp4", "again": "nvfp4", "frozen": "fp8", "idle": "nvfp4", "down": "fp8_pow2"}
+        each = {name: replace(CONFIGS[c], master_weights=master_weights) for name, c in configs.items()}
+        quantize_(model, FqnToConfig(each), filter_fn=None)
+    else:
+        quantize_(model, replace(CONFIGS[config], master_weights=master_weights))
+    return model
+
+
+def primary(config: str = "mixed", seed: int = 0, dtype=torch.float32):
+    """A model of quantised weights, and the values that it was made of."""
+    values = net(config, master_weights=True, seed=seed, dtype=dtype).state_dict()
+    return net(config, master_weights=False, seed=seed, dtype=dtype), values
+
+
+def batch(step: int, rank: int = 0, width: int = 37) -> torch.Tensor:
+    return torch.randn(6, width, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def train(model, optimizer, steps: int, rank: int = 0, first: int = 0, clip: bool = True) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        x = batch(step, rank)
+        loss = (model(x.to(next(model.parameters()).dtype)) - x).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        if clip:
+            losses.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def parallel(model, group, **options):
+    return DistributedDataParallel(model, process_group=group, find_unused_parameters=True, **options)
+
+
+def adamw(model, **options):
+    return MasterWeightOptimizer(torch.optim.AdamW, model, lr=1e-2, **options)
+
+
+def quantized(master: torch.Tensor, weight: QuantizedTensor) -> QuantizedTensor:
+    return weight._requantize(master.to(weight.dtype))
+
+
+def assert_holds_masters(optimizer, model) -> None:
+    """Every weight with a master is that master, rounded to the weight's dtype and quantised whole."""
+    state = optimizer.model_state_dict()
+    count = 0
+    for name, weight in model.named_parameters():
+        if is_trained(weight):
+            assert torch.equal(weight, quantized(state[name], weight)), name
+            count += 1
+    assert count
+
+
+def trains_as_high_precision(group, config: str, steps: int, modes) -> None:
+    """The loss of every step, and all values in the end, are those of high-precision parameters."""
+    rank = dist.get_rank(group)
+    # Ranks begin with different values: DDP and the optimizer both give them the first one's.
+    plain = net(config, master_weights=True, seed=rank)
+    plain_parallel = parallel(plain, group)
+    expected = train(plain_parallel, torch.optim.AdamW(plain.parameters(), lr=1e-2), steps, rank)
+    values = plain.state_dict()
+    for shard in modes:
+        model = net(config, master_weights=False, seed=rank)
+        optimizer = adamw(model, process_group=group, shard=shard)
+        actual = train(parallel(model, group, init_sync=False), optimizer, steps, rank)
+        assert actual == expected, f"{shard}: {actual}\n{expected}"
+        state = optimizer.model_state_dict()
+        assert list(state) == list(values)
+        for name, value in values.items():
+            if name != "frozen.weight":
+                assert_bitwise_equal(state[name], value, f"{shard}: {name}")
+        assert torch.equal(model.frozen.weight, quantized(values["frozen.weight"], model.frozen.weight))
+        assert_holds_masters(optimizer, model)
+        ranks = dist.get_world_size(group) if shard else 1
+        masters = sum(optimizer.master(p).numel() for p in model.parameters() if is_trained(p))
+        assert masters <= -(-sum(p.numel() for p in model.parameters() if is_trained(p)) // ranks)
+
+
+def is_trained(p: torch.Tensor) -> bool:
+    return isinstance(p, QuantizedTensor) and p.requires_grad
+
+
+def continues_from_a_checkpoint(group, config: str, shard: str | None) -> None:
+    """Saved mid-run and loaded in a new model, the run goes on bit for bit; the parts of ranks, and the whole."""
+    rank = dist.get_rank(group)
+
+    def start(seed):
+        model = net(config, master_weights=False, seed=seed)
+        optimizer = adamw(model, process_group=group, shard=shard)
+        return model, optimizer, parallel(model, group, init_sync=False)
+
+    model, optimizer, wrapped = start(0)
+    train(wrapped, optimizer, 5, rank)
+    saved = {k: v.clone() for k, v in model.state_dict().items()}
+    # State dicts lead to the tensors that the optimizer goes on with.
+    states = [copy.deepcopy(s) for s in (optimizer.state_dict(), optimizer.full_state_dict())]
+    expected = train(wrapped, optimizer, 5, rank, first=5)
+    for state in states:
+        model, optimizer, wrapped = start(7)
+        optimizer.load_state_dict(state)
+        # After the masters: the payload that was made of them does not spoil them.
+        model.load_state_dict(saved)
+        assert_holds_masters(optimizer, model)
+        assert train(wrapped, optimizer, 5, rank, first=5) == expected
+        assert_holds_masters(optimizer, model)
+
+
+def reshards(groups, config: str) -> None:
+    """4 → 2 → 1 ranks, on the same data everywhere: the losses are those of one process that never stopped."""
+    ranks = {size: group for size, group in groups.items() if dist.get_rank() < size}
+    model = net(config, master_weights=False)
+    expected = train(model, adamw(model), 9)
+    state, losses = None, []
+    for i, size in enumerate((4, 2, 1)):
+        if size not in ranks:
+            break
+        model = net(config, master_weights=False, seed=i)
+        optimizer = adamw(model, process_group=ranks[size], shard="zero1")
+        if state is None:
+            state = net(config, master_weights=True).state_dict()
+            model.load_state_dict(state)
+        else:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+        # The mean of 2 or 4 equal gradients is exact.
+        losses += train(parallel(model, ranks[size], init_sync=False), optimizer, 3, first=3 * i)
+        assert_holds_masters(optimizer, model)
+        state = optimizer.model_state_dict(), optimizer.full_state_dict()
+    assert losses == expected[: len(losses)]
+
+
+def steps_with_nothing(group, config: str) -> None:
+    """Fewer elements than ranks: some have none."""
+
+    def make():
+        return nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(3, 0), nn.Linear(0, 1))
+
+    model, alone = (net(config, master_weights=False, make=make) for _ in range(2))
+    optimizer = adamw(model, process_group=group, shard="zero1")
+    assert (optimizer.master(model[0].weight).numel() == 0) == (dist.get_rank(group) == 3)
+    reference = adamw(alone)
+    for m, o in ((model, optimizer), (alone, reference)):
+        for p in m.parameters():
+            p.grad = torch.ones(p.shape)
+        o.step()
+    assert torch.equal(model[0].weight, alone[0].weight)
+    full = optimizer.full_state_dict()
+    for index, state in reference.state_dict()["state"].items():
+        for key, value in state.items():
+            assert_bitwise_equal(full["state"][index][key], value, f"{index} {key}")
+
+
+def adds_groups(group, config: str, shard: str | None) -> None:
+    """Groups with options of their own, one of them added later."""
+    results, values = [], net(config, master_weights=True).mid.state_dict()
+    for master_weights in (True, False):
+        model = net(config, master_weights)
+        groups = [
+            {"params": [model.up.weight, model.norm.weight], "lr": 1e-3},
+            {"params": list(model.down.parameters())},
+        ]
+        if master_weights:
+            wrapped, optimizer = parallel(model, group), torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+        else:
+            options = {"process_group": group, "shard": shard, "lr": 1e-2, "weight_decay": 0.1}
+            optimizer = MasterWeightOptimizer(torch.optim.AdamW, model, groups, **options)
+            wrapped = parallel(model, group, init_sync=False)
+        losses = train(wrapped, optimizer, 3, dist.get_rank(group), clip=False)
+        # Its values were freed by the first use; a load gives them again.
+        model.mid.load_state_dict(values)
+        optimizer.add_param_group({"params": [model.mid.weight, model.again.bias], "lr": 3e-3})
+        results.append(losses + train(wrapped, optimizer, 3, dist.get_rank(group), first=3, clip=False))
+    assert results[0] == results[1]
+
+
+def adopts_values(group, config: str, shard: str | None) -> None:
+    """What is loaded or copied into weights is what masters go on from."""
+    model = net(config, master_weights=False)
+    optimizer = adamw(model, process_group=group, shard=shard)
+    wrapped = parallel(model, group, init_sync=False)
+    train(wrapped, optimizer, 2)
+    values = net(config, master_weights=True, seed=3).state_dict()
+    model.load_state_dict(values)
+    # A forward pass in between does not lose them.
+    model(batch(0))
+    with torch.no_grad():
+        model.up.weight.copy_(values["up.weight"] * 2)
+    for name, value in optimizer.model_state_dict().items():
+        if name != "frozen.weight":
+            assert_bitwise_equal(value, values[name] * 2 if name == "up.weight" else values[name], name)
+    for p in model.parameters():
+        p.grad = None
+    optimizer.step()
+    assert_holds_masters(optimizer, model)
+
+
+def refuses_other_parts(group) -> None:
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    optimizer = adamw(net("fp8", master_weights=False), process_group=group, shard="zero1")
+    whole = adamw(net("fp8", master_weights=False))
+    state = optimizer.state_dict()
+    for target, other in ((optimizer, {**state, "shard": {"rank": rank, "ranks": 7}}), (whole, state)):
+        try:
+            target.load_state_dict(other)
+        except ValueError as e:
+            message = str(e)
+        assert "save full_state_dict() to load it elsewhere" in message
+    assert f"the part of rank {rank} of {ranks}, this is an optimizer with whole masters" in message
+
+
+def steps_what_fsdp2_shards(group, config: str) -> None:
+    """FSDP2 shards high-precision parameters, which are their own masters; quantised ones are refused by name."""
+    mesh, losses = DeviceMesh.from_group(group, "cpu"), []
+    for make in (adamw, fsdp_models.adamw):
+        model = fsdp_models.shard(fsdp_models.blocks(CONFIGS[config]), mesh)
+        losses.append(fsdp_models.train(model, make(model)))
+    assert losses[0] == losses[1]
+    for features in (48, 256):
+        model = nn.Sequential(nn.Linear(features, features))
+        quantize_(model, replace(CONFIGS[config], master_weights=False))
+        message = "nothing"
+        try:
+            fsdp_models.fully_shard(model, mesh=mesh)
+        except (ValueError, NotImplementedError) as e:
+            message = str(e)
+        assert message.endswith("(fully_shard: convert with master_weights=True)"), message
+
+
+BOTH = ("fp8", "nvfp4")
+MODES = (None, "zero1")
+# Name → (check, group size, arguments).
+CASES = {
+    **{
+        f"trains_{size}_{config}": (trains_as_high_precision, size, (config, steps, MODES))
+        for size in (1, 2, 4)
+        for config, steps in (("fp8", 105), ("nvfp4", 105), ("mixed", 20))
+    },
+    **{f"trains_3_{config}": (trains_as_high_precision, 3, (config, 10, MODES)) for config in ("fp8_pow2", "mixed")},
+    **{
+        f"checkpoint_{size}_{shard or 'ddp'}_mixed": (continues_from_a_checkpoint, size, ("mixed", shard))
+        for size in (2, 4)
+        for shard in MODES
+    },
+    **{f"reshards_{config}": (reshards, None, (config,)) for config in (*BOTH, "mixed")},
+    **{f"nothing_{config}": (steps_with_nothing, 4, (config,)) for config in BOTH},
+    **{f"groups_{shard or 'ddp'}": (adds_groups, 2, ("mixed", shard)) for shard in MODES},
+    **{f"adopts_{shard or 'ddp'}": (adopts_values, 2, ("mixed", shard)) for shard in MODES},
+    **{f"fsdp2_{config}": (steps_what_fsdp2_shards, 2, (config,)) for config in BOTH},
+    "other_parts": (refuses_other_parts, 2, ()),
+}
+
+
+def run_cases(rank: int, ranks: int, address: str, file: str, chosen) -> None:
+    """Run the chosen cases in groups of the first ranks, up to one that fails; leaves what each raised, or None."""
+    # As in other tests without the interpreter: the same bits, many times faster.
+    backend.interpreting = lambda: False
+    timeout = datetime.timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timeout)
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, ranks + 1)}
+    raised: dict = {}
+    for name in chosen:
+        check, size, arguments = CASES[name]
+        if rank < (size or ranks):
+            raised[name] = "did not end"
+            torch.save(raised, file)
+            try:
+                check(groups[size] if size else groups, *arguments)
+                raised[name] = None
+            except Exception:
+                raised[name] = traceback.format_exc()
+                raise
+            finally:
+                torch.save(raised, file)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+# --- ranks that differ ------------------------------------------------------------------------------------------------
+
+
+def _other_shape(rank):
+    return adamw(net("fp8", False, make=lambda: Net(hidden=76 if rank else 75)), shard="zero1")
+
+
+def _other_format(rank):
+    return adamw(net("nvfp4" if rank else "fp8", False), process_group=dist.group.WORLD)
+
+
+def _other_lr(rank):
+    return MasterWeightOptimizer(torch.optim.AdamW, net("fp8", False), lr=1e-2 * (rank + 1), shard="zero1")
+
+
+def _other_frozen(rank):
+    model = net("fp8", False)
+    model.mid.weight.requires_grad_(rank == 0)
+    return adamw(model, shard="zero1")
+
+
+def _fails(rank):
+    if rank:
+        raise FloatingPointError("rank 1 gives up")
+    return adamw(net("fp8", False), shard="zero1")
+
+
+WRONG = {f.__name__[1:]: f for f in (_other_shape, _other_format, _other_lr, _other_frozen, _fails)}
+
+
+def go_wrong(rank: int, ranks: int, address: str, file: str, what: str) -> None:
+    timeout = datetime.timedelta(seconds=5)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timeout)
+    message = None
+    try:
+        WRONG[what](rank)
+    except Exception as e:
+        message = f"{type(e).__name__}: {e}"
+    torch.save(message, file)

@@ -1,0 +1,241 @@
+"""Checks of test_tensor_parallel.py on bits, products and gradients: each runs on every rank of a mesh."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from helpers import replace
+from tensor_parallel_tools import (
+    HIGH_PRECISION,
+    PLANS,
+    TOKENS,
+    WIDTH,
+    Watch,
+    assert_close,
+    assert_grads_close,
+    block,
+    layer,
+    own,
+    products,
+    run,
+    tokens,
+    whole,
+)
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
+
+# Of each of the three products, in the order that they run: the dim of operand a and of operand b that is split.
+COLWISE = {"weight": 0, "x": None, "dy": 2, "products": ((None, 0), (1, 1), (0, None))}
+ROWWISE = {"weight": 1, "x": 2, "dy": None, "products": ((1, 1), (None, 0), (None, 0))}
+
+
+def splits_on_the_grid(mesh, config, how, style, n, k, exact) -> None:
+    """Every operand of every product has the bits of its part of the unsharded layer's, and so have the results."""
+    for bias in (True, False):
+        alone, split = layer(config, n, k, bias), layer(config, n, k, bias)
+        parallelize_module(split, mesh, style)
+        assert split.weight.placements == (Shard(how["weight"]),)
+        x, dy = random_tensor(*TOKENS, k, seed=1) / 64, random_tensor(*TOKENS, n, seed=2)
+        with products() as expected:
+            alone_out, alone_grad = run(alone, x, dy)
+        with products() as actual:
+            out, grad = run(split, own(x, mesh, how["x"]), own(dy, mesh, how["dy"]))
+        assert len(actual) == len(expected) == 3
+        for which, dims in enumerate(how["products"]):
+            for side, dim in enumerate(dims):
+                mine, theirs = (operands[which][3 * side : 3 * side + 3] for operands in (actual, expected))
+                what = f"product {which}, operand {'ab'[side]}"
+                assert_bitwise_equal(mine[0], own(theirs[0], mesh, dim), what)
+                # Of scales that lie transposed the other dim is split; they are those of one-row blocks in FP8.
+                transposed = config.activation_format.transposed_scales and (side == 0 or which == 2)
+                scale_dim = dim if dim is None or not transposed else 1 - dim
+                assert_bitwise_equal(mine[1], own(theirs[1], mesh, scale_dim), f"{what}, scale")
+                assert (mine[2] is None) == (theirs[2] is None)
+                if mine[2] is not None:
+                    assert_bitwise_equal(mine[2], theirs[2], f"{what}, global scale")
+        results = {
+            "output": (out, own(alone_out, mesh, how["dy"])),
+            "grad_input": (grad, own(alone_grad, mesh, how["x"])),
+            "grad_weight": (split.weight.grad.to_local(), own(alone.weight.grad, mesh, how["weight"])),
+        }
+        if bias:
+            results["grad_bias"] = whole(split.bias.grad), alone.bias.grad
+        for name, (got, wanted) in results.items():
+            compare = assert_bitwise_equal if name in exact else assert_close
+            compare(got, wanted.contiguous(), name)
+
+
+def colwise(mesh, config):
+    """Sums of grad_input alone take another order."""
+    exact = ("output", "grad_weight", "grad_bias")
+    splits_on_the_grid(mesh, config, COLWISE, ColwiseParallel(), 512, 160, exact)
+
+
+def rowwise(mesh, config):
+    """Sums of the output alone take another order."""
+    exact = ("grad_input", "grad_weight", "grad_bias")
+    splits_on_the_grid(mesh, config, ROWWISE, RowwiseParallel(), 160, 512, exact)
+
+
+def computes_in_low_precision(mesh, config):
+    """Two layers: each rank runs six products in our operations, and none in another."""
+    model = parallelize_module(block(config), mesh, PLANS)
+    with Watch() as watch:
+        model(tokens().requires_grad_()).sum().backward()
+    ours = watch.ours()
+    assert not HIGH_PRECISION & set(watch.ops), HIGH_PRECISION & set(watch.ops)
+    master = 4 if config.master_weights else 0
+    assert ours.count("master_matmul") == master, ours
+    assert ours.count("matmul") == 6 - master, ours
+    assert ours.count("quantize_both") == 4, ours
+
+
+def sequence_parallel(mesh, config):
+    """Tokens split between the norm and the layers; DTensors or local tensors between them."""
+    tokens_split = Shard(1)
+    for local in (True, False):
+        for prepared in (True, False):
+            model = block(config)
+            colwise = ColwiseParallel(input_layouts=tokens_split, use_local_output=local)
+            plan = {
+                "norm": SequenceParallel(use_local_output=local),
+                # Where the inputs are prepared, the layer finds them gathered.
+                "up": ColwiseParallel(use_local_output=local) if prepared else colwise,
+                "down": RowwiseParallel(output_layouts=tokens_split, use_local_output=local),
+            }
+            parallelize_module(model, mesh, plan)
+            if prepared:
+                prepare = PrepareModuleInput(
+                    input_layouts=(tokens_split,), desired_input_layouts=(Replicate(),), use_local_output=local
+                )
+                model.up = nn.Sequential(nn.Identity(), model.up)
+                parallelize_module(model.up[0], mesh, prepare)
+            expected = block(config)
+            x, dy = tokens(), random_tensor(*TOKENS, WIDTH, seed=2)
+            alone_out, alone_grad = run(expected, x, dy)
+            own_x = own(x, mesh, 1).clone().requires_grad_()
+            inputs = own_x if local else DTensor.from_local(own_x, mesh, [tokens_split])
+            out = model(inputs)
+            out.backward(own(dy, mesh, 1) if local else distribute_tensor(dy, mesh, [tokens_split]))
+            assert_close(out.detach() if local else out.to_local().detach(), own(alone_out, mesh, 1), "output")
+            assert_close(own_x.grad, own(alone_grad, mesh, 1), "grad of x")
+            assert_grads_close(model, expected)
+
+
+def prepares_module_output(mesh, config):
+    model = nn.Sequential(layer(config, 512, 160))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False)})
+    prepare = PrepareModuleOutput(output_layouts=(Shard(-1),), desired_output_layouts=(Replicate(),))
+    parallelize_module(model, mesh, prepare)
+    x = tokens()
+    assert_bitwise_equal(model(x), layer(config, 512, 160)(x))
+
+
+def loss_in_parallel(mesh, config):
+    """Logits stay split by columns, and so does the loss."""
+    head, alone = layer(config, 512, 160), layer(config, 512, 160)
+    parallelize_module(head, mesh, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
+    x, labels = tokens().flatten(0, 1), torch.arange(120)
+    expected = F.cross_entropy(alone(x), labels)
+    expected.backward()
+    with loss_parallel():
+        logits = head(x)
+        assert logits.placements == (Shard(1),)
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()
+    assert_close(loss.detach(), expected.detach(), "loss")
+    # The loss is another computation of the same gradient, which may be rounded to another element.
+    assert relative_error(whole(head.weight.grad), alone.weight.grad) < 1e-2
+
+
+def splits_tokens_alone(mesh, config):
+    """A weight on every rank: each rank brings its tokens, gradients are sums."""
+    alone, model = layer(config, 64, 96), layer(config, 64, 96)
+    x = random_tensor(256, 96, seed=1) / 64
+    dy = random_tensor(256, 64, seed=2)
+    _, alone_grad = run(alone, x, dy)
+    for name, p in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate()])))
+    sharded = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    out = model(sharded)
+    assert out.placements == (Shard(0),)
+    out.backward(distribute_tensor(dy, mesh, [Shard(0)]))
+    assert_bitwise_equal(whole(out.detach()), alone(x).detach(), "output")
+    assert_bitwise_equal(whole(sharded.grad), alone_grad, "grad of x")
+    if mesh.size() == 2:
+        # 128 tokens a rank: blocks along tokens begin where shards do.
+        assert_grads_close(model, alone)
+
+
+def redistributes_what_lies_otherwise(mesh, config):
+    """Whatever the placement of x, it is brought to where the weight needs it."""
+    x = tokens()
+    for style, n, k in ((ColwiseParallel, 512, 160), (RowwiseParallel, 160, 512)):
+        x = random_tensor(*TOKENS, k, seed=1) / 64
+        alone, model = layer(config, n, k), layer(config, n, k)
+        parallelize_module(model, mesh, style())
+        expected, _ = run(alone, x, torch.ones(*TOKENS, n))
+        for placement in (Replicate(), Shard(1), Shard(2)):
+            sharded = distribute_tensor(x, mesh, [placement]).requires_grad_()
+            model.weight.grad = None
+            out = type(model).forward(model, sharded)
+            assert_close(out.detach(), expected, f"output from {placement}")
+            out.redistribute(placements=[Replicate()]).to_local().sum().backward()
+            assert sharded.grad.placements == (placement,) or placement == Replicate()
+            assert_close(model.weight.grad, alone.weight.grad, f"grad_weight from {placement}")
+
+
+def takes_any_tokens(mesh, config):
+    model, expected = parallelize_module(block(config), mesh, PLANS), block(config)
+    for shape in ((0,), (1,), (2, 0, 3), (1, 129)):
+        x, dy = random_tensor(1, *shape, WIDTH, seed=1)[0] / 64, torch.ones(*shape, WIDTH)
+        for m in (model, expected):
+            m.zero_grad()
+        for a, b in zip(run(model, x, dy), run(expected, x, dy)):
+            assert_close(a, b, f"output and grad of x of {shape}")
+        assert_grads_close(model, expected)
+
+
+def leaves_frozen_parts(mesh, config):
+    for frozen in ("up.weight", "down.weight", "up.bias", "down.bias", "x"):
+        model, expected = block(config), block(config)
+        for m in (model, expected):
+            for name, p in m.named_parameters():
+                p.requires_grad_(name != frozen)
+        parallelize_module(model, mesh, PLANS)
+        for m in (model, expected):
+            x = tokens() if frozen == "x" else tokens().requires_grad_()
+            m(x).square().sum().backward()
+        assert frozen == "x" or dict(model.named_parameters())[frozen].grad is None
+        assert_grads_close(model, expected)
+    with torch.no_grad():
+        assert_close(model(tokens()), expected(tokens()), "output without gradients")
+
+
+def holds_quantised_weights(mesh, config):
+    """master_weights=False: shards are slices of the quantised tensor, frozen or not."""
+    quantised = replace(config, master_weights=False)
+    model = parallelize_module(block(quantised), mesh, PLANS)
+    expected = block(quantised)
+    for name, dim in (("up", 0), ("down", 1)):
+        local, alone = getattr(model, name).weight.to_local(), getattr(expected, name).weight
+        assert_bitwise_equal(local.qdata, own(alone.qdata, mesh, dim).contiguous(), f"{name}.qdata")
+        assert_bitwise_equal(local.scale, own(alone.scale, mesh, dim).contiguous(), f"{name}.scale")
+    x, dy = tokens(), random_tensor(*TOKENS, WIDTH)
+    for a, b in zip(run(model, x, dy), run(expected, x, dy)):
+        assert_close(a, b, "output and grad of x")
+    assert_grads_close(model, expected)
+    computes_in_low_precision(mesh, quantised)
+    replicated = distribute_tensor(expected.up.weight.detach(), mesh, [Replicate()]).to_local()
+    assert_bitwise_equal(replicated.qdata, expected.up.weight.qdata)

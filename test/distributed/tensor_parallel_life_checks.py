@@ -1,0 +1,203 @@
+"""Checks of test_tensor_parallel.py on training, refusals, compilation and FSDP2: each runs on every rank of a mesh."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch
+import torch.nn.functional as F
+from helpers import cache_calls, replace
+from tensor_parallel_tools import (
+    CLOSE,
+    HIGH_PRECISION,
+    PLANS,
+    TOKENS,
+    WIDTH,
+    Block,
+    Watch,
+    assert_close,
+    assert_trains_alike,
+    block,
+    layer,
+    raises,
+    run,
+    tokens,
+    train,
+    whole,
+)
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor, conversion_report
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
+
+
+def trains(mesh, config):
+    model, expected = parallelize_module(block(config), mesh, PLANS), block(config)
+    with cache_calls() as calls:
+        assert_trains_alike(model, expected)
+    # Two models of two weights, once a step, in spite of two microbatches.
+    assert calls.quantize == 12, calls.quantize
+    for foreach, fused in ((True, None), (None, True)):
+        # In a list PyTorch takes no DTensors together with plain tensors.
+        sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+        optimizer = torch.optim.AdamW(sharded, lr=1e-3, foreach=foreach, fused=fused)
+        with cache_calls() as calls:
+            train(model, optimizer, steps=2, clip=True)
+        assert calls.quantize == 4, calls.quantize
+
+
+def trains_in_mixed_precision(mesh, config):
+    model, expected = parallelize_module(block(config), mesh, PLANS), block(config)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, wanted = model(tokens()), expected(tokens())
+    assert out.dtype == wanted.dtype and relative_error(out, wanted) < 1e-2
+    low, wanted = parallelize_module(block(config).bfloat16(), mesh, PLANS), block(config).bfloat16()
+    x, dy = tokens().bfloat16(), random_tensor(*TOKENS, WIDTH).bfloat16()
+    for a, b in zip(run(low, x, dy), run(wanted, x, dy)):
+        assert a.dtype == torch.bfloat16 and relative_error(a, b) < 1e-2
+    assert low.up.weight.grad.dtype == torch.bfloat16
+
+
+def checkpoints_activations(mesh, config):
+    results = []
+    for recompute in (False, True):
+        model = parallelize_module(block(config), mesh, PLANS)
+        x = tokens().requires_grad_()
+        out = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
+        out.square().sum().backward()
+        results.append([out.detach(), x.grad, *(whole(p.grad) for p in model.parameters())])
+    for a, b in zip(*results):
+        assert_bitwise_equal(a, b)
+
+
+def saves_high_precision(mesh, config):
+    saved = replace(config, save_activations="high_precision")
+    results = []
+    for c in (config, saved):
+        model = parallelize_module(block(c), mesh, PLANS)
+        model(tokens()).square().sum().backward()
+        results.append([whole(p.grad) for p in model.parameters()])
+    for a, b in zip(*results):
+        assert_bitwise_equal(a, b)
+
+
+def catches_changes_before_backward(mesh, config):
+    model = parallelize_module(block(config), mesh, PLANS)
+    out = model(tokens())
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    with raises(RuntimeError, "modified by an inplace operation"):
+        out.sum().backward()
+
+
+def starts_on_meta(mesh, config):
+    source, expected = parallelize_module(block(config), mesh, PLANS), block(config)
+    with torch.device("meta"):
+        model = Block()
+    quantize_(model, config)
+    parallelize_module(model, mesh, PLANS)
+    model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict())
+    assert isinstance(model.up.weight.to_local(), MasterWeightTensor)
+    assert_close(model(tokens()), expected(tokens()), "output")
+
+
+def is_copied_and_reported(mesh, config):
+    model = parallelize_module(block(config), mesh, PLANS)
+    assert conversion_report(model).totals["converted"] == 2
+    twin = copy.deepcopy(model.up)
+    assert_bitwise_equal(twin(tokens()), model.up(tokens()))
+
+
+def refuses_cut_blocks(mesh, config):
+    """By name, size and remedy, when the layer is parallelised; a plan of one's own, when it first runs."""
+    fmt, ranks = config.weight_format, mesh.size()
+    size, block_size = fmt.block[0] * 5, fmt.block[0]
+    per_rank = -(-size // ranks)
+    for name, style, what, placement in (
+        ("down", RowwiseParallel, "columns", Shard(1)),
+        ("up", ColwiseParallel, "rows", Shard(0)),
+    ):
+        message = (
+            f"{size} {what} over {ranks} ranks give {per_rank}, which cuts a block of {block_size}; "
+            "use 1 or 5 ranks, or exclude the layer"
+        )
+        model = nn.Sequential(nn.ModuleDict({"up": nn.Linear(64, size), "down": nn.Linear(size, 64)}))
+        quantize_(model, config)
+        with raises(ValueError, f"0.{name}: {message}"):
+            parallelize_module(model, mesh, {f"0.{name}": style()})
+        by_hand = nn.Linear(64, size) if what == "rows" else nn.Linear(size, 64)
+        quantize_(by_hand, config)
+        by_hand.weight = nn.Parameter(distribute_tensor(by_hand.weight.detach(), mesh, [placement]))
+        by_hand.bias = None
+        with raises(ValueError, f"linear: {message}"):
+            by_hand(distribute_tensor(torch.ones(4, by_hand.in_features), mesh, [Replicate()]))
+        quantised = nn.Linear(64, size) if what == "rows" else nn.Linear(size, 64)
+        quantize_(quantised, replace(config, master_weights=False))
+        with raises(ValueError, f"[0:{per_rank}] of dim {placement.dim} (size {size}) cuts blocks of {block_size}"):
+            parallelize_module(quantised, mesh, style())
+    ragged = layer(config, block_size * ranks - 1, 64)
+    parallelize_module(ragged, mesh, ColwiseParallel(output_layouts=Replicate()))
+    x = tokens()[..., :64].contiguous()
+    assert_bitwise_equal(ragged(x), layer(config, block_size * ranks - 1, 64)(x), "the last rank has a ragged block")
+
+
+def refuses_what_it_cannot_place(mesh, config):
+    model = parallelize_module(layer(config, 512, 160), mesh, ColwiseParallel())
+    forward = type(model).forward
+    with raises(TypeError, "the weight is a DTensor, x a Tensor; parallelise the layer with ColwiseParallel or Row"):
+        forward(model, tokens())
+    with raises(ValueError, "x [.., K] and weight [N, K] must agree in K, got [4, 96] and [512, 160]"):
+        forward(model, distribute_tensor(torch.ones(4, 96), mesh, [Replicate()]))
+    with raises(NotImplementedError, "would run in high precision"):
+        x = distribute_tensor(tokens(), mesh, [Replicate()])
+        F.linear(x, model.weight)
+
+
+def compiles(mesh, config):
+    """A block compiles to one graph, and the kept copies of its weights outlive it."""
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        model = parallelize_module(block(config), mesh, PLANS)
+        step = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        with cache_calls() as calls:
+            for seed in range(2):
+                step(tokens(seed)).square().sum().backward()
+        assert calls.quantize == 2, calls.quantize
+        results.append([whole(p.grad) for p in model.parameters()])
+    for a, b in zip(*results):
+        assert relative_error(a, b) < CLOSE
+
+
+def shards_in_two_dims(mesh, config):
+    """FSDP2 over what tensor parallelism left to each rank; both dims of a mesh."""
+    model, expected = parallelize_module(block(config), mesh["tp"], PLANS), block(config)
+    fully_shard(model, mesh=mesh["dp"])
+    for name, p in model.named_parameters():
+        assert "norm" in name or p.device_mesh.ndim == 2, name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = tokens()
+        with Watch() as watch:
+            out = model(x)
+            out.square().sum().backward()
+        assert not HIGH_PRECISION & set(watch.ops)
+        wanted = expected(x)
+        wanted.square().sum().backward()
+    assert_close(out.detach(), wanted.detach(), "output")
+    for (name, p), q in zip(model.named_parameters(), expected.parameters()):
+        assert_close(p.grad, q.grad, f"{name}.grad")
+    for m in (model, expected):
+        m.zero_grad()
+    assert_trains_alike(model, expected)

@@ -1,0 +1,75 @@
+"""What test_tensor_parallel.py spawns: ranks that run checks."""
+
+from __future__ import annotations
+
+import datetime
+import traceback
+
+import tensor_parallel_checks as checks
+import tensor_parallel_life_checks as life
+import torch
+import torch.distributed as dist
+from helpers import FP8, FP8_POW2, NVFP4, replace
+
+RANKS = 4
+# The same bits as Triton's interpreter, many times faster.
+CONFIGS = {
+    name: replace(config, backend="reference")
+    for name, config in (("fp8", FP8), ("fp8_pow2", FP8_POW2), ("nvfp4", NVFP4))
+}
+EVERY, BOTH = tuple(CONFIGS), ("fp8", "nvfp4")
+# (check, mesh sizes, configs)
+CHECKS = (
+    (checks.colwise, (2, 4), EVERY),
+    (checks.rowwise, (2, 4), EVERY),
+    (checks.computes_in_low_precision, (2, 4), BOTH),
+    (checks.sequence_parallel, (2, 4), BOTH),
+    (checks.prepares_module_output, (2,), BOTH),
+    (checks.loss_in_parallel, (2, 4), BOTH),
+    (checks.splits_tokens_alone, (2, 4), BOTH),
+    (checks.redistributes_what_lies_otherwise, (2,), BOTH),
+    (checks.takes_any_tokens, (1, 2), BOTH),
+    (checks.leaves_frozen_parts, (2,), BOTH),
+    (life.trains, (2, 4), BOTH),
+    (life.trains_in_mixed_precision, (2,), BOTH),
+    (life.checkpoints_activations, (2,), BOTH),
+    (life.saves_high_precision, (2,), BOTH),
+    (life.catches_changes_before_backward, (2,), BOTH),
+    (checks.holds_quantised_weights, (2, 4), BOTH),
+    (life.starts_on_meta, (2,), BOTH),
+    (life.is_copied_and_reported, (2,), BOTH),
+    (life.refuses_cut_blocks, (2, 4), BOTH),
+    (life.refuses_what_it_cannot_place, (2,), BOTH),
+    (life.compiles, (2,), BOTH),
+    (life.shards_in_two_dims, ((2, 2),), ("fp8", "fp8_pow2", "nvfp4")),
+)
+BY_NAME = {check.__name__: check for check, _, _ in CHECKS}
+CASES = [(check.__name__, size, config) for check, sizes, configs in CHECKS for size in sizes for config in configs]
+
+
+def ranks_of(size: int | tuple[int, int]) -> int:
+    return size if isinstance(size, int) else size[0] * size[1]
+
+
+def run_checks(rank: int, ranks: int, address: str, file: str, chosen) -> None:
+    """Run `chosen` cases on meshes of the first ranks, up to the first that raises; leaves what each raised."""
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timeout)
+    meshes = {size: dist.device_mesh.DeviceMesh("cpu", list(range(size))) for size in (1, 2, 4)}
+    meshes[2, 2] = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    raised: dict = {}
+    for case in chosen:
+        name, size, config = case
+        if rank < ranks_of(size):
+            raised[case] = "did not end"
+            torch.save(raised, file)
+            try:
+                BY_NAME[name](meshes[size], CONFIGS[config])
+            except Exception:
+                raised[case] = traceback.format_exc()
+                torch.save(raised, file)
+                raise
+            raised[case] = None
+            torch.save(raised, file)
+        dist.barrier()
+    dist.destroy_process_group()

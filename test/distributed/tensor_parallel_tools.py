@@ -1,0 +1,152 @@
+"""Models, training loops and comparisons that the checks of test_tensor_parallel.py share; they run on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.quantization import quantize_
+
+from torchao_blockwise.ops.matmul import reference
+from torchao_blockwise.testing import random_tensor, relative_error
+
+# Ragged in every dim that is not split; the split one has a block a rank.
+TOKENS, WIDTH, HIDDEN = (3, 40), 160, 512
+# Another order of the same fp32 sums.
+CLOSE = 2.0**-20
+PLANS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool = True):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=bias)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def block(config, **options) -> Block:
+    torch.manual_seed(0)
+    model = Block(**options)
+    quantize_(model, config)
+    return model
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    return random_tensor(*TOKENS, WIDTH, seed=seed) / 64
+
+
+def layer(config, n: int, k: int, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(n)
+    model = nn.Linear(k, n, bias=bias)
+    quantize_(model, config)
+    return model
+
+
+def own(x: torch.Tensor, mesh, dim: int | None) -> torch.Tensor:
+    """This rank's part of `x`, which all ranks have."""
+    return x if dim is None else x.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+@contextlib.contextmanager
+def products():
+    """Operands of every product, in the order that they are computed: (a, a_scale, a_global, b, b_scale, b_global)."""
+    seen, original = [], reference.matmul
+
+    def matmul(*args):
+        seen.append([None if t is None else t.clone() for t in args[:6]])
+        return original(*args)
+
+    reference.matmul = matmul
+    try:
+        yield seen
+    finally:
+        reference.matmul = original
+
+
+class Watch(TorchDispatchMode):
+    """Names of the operations that run, those on what ranks hold too."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+    def ours(self) -> list[str]:
+        return [name.split("::")[1] for name in self.ops if name.startswith("torchao_blockwise::")]
+
+
+HIGH_PRECISION = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "addbmm", "dot")}
+
+
+def run(model, x, dy):
+    """(output, grad of x) and gradients of parameters in `.grad`; one pass."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.backward(dy)
+    return out.detach(), x.grad
+
+
+def assert_close(actual, expected, what: str) -> None:
+    actual = whole(actual)
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, what
+    error = relative_error(actual, expected)
+    assert error <= CLOSE, f"{what}: relative error {error}"
+
+
+def assert_grads_close(model, expected) -> None:
+    for (name, p), q in zip(model.named_parameters(), expected.parameters()):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            assert_close(p.grad, q.grad, f"{name}.grad")
+
+
+def train(model, optimizer, steps: int = 3, microbatches: int = 2, clip: bool = False) -> list[float]:
+    values = []
+    for step in range(steps):
+        for micro in range(microbatches):
+            loss = model(tokens(10 * step + micro)).square().mean()
+            loss.backward()
+            values.append(loss.item())
+        if clip:
+            norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+            values.append(whole(norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return values
+
+
+def assert_trains_alike(model, expected, **options) -> None:
+    """Both train as far as sums in another order let them."""
+    rate = {"lr": 1e-3, "eps": 1e-3}
+    actual = train(model, torch.optim.AdamW(model.parameters(), **rate), **options)
+    wanted = train(expected, torch.optim.AdamW(expected.parameters(), **rate), **options)
+    assert torch.allclose(torch.tensor(actual), torch.tensor(wanted), rtol=1e-3), f"{actual}, {wanted}"
+
+
+@contextlib.contextmanager
+def raises(kind, message: str):
+    try:
+        yield
+    except kind as e:
+        assert message in str(e), f"{e}\n  does not say\n{message}"
+    else:
+        raise AssertionError(f"nothing raised; expected {kind.__name__}: {message}")

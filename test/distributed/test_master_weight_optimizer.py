@@ -1,0 +1,389 @@
+"""MasterWeightOptimizer in one process: the bits of training, groups, schedulers and scalers, bytes, refusals."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import lr_scheduler
+
+sys.path.append(str(Path(__file__).parent))
+
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+
+from helpers import both_formats, mlp, replace
+from primary_weight_checks import CONFIGS, adamw, assert_holds_masters, batch, net, primary, quantized, train
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
+from torchao_blockwise.distributed import MasterWeightOptimizer
+from torchao_blockwise.tensors import QuantizedTensor
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+every_config = pytest.mark.parametrize("config", (*CONFIGS, "mixed"))
+both = pytest.mark.parametrize("config", ("fp8", "nvfp4"))
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@every_config
+def test_trains_as_high_precision_parameters(config):
+    plain = net(config, master_weights=True)
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), steps=105)
+    model = net(config, master_weights=False)
+    optimizer = adamw(model)
+    assert train(model, optimizer, steps=105) == expected
+    assert {type(p) for p in model.parameters()} <= {nn.Parameter, BlockwiseFP8Tensor, NVFP4Tensor}
+    for name, value in plain.state_dict().items():
+        if name != "frozen.weight":
+            assert_bitwise_equal(optimizer.model_state_dict()[name], value, name)
+
+
+@both
+def test_weights_of_bf16_models_have_fp32_masters(config):
+    """By hand: fp32 master and states, gradients cast to fp32, the weight quantised from the rounded master."""
+    model, values = primary(config, dtype=torch.bfloat16)
+    optimizer = adamw(model)
+    master = nn.Parameter(values["up.weight"].float())
+    by_hand = torch.optim.AdamW([master], lr=1e-2)
+    for step in range(4):
+        x = batch(step).bfloat16()
+        model(x).float().square().mean().backward()
+        assert type(model.up.weight.grad) is torch.Tensor and model.up.weight.grad.dtype == torch.bfloat16
+        master.grad = model.up.weight.grad.float()
+        optimizer.step()
+        optimizer.zero_grad()
+        by_hand.step()
+        assert optimizer.master(model.up.weight).dtype == torch.float32
+        assert_bitwise_equal(optimizer.master(model.up.weight), master.detach())
+        assert model.up.weight.dtype == torch.bfloat16
+        assert torch.equal(model.up.weight, quantized(master.detach(), model.up.weight))
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}),
+    "adam_fused": (torch.optim.Adam, {"lr": 1e-2, "fused": True}),
+    "adam_foreach": (torch.optim.Adam, {"lr": 1e-2, "foreach": True, "amsgrad": True}),
+    "adam_tensor_lr": (torch.optim.Adam, {"lr": torch.tensor(1e-2)}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}),
+}
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_any_optimizer(optimizer_class, options):
+    plain, (model, _) = net("mixed", master_weights=True), primary()
+    expected = train(plain, optimizer_class(plain.parameters(), **options), steps=6)
+    assert train(model, MasterWeightOptimizer(optimizer_class, model, **options), steps=6) == expected
+
+
+@pytest.mark.parametrize("kind", ("adamw", "lbfgs"))
+def test_closures(kind):
+    losses = []
+    for master_weights in (True, False):
+        model, seen = net("fp8", master_weights), []
+        model.idle.requires_grad_(False)
+        optimizer_class, options = {
+            "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+            "lbfgs": (torch.optim.LBFGS, {"lr": 1e-1, "max_iter": 4}),
+        }[kind]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if master_weights:
+            optimizer = optimizer_class(trained, **options)
+        else:
+            optimizer = MasterWeightOptimizer(optimizer_class, model, trained, **options)
+
+        def closure(model=model, optimizer=optimizer, seen=seen):
+            optimizer.zero_grad()
+            loss = model(batch(0)).square().mean()
+            loss.backward()
+            seen.append(loss.item())
+            return loss
+
+        returned = [optimizer.step(closure).item() for _ in range(3)]
+        losses.append((seen, returned))
+    assert losses[0] == losses[1] and len(losses[0][0]) == {"adamw": 3, "lbfgs": 12}[kind]
+
+
+def test_accumulated_gradients():
+    plain, (model, _) = net("mixed", master_weights=True), primary()
+    runs = []
+    for m, optimizer in ((plain, torch.optim.AdamW(plain.parameters(), lr=1e-2)), (model, adamw(model))):
+        losses = []
+        for step in range(4):
+            for micro in range(3):
+                loss = m(batch(3 * step + micro)).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        runs.append(losses)
+    assert runs[0] == runs[1]
+
+
+@both
+def test_gradients_of_quantised_parameters(config):
+    """Plain, high-precision, accumulated in place, seen by hooks; the optimizer keeps none of them."""
+    model, _ = primary(config)
+    weight, fired = model.up.weight, []
+    weight.register_hook(lambda g: fired.append(type(g)))
+    weight.register_post_accumulate_grad_hook(lambda p: fired.append(type(p.grad)))
+    optimizer = adamw(model)
+    model(batch(0)).sum().backward()
+    grad, once = weight.grad, weight.grad.clone()
+    model(batch(0)).sum().backward()
+    assert weight.grad is grad and type(grad) is torch.Tensor and fired == [torch.Tensor] * 4
+    assert_bitwise_equal(grad, 2 * once)
+    optimizer.step()
+    assert weight.grad is grad and optimizer.inner.param_groups[0]["params"][0].grad is None
+    optimizer.zero_grad()
+    assert weight.grad is None
+    if hasattr(weight, "grad_dtype"):
+        bf16, _ = primary(config, dtype=torch.bfloat16)
+        bf16.up.weight.grad_dtype = torch.float32
+        optimizer = adamw(bf16)
+        bf16(batch(0).bfloat16()).sum().backward()
+        assert bf16.up.weight.grad.dtype == torch.float32
+        optimizer.step()
+        assert_holds_masters(optimizer, bf16)
+
+
+def test_no_gradients_change_nothing():
+    model, _ = primary()
+    optimizer = adamw(model)
+    before = copy.deepcopy([model.up.weight, model.mid.weight])
+    optimizer.step()
+    assert torch.equal(before[0], model.up.weight) and torch.equal(before[1], model.mid.weight)
+    assert not optimizer.state
+
+
+def test_changes_between_forward_and_backward_are_seen():
+    model, _ = primary()
+    optimizer, out = adamw(model), model(batch(0)).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+@both_formats
+def test_compiled_models(config):
+    plain = mlp(replace(config, backend="reference"))
+    model = mlp(replace(config, backend="reference", master_weights=False))
+    compiled, x = torch.compile(model, backend="aot_eager", fullgraph=True), torch.randn(8, 64)
+    optimizer, by_hand = adamw(model), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for _ in range(3):
+        for m, o in ((compiled, optimizer), (plain, by_hand)):
+            m(x).square().mean().backward()
+            o.step()
+            o.zero_grad()
+        assert_bitwise_equal(optimizer.master(model[0].weight), plain[0].weight.hp)
+
+
+@pytest.mark.gpu
+@every_config
+def test_trains_on_a_gpu(config):
+    """Backends as AUTO chooses them; one loop over parameters, because a foreach step may round another way."""
+    runs = []
+    for master_weights in (True, False):
+        model = net(config, master_weights).cuda()
+        for p in model.parameters():
+            if isinstance(p, (MasterWeightTensor, QuantizedTensor)):
+                p.config = replace(p.config, backend="auto")
+        options = {"lr": 1e-2, "foreach": False}
+        if master_weights:
+            optimizer = torch.optim.AdamW(model.parameters(), **options)
+        else:
+            optimizer = MasterWeightOptimizer(torch.optim.AdamW, model, **options)
+        losses = []
+        for step in range(20):
+            loss = model(batch(step).cuda()).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(losses)
+    assert runs[0] == runs[1]
+    assert_holds_masters(optimizer, model)
+
+
+# --- groups, schedulers, scalers --------------------------------------------------------------------------------------
+
+
+def groups_of(model):
+    first, second = [model.up.weight, model.up.bias], [model.mid.weight, model.frozen.weight, model.norm.weight]
+    return [{"params": first, "lr": 1e-3}, {"params": []}, {"params": second, "weight_decay": 0.5}]
+
+
+def test_groups_and_one_that_is_added_later():
+    plain, (model, _) = net("mixed", master_weights=True), primary()
+    by_hand = torch.optim.AdamW(groups_of(plain), lr=1e-2)
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, model, groups_of(model), lr=1e-2)
+    runs, values = [], net("mixed", master_weights=True).down.state_dict()
+    for m, o in ((plain, by_hand), (model, optimizer)):
+        losses = train(m, o, 3)
+        # Its values were freed by the first use; a load gives them again.
+        m.down.load_state_dict(values)
+        o.add_param_group({"params": m.down.weight, "lr": 5e-3})
+        runs.append(losses + train(m, o, 3, first=3))
+    assert runs[0] == runs[1]
+    assert [[g["lr"], g["weight_decay"]] for g in optimizer.param_groups] == [
+        [g["lr"], g["weight_decay"]] for g in by_hand.param_groups
+    ]
+    assert optimizer.param_groups[2]["params"] == [model.mid.weight, model.norm.weight], "a frozen weight has no master"
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        optimizer.add_param_group({"params": [model.mid.weight]})
+    model.frozen.weight.requires_grad_(True)
+    with pytest.warns(
+        UserWarning, match="masters of 1 of 1 weights begin with the quantised values: frozen.weight; make"
+    ):
+        optimizer.add_param_group({"params": [model.frozen.weight]})
+    assert_bitwise_equal(optimizer.master(model.frozen.weight), model.frozen.weight.dequantize())
+
+
+def test_named_parameters():
+    model, _ = primary()
+    optimizer = adamw(model, params=model.named_parameters())
+    names = optimizer.param_groups[0]["param_names"]
+    assert (
+        "up.weight" in names and "frozen.weight" not in names and len(names) == len(optimizer.param_groups[0]["params"])
+    )
+    train(model, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["param_names"] == names
+
+
+SCHEDULERS = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
+    "one_cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),
+    "warmup_cosine": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 3), lr_scheduler.CosineAnnealingLR(o, 5)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_schedulers(make):
+    runs = []
+    for master_weights in (True, False):
+        model = net("mixed", master_weights)
+        optimizer = adamw(model) if not master_weights else torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler, seen = make(optimizer), []
+        for step in range(6):
+            seen += train(model, optimizer, 1, first=step)
+            scheduler.step()
+            seen += [optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"], scheduler.get_last_lr()]
+        runs.append(seen)
+    assert runs[0] == runs[1]
+    assert optimizer.inner.param_groups[0]["lr"] != optimizer.param_groups[0]["lr"], "options pass when stepping"
+
+
+def test_grad_scaler():
+    runs = []
+    for master_weights in (True, False):
+        model, seen = net("mixed", master_weights), []
+        optimizer = adamw(model) if not master_weights else torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        for step in range(6):
+            loss = model(batch(step)).square().mean()
+            scaler.scale(loss * (float("inf") if step == 2 else 1)).backward()
+            scaler.unscale_(optimizer)
+            seen += [loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.1).isfinite().item()]
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(scaler.get_scale())
+            optimizer.zero_grad()
+        runs.append(seen)
+    assert runs[0] == runs[1] and runs[0][7] is False
+
+
+def test_hooks_and_state():
+    model, _ = primary()
+    optimizer, called = adamw(model), []
+    optimizer.register_step_pre_hook(lambda *args: called.append("before"))
+    optimizer.register_step_post_hook(lambda *args: called.append("after"))
+    train(model, optimizer, 1)
+    assert called == ["before", "after"]
+    for p in (model.up.weight, model.up.bias):
+        assert optimizer.state[p]["exp_avg"].shape == p.shape and optimizer.state[p]["exp_avg"].dtype == torch.float32
+    assert len(optimizer.state) == len([p for p in model.parameters() if p.requires_grad]) - 2, "idle ones have none"
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+
+
+# --- bytes, refusals --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "weight"), (("fp8", 1 + 4 / 128**2), ("nvfp4", 0.5 + 1 / 16**2)), ids=("fp8", "nvfp4")
+)
+def test_bytes_at_rest(config, weight):
+    model = nn.Linear(512, 512, bias=False)
+    quantize_(model, replace(CONFIGS[config], master_weights=False))
+    optimizer = adamw(model)
+    assert optimizer.bytes_at_rest()["states"] == 0
+    model(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
+    held = optimizer.bytes_at_rest()
+    assert held["weight"] == pytest.approx(weight, abs=1e-4) and held["master"] == 4
+    assert held["states"] == pytest.approx(8, abs=1e-4) and held["total"] == sum(list(held.values())[:3])
+
+
+REFUSALS = {
+    "no class": (
+        lambda m: MasterWeightOptimizer(torch.optim.AdamW(m.parameters()), m),
+        TypeError,
+        "optimizer_class must be an optimizer's class, got AdamW",
+    ),
+    "shard": (lambda m: adamw(m, shard="zero3"), ValueError, "shard must be \"zero1\" or None, got 'zero3'"),
+    "no ranks": (
+        lambda m: adamw(m, shard="zero1"),
+        ValueError,
+        "needs ranks; call torch.distributed.init_process_group",
+    ),
+    "tensor": (lambda m: adamw(m, params=m.up.weight), TypeError, "params must be parameters or groups in a list"),
+    "nothing": (lambda m: adamw(m, params=[]), ValueError, "there are no parameters; pass the model that will train"),
+    "option": (lambda m: adamw(m, betas=(2, 2)), ValueError, "Invalid beta parameter"),
+    "shape": (
+        lambda m: adamw(m).load_state_dict(_other_shape()),
+        ValueError,
+        r"the master of up.weight must have shape \[75, 37\], got \[76, 37\]; load the state of the same model",
+    ),
+    "groups": (
+        lambda m: adamw(m, params=groups_of(m)).load_state_dict(adamw(primary()[0]).state_dict()),
+        ValueError,
+        "different number of parameter groups",
+    ),
+}
+
+
+def _other_shape():
+    other, _ = primary()
+    state = adamw(other).state_dict()
+    state["state"][0]["master"] = torch.zeros(76, 37)
+    return state
+
+
+@pytest.mark.parametrize(("make", "kind", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_refusals(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make(primary()[0])
+
+
+def test_flattening_as_ddp_does_to_sync_names_the_remedy():
+    with pytest.raises(ValueError, match=r"\(DistributedDataParallel: init_sync=False\)"):
+        primary()[0].up.weight.view(-1)
+
+
+def test_blocks_that_are_not_square_are_refused():
+    model = nn.Linear(32, 32)
+    model.weight = nn.Parameter(NVFP4Tensor.from_hp(model.weight.detach(), block_size=(1, 16)))
+    with pytest.raises(ValueError, match="weight has blocks of 1x16; make it with square blocks"):
+        adamw(model)

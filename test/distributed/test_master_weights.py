@@ -1,0 +1,246 @@
+"""Partial cast of sharded masters: the bits of the whole on any ranks, one all-reduce, and errors in place of hangs."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+sys.path.append(str(Path(__file__).parent))
+
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+
+from master_weight_checks import Weights, cases, check_scales, codes, run_checks
+from shard_cases import framed
+
+from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat
+from torchao_blockwise.distributed import (
+    cast_master_weights_to_fp8,
+    cast_master_weights_to_nvfp4,
+)
+from torchao_blockwise.distributed.master_weights import cast_master_weights
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
+
+RANKS = 4
+CASES = cases()
+
+
+@pytest.fixture(scope="module")
+def raised(request, tmp_path_factory) -> list[dict]:
+    """What each rank raised in each selected case: all run in one set of processes."""
+    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    chosen = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
+    folder = tmp_path_factory.mktemp("master_weights")
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    mp.spawn(run_checks, args=(RANKS, port, str(folder), chosen), nprocs=RANKS)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks(case, raised):
+    failures = [f"rank {rank}:\n{results[case]}" for rank, results in enumerate(raised) if results[case]]
+    assert not failures, "\n".join(failures)
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+# AUTO: Triton's interpreter on a CPU, so that these go through the kernels.
+CASTS = {"fp8": cast_master_weights_to_fp8, "nvfp4": cast_master_weights_to_nvfp4, "mixed": cast_master_weights}
+
+
+@pytest.mark.parametrize("kind", CASTS)
+def test_alone(kind):
+    weights = Weights(kind)
+    CASTS[kind](weights.model, [w.flatten() for w in weights.hp], [0] * len(weights.hp))
+    check_scales(weights)
+    for i, (got, want) in enumerate(zip(weights.model, weights.expected())):
+        assert_bitwise_equal(got.qdata, want.qdata, f"payload {i}")
+
+
+def test_parameters_and_their_masters():
+    """Weights that are Parameters, masters that require gradients; tensors keep their identity and memory."""
+    weight = nn.Parameter(BlockwiseFP8Tensor.from_hp(torch.zeros(40, 70, dtype=torch.bfloat16)))
+    master = nn.Parameter(random_tensor(40, 70).flatten())
+    inner = weight.qdata, weight.scale
+    places = [t.data_ptr() for t in inner]
+    cast_master_weights_to_fp8([weight], [master], [0])
+    assert torch.equal(weight, BlockwiseFP8Tensor.from_hp(master.detach().view(40, 70).bfloat16()))
+    assert (weight.qdata, weight.scale) == inner and [t.data_ptr() for t in inner] == places
+    assert master.grad_fn is None and master.requires_grad
+
+
+@pytest.mark.parametrize("quantize", (BlockwiseFP8Tensor.from_hp, NVFP4Tensor.from_hp), ids=("fp8", "nvfp4"))
+def test_a_layer_computes_with_the_new_values(quantize):
+    layer = nn.Linear(48, 32, bias=False)
+    layer.weight = nn.Parameter(quantize(layer.weight.detach()))
+    x, new = torch.randn(8, 48), random_tensor(32, 48)
+    before = layer(x)
+    cast_master_weights([layer.weight], [new.flatten()], [0])
+    fresh = nn.Linear(48, 32, bias=False)
+    fresh.weight = nn.Parameter(quantize(new))
+    assert_bitwise_equal(layer(x), fresh(x))
+    assert not torch.equal(before, layer(x))
+
+
+def test_a_change_between_forward_and_backward_is_seen():
+    layer = nn.Linear(48, 32, bias=False)
+    layer.weight = nn.Parameter(BlockwiseFP8Tensor.from_hp(layer.weight.detach()))
+    weight = layer.weight
+    tensors = weight, weight.qdata, weight.scale
+    versions = [_compat.version_of(t) for t in tensors]
+    out = layer(torch.randn(8, 48, requires_grad=True))
+    cast_master_weights_to_fp8([weight], [None], [None])
+    assert _compat.version_of(weight) > versions[0] and _compat.version_of(weight.scale) > versions[2]
+    assert _compat.version_of(weight.qdata) == versions[1], "nothing of it was written"
+    cast_master_weights_to_fp8([weight], [torch.ones(1536)], [0])
+    assert all(_compat.version_of(t) > version for t, version in zip(tensors, versions))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_weights_made_under_inference_mode():
+    with torch.inference_mode():
+        weight = NVFP4Tensor.from_hp(torch.zeros(16, 16))
+        cast_master_weights_to_nvfp4([weight], [torch.ones(256)], [0])
+        assert weight.dequantize().eq(1).all()
+
+
+def test_shards_alone_leave_freed_payload_alone():
+    """FSDP frees the whole payload between uses."""
+    weight = NVFP4Tensor.from_hp(torch.zeros(33, 51))
+    weight.qdata.untyped_storage().resize_(0)
+    hp = random_tensor(33, 51)
+    shard, check = framed(torch.zeros(33 * 26, dtype=torch.uint8))
+    cast_master_weights_to_nvfp4([weight], [hp.flatten()], [0], None, [shard])
+    check()
+    assert_bitwise_equal(shard.view(33, 26), NVFP4Tensor.from_hp(hp).qdata)
+    unpacked = torch.zeros(33 * 51, dtype=torch.uint8)
+    cast_master_weights_to_nvfp4([weight], [hp.flatten()], [0], None, [unpacked], one_code_a_byte=True)
+    assert_bitwise_equal(unpacked, codes(NVFP4Tensor.from_hp(hp)))
+
+
+def test_nothing_to_do():
+    cast_master_weights_to_fp8([], [], [])
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+FP8, NVFP4 = BlockwiseFP8Tensor.from_hp(torch.zeros(4, 16)), NVFP4Tensor.from_hp(torch.zeros(4, 16))
+FLAT = torch.ones(64)
+WHAT = "cast_master_weights_to_fp8: weight 0 (BlockwiseFP8Tensor, shape [4, 16])"
+
+
+def fp8(master, start=0, weight=FP8, **options):
+    return lambda: cast_master_weights_to_fp8([weight], [master], [start], **options)
+
+
+def nvfp4(master, start, shard, **options):
+    return lambda: cast_master_weights_to_nvfp4([NVFP4], [master], [start], None, [shard], **options)
+
+
+REFUSALS = {
+    "another kind": (
+        fp8(FLAT, weight=NVFP4),
+        TypeError(
+            "cast_master_weights_to_fp8: weight 0 must be a BlockwiseFP8Tensor, got NVFP4Tensor; weights of several "
+            "kinds go through torchao_blockwise.distributed.master_weights.cast_master_weights"
+        ),
+    ),
+    "plain": (
+        lambda: cast_master_weights_to_nvfp4([FLAT.view(4, 16)], [FLAT], [0]),
+        TypeError(
+            "cast_master_weights_to_nvfp4: weight 0 must be a NVFP4Tensor, got Tensor; weights of several "
+            "kinds go through torchao_blockwise.distributed.master_weights.cast_master_weights"
+        ),
+    ),
+    "lists": (
+        lambda: cast_master_weights_to_fp8([FP8], [FLAT], [0, 0]),
+        ValueError("cast_master_weights_to_fp8: all lists must have an entry a weight, got lengths [1, 1, 2]"),
+    ),
+    "twice": (
+        lambda: cast_master_weights([NVFP4, FP8, FP8], [None] * 3, [None] * 3),
+        ValueError("cast_master_weights: weight 2 is the same tensor as weight 1; list a tied weight once"),
+    ),
+    "one-row blocks": (
+        lambda: cast_master_weights_to_nvfp4([NVFP4Tensor.from_hp(FLAT.view(4, 16), block_size=(1, 16))], [FLAT], [0]),
+        ValueError(
+            "cast_master_weights_to_nvfp4: weight 0 (NVFP4Tensor, shape [4, 16]) has blocks of 1x16; make it with "
+            "square blocks"
+        ),
+    ),
+    "a view": (
+        fp8(FLAT, weight=BlockwiseFP8Tensor.from_hp(torch.zeros(16, 4)).t()),
+        ValueError(f"{WHAT} is a view that is not contiguous; pass the weight that it is a view of"),
+    ),
+    "start without master": (
+        fp8(None, 5),
+        ValueError(f"{WHAT} has no master and start offset 5; give both or neither"),
+    ),
+    "master without start": (
+        fp8(FLAT, None),
+        ValueError(f"{WHAT} has a master and start offset None; give both or neither"),
+    ),
+    "master dtype": (
+        fp8(FLAT.double()),
+        TypeError(f"{WHAT} needs a master of bfloat16, float16 or float32, got torch.float64; cast it first"),
+    ),
+    "master shape": (
+        fp8(FLAT.view(4, 16)),
+        ValueError(f"{WHAT} needs a flat, contiguous master, got shape [4, 16] with strides [16, 1]; flatten it"),
+    ),
+    "master device": (
+        fp8(FLAT.to("meta")),
+        ValueError(f"{WHAT} is on cpu, its master on meta; move the master there"),
+    ),
+    "weight device": (
+        lambda: cast_master_weights_to_fp8([FP8, FP8.to("meta")], [None] * 2, [None] * 2),
+        ValueError(
+            "cast_master_weights_to_fp8: weight 1 (BlockwiseFP8Tensor, shape [4, 16]) is on meta, the first one on "
+            "cpu; make a call a device"
+        ),
+    ),
+    "outside": (
+        fp8(FLAT, 1),
+        ValueError(f"{WHAT} has 64 elements, its master claims [1, 65)"),
+    ),
+    "shard": (
+        fp8(FLAT[:5], 3, group=None, fsdp_shard_model_weights=[torch.zeros(4, dtype=torch.uint8)]),
+        ValueError(
+            f"{WHAT} needs a flat shard of 5 bytes on cpu for elements [3, 8), got torch.uint8 of shape [4] on cpu"
+        ),
+    ),
+    "no shard": (
+        nvfp4(FLAT[:6], 3, None),
+        ValueError(
+            "cast_master_weights_to_nvfp4: weight 0 (NVFP4Tensor, shape [4, 16]) needs a flat shard of 4 bytes on cpu "
+            "for elements [3, 9), got none"
+        ),
+    ),
+    "codes": (
+        nvfp4(FLAT[:6], 3, torch.zeros(4, dtype=torch.uint8), one_code_a_byte=True),
+        ValueError(
+            "cast_master_weights_to_nvfp4: weight 0 (NVFP4Tensor, shape [4, 16]) needs a flat shard of 6 bytes on cpu "
+            "for elements [3, 9), got torch.uint8 of shape [4] on cpu"
+        ),
+    ),
+    "strided shard": (
+        fp8(FLAT[:5], 3, group=None, fsdp_shard_model_weights=[torch.zeros(10, dtype=torch.uint8)[::2]]),
+        ValueError(f"{WHAT} needs a contiguous shard, got strides [2]"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "expected"), REFUSALS.values(), ids=REFUSALS)
+def test_refuses(call, expected):
+    with pytest.raises(type(expected)) as error:
+        call()
+    assert str(error.value) == str(expected)

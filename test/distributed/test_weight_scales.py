@@ -1,0 +1,208 @@
+"""Scales of sharded weights: which part a rank holds, when gathers are refused, and errors where ranks disagree."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.append(str(Path(__file__).parent))
+
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+
+from fsdp_models import CONFIGS, adamw, batch, blocks, masters_of, quantized, shard, train
+from fsdp_run import go_wrong, spawn
+from helpers import FP8, NVFP4, mlp, weight
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, _compat
+from torchao_blockwise.distributed import sync_weight_scales
+from torchao_blockwise.tensors import fsdp
+from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def layout(shape, dim=0, rank=0, ranks=1, config=FP8) -> ShardLayout:
+    return ShardLayout("w", shape, torch.float32, dim, rank, ranks, config)
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4, 7))
+@pytest.mark.parametrize("rows", (0, 1, 2, 5, 6, 7, 128, 300))
+def test_a_rank_holds_what_torch_chunk_gives_it(rows, ranks):
+    whole = torch.arange(rows * 3).view(rows, 3)
+    chunks = torch.chunk(whole, ranks)
+    for rank in range(ranks):
+        part = layout((rows, 3), rank=rank, ranks=ranks)
+        expected = chunks[rank] if rank < len(chunks) else whole[:0]
+        assert part.local_shape == tuple(expected.shape)
+        assert torch.equal(whole[part.start : part.start + part.local_shape[0]], expected)
+        assert part.padded_shape == (-(-rows // ranks), 3)
+
+
+def test_payload_shapes():
+    """4-bit codes travel two a byte where FSDP2 takes them: even rows."""
+    assert layout((256, 33), ranks=2).payload_shape == (128, 33)
+    assert layout((255, 33), ranks=2).payload_shape == (128, 33)
+    assert layout((256, 33), ranks=2, config=NVFP4).payload_shape == (128, 17)
+    assert layout((255, 33), ranks=2, config=NVFP4).payload_shape == (128, 33)
+    assert layout((256, 32), dim=1, ranks=2, config=NVFP4).payload_shape == (256, 16)
+    assert layout((8, 40, 33), ranks=4, config=NVFP4).payload_shape == (2, 40, 17)
+
+
+# --- gathers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_gather_without_scales_is_refused():
+    master = MasterWeightTensor(weight(40, 24), FP8)
+    with pytest.raises(RuntimeError, match=r"gathers a weight of Linear\(.*have no scales .* call torchao_blockwise"):
+        master.fsdp_pre_all_gather(None, None, None, nn.Linear(24, 40), None)
+
+
+def test_a_gather_of_changed_values_is_refused(mesh):
+    model = shard(blocks(CONFIGS["fp8"]), mesh)
+    sync_weight_scales(model)
+    local = masters_of(model)["0.up.weight"]._local_tensor
+    local.fsdp_pre_all_gather(None, None, None, model[0].up, None)
+    with torch.no_grad():
+        local.mul_(2)
+    with pytest.raises(RuntimeError, match=r"gathers 0\.up\.weight, whose values changed after their scales"):
+        local.fsdp_pre_all_gather(None, None, None, model[0].up, None)
+
+
+def test_a_copy_to_another_device_is_gathered_as_its_source():
+    master = MasterWeightTensor(weight(40, 24), FP8)
+    shard_of = WeightShard(layout((40, 24)), torch.zeros(40, 24, dtype=torch.uint8))
+    fsdp.set_shard(master.hp, shard_of)
+    copy = master.to("cpu", copy=True)
+    (payload,), _ = copy.fsdp_pre_all_gather(None, None, None, None, None)
+    assert payload is shard_of.payload
+    with torch.no_grad():
+        copy.mul_(2)
+    for other in (copy, master.to(torch.bfloat16), master.clone()):
+        with pytest.raises(RuntimeError, match="sync_weight_scales"):
+            other.fsdp_pre_all_gather(None, None, None, None, None)
+    with torch.no_grad():
+        master.mul_(2)
+    with pytest.raises(RuntimeError, match="sync_weight_scales"):
+        master.to("cpu", copy=True).fsdp_pre_all_gather(None, None, None, None, None)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_scales_and_payload_follow_the_values(mesh, config):
+    model = shard(blocks(config), mesh)
+    for factor in (1, 3):
+        with torch.no_grad():
+            for p in masters_of(model).values():
+                p.mul_(factor)
+        sync_weight_scales(model)
+        for p in masters_of(model).values():
+            (payload,), of_shard = p._local_tensor.fsdp_pre_all_gather(None, None, None, None, None)
+            expected = quantized(p._local_tensor.hp, config)
+            assert_bitwise_equal(payload, expected.qdata.view(torch.uint8))
+            assert_bitwise_equal(of_shard.scale, expected.scale)
+            if expected.global_scale is not None:
+                assert_bitwise_equal(of_shard.global_scale, expected.global_scale)
+
+
+def test_experts_are_split_by_the_expert():
+    """Leading dims hold matrices with blocks of their own: none straddles ranks."""
+    part = layout((6, 40, 24), rank=1, ranks=4)
+    assert (part.start, part.local_shape, part.padded_shape) == (2, (2, 40, 24), (2, 40, 24))
+
+
+def test_a_model_without_shards_has_nothing_to_do():
+    sync_weight_scales(mlp(FP8))
+
+
+def test_a_change_of_dtype_is_laid_out_anew(mesh):
+    """FSDP2 settles on a dtype at the first forward pass."""
+    model = shard(blocks(CONFIGS["fp8"]), mesh)
+    sync_weight_scales(model)
+    model.to(torch.bfloat16)
+    assert model(batch(dtype=torch.bfloat16)).dtype == torch.bfloat16
+    model[0].unshard()
+    assert model[0].up.weight.dtype == torch.bfloat16
+    sync_weight_scales(model)
+
+
+def test_the_state_is_not_saved_with_the_weight(mesh, tmp_path):
+    model = shard(blocks(CONFIGS["fp8"]), mesh)
+    train(model, adamw(model), steps=1)
+    local = masters_of(model)["0.up.weight"]._local_tensor
+    torch.save(local, tmp_path / "w.pt")
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert type(loaded) is MasterWeightTensor and set(vars(loaded)) == {"hp", "config"}
+    assert (tmp_path / "w.pt").stat().st_size < 2 * local.hp.nbytes
+
+
+def test_fsdp2_still_has_what_is_watched():
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    watched = FSDPState._root_pre_forward, FSDPState._root_post_backward_final_callback, FSDPModule.unshard
+    assert all(f.__wrapped__.__module__.startswith("torch.distributed.fsdp") for f in watched)
+    assert all(f.__globals__ is vars(_compat) for f in watched)
+
+
+@pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+def test_a_quantised_weight_as_strided_is_itself_or_refused(config):
+    """What FSDP2 asks of a gathered tensor; other strides would cut blocks."""
+    x = (BlockwiseFP8Tensor if config is FP8 else NVFP4Tensor).from_hp(weight(40, 24))
+    same = torch.as_strided(x, (40, 24), (24, 1), 0)
+    assert type(same) is type(x) and torch.equal(same, x)
+    assert same.qdata.untyped_storage().data_ptr() == x.qdata.untyped_storage().data_ptr()
+    for size, stride, offset in (((20, 24), (24, 1), 0), ((40, 24), (1, 40), 0), ((40, 24), (24, 1), 24)):
+        with pytest.raises(NotImplementedError, match="as_strided: only with the tensor's own size"):
+            torch.as_strided(x, size, stride, offset)
+
+
+# --- ranks that disagree ----------------------------------------------------------------------------------------------
+
+TIMEOUT = 6.0
+_DIFFER = r"ValueError: sync_weight_scales: ranks differ; rank 0 has {}.*, rank 1 has {}.*; make the same model"
+_NO_WORD = rf"RuntimeError: sync_weight_scales: no word from rank 1 in {TIMEOUT:.0f} s; it failed, or its model"
+# What each rank says.
+WRONG = {
+    "other_config": [_DIFFER.format("0.up.weight", "0.up.weight.*power_of_2_scales=True")] * 2,
+    "other_shape": [_DIFFER.format(r"0.up.weight \[150, 48\]", r"0.up.weight \[151, 48\]")] * 2,
+    "fewer_weights": [_DIFFER.format("1.up.weight", "1.down.weight")] * 2,
+    "fails_early": [_NO_WORD + " has none of these: 0.up.weight", "FloatingPointError"],
+    "fails_later": [
+        "RuntimeError: sync_weight_scales: rank 0 could not reduce the amaxes of 4 weights, 0.up.weight the first, "
+        r"with ranks \[0, 1\]; one of them failed",
+        "FloatingPointError",
+    ],
+    "no_weights": [_NO_WORD, "Error"],
+}
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    return spawn(go_wrong, 2, tmp_path_factory.mktemp("wrong"), TIMEOUT)
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_errors_name_the_rank_and_the_weight_in_time(what, left):
+    for of_rank, pattern in zip(left, WRONG[what]):
+        message, seconds = of_rank[what]
+        assert re.search(pattern, message, re.DOTALL), message
+        assert seconds < 3 * TIMEOUT

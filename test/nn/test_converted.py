@@ -1,0 +1,109 @@
+"""The class of a converted layer: the layer's own in all but its forward pass."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from helpers import FP8, NVFP4, every_recipe, mlp, replace
+from torch import fx, nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise.nn.converted import ConvertedLinear
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+X = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+
+
+class Named(nn.Linear):
+    """A user's class that leaves the forward pass as it is."""
+
+    def __init__(self, width: int, tag: str):
+        super().__init__(width, width)
+        self.tag = tag
+
+    def extra_repr(self) -> str:
+        return f"tag={self.tag}"
+
+
+class Doubling(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def converted(layer, config=FP8):
+    quantize_(layer, config)
+    return layer
+
+
+@every_recipe
+@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantised"))
+def test_the_layer_is_what_it_was_to_others(config, master_weights):
+    plain = nn.Linear(64, 64)
+    layer = converted(copy.deepcopy(plain), replace(config, master_weights=master_weights))
+    assert isinstance(layer, ConvertedLinear) and isinstance(layer, nn.Linear)
+    assert (type(layer).__name__, type(layer).__module__) == ("Linear", "torch.nn.modules.linear")
+    assert repr(layer) == repr(plain) and list(layer.state_dict()) == list(plain.state_dict())
+    assert_bitwise_equal(layer(input=X), layer(X))
+    assert type(fx.symbolic_trace(nn.Sequential(layer)).get_submodule("0")) is type(layer)
+
+
+def test_layers_that_are_not_converted_keep_their_class():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(model, FP8, filter_fn=lambda m, name: name == "0")
+    assert type(model[1]) is nn.Linear and isinstance(model[0], ConvertedLinear) and model[0].fqn == "0"
+
+
+def test_one_class_for_all_layers_of_a_kind_and_no_more_of_them_in_a_second_conversion():
+    model = mlp(FP8)
+    kind = type(model[0])
+    assert type(model[2]) is kind
+    quantize_(model, NVFP4)
+    assert type(model[0]) is kind and type(mlp(FP8)[0]) is kind
+
+
+def test_subclasses():
+    layer = converted(Named(64, "mine"))
+    assert isinstance(layer, Named) and repr(layer) == "Named(tag=mine)" and layer.tag == "mine"
+    by_hand = Doubling(64, 64)
+    with pytest.raises(ValueError, match=r"overrides nn\.Linear\.forward"):
+        quantize_(by_hand, FP8)
+    assert type(by_hand) is Doubling
+
+
+def test_a_layer_with_its_own_forward_that_shares_the_weight_keeps_it():
+    model = nn.Sequential(nn.Linear(64, 64), Doubling(64, 64))
+    model[1].weight, model[1].bias = model[0].weight, model[0].bias
+    quantize_(model, FP8, filter_fn=lambda m, name: name == "0")
+    assert type(model[1]) is Doubling and model[1].weight is model[0].weight
+    assert_bitwise_equal(model[1](X), 2 * model[0](X))
+
+
+@pytest.mark.parametrize("make", (lambda: nn.Linear(64, 64), lambda: Named(64, "mine")), ids=("linear", "subclass"))
+def test_copies_and_pickles(make):
+    layer = converted(make())
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    copies = (
+        copy.deepcopy(layer),
+        copy.copy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        torch.load(file, weights_only=False),
+    )
+    for twin in copies:
+        assert type(twin) is type(layer) and isinstance(twin.weight, MasterWeightTensor)
+        assert vars(twin).keys() == vars(layer).keys()
+        assert_bitwise_equal(twin(X), layer(X))
+
+
+def test_a_class_that_another_wrapper_derives_keeps_its_own_way_to_pickle():
+    layer = converted(nn.Linear(64, 64))
+    layer.__class__ = type("Wrapped", (type(layer),), {})
+    with pytest.raises((pickle.PicklingError, AttributeError), match="Wrapped"):
+        pickle.dumps(layer)

@@ -1,0 +1,374 @@
+"""NormLinear: the bits of the norm and the linear by hand, every shape and dtype, memory, compile, fallbacks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FP8, FP8_POW2, NVFP4, linear_by_hand, replace
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8Tensor, NormLinear, ops
+from torchao_blockwise.nn import norm_linear
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+kinds = pytest.mark.parametrize("kind", ("rms", "layer"))
+recipes = pytest.mark.parametrize("config", (FP8, FP8_POW2), ids=("fp8", "fp8_pow2"))
+EPS = 1e-5
+
+
+def layer_of(config, kind="rms", n=130, k=64, dtype=torch.float32, bias=True, device="cpu") -> NormLinear:
+    torch.manual_seed(0)
+    layer = NormLinear(k, n, norm=kind, eps=EPS, bias=bias, dtype=dtype, device=device)
+    with torch.no_grad():
+        for p in layer.norm.parameters():
+            p.copy_(1 + torch.randn(p.shape) / 8)
+    if config is not None:
+        quantize_(layer, config)
+    return layer
+
+
+def tokens(*shape, dtype=torch.float32, seed=3, device="cpu"):
+    return random_tensor(1, *shape, dtype=dtype, seed=seed, device=device)[0] / 64
+
+
+def results(layer, x, dy=None, run=None, dynamic=False):
+    """{name: tensor} of output and gradients of one pass."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    out = (layer if run is None else run)(x)
+    out.backward(torch.ones_like(out) if dy is None else dy)
+    return {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+
+
+def by_hand(layer, x, dy, config, dtype=None):
+    """The operations that the layer promises, one after the other."""
+    norm, linear = layer.norm, layer.linear
+    kind, norm_bias = ("rms", None) if isinstance(norm, nn.RMSNorm) else ("layer", norm.bias)
+    x2d = x.reshape(-1, x.shape[-1])
+    statistics = ops.norm_statistics(x2d, kind, EPS)
+    y = ops.normalize(x2d, statistics, norm.weight, norm_bias, dtype=dtype).view(x.shape)
+    out, dy_of_y, grad_weight, grad_bias = linear_by_hand(y, linear.weight.hp, linear.bias, dy, config)
+    needs = [True, norm.weight is not None, norm_bias is not None]
+    grads = norm_linear.norm_backward(
+        dy_of_y.reshape(x2d.shape), x2d, *statistics, norm.weight, norm_bias, needs
+    )  # fmt: skip
+    named = {"out": out, "x": grads[0].view(x.shape), "norm.weight": grads[1], "norm.bias": grads[2]}
+    named |= {"linear.weight": grad_weight, "linear.bias": grad_bias}
+    return {name: t.detach() for name, t in named.items() if t is not None}
+
+
+def assert_same(got, expected) -> None:
+    assert got.keys() == expected.keys()
+    for name, t in got.items():
+        assert_bitwise_equal(t, expected[name], name)
+
+
+@recipes
+@kinds
+@pytest.mark.parametrize("bias", (True, False), ids=("bias", "no_bias"))
+@pytest.mark.parametrize(
+    "shape",
+    [(64,), (5, 64), (2, 3, 64), (0, 64), (2, 0, 64), (300, 64), (129, 200), (33, 65)],
+    ids=lambda s: "x".join(map(str, s)),
+)
+def test_results_are_the_composed_operations(shape, bias, kind, config, device):
+    layer = layer_of(config, kind, k=shape[-1], bias=bias, device=device)
+    x, dy = tokens(*shape, device=device), tokens(*shape[:-1], 130, seed=7, device=device)
+    assert_same(results(layer, x, dy), by_hand(layer, x, dy, config))
+
+
+@kinds
+@pytest.mark.parametrize("weights", (torch.float32, torch.bfloat16), ids=lambda d: f"weights_{str(d)[6:]}")
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=lambda d: str(d)[6:])
+def test_dtypes(dtype, weights, kind):
+    layer, x = layer_of(FP8, kind, 40, 72, weights), tokens(9, 72, dtype=dtype)
+    dy = tokens(9, 40, dtype=dtype, seed=7)
+    got = results(layer, x, dy)
+    assert got["out"].dtype == got["x"].dtype == dtype
+    assert_same(got, by_hand(layer, x, dy, FP8))
+
+
+@kinds
+@pytest.mark.parametrize("x_dtype", (torch.float32, torch.bfloat16), ids=lambda d: str(d)[6:])
+def test_autocast_rounds_what_the_norm_gives(x_dtype, kind):
+    layer, x, dy = (
+        layer_of(FP8, kind, 40, 72),
+        tokens(9, 72, dtype=x_dtype),
+        tokens(9, 40, dtype=torch.bfloat16, seed=7),
+    )
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x)
+
+    got = results(layer, x, dy, run)
+    assert got["out"].dtype == torch.bfloat16 and got["x"].dtype == x_dtype
+    assert_same(got, by_hand(layer, x, dy, FP8, torch.bfloat16))
+
+
+@kinds
+def test_the_output_is_that_of_the_modules(kind):
+    """PyTorch's norm and the converted linear: the same but where the norms round differently."""
+    layer, x = layer_of(FP8, kind), tokens(300, 64)
+    expected = layer.linear(layer.norm(x))
+    assert relative_error(layer(x), expected) < 2e-2
+    # Against high precision both are as good.
+    plain = F.linear(layer.norm(x), layer.linear.weight.hp, layer.linear.bias)
+    assert relative_error(layer(x), plain) <= 1.02 * relative_error(expected, plain)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=lambda d: str(d)[6:])
+def test_the_gradient_of_the_norm_is_pytorchs(dtype, kind, device):
+    """norm_backward against autograd through F.rms_norm and F.layer_norm in fp64."""
+    x, dy = tokens(33, 96, dtype=dtype, device=device), tokens(33, 96, dtype=dtype, seed=7, device=device)
+    weight, bias = (tokens(1, 96, dtype=dtype, seed=s, device=device)[0] for s in (1, 2))
+    statistics = ops.norm_statistics(x, kind, EPS)
+    got = norm_linear.norm_backward(
+        dy, x, *statistics, weight, bias if kind == "layer" else None, [True, True, kind == "layer"]
+    )
+    leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
+    if kind == "rms":
+        F.rms_norm(leaves[0], (96,), leaves[1], EPS).backward(dy.double())
+    else:
+        F.layer_norm(leaves[0], (96,), leaves[1], leaves[2], EPS).backward(dy.double())
+    for g, leaf, like in zip(got, leaves, (x, weight, bias)):
+        assert (g is None) == (leaf.grad is None)
+        if g is not None:
+            assert g.dtype == like.dtype and relative_error(g, leaf.grad) < 2 * torch.finfo(dtype).eps
+
+
+VARIANTS = {
+    "cached": {"columnwise": "cached"},
+    "high_precision": {"save_activations": "high_precision"},
+    "reference": {"backend": "reference"},
+}
+
+
+@kinds
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_options_do_not_change_bits(variant, kind):
+    x = tokens(130, 64)
+    assert_same(results(layer_of(replace(FP8, **variant), kind), x), results(layer_of(FP8, kind), x))
+
+
+def test_out_dtype():
+    layer = layer_of(replace(FP8, out_dtype=torch.bfloat16))
+    assert results(layer, tokens(9, 64))["out"].dtype == torch.bfloat16
+
+
+@kinds
+@pytest.mark.parametrize("needs", ("x", "norm.weight", "linear.weight", "linear.bias", "none"))
+def test_only_the_gradients_that_are_needed(needs, kind):
+    layer, x, dy = layer_of(FP8, kind, 40, 72), tokens(9, 72), tokens(9, 40, seed=7)
+    expected = by_hand(layer, x, dy, FP8)
+    parts = {"x": x, **dict(layer.named_parameters())}
+    for name, t in parts.items():
+        t.requires_grad_(name == needs)
+    out = layer(x)
+    assert_bitwise_equal(out.detach(), expected["out"])
+    assert out.requires_grad == (needs != "none")
+    if needs != "none":
+        out.backward(dy)
+    for name, t in parts.items():
+        assert (t.grad is not None) == (name == needs)
+        if name == needs:
+            assert_bitwise_equal(t.grad, expected[name], name)
+
+
+@pytest.mark.parametrize("requires_grad", (True, False), ids=("trained", "frozen"))
+def test_a_quantised_parameter_trains_like_a_master_weight(requires_grad):
+    layer, x = layer_of(FP8), tokens(33, 64)
+    expected = results(layer, x)
+    hp = layer.linear.weight.hp
+    layer.linear.weight = nn.Parameter(BlockwiseFP8Tensor.from_hp(hp, config=FP8), requires_grad=requires_grad)
+    got = results(layer, x)
+    for name, t in expected.items():
+        if name == "linear.weight" and not requires_grad:
+            assert got[name] is None
+        else:
+            assert_bitwise_equal(got[name], t, name)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def saved_tensors(run):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = run()
+    del out
+    return list({id(t): t for t in saved}.values())
+
+
+def plain_bytes(saved, *known) -> int:
+    """Bytes of what was saved beside the tensors that live anyway."""
+    known = {t.data_ptr() for t in known}
+    plain = [t for t in saved if type(t) is torch.Tensor and t.data_ptr() not in known]
+    return sum(t.nbytes for t in {t.data_ptr(): t for t in plain}.values())
+
+
+@kinds
+def test_saved_are_x_the_statistics_and_one_byte_an_element(kind):
+    t, k = 300, 384
+    layer = layer_of(FP8, kind, 256, k, torch.bfloat16, bias=False)
+    x = torch.randn(t, k, dtype=torch.bfloat16, requires_grad=True)
+    saved = saved_tensors(lambda: layer(x))
+    assert any(s.data_ptr() == x.data_ptr() for s in saved if type(s) is torch.Tensor)
+    statistics = 4 * t * (2 if kind == "layer" else 1)
+    known = [x, *layer.norm.parameters()]
+    assert plain_bytes(saved, *known) == FP8.activation_format.nbytes(k, t) + statistics
+    high = layer_of(replace(FP8, save_activations="high_precision"), kind, 256, k, torch.bfloat16, bias=False)
+    assert plain_bytes(saved_tensors(lambda: high(x)), x, *high.norm.parameters()) == statistics
+    frozen = layer.requires_grad_(False)
+    assert plain_bytes(saved_tensors(lambda: frozen(x)), *known) == statistics
+
+
+def test_nothing_is_saved_without_gradients():
+    layer, x = layer_of(FP8).requires_grad_(False), tokens(9, 64)
+    assert saved_tensors(lambda: layer(x)) == []
+
+
+# --- checkpointing, compilation ---------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("use_reentrant", (False, True), ids=("non_reentrant", "reentrant"))
+def test_activation_checkpointing(use_reentrant, kind):
+    layer, x = layer_of(FP8, kind), tokens(130, 64)
+    got = results(layer, x, run=lambda x: checkpoint(layer, x, use_reentrant=use_reentrant))
+    assert_same(got, results(layer, x))
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@kinds
+@pytest.mark.parametrize("autocast", (False, True), ids=("plain", "autocast"))
+def test_compiles_to_one_graph_with_the_same_bits(kind, autocast):
+    layer, counter = layer_of(FP8, kind), CompileCounterWithBackend("aot_eager")
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return layer(x).float()
+
+    compiled = torch.compile(run, backend=counter, fullgraph=True)
+    for count in (300, 517, 1024):
+        x = tokens(count, 64)
+        assert_same(results(layer, x, run=compiled, dynamic=True), results(layer, x, run=run))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@kinds
+def test_inductor(kind):
+    layer, x = layer_of(FP8, kind), tokens(300, 64)
+    got, expected = results(layer, x, run=torch.compile(layer, fullgraph=True)), results(layer, x)
+    assert_bitwise_equal(got["out"], expected["out"])
+    for name, t in got.items():
+        # Sums in another order.
+        assert relative_error(t, expected[name]) < 1e-5, name
+
+
+# --- made of modules --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", (None, NVFP4), ids=("high_precision", "nvfp4"))
+@kinds
+def test_unfused_it_is_the_modules(kind, config):
+    layer, x = layer_of(config, kind), tokens(130, 64)
+    assert_same(results(layer, x), results(layer, x, run=lambda x: layer.linear(layer.norm(x))))
+
+
+@pytest.mark.parametrize("norm", (nn.RMSNorm(64), nn.RMSNorm(64, eps=1e-3), nn.LayerNorm(64, bias=False),
+                                  nn.LayerNorm(64, elementwise_affine=False), nn.RMSNorm(64, elementwise_affine=False)),
+                         ids=("rms", "rms_eps", "layer_no_bias", "layer_bare", "rms_bare"))  # fmt: skip
+def test_made_of_modules(norm):
+    linear = nn.Linear(64, 96)
+    layer = NormLinear.from_modules(norm, linear)
+    assert layer.norm is norm and layer.linear is linear
+    names = [f"norm.{name}" for name, _ in norm.named_parameters()]
+    assert list(layer.state_dict()) == [*names, "linear.weight", "linear.bias"]
+    x = tokens(33, 64)
+    with torch.no_grad():
+        plain = layer(x)
+        assert torch.equal(plain, linear(norm(x)))
+    quantize_(layer, FP8)
+    assert 0 < relative_error(layer(x), plain) < 0.1
+    assert relative_error(layer(x), linear(norm(x))) < 2e-2
+    layer(x).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_state_dicts_move_between_converted_and_plain_layers():
+    converted, plain = layer_of(FP8), layer_of(None)
+    state = converted.state_dict()
+    assert all(type(t) is torch.Tensor for t in state.values())
+    plain.load_state_dict(state)
+    converted.load_state_dict(plain.state_dict())
+    assert list(state) == ["norm.weight", "linear.weight", "linear.bias"]
+
+
+ERRORS = {
+    "norm": (lambda: NormLinear(8, 8, norm="batch"), ValueError, "norm must be 'rms' or 'layer', got 'batch'"),
+    "module": (
+        lambda: NormLinear.from_modules(nn.GroupNorm(2, 8), nn.Linear(8, 8)),
+        TypeError,
+        "made of an nn.RMSNorm or nn.LayerNorm and an nn.Linear, got GroupNorm and Linear",
+    ),
+    "features": (
+        lambda: NormLinear.from_modules(nn.RMSNorm(9), nn.Linear(8, 8)),
+        ValueError,
+        r"over in_features=8, got normalized_shape=\(9,\)",
+    ),
+    "two_dims": (
+        lambda: NormLinear.from_modules(nn.LayerNorm((4, 8)), nn.Linear(8, 8)),
+        ValueError,
+        r"over in_features=8, got normalized_shape=\(4, 8\)",
+    ),
+    "x": (lambda: layer_of(FP8)(torch.ones(3, 65)), ValueError, "must agree in K"),
+    "dtype": (lambda: layer_of(FP8)(torch.ones(3, 64).double()), TypeError, "bfloat16, float16 or float32"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
+def test_wrong_use(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_gradients_of_gradients_raise():
+    layer, x = layer_of(FP8), tokens(9, 64).requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"NormLinear: backward through backward \(create_graph=True\)"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+def test_shapes_alone_on_meta():
+    with torch.device("meta"):
+        layer, x = NormLinear(64, 96), torch.empty(9, 64)
+    quantize_(layer, FP8)
+    got = results(layer, x)
+    assert got["out"].shape == (9, 96) and got["x"].shape == (9, 64) and got["x"].device.type == "meta"
+
+
+@pytest.mark.gpu
+@kinds
+def test_on_a_gpu_the_gradient_of_the_norm_is_the_modules(kind):
+    layer = layer_of(FP8, kind, 384, 512, torch.bfloat16, device="cuda")
+    x, dy = tokens(320, 512, dtype=torch.bfloat16, device="cuda"), tokens(320, 384, dtype=torch.bfloat16, device="cuda")
+    got, expected = results(layer, x, dy), results(layer, x, dy, run=lambda x: layer.linear(layer.norm(x)))
+    for name, t in got.items():
+        assert relative_error(t, expected[name]) < 2e-2, name

@@ -1,0 +1,152 @@
+"""Primary weights: quantised Parameters, whose masters an optimizer alone has, and what ranks exchange of them.
+
+    masters of my range ─ cast ─▶ my payload entries ─ one all-gather of bytes ─▶ whole payloads, merged at the edges
+
+ZeRO-1's split: the weights of a call lie one after the other in one flat range of elements, which the ranks divide
+evenly, wherever that cuts weights, rows, blocks or bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from torchao_blockwise import ops
+from torchao_blockwise.distributed.master_weights import ALONE, cast_master_weights
+from torchao_blockwise.tensors import QuantizedTensor
+
+
+@dataclass(eq=False)
+class PrimaryWeight:
+    """A quantised Parameter and the fp32 master of the elements that this rank steps.
+
+    master: [.., N, K] where this rank has all of it, else flat [edges[rank + 1] - edges[rank]].
+    edges: rank r has the elements [edges[r], edges[r + 1]) of the flat weight; (0, numel) without a split.
+    """
+
+    name: str
+    weight: QuantizedTensor
+    master: torch.Tensor
+    edges: tuple[int, ...]
+    rank: int
+
+    @property
+    def is_split(self) -> bool:
+        return self.master.dim() == 1
+
+    @property
+    def range(self) -> slice:
+        return slice(self.edges[self.rank], self.edges[self.rank + 1])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Elements that each rank has."""
+        return [end - start for start, end in itertools.pairwise(self.edges)]
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """What the master covers of a tensor in the weight's shape; a view where that is contiguous."""
+        return whole.reshape(-1)[self.range] if self.is_split else whole
+
+    def set_master(self, values: torch.Tensor) -> None:
+        """Take over values in the weight's shape."""
+        self.master.copy_(self.part(values))
+
+
+def flat_edges(sizes: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+    """Where each rank begins in tensors of `sizes` elements laid end to end and divided evenly, and each one's end."""
+    chunk = -(-sum(sizes) // ranks)
+    begins = itertools.accumulate(sizes, initial=0)
+    return [
+        (*(min(max(rank * chunk - begin, 0), size) for rank in range(ranks)), size)
+        for begin, size in zip(begins, sizes)
+    ]
+
+
+@torch.no_grad()
+def write_weights(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup | None) -> None:
+    """Quantise the masters into the weights, bit for bit what quantising them whole gives; a collective where split.
+
+    group: ranks that split the masters, or None. One all-reduce of amaxes and one all-gather of payload a device.
+    """
+    for device in dict.fromkeys(w.weight.device for w in weights):
+        here = [w for w in weights if w.weight.device == device]
+        masters = [w.master.detach().view(-1) for w in here]
+        starts = [w.range.start for w in here]
+        if group is None:
+            cast_master_weights([w.weight for w in here], masters, starts, ALONE)
+        else:
+            _cast_and_gather(here, masters, starts, group)
+
+
+def _cast_and_gather(weights: Sequence[PrimaryWeight], masters, starts, group) -> None:
+    device = weights[0].weight.device
+    # Bytes of each weight's payload that each rank sends.
+    entries = [
+        [ops.shard_entries(start, n, w.weight.shape[-1], w.weight.fmt)[1] for start, n in zip(w.edges, w.lengths)]
+        for w in weights
+    ]
+    begins = [list(itertools.accumulate(of_rank, initial=0)) for of_rank in zip(*entries)]
+    chunk = max(of_rank[-1] for of_rank in begins)
+    received = torch.empty(len(begins), chunk, dtype=torch.uint8, device=device)
+
+    def piece(buffer: torch.Tensor, i: int, rank: int) -> torch.Tensor:
+        return buffer[begins[rank][i] : begins[rank][i + 1]]
+
+    sent = torch.zeros(chunk, dtype=torch.uint8, device=device)
+    mine = [piece(sent, i, w.rank) for i, w in enumerate(weights)]
+    cast_master_weights([w.weight for w in weights], masters, starts, group, mine)
+    _all_gather(received.view(-1), sent, group=group)
+    for fmt in dict.fromkeys(w.weight.fmt for w in weights):
+        of_format = [(i, w) for i, w in enumerate(weights) if w.weight.fmt is fmt]
+        owners = [[rank for rank, n in enumerate(w.lengths) if n] for _, w in of_format]
+        ops.merge_shards_(
+            [w.weight.qdata for _, w in of_format],
+            [[piece(received[rank], i, rank) for rank in ranks] for (i, _), ranks in zip(of_format, owners)],
+            [[w.edges[rank] for rank in ranks] for (_, w), ranks in zip(of_format, owners)],
+            [[w.lengths[rank] for rank in ranks] for (_, w), ranks in zip(of_format, owners)],
+            [w.weight.shape[-1] for _, w in of_format],
+            fmt,
+        )
+
+
+def gather_parts(weight: PrimaryWeight, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The whole tensor [.., N, K] of which each rank has the part of its master; a collective where split."""
+    if not weight.is_split:
+        return part
+    lengths = weight.lengths
+    sent = part.new_zeros(max(lengths))
+    sent[: part.numel()] = part
+    received = part.new_empty(len(lengths), sent.numel())
+    _all_gather(received.view(-1), sent, group=group)
+    return torch.cat([r[:n] for r, n in zip(received, lengths)]).view(weight.weight.shape)
+
+
+def _all_gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    # The newer name, since torch 2.13, where the other one warns.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, mine, group=group)
+
+
+@torch.no_grad()
+def send_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give every rank of `group` the values of its first rank, bit for bit."""
+    for x in tensors:
+        for plain in _plain_tensors(x.detach()):
+            if plain.numel():
+                # As bytes: gloo knows no fp8.
+                dense = plain.contiguous()
+                dist.broadcast(dense.view(-1).view(torch.uint8), group=group, group_src=0)
+                if dense is not plain:
+                    plain.copy_(dense)
+
+
+def _plain_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    if not hasattr(x, "__tensor_flatten__"):
+        yield x
+        return
+    for name in x.__tensor_flatten__()[0]:
+        yield from _plain_tensors(getattr(x, name))

@@ -1,0 +1,174 @@
+"""A norm and the linear layer behind it, as one layer: what the norm gives is quantised in the pass that computes it.
+
+    forward    x → statistics [T]; x → y = norm(x), never in memory: rowwise (· wᵀ = output), and columnwise, saved
+    backward   dy → rowwise (· w = gradient of y → PyTorch's backward of the norm), columnwise (· columnwise y)
+
+What is saved: x, the statistics and one byte an element of y.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.nn import fused
+from torchao_blockwise.nn.linear import _check as check_linear
+from torchao_blockwise.nn.linear import config_of
+from torchao_blockwise.nn.weight_product import weight_product
+
+aten = torch.ops.aten
+_KINDS = {nn.RMSNorm: "rms", nn.LayerNorm: "layer"}
+
+
+class NormLinear(nn.Module):
+    """linear(norm(x)): an `nn.RMSNorm` or `nn.LayerNorm`, then an `nn.Linear`, fused where the linear trains in FP8.
+
+    norm: what to normalise by, "rms" or "layer". eps, bias, device, dtype: as in the modules; RMSNorm and the linear
+        share `bias` of the linear alone, a LayerNorm has a bias of its own.
+
+    x: [.., in_features] bf16 | f16 | f32 -> [.., out_features]; any number of tokens, 0 included.
+    The modules stay what they are, children named `norm` and `linear`, and so do their names in state dicts
+    (`norm.weight`, `linear.weight`, ..): `quantize_` converts the linear as any other. Until it does, in NVFP4, and
+    where a parameter is a shard (FSDP2 on a child, tensor parallel), the layer runs one module after the other. Fused,
+    it runs neither: hooks belong on the NormLinear itself.
+
+    The output is that of the two modules bit for bit, given the statistics: y is computed in fp32 and rounded once, to
+    the dtype of x or autocast's. Gradients are the composed ones; that of the norm is PyTorch's own.
+    Raises ValueError for another norm, TypeError for another dtype.
+    Source: DeepSeek-V3 report (arXiv 2412.19437), §3.2.3 and §3.3.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        norm: str = "rms",
+        eps: float | None = None,
+        bias: bool = False,
+        device=None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        if norm == "rms":
+            self.norm: nn.Module = nn.RMSNorm(in_features, eps=eps, **made)
+        elif norm == "layer":
+            self.norm = nn.LayerNorm(in_features, **({} if eps is None else {"eps": eps}), **made)
+        else:
+            raise ValueError(f"NormLinear: norm must be 'rms' or 'layer', got {norm!r}")
+        self.linear = nn.Linear(in_features, out_features, bias=bias, **made)
+
+    @classmethod
+    def from_modules(cls, norm: nn.RMSNorm | nn.LayerNorm, linear: nn.Linear) -> NormLinear:
+        """The layer made of these very modules, converted or not; nothing is copied.
+
+        Raises TypeError for modules of other kinds, ValueError unless the norm is over the linear's in_features.
+        """
+        if type(norm) not in _KINDS or not isinstance(linear, nn.Linear):
+            got = f"{type(norm).__name__} and {type(linear).__name__}"
+            raise TypeError(f"NormLinear: it is made of an nn.RMSNorm or nn.LayerNorm and an nn.Linear, got {got}")
+        if tuple(norm.normalized_shape) != (linear.in_features,):
+            raise ValueError(
+                f"NormLinear: the norm must be over in_features={linear.in_features}, "
+                f"got normalized_shape={tuple(norm.normalized_shape)}"
+            )
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self.norm, self.linear = norm, linear
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm, linear = self.norm, self.linear
+        norm_bias = getattr(norm, "bias", None)
+        if not (fused.is_fp8_weight(linear.weight) and fused.are_plain(x, norm.weight, norm_bias, linear.bias)):
+            return linear(norm(x))
+        # What PyTorch takes for an RMSNorm without one.
+        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+        with _compat.no_torch_function():
+            check_linear(x, linear.weight, linear.bias)
+            return _NormLinear.apply(
+                x, norm.weight, norm_bias, linear.weight, linear.bias, _KINDS[type(norm)], eps, fused.compute_dtype(x)
+            )
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, kind, eps, dtype):
+        config = config_of(weight)
+        options = fused.options_of(config)
+        x2d = x.reshape(-1, x.shape[-1])
+        needs_norm, needs_weight = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
+        save_quantized = needs_weight and config.saves_quantized_activations
+        statistics = ops.norm_statistics(x2d, kind, eps, backend=options["backend"])
+        rowwise, columnwise = fused.quantized(
+            ops.norm_quantize, x2d, config.activation_format, statistics, norm_weight, norm_bias,
+            rowwise=True, columnwise=save_quantized, dtype=dtype, **options,
+        )  # fmt: skip
+        out_dtype = config.out_dtype or dtype
+        out = weight_product(rowwise, weight, config, columnwise=False, out_dtype=out_dtype, bias=bias)
+        needs_x = needs_norm or (needs_weight and not save_quantized)
+        saved = (x2d, *statistics, norm_weight, norm_bias) if needs_x else (None,) * 5
+        ctx.save_for_backward(weight, *saved, *fused.fields(columnwise))
+        ctx.config, ctx.save_quantized, ctx.dtype, ctx.x_shape = config, save_quantized, dtype, x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return fused.as_shape_of(out, x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        fused.refuse_second_order("NormLinear")
+        config = ctx.config
+        weight, x, mean, rstd, norm_weight, norm_bias, *columnwise = ctx.saved_tensors
+        *needs, needs_weight, needs_bias = ctx.needs_input_grad[:5]
+        fmt, options = config.activation_format, fused.options_of(config)
+        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        grads, grad_weight, grad_bias = [None] * 3, None, None
+        dy_rowwise, dy_columnwise = fused.quantized(
+            ops.quantize, dy, fmt, rowwise=any(needs), columnwise=needs_weight, **options
+        )
+        if needs_weight:
+            if ctx.save_quantized:
+                y_columnwise = ops.operand(fmt, *columnwise)
+            else:
+                _, y_columnwise = fused.quantized(
+                    ops.norm_quantize, x, fmt, ops.NormStatistics(mean, rstd), norm_weight, norm_bias,
+                    rowwise=False, columnwise=True, dtype=ctx.dtype, **options,
+                )  # fmt: skip
+            grad_weight = fused.grad_weight(dy_columnwise, y_columnwise, weight, config)
+        if any(needs):
+            grad_y = fused.grad_input(dy_rowwise, weight, config, ctx.dtype)
+            grads = norm_backward(grad_y, x, mean, rstd, norm_weight, norm_bias, needs)
+            grads[0] = None if grads[0] is None else grads[0].view(ctx.x_shape)
+        if needs_bias:
+            grad_bias = fused.grad_bias(dy, ctx.bias_dtype)
+        return *grads, grad_weight, grad_bias, None, None, None
+
+
+def norm_backward(dy, x, mean, rstd, weight, bias, needs: list[bool]) -> list[torch.Tensor | None]:
+    """Gradients of x, weight and bias of a norm over the rows of `x` [T, K], those that are needed; the others None.
+
+    By PyTorch's own kernels. They take tensors of one dtype, on a CPU of fp32 with fp32 statistics, so all is fp32
+    where dtypes differ; RMSNorm has a backward kernel on GPUs alone.
+    """
+    inputs = [dy, x, weight, bias]
+    if not (x.is_cuda and all(t is None or t.dtype == x.dtype for t in inputs)):
+        inputs = [None if t is None else t.float() for t in inputs]
+    dy32, x32, weight32, bias32 = inputs
+    shape = [x.shape[-1]]
+    if mean is not None:
+        statistics = mean[:, None], rstd[:, None]
+        grads = aten.native_layer_norm_backward(dy32, x32, shape, *statistics, weight32, bias32, list(needs))
+    elif x.is_cuda:
+        grads = aten._fused_rms_norm_backward(dy32, x32, shape, rstd[:, None], weight32, list(needs[:2]))
+    else:
+        grads = _rms_norm_backward(dy32, x32, rstd[:, None], weight32)
+    like = (x, weight, bias)
+    return [g.to(t.dtype) if need else None for g, t, need in zip((*grads, None), like, needs)]
+
+
+def _rms_norm_backward(dy, x, rstd, weight):
+    normalized = x * rstd
+    grad = dy if weight is None else dy * weight
+    grad_x = rstd * (grad - normalized * (grad * normalized).mean(-1, keepdim=True))
+    return grad_x, (dy * normalized).sum(0)

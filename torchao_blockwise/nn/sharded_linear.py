@@ -1,0 +1,195 @@
+"""The linear layer on shards: what tensor parallelism makes of a layer whose weight is a DTensor.
+
+    weight split by rows (colwise)      x whole            · own rows     = own columns of the output
+    weight split by columns (rowwise)   own columns of x   · own columns  = a summand of the output
+    weight on every rank                own tokens or all  · whole        = own tokens or all of the output
+
+Every rank runs the layer on what it holds, so all three GEMMs are the ones of one device. DTensor itself would take
+`F.linear` apart into products that know nothing of blocks. Blocks lie where they lie on one device: a shard that would
+cut one is refused, and a scale of a whole tensor (NVFP4) comes from its largest value on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torchao_blockwise import _compat
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+
+
+class AmaxGroups(NamedTuple):
+    """The process groups over which each tensor is split, as `amax_over` takes them."""
+
+    x: str = ""
+    weight: str = ""
+    grad_output: str = ""
+
+
+WHOLE = AmaxGroups()
+
+
+def sharded_linear(linear: Callable, x, weight, bias=None) -> torch.Tensor:
+    """`linear(x, weight, bias, like, amax_groups)` of one device, run on each rank's part of DTensors.
+
+    x: DTensor [.., K]; gathered or split where the weight needs it. weight: DTensor [N, K] around a
+        `MasterWeightTensor` or a quantised tensor, split by rows or columns or not at all. bias: DTensor [N] or None.
+    Returns a DTensor [.., N]: split by columns where the weight is by rows, a sum that is yet to be reduced where it is
+    by columns, else split as x is. Gradients come split as the weight and the bias are; that of a weight on every rank
+    is yet to be summed where tokens are split.
+    Raises TypeError for operands that are not all DTensors, ValueError for placements or shards that cut blocks.
+    """
+    from torch.distributed.tensor import DTensor
+
+    _check(x, weight, bias)
+    mesh = weight.device_mesh
+    plan = [_Plan.of(*placements, x.dim()) for placements in zip(x.placements, weight.placements)]
+    wanted = [step.x for step in plan]
+    if tuple(wanted) != tuple(x.placements):
+        x = x.redistribute(placements=wanted)
+    local_weight = _LocalWeight.apply(weight, [step.grad_weight for step in plan])
+    if bias is not None:
+        wanted = [step.bias for step in plan]
+        bias = bias if tuple(wanted) == tuple(bias.placements) else bias.redistribute(placements=wanted)
+        bias = bias.to_local(grad_placements=tuple(step.grad_bias for step in plan))
+        summands = [rank for rank, step in zip(mesh.get_coordinate(), plan) if step.output.is_partial()]
+        # Of the summands only the first brings the bias.
+        bias = _Summand.apply(bias, not any(summands)) if summands else bias
+    shape = torch.Size([*x.shape[:-1], weight.shape[0]])
+    local_x = x.to_local(grad_placements=tuple(step.grad_x for step in plan))
+    # The compiler knows the config of a weight that is given to it, not of one that comes out of a function.
+    out = linear(local_x, local_weight, bias, _compat.local_of(weight), _amax_groups(weight, plan))
+    placements = [step.output for step in plan]
+    return DTensor.from_local(out, mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
+
+
+def why_shards_cut_blocks(weight) -> str | None:
+    """Which blocks the shards of `weight`, a DTensor [N, K], cut, with the remedy, or None if they cut none."""
+    block = _format_of(_compat.local_of(weight)).block
+    for dim, what in enumerate(("rows", "columns")):
+        size, ranks = weight.shape[dim], 1
+        for i, placement in enumerate(weight.placements):
+            ranks *= weight.device_mesh.size(i) if placement.is_shard(dim) else 1
+        if not _fits(size, ranks, block[dim]):
+            fitting = [str(n) for n in range(1, size // block[dim] + 1) if _fits(size, n, block[dim])] or ["1"]
+            return (
+                f"{size} {what} over {ranks} ranks give {_per_rank(size, ranks)}, which cuts a block of {block[dim]}; "
+                f"use {' or '.join(fitting)} ranks, or exclude the layer (filter_fn)"
+            )
+    return None
+
+
+def _per_rank(size: int, ranks: int) -> int:
+    return (size + ranks - 1) // ranks
+
+
+def _fits(size: int, ranks: int, block: int) -> bool:
+    return ranks == 1 or _per_rank(size, ranks) % block == 0
+
+
+def _format_of(weight: MasterWeightTensor | QuantizedTensor):
+    return weight.config.weight_format if isinstance(weight, MasterWeightTensor) else weight.fmt
+
+
+def _check(x, weight, bias) -> None:
+    from torch.distributed.tensor import DTensor
+
+    local = _compat.local_of(weight) if isinstance(weight, DTensor) else weight
+    if not isinstance(local, (MasterWeightTensor, QuantizedTensor)):
+        raise TypeError(
+            f"linear: weight must be a MasterWeightTensor or a quantised tensor, got {type(local).__name__}; "
+            "wrap or quantise it, or call torch.nn.functional.linear"
+        )
+    for name, operand in (("x", x), ("bias", bias)):
+        if operand is not None and not isinstance(operand, DTensor):
+            raise TypeError(
+                f"linear: the weight is a DTensor, {name} a {type(operand).__name__}; parallelise the layer with "
+                "ColwiseParallel or RowwiseParallel, or make it a DTensor with DTensor.from_local"
+            )
+    if x.device_mesh != weight.device_mesh:
+        raise ValueError(f"linear: x is on {x.device_mesh}, weight on {weight.device_mesh}; redistribute x")
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        got = f"{list(x.shape)} and {list(weight.shape)}"
+        raise ValueError(f"linear: x [.., K] and weight [N, K] must agree in K, got {got}")
+    reason = why_shards_cut_blocks(weight)
+    if reason is not None:
+        raise ValueError(f"linear: {reason}")
+
+
+class _Plan(NamedTuple):
+    """What one dim of the mesh holds of each tensor, as DTensor placements."""
+
+    x: Any
+    output: Any
+    bias: Any
+    grad_x: Any
+    grad_weight: Any
+    grad_bias: Any
+
+    @classmethod
+    def of(cls, x, weight, ndim: int) -> _Plan:
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        whole, columns = Replicate(), Shard(ndim - 1)
+        if weight == Shard(0):
+            return cls(whole, columns, Shard(0), Partial(), weight, Shard(0))
+        if weight == Shard(1):
+            return cls(columns, Partial(), whole, columns, weight, whole)
+        if weight != whole:
+            raise ValueError(f"linear: a weight must be placed as Shard(0), Shard(1) or Replicate(), got {weight}")
+        if type(x) is Shard and x != columns:
+            return cls(x, x, whole, x, Partial(), Partial())
+        return cls(whole, whole, whole, whole, whole, whole)
+
+
+def _amax_groups(weight, plan: list[_Plan]) -> AmaxGroups:
+    if not _format_of(_compat.local_of(weight)).has_global_scale:
+        return WHOLE
+
+    def groups(placements):
+        return ",".join(weight.device_mesh.get_group(i).group_name for i, p in enumerate(placements) if p.is_shard())
+
+    return AmaxGroups(groups([p.x for p in plan]), groups(weight.placements), groups([p.output for p in plan]))
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+class _LocalWeight(torch.autograd.Function):
+    """The local part of a weight. `DTensor.to_local` makes a view, whose quantised copy nobody would find again."""
+
+    @staticmethod
+    def forward(ctx, weight, grad_placements):
+        # Saved for the check alone that nothing changes it before backward.
+        ctx.save_for_backward(weight)
+        ctx.grad_placements = grad_placements
+        return _compat.local_of(weight).detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        from torch.distributed.tensor import DTensor
+
+        (weight,) = ctx.saved_tensors
+        return DTensor.from_local(
+            grad,
+            weight.device_mesh,
+            ctx.grad_placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=_strides(weight.shape),
+        ), None
+
+
+class _Summand(torch.autograd.Function):
+    """The bias on the one rank that brings it to a sum, zeros on the others; its gradient is the same on all."""
+
+    @staticmethod
+    def forward(ctx, bias, brings_it: bool):
+        return bias.clone() if brings_it else torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None

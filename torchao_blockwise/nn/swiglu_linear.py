@@ -1,0 +1,219 @@
+"""SwiGLU and the linear layer behind it, and the whole SwiGLU MLP: activations are quantised as they are computed.
+
+swiglu_linear   gate, up → h = silu(gate) · up, never in memory: rowwise (· wᵀ = output), and columnwise, saved
+SwiGLUMLP       x → gate_up → h → down; backward computes the gradient of gate_up and quantises it in the one pass,
+                and its two GEMMs take it from there
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.nn import fused
+from torchao_blockwise.nn.linear import _check as check_linear
+from torchao_blockwise.nn.linear import config_of
+from torchao_blockwise.nn.weight_product import weight_product
+
+
+def swiglu_linear(
+    gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(silu(gate) · up) @ weight.T + bias; the product is quantised in the pass that computes it.
+
+    gate, up: [.., H] bf16 | f16 | f32, of one shape and dtype, any strides: halves of one projection will do.
+    weight: [N, H]. bias: [N] or None. Returns [.., N], as `linear` does.
+    With a weight that trains in blockwise FP8, h = silu(gate) · up is computed in fp32 and rounded once to the dtype of
+    gate, or autocast's, to which gate and up are cast first; saved are gate, up and one byte an element of h. Another
+    weight, in NVFP4 or plain, runs F.linear(F.silu(gate) * up, ..).
+    Raises TypeError for dtypes, ValueError for shapes.
+    Source: GLU Variants Improve Transformer (arXiv 2002.05202); DeepSeek-V3 report (arXiv 2412.19437), §3.2.3.
+    """
+    if not (fused.is_fp8_weight(weight) and fused.are_plain(gate, up, bias)):
+        return F.linear(F.silu(gate) * up, weight, bias)
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        got = f"{gate.dtype} {list(gate.shape)} and {up.dtype} {list(up.shape)}"
+        raise ValueError(f"swiglu_linear: gate and up must agree in shape and dtype, got {got}")
+    with _compat.no_torch_function():
+        dtype = fused.compute_dtype(gate)
+        gate, up = gate.to(dtype), up.to(dtype)
+        check_linear(gate, weight, bias)
+        return _SwiGLULinear.apply(gate, up, weight, bias)
+
+
+class SwiGLUMLP(nn.Module):
+    """down(silu(gate) · up) with (gate | up) = gate_up(x): the MLP of Llama and DeepSeek with one merged projection.
+
+    gate_up: `nn.Linear(dim, 2 · hidden)`, whose first `hidden` rows are the gate's. down: `nn.Linear(hidden, dim)`.
+    x: [.., dim] bf16 | f16 | f32 -> [.., dim]. State dict names: `gate_up.weight`, `down.weight` (and biases).
+    Where both linears train in blockwise FP8 and gate_up has no bias, the MLP is one autograd function: every operand
+    is quantised in the pass that computes it, forward and backward. Saved are FP8 copies of x and h and gate_up(x).
+    Else it runs gate_up, then `swiglu_linear`. Hooks belong on the SwiGLUMLP itself.
+    Raises ValueError or TypeError as `linear` does.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, bias: bool = False, device=None, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.gate_up = nn.Linear(dim, 2 * hidden, bias=bias, device=device, dtype=dtype)
+        self.down = nn.Linear(hidden, dim, bias=bias, device=device, dtype=dtype)
+
+    @classmethod
+    def from_modules(cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> SwiGLUMLP:
+        """The MLP with the values of three linears, not converted yet; gate and up are copied into one.
+
+        Raises ValueError unless their features fit, TypeError for a converted gate or up.
+        """
+        if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
+            raise ValueError(f"SwiGLUMLP: gate and up must agree in features and bias, got {gate} and {up}")
+        if down.in_features != gate.out_features:
+            raise ValueError(f"SwiGLUMLP: down must take {gate.out_features} features, got {down}")
+        parameters = [p for m in (gate, up) for p in m.parameters(recurse=False)]
+        if not fused.are_plain(*parameters):
+            kinds = sorted({type(p).__name__ for p in parameters})
+            raise TypeError(f"SwiGLUMLP: gate and up must hold plain Parameters, got {kinds}; convert the SwiGLUMLP")
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        made = {"device": gate.weight.device, "dtype": gate.weight.dtype}
+        self.gate_up = nn.Linear(gate.in_features, 2 * gate.out_features, bias=gate.bias is not None, **made)
+        self.down = down
+        with torch.no_grad():
+            for name, merged in self.gate_up.named_parameters():
+                merged.copy_(torch.cat((getattr(gate, name), getattr(up, name))))
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up, down = self.gate_up, self.down
+        converted = fused.is_fp8_weight(gate_up.weight) and fused.is_fp8_weight(down.weight)
+        if not converted or gate_up.bias is not None or not fused.are_plain(x, down.bias):
+            gate, up = gate_up(x).chunk(2, -1)
+            return swiglu_linear(gate, up, down.weight, down.bias)
+        with _compat.no_torch_function():
+            x = x.to(fused.compute_dtype(x))
+            check_linear(x, gate_up.weight, None)
+            return _SwiGLUMLP.apply(x, gate_up.weight, down.weight, down.bias)
+
+
+class _SwiGLULinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, weight, bias):
+        config = config_of(weight)
+        needs_inputs, needs_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
+        save_quantized = needs_weight and config.saves_quantized_activations
+        gate2d, up2d = (t.reshape(-1, t.shape[-1]) for t in (gate, up))
+        rowwise, columnwise = fused.quantized(
+            ops.swiglu_quantize, gate2d, up2d, config.activation_format,
+            rowwise=True, columnwise=save_quantized, **fused.options_of(config),
+        )  # fmt: skip
+        out_dtype = config.out_dtype or gate.dtype
+        out = weight_product(rowwise, weight, config, columnwise=False, out_dtype=out_dtype, bias=bias)
+        needs_both = needs_inputs or (needs_weight and not save_quantized)
+        saved = (gate2d, up2d) if needs_both else (None, None)
+        ctx.save_for_backward(weight, *saved, *fused.fields(columnwise))
+        ctx.config, ctx.save_quantized, ctx.shape = config, save_quantized, gate.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return fused.as_shape_of(out, gate)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        fused.refuse_second_order("swiglu_linear")
+        config = ctx.config
+        weight, gate, up, *columnwise = ctx.saved_tensors
+        needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
+        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        dgate = dup = grad_weight = grad_bias = None
+        dy_rowwise, dy_columnwise = fused.quantized(
+            ops.quantize, dy, config.activation_format,
+            rowwise=needs_gate or needs_up, columnwise=needs_weight, **fused.options_of(config),
+        )  # fmt: skip
+        if needs_weight:
+            h_columnwise = _h_columnwise(config, columnwise if ctx.save_quantized else None, gate, up)
+            grad_weight = fused.grad_weight(dy_columnwise, h_columnwise, weight, config)
+        if needs_gate or needs_up:
+            dh = fused.grad_input(dy_rowwise, weight, config, gate.dtype)
+            gradients = ops.swiglu_backward(dh, gate, up, backend=ops.casting_backend(config.backend))
+            dgate, dup = (
+                g.view(ctx.shape) if need else None for g, need in zip(gradients, (needs_gate, needs_up))
+            )  # fmt: skip
+        if needs_bias:
+            grad_bias = fused.grad_bias(dy, ctx.bias_dtype)
+        return dgate, dup, grad_weight, grad_bias
+
+
+class _SwiGLUMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate_up_weight, down_weight, down_bias):
+        inner, outer = config_of(gate_up_weight), config_of(down_weight)
+        needs_x, needs_gate_up, needs_down, _ = ctx.needs_input_grad
+        save_x = needs_gate_up and inner.saves_quantized_activations
+        save_h = needs_down and outer.saves_quantized_activations
+        x2d = x.reshape(-1, x.shape[-1])
+        x_rowwise, x_columnwise = fused.quantized(
+            ops.quantize, x2d, inner.activation_format, rowwise=True, columnwise=save_x, **fused.options_of(inner)
+        )
+        gate_up = weight_product(
+            x_rowwise, gate_up_weight, inner, columnwise=False, out_dtype=inner.out_dtype or x.dtype
+        )
+        h_rowwise, h_columnwise = fused.quantized(
+            ops.swiglu_quantize, *gate_up.chunk(2, 1), outer.activation_format,
+            rowwise=True, columnwise=save_h, **fused.options_of(outer),
+        )  # fmt: skip
+        out_dtype = outer.out_dtype or x.dtype
+        out = weight_product(h_rowwise, down_weight, outer, columnwise=False, out_dtype=out_dtype, bias=down_bias)
+        ctx.save_for_backward(
+            gate_up_weight,
+            down_weight,
+            x2d if needs_gate_up and not save_x else None,
+            gate_up if needs_x or needs_gate_up or (needs_down and not save_h) else None,
+            *fused.fields(x_columnwise),
+            *fused.fields(h_columnwise),
+        )
+        ctx.save_x, ctx.save_h, ctx.x_shape, ctx.x_dtype = save_x, save_h, x.shape, x.dtype
+        ctx.bias_dtype = None if down_bias is None else down_bias.dtype
+        return fused.as_shape_of(out, x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        fused.refuse_second_order("SwiGLUMLP")
+        gate_up_weight, down_weight, x, gate_up, *copies = ctx.saved_tensors
+        inner, outer = config_of(gate_up_weight), config_of(down_weight)
+        needs_x, needs_gate_up, needs_down, needs_bias = ctx.needs_input_grad
+        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_x = grad_gate_up = grad_down = grad_bias = None
+        gate, up = (None, None) if gate_up is None else gate_up.chunk(2, 1)
+        dy_rowwise, dy_columnwise = fused.quantized(
+            ops.quantize, dy, outer.activation_format,
+            rowwise=needs_x or needs_gate_up, columnwise=needs_down, **fused.options_of(outer),
+        )  # fmt: skip
+        if needs_down:
+            h_columnwise = _h_columnwise(outer, copies[3:] if ctx.save_h else None, gate, up)
+            grad_down = fused.grad_weight(dy_columnwise, h_columnwise, down_weight, outer)
+        if needs_x or needs_gate_up:
+            dh = fused.grad_input(dy_rowwise, down_weight, outer, gate_up.dtype)
+            rowwise, columnwise = fused.quantized(
+                ops.swiglu_backward_quantize, dh, gate, up, inner.activation_format,
+                rowwise=needs_x, columnwise=needs_gate_up, **fused.options_of(inner),
+            )  # fmt: skip
+        if needs_x:
+            grad_x = fused.grad_input(rowwise, gate_up_weight, inner, ctx.x_dtype).view(ctx.x_shape)
+        if needs_gate_up:
+            if ctx.save_x:
+                x_columnwise = ops.operand(inner.activation_format, *copies[:3])
+            else:
+                _, x_columnwise = fused.quantized(
+                    ops.quantize, x, inner.activation_format, rowwise=False, columnwise=True, **fused.options_of(inner)
+                )
+            grad_gate_up = fused.grad_weight(columnwise, x_columnwise, gate_up_weight, inner)
+        if needs_bias:
+            grad_bias = fused.grad_bias(dy, ctx.bias_dtype)
+        return grad_x, grad_gate_up, grad_down, grad_bias
+
+
+def _h_columnwise(config, saved, gate, up):
+    """The columnwise copy of silu(gate) · up: the saved one, or made again from what was saved in its place."""
+    if saved is not None:
+        return ops.operand(config.activation_format, *saved)
+    return ops.swiglu_quantize(
+        gate, up, config.activation_format, rowwise=False, columnwise=True, **fused.options_of(config)
+    )

@@ -1,0 +1,39 @@
+"""Collectives on quantised tensors: their payload and scales travel as bits, one collective for each inner tensor.
+
+`distribute_tensor` sends a layer's shards from one rank to all, so that they begin alike.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise import _compat
+from torchao_blockwise.tensors.quantized import QuantizedTensor, _bits, _implements
+
+
+def _scatter(func, outputs, inputs, *options):
+    (output,) = outputs
+    # Only the rank that sends has inputs.
+    parts = [[_bits(t) for t in x._tensors()] for x in (inputs[0] if inputs else ())]
+    targets = [_bits(t) for t in output._tensors()]
+    works = []
+    for i, target in enumerate(targets):
+        works.append(func([target], [[part[i] for part in parts]] if inputs else [], *options)[1])
+    return outputs, _last(works)
+
+
+def _broadcast(func, tensors: list[QuantizedTensor], *options):
+    (x,) = tensors
+    return tensors, _last([func([_bits(t)], *options)[1] for t in x._tensors()])
+
+
+def _last(works: list):
+    """The last of several handles, once all others are through: a caller waits for one."""
+    for work in works[:-1]:
+        _compat.wait_for(work)
+    return works[-1]
+
+
+if torch.distributed.is_available():
+    _implements(torch.ops.c10d.scatter_.default)(_scatter)
+    _implements(torch.ops.c10d.broadcast_.default)(_broadcast)

@@ -1,0 +1,200 @@
+"""How FSDP2 gathers a master weight: each rank sends its part quantised, with the scales of the whole weight.
+
+    master shard ──(its amaxes, MAX over ranks, scales: `distributed.sync_weight_scales`)──▶ payload, kept
+    payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
+
+One input a weight travels, in bytes: FSDP2 keeps only the first one in a group of one rank, refuses several where it
+shards another dim than the first, and wants each in the padded size of the shard where rows split unevenly. Scales do
+not travel: every rank has computed all of them. They and the payload are found by the shard's values, as quantised
+copies are: nothing saves or copies them.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torchao_blockwise import _compat
+from torchao_blockwise.formats import FP8_128X128
+from torchao_blockwise.tensors import weight_cache
+from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
+from torchao_blockwise.tensors.config import TrainingConfig
+from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
+from torchao_blockwise.tensors.quantized import QuantizedTensor
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Which part of a weight a rank holds, and how it travels.
+
+    name: of the parameter. shape: of the whole weight [.., N, K]. dtype: what its values are rounded to first.
+    dim, rank, ranks: the rank holds [rank · ⌈n / ranks⌉, ...) of dim `dim`.
+    quantized: False where a module other than a linear layer shares the weight and needs its values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int
+    rank: int
+    ranks: int
+    config: TrainingConfig
+    quantized: bool = True
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of the largest shard; FSDP2 pads all to it."""
+        return self._with_size(-(-self.shape[self.dim] // self.ranks))
+
+    @property
+    def start(self) -> int:
+        """Index in dim `dim` of the first element that the rank holds."""
+        return min(self.rank * self.padded_shape[self.dim], self.shape[self.dim])
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self._with_size(min(self.padded_shape[self.dim], self.shape[self.dim] - self.start))
+
+    @property
+    def packs(self) -> bool:
+        """Whether 4-bit codes travel two a byte: FSDP2 takes other sizes than the shard's only for even rows."""
+        return self.dim == 0 and self.shape[0] % self.ranks == 0
+
+    @property
+    def payload_shape(self) -> tuple[int, ...]:
+        """Shape of what the rank sends, in bytes."""
+        return self.config.weight_format.qdata_shape(*self.padded_shape) if self.packs else self.padded_shape
+
+    def _with_size(self, size: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+
+@dataclass(eq=False)
+class WeightShard:
+    """What a rank sends of a weight, and the scales of all of it. Filled by `distributed.sync_weight_scales`.
+
+    payload: uint8 of layout.payload_shape. scale, global_scale: of the whole weight, as quantised tensors store them.
+    version: change count of the values that the payload was made of, None where they have none.
+    ready: recorded on the stream that wrote the payload.
+    """
+
+    layout: ShardLayout
+    payload: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    global_scale: torch.Tensor | None = None
+    version: int | None = None
+    ready: torch.cuda.Event | None = None
+
+
+_shards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def set_shard(hp: torch.Tensor, shard: WeightShard) -> None:
+    """Make `shard` what a gather of the values `hp` sends, as long as they do not change."""
+    shard.version = None if hp.is_inference() else _compat.version_of(hp)
+    _shards[hp] = shard
+
+
+def carry_shard(hp: torch.Tensor, copy: torch.Tensor) -> None:
+    """Let `copy`, the values `hp` on another device, be gathered as they are: FSDP2 copies offloaded shards first."""
+    shard = _shards.get(hp)
+    if shard is not None and copy.dtype == hp.dtype and _is_current(hp, shard):
+        moved = WeightShard(shard.layout, shard.payload, shard.scale, shard.global_scale, ready=shard.ready)
+        set_shard(copy, moved)
+
+
+def _is_current(hp: torch.Tensor, shard: WeightShard) -> bool:
+    return shard.version is None or shard.version == _compat.version_of(hp)
+
+
+def pre_all_gather(master, module: torch.nn.Module) -> tuple[tuple[torch.Tensor], WeightShard]:
+    """What this rank sends of `master`, a parameter of `module`, and what turns all ranks' parts into the weight."""
+    shard = _shards.get(master.hp)
+    if shard is not None and not shard.layout.quantized:
+        return (_padded(master.hp, shard.layout),), shard
+    if shard is None or not _is_current(master.hp, shard):
+        name = f"a weight of {module}" if shard is None else shard.layout.name
+        why = "have no scales of the whole weight yet" if shard is None else "changed after their scales were computed"
+        raise RuntimeError(
+            f"FSDP2 gathers {name}, whose values {why}; call torchao_blockwise.distributed.sync_weight_scales(model) "
+            "on all ranks after changing weights by hand between microbatches of a step, or before gathering by hand"
+        )
+    assert shard.payload is not None
+    if shard.ready is not None:
+        # Gathers run on a stream of their own.
+        torch.cuda.current_stream(shard.payload.device).wait_event(shard.ready)
+    return (shard.payload,), shard
+
+
+@functools.cache
+def warn_of_high_precision_gather() -> None:
+    """Say once that shards were gathered by another way than FSDP2's."""
+    warnings.warn(
+        "a sharded master weight is gathered in high precision and quantised after it, as DTensor does by itself; "
+        "torch.distributed.fsdp.fully_shard gathers it quantised",
+        stacklevel=2,
+    )
+
+
+def _padded(hp: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
+    """`hp` in the gather's dtype and in the padded size."""
+    if tuple(hp.shape) == layout.padded_shape:
+        return hp.to(layout.dtype)
+    padded = hp.new_zeros(layout.padded_shape, dtype=layout.dtype)
+    padded.narrow(layout.dim, 0, hp.shape[layout.dim]).copy_(hp)
+    return padded
+
+
+def post_all_gather(
+    master, outs: Sequence[torch.Tensor], shard: WeightShard, dtype: torch.dtype, out: torch.Tensor | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+    """The gathered weight and the tensors in it that FSDP2 must free; into `out`, an earlier result, where given.
+
+    A quantised weight is a view of what was gathered, or, where codes came one a byte, packed memory of its own.
+    """
+    layout = shard.layout
+    (gathered,) = outs
+    if not layout.quantized:
+        hp = _whole(gathered, layout.shape)
+        weight_cache.keep_nothing(hp)
+        if out is None:
+            return type(master)(hp, layout.config), ()
+        weight_cache.keep_nothing(_local(out).hp)
+        return None
+    element = layout.config.weight_format.element
+    arrives_packed = layout.packs or element.per_byte == 1
+    payload = _whole(gathered, layout.config.weight_format.qdata_shape(*layout.shape) if layout.packs else layout.shape)
+    if out is None:
+        qdata = payload.view(element.storage_dtype) if arrives_packed else element.pack(payload)
+        return _quantized(qdata, shard, dtype), () if arrives_packed else (qdata,)
+    weight = _local(out)
+    if not arrives_packed:
+        with _compat.keeping_version(weight.qdata):
+            weight.qdata.copy_(element.pack(payload))
+    if weight.scale.data_ptr() != shard.scale.data_ptr():  # type: ignore[union-attr]
+        weight.scale, weight.global_scale = shard.scale, shard.global_scale
+    return None
+
+
+def _whole(gathered: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The weight without the padding, which lies behind it."""
+    size = torch.Size(shape).numel()
+    return gathered.view(-1)[:size].view(shape)
+
+
+def _local(weight: torch.Tensor):
+    """The very tensor that tensor parallelism wrapped, or `weight`."""
+    with torch.no_grad():
+        return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def _quantized(qdata: torch.Tensor, shard: WeightShard, dtype: torch.dtype) -> QuantizedTensor:
+    config, fmt = shard.layout.config, shard.layout.config.weight_format
+    if fmt is FP8_128X128:
+        return BlockwiseFP8Tensor(qdata, shard.scale, dtype, config.power_of_2_scales, config)
+    return NVFP4Tensor(qdata, shard.scale, shard.global_scale, shard.layout.shape[-1], fmt.block, dtype, config)

@@ -1,0 +1,80 @@
+"""The values that a quantised weight was made of: what an optimizer needs as masters, and nothing else does.
+
+A weight that trains has them from its conversion, or from a load of high-precision values, until an optimizer takes
+them. Where none comes they are freed by the first product with the weight: a quantised weight alone is what was asked
+for. Once an optimizer has taken them, values that are copied into the weight are kept until it has seen those too.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+
+MasterOf = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+class Original:
+    """What is kept of one weight; the weight's aliases share it.
+
+    hp: [.., N, K], or None where the values were taken or freed, or are known in quantised form alone.
+    changed: values were copied into the weight after an optimizer took the last ones.
+    """
+
+    def __init__(self, hp: torch.Tensor | None = None):
+        self.hp = hp
+        self.changed = False
+        self._master_of: weakref.WeakMethod | None = None
+
+    def __deepcopy__(self, memo) -> Original:
+        """A copy of the weight belongs to no optimizer."""
+        return Original(copy.deepcopy(self.hp, memo))
+
+    @property
+    def is_owned(self) -> bool:
+        return self._master_of is not None and self._master_of() is not None
+
+    def take(self, master_of: MasterOf) -> torch.Tensor | None:
+        """The values, from now on the caller's alone, which owns the weight as long as it lives.
+
+        master_of: a method that gives the whole master of a weight, or None where it has none.
+        """
+        hp, self.hp, self.changed = self.hp, None, False
+        self._master_of = weakref.WeakMethod(master_of)  # type: ignore[arg-type]  # any bound method
+        return hp
+
+    def free(self) -> None:
+        """Called where the weight is used: nobody has taken its values, so nobody will."""
+        if self.hp is not None and not self.is_owned:
+            self.hp = None
+
+    def note_copy(self, hp: torch.Tensor | None, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Called where the weight is about to take the values `hp`, or, where None, quantised ones.
+
+        pairs: each of its inner tensors and what is copied into it.
+        """
+        if hp is not None:
+            self.hp = getattr(hp, "hp", hp).detach().clone()
+            self.changed = True
+        elif not all(_same_bits(mine, theirs) for mine, theirs in pairs):
+            # A checkpoint's payload may also come after the masters that it was made of, and leaves them.
+            self.hp = None
+            self.changed = True
+
+    def moved(self, device: torch.device | None) -> Original:
+        """Of the same values on another device."""
+        other = Original(None if self.hp is None else self.hp.to(device))
+        other.changed, other._master_of = self.changed, self._master_of
+        return other
+
+    def master(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The whole master of `weight`, if an optimizer of this process has it."""
+        master_of = None if self._master_of is None else self._master_of()
+        return None if master_of is None else master_of(weight)
+
+
+def _same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    mine, theirs = (x.contiguous().view(-1).view(torch.uint8) for x in (mine, theirs))
+    return torch.equal(mine, theirs.to(mine.device))
