@@ -21,7 +21,7 @@ def environment(device: torch.device) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        **{name: _version(name) for name in ("torchao", "triton", "torchao_blockwise")},
+        **{name: _version(name) for name in ("torchao", "triton", "torchao_blockwise", "sgl-deep-gemm")},
         "commit": _git_commit(),
         "command": " ".join(sys.argv[1:]),
     }
@@ -43,7 +43,10 @@ def slug(device: torch.device) -> str:
     """The device in a file name: `cpu`, `nvidia_h200`."""
     if device.type == "cpu":
         return "cpu"
-    return "_".join("".join(c if c.isalnum() else " " for c in device_name(device).lower()).split())
+    # Here, because importing the package takes seconds, and not every script needs it.
+    from torchao_blockwise.ops.matmul.choice import slug_of
+
+    return slug_of(device_name(device))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import math
-import os
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from picture import FAINT, STYLE, entitle, plt, save
 
 from llm.config import RunConfig
 from llm.report import gap
 from llm.training import Result
 
-INK, FAINT, GRID = "#22262b", "#6b7280", "#e5e7eb"
 COLORS = {"bf16": "#22262b", "fp8": "#2563eb", "nvfp4": "#e8710a"}
 NAMES = {"bf16": "BF16", "fp8": "FP8", "nvfp4": "NVFP4"}
-_STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10.5,
-    "text.color": INK,
-    "axes.edgecolor": "#9ca3af",
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-}
 
 
 def write_plot(
     path: Path, config: RunConfig, results: list[Result], *, title: str, data: str, unigram_entropy: float
 ) -> None:
     """Draw training loss over tokens, smoothed over the raw values, and below it each gap to bf16 in %."""
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         base = next((r for r in results if r.recipe == "bf16"), None)
         gaps = [r for r in results if base is not None and r is not base]
         figure, axes = plt.subplots(
@@ -58,14 +35,8 @@ def write_plot(
         bottom.xaxis.set_major_formatter(lambda x, _: tokens_text(x) if x else "0")
         figure.align_ylabels()
         bottom.set_xlabel("training tokens (bytes)")
-        figure.suptitle(title, x=0.015, ha="left", fontsize=14, fontweight="bold")
-        top.set_title(data, loc="left", fontsize=10, color=FAINT, pad=10)
-        image = io.BytesIO()
-        figure.savefig(image, dpi=160, format="png", facecolor="white")
-        plt.close(figure)
-    temporary = path.with_suffix(".png.tmp")
-    temporary.write_bytes(image.getvalue())
-    os.replace(temporary, path)
+        entitle(figure, top, title, data)
+        save(figure, path)
 
 
 def tokens_text(count: float) -> str:

@@ -1,0 +1,192 @@
+"""What the compiler makes of each kernel for Hopper: registers, spills, instructions, the share of the issue slots.
+
+Needs no GPU: kernels are built as a launch would build them, and never run. Writes benchmarks/results/builds_sm_90.json
+and .md, which docs/performance.md shows.
+
+    python benchmarks/build_report.py [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+# Triton picks its interpreter once a process.
+os.environ.pop("TRITON_INTERPRET", None)
+
+import environment
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
+from torchao_blockwise.ops.matmul import gluon
+from torchao_blockwise.ops.quantize import triton as quantize
+from torchao_blockwise.ops.transpose import triton as transpose
+
+CAPABILITY = 90
+# e4m3 operations a cycle of a multiprocessor's tensor cores; its schedulers.
+TENSOR_RATE, SCHEDULERS = 8192, 4
+ROWS, COLUMNS = 512, 1024
+
+
+class Driver:
+    """Names a GPU and has none."""
+
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", CAPABILITY, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device=0: 0)
+    get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+
+
+def build(launch: Callable[[], object]):
+    """The build that `launch` would run; the last one where it launches several."""
+    builds, run = [], JITFunction.run
+
+    def record(self, *args, grid, warmup, **kwargs):
+        builds.append((run(self, *args, grid=grid, warmup=True, **kwargs), grid))
+
+    JITFunction.run = record
+    try:
+        launch()
+    finally:
+        JITFunction.run = run
+    return builds[-1]
+
+
+def operand(fmt, rows: int, columns: int):
+    qdata = torch.zeros(fmt.qdata_shape(rows, columns), dtype=torch.uint8).view(fmt.element.storage_dtype)
+    return qdata, torch.zeros(fmt.scale_shape(rows, columns)).to(fmt.scale_dtype)
+
+
+def products() -> dict[str, tuple[Callable, gluon._Build]]:
+    """Gluon products by name, with what they are built for."""
+    found = {}
+    for b_fmt, kind in ((FP8_128X128, "output, grad_input"), (FP8_1X128, "grad_weight")):
+        for config in gluon._BUILDS:
+            if config.ctas > gluon._MAX_CTAS:
+                continue
+            a, b = operand(FP8_1X128, ROWS, COLUMNS), operand(b_fmt, ROWS, COLUMNS)
+
+            def launch(a=a, b=b, b_fmt=b_fmt, config=config):
+                gluon.matmul(*a, None, *b, None, FP8_1X128, b_fmt, torch.bfloat16, None, config)
+
+            pair = " a pair" if config.ctas == 2 else ""
+            found[f"{kind} {config.tile_m}×{config.tile_n}{pair}"] = launch, config
+    return found
+
+
+def casts() -> dict[str, Callable]:
+    """Kernels that move a [512, 1024] tensor, bf16 where it is in high precision."""
+    x, amax = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16), torch.ones(())
+    return {
+        "quantise 1×128 rowwise": lambda: quantize.quantize(x, FP8_1X128, None, True, False, False),
+        "quantise 1×128 columnwise": lambda: quantize.quantize(x, FP8_1X128, None, False, True, False),
+        "quantise 128×128": lambda: quantize.quantize(x, FP8_128X128, None, True, False, False),
+        "quantise 128×128, both copies": lambda: quantize.quantize(x, FP8_128X128, None, True, True, False),
+        "quantise NVFP4 1×16 rowwise": lambda: quantize.quantize(x, NVFP4_1X16, amax, True, False, False),
+        "transpose fp8": lambda: transpose.transpose(*operand(FP8_128X128, ROWS, COLUMNS), FP8_128X128, COLUMNS),
+    }
+
+
+def disassemble(cubin: bytes) -> tuple[dict[str, int], str]:
+    """(resources that ptxas gave, SASS)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+
+        def tool(name: str, *options: str) -> str:
+            path = getattr(triton.knobs.nvidia, name).path
+            return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+        usage, sass = tool("cuobjdump", "--dump-resource-usage"), tool("nvdisasm", "-c")
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}, sass
+
+
+def instructions(lines: Sequence[str]) -> list[str]:
+    return [line for line in lines if re.search(r"/\*[0-9a-f]{4,}\*/", line)]
+
+
+def inner_loop(sass: str) -> list[str]:
+    """The instructions of the shortest loop that multiplies."""
+    lines = sass.splitlines()
+    labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
+    loops = []
+    for i, line in enumerate(lines):
+        m = re.search(r"BRA `\((\.L_x_\d+)\)", line)
+        if m and labels.get(m.group(1), i) < i:
+            body = instructions(lines[labels[m.group(1)] : i + 1])
+            loops += [body] if any("QGMMA" in x for x in body) else []
+    return min(loops, key=len)
+
+
+def product_row(name: str, launch: Callable, config: gluon._Build) -> dict:
+    compiled, _ = build(launch)
+    resources, sass = disassemble(compiled.asm["cubin"])
+    loop = len(inner_loop(sass))
+    cycles = 2 * config.tile_m * config.tile_n * FP8_1X128.block[1] / TENSOR_RATE
+    return {
+        "kernel": name,
+        "registers": resources["REG"],
+        "spilled bytes": resources["STACK"] + resources["LOCAL"],
+        "shared KiB": compiled.metadata.shared / 1024,
+        "tensor cycles a block of K": cycles,
+        "instructions a block of K": loop * config.consumers,
+        "issue slots %": 100 * loop * config.consumers / cycles,
+        "L2 bytes a KFLOP": 500 * (config.tile_m / config.ctas + config.tile_n) / (config.tile_m * config.tile_n),
+    }
+
+
+def cast_row(name: str, launch: Callable) -> dict:
+    compiled, grid = build(launch)
+    resources, sass = disassemble(compiled.asm["cubin"])
+    warps = compiled.metadata.num_warps
+    # Padding behind the last EXIT is no instruction that runs.
+    code = instructions(sass.splitlines())
+    ends = [i for i, line in enumerate(code) if "EXIT" in line]
+    executed = len([line for line in code[: ends[-1] + 1] if "NOP" not in line])
+    return {
+        "kernel": name,
+        "registers": resources["REG"],
+        "spilled bytes": resources["STACK"] + resources["LOCAL"],
+        "warps a multiprocessor": min(64, 65536 // (resources["REG"] + 7 & ~7) // 32 // warps * warps),
+        "instructions an element": executed * warps * 32 * grid[0] / (ROWS * COLUMNS),
+    }
+
+
+def table(rows: Sequence[dict]) -> str:
+    def cell(value) -> str:
+        return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+    head = list(rows[0])
+    lines = [" | ".join(head), " | ".join(["---", *["--:"] * (len(head) - 1)])]
+    lines += [" | ".join(cell(row[column]) for column in head) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="default results/")
+    args = parser.parse_args(argv)
+    triton.runtime.driver.set_active(Driver())
+    gluon._multiprocessors = lambda device: 132
+    multiplying = [product_row(name, *case) for name, case in products().items()]
+    moving = [cast_row(name, launch) for name, launch in casts().items()]
+    text = table(multiplying) + "\n" + table(moving)
+    print(text)
+    content = {"environment": environment.environment(torch.device("cpu")), "products": multiplying, "casts": moving}
+    environment.write_json(args.out / f"builds_sm_{CAPABILITY}.json", content)
+    environment.write_text(args.out / f"builds_sm_{CAPABILITY}.md", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Host time of a linear layer and of its pieces in eager mode: µs that Python, PyTorch and launchers take.
+
+On a GPU it times the calls of a layer so small that the GPU never is what is waited for. Without one, kernels are
+built for sm_90 and their launch, like cuBLAS, is replaced by nothing, so that the same host code runs.
+
+    python benchmarks/host_time.py [--dim 512 --tokens 512 --repeats 200 --profile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+import torch
+from environment import environment, slug, write_json, write_text
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, ops
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128
+
+RESULTS = Path(__file__).resolve().parent / "results"
+TARGET = 90
+
+
+def stub_the_gpu() -> None:
+    """Let CPU tensors take the way of a GPU's: kernels are built and not launched, cuBLAS is asked for nothing."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from torchao_blockwise.ops import backend
+    from torchao_blockwise.ops.matmul import cublas
+
+    class Utils:
+        load_binary = staticmethod(lambda name, kernel, shared, device: (object(), 0, 0, 0, 1024))
+        get_device_properties = staticmethod(lambda device: {"max_shared_mem": 232448})
+
+    class Driver:
+        utils = Utils
+        launcher_cls = staticmethod(lambda src, metadata: lambda *args: None)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", TARGET, 32))
+        # What `get_device` of a CPU tensor says.
+        get_current_device = staticmethod(lambda: -1)
+        get_current_stream = staticmethod(lambda device: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+
+    triton.runtime.driver.set_active(Driver())
+    backend.why_no_triton.__code__ = (lambda device, min_capability=(8, 0): None).__code__
+    cublas.why_not.__code__ = (lambda a, b, a_fmt, b_fmt, out_dtype: None).__code__
+
+    def scaled_mm(a, b, *args):
+        return torch.empty((a.shape[0], b.shape[1]), dtype=args[-3])
+
+    torch._scaled_mm_v2 = scaled_mm
+
+
+def microseconds(call, repeats: int, calls: int = 20) -> float:
+    """The least µs a call of `repeats` rounds; a round ends when the GPU has caught up, outside of the time."""
+    for _ in range(10):
+        call()
+    best = float("inf")
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            best = min(best, time.perf_counter() - start)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+    finally:
+        gc.enable()
+    return best / calls * 1e6
+
+
+def layer(config, dim: int, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    linear = nn.Linear(dim, dim, bias=False).to(device=device, dtype=torch.bfloat16)
+    if config is not None:
+        quantize_(linear, config)
+    return linear
+
+
+def steps(linear: nn.Module, x: torch.Tensor) -> dict:
+    """{name: call}: the forward alone, and forward and backward, into gradients that do not exist yet."""
+    dy = torch.empty_like(x)
+    leaf = x.detach().requires_grad_()
+    outputs = []
+
+    def forward():
+        outputs[:] = [linear(leaf)]
+
+    def backward():
+        leaf.grad = linear.weight.grad = None
+        outputs.pop().backward(dy)
+
+    def no_grad():
+        with torch.no_grad():
+            linear(x)
+
+    def both():
+        forward()
+        backward()
+
+    both()
+    calls = {"forward without grad": no_grad, "forward": forward, "forward + backward": both}
+    # A GPU's backward runs in a thread of autograd's, a CPU's where it is called: each the other way too.
+    if x.is_cuda:
+
+        def both_in_one_thread():
+            with torch.autograd.set_multithreading_enabled(False):
+                both()
+
+        return calls | {"forward + backward, in one thread": both_in_one_thread}
+    backward_there = in_another_thread(backward)
+
+    def both_in_two_threads():
+        forward()
+        backward_there()
+
+    return calls | {"forward + backward, in two threads": both_in_two_threads}
+
+
+def in_another_thread(call):
+    """`call` handed to another thread and waited for."""
+    work, done = threading.Semaphore(0), threading.Semaphore(0)
+
+    def serve():
+        while True:
+            work.acquire()
+            call()
+            done.release()
+
+    threading.Thread(target=serve, daemon=True).start()
+
+    def hand_over():
+        work.release()
+        done.acquire()
+
+    return hand_over
+
+
+def pieces(dim: int, tokens: int, device: str) -> dict:
+    x = torch.zeros(tokens, dim, dtype=torch.bfloat16, device=device)
+    w = ops.quantize(x[:dim] if tokens >= dim else x.new_zeros(dim, dim), FP8_128X128)
+    a = ops.quantize(x, FP8_1X128)
+    return {
+        "quantize rowwise": lambda: ops.quantize(x, FP8_1X128),
+        "quantize both": lambda: ops.quantize(x, FP8_1X128, columnwise=True),
+        "transpose": lambda: ops.transpose(w),
+        "matmul auto": lambda: ops.matmul(a, w, out_dtype=torch.bfloat16),
+        "matmul triton": lambda: ops.matmul(a, w, out_dtype=torch.bfloat16, backend="triton"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # What is computed on a CPU has to be small, and the first sizes that no kernel pads are.
+    size = 512 if torch.cuda.is_available() else 16
+    for name, default in (("dim", size), ("tokens", size), ("repeats", 100)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--profile", action="store_true", help="print where forward and backward spend their time")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/host_time_<device>.json and .md")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)
+        stub_the_gpu()
+        torch.backends.mkldnn.enabled = False
+    x = torch.zeros(args.tokens, args.dim, dtype=torch.bfloat16, device=device)
+    configs = {"bf16": None, "fp8": BlockwiseFP8TrainingConfig(), "nvfp4": NVFP4TrainingConfig()}
+    if device == "cpu":
+        # Its tensor amax is computed by PyTorch, which has no stub.
+        del configs["nvfp4"]
+    rows: dict[str, dict[str, float]] = {}
+    for name, config in configs.items():
+        calls = steps(layer(config, args.dim, device), x)
+        if args.profile and name == "fp8":
+            profile(calls["forward + backward"])
+        rows[name] = {what: microseconds(call, args.repeats) for what, call in calls.items()}
+    for what, call in pieces(args.dim, args.tokens, device).items():
+        rows.setdefault("pieces", {})[what] = microseconds(call, args.repeats)
+    text = table(rows)
+    print(text)
+    if args.save:
+        name = f"host_time_{slug(torch.device(device))}"
+        write_json(RESULTS / f"{name}.json", {"environment": environment(torch.device(device)), "rows": rows})
+        write_text(RESULTS / f"{name}.md", text + "\n")
+
+
+def profile(call, calls: int = 500) -> None:
+    with cProfile.Profile() as profiler:
+        for _ in range(calls):
+            call()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    lines = ["| | µs | ratio to bf16 |", "|---|--:|--:|"]
+    for name, values in rows.items():
+        for what, value in values.items():
+            base = rows["bf16"].get(what)
+            lines.append(f"| {name} {what} | {value:.1f} | {f'{value / base:.2f}' if base else ''} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""What others offer for the same work: their products, quantisers and layers, each optional, each with its reason.
+
+bf16         torch.mm
+tensorwise   cuBLASLt, e4m3 with one scale a tensor: what no block scaling reaches
+cublaslt     cuBLASLt block scaling through F.scaled_mm, its scales laid out beforehand
+torchao      torchao.prototype.blockwise_fp8_training, its Triton kernels; the layer multiplies through cuBLASLt
+deep_gemm    DeepGEMM (sgl-deep-gemm), scales laid out beforehand; its grad_weight adds into fp32
+torchao_tensorwise, torchao_rowwise   torchao.float8's layers, compiled
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from roofline import tensorwise, to_tensorwise
+from torch import nn
+
+from torchao_blockwise.formats import FP8_1X128
+from torchao_blockwise.tuning import Product
+
+_BLOCK = FP8_1X128.block[1]
+
+
+class Unavailable(Exception):
+    """Why a peer cannot do this here."""
+
+
+class ProductPeer(NamedTuple):
+    """One way to compute a product.
+
+    prepare: (a_hp, b_hp, a, b) -> arguments of `run`, out of time; a, b are our operands.
+    run: returns the product, or None where it is written into its last argument.
+    same_operands: it multiplies our operands, so that its error is that of accumulation alone.
+    """
+
+    prepare: Callable
+    run: Callable
+    same_operands: bool
+
+
+PRODUCTS = ("bf16", "tensorwise", "cublaslt", "torchao", "deep_gemm")
+
+
+def product_peer(name: str, product: Product, device: torch.device) -> ProductPeer:
+    """The peer of that name for this FP8 product; raises Unavailable, or KeyError for a name that is none."""
+    makers = {
+        "bf16": _bf16, "tensorwise": _tensorwise, "cublaslt": _cublaslt, "torchao": _torchao, "deep_gemm": _deep_gemm,
+    }  # fmt: skip
+    maker = makers[name]
+    if name != "bf16" and product.recipe != "fp8":
+        raise Unavailable("compared in FP8 only")
+    return maker(product, device)
+
+
+def _bf16(product: Product, device: torch.device) -> ProductPeer:
+    return ProductPeer(lambda a_hp, b_hp, a, b: (a_hp, b_hp), lambda a, b: a @ b.t(), same_operands=False)
+
+
+def _tensorwise(product: Product, device: torch.device) -> ProductPeer:
+    need_multiples("N and K", product.mnk[1:], 16)
+    return ProductPeer(
+        lambda a_hp, b_hp, a, b: (*to_tensorwise(a_hp), *to_tensorwise(b_hp)), tensorwise, same_operands=False
+    )
+
+
+def _cublaslt(product: Product, device: torch.device) -> ProductPeer:
+    need_capability(device, (9, 0))
+    m, n, k = product.mnk
+    need_multiples("N and K", (n, k), 16)
+    one_row = product.kind == "grad_weight"
+    need_multiples("rows of 1x128 operands", (m, n) if one_row else (m,), 4)
+    types = F.ScalingType
+    b_type = types.BlockWise1x128 if one_row else types.BlockWise128x128
+
+    def prepare(a_hp, b_hp, a, b):
+        # Rows of 128x128 scales fill 16 bytes.
+        b_scale = b.scale if one_row else F.pad(b.scale, (0, -b.scale.shape[1] % 4), value=1.0)
+        return a.qdata, a.scale.t(), b.qdata.t(), b_scale.t()
+
+    def run(a, a_scale, b, b_scale):
+        return F.scaled_mm(a, b, a_scale, types.BlockWise1x128, b_scale, b_type, output_dtype=torch.bfloat16)
+
+    return ProductPeer(prepare, run, same_operands=True)
+
+
+def _torchao(product: Product, device: torch.device) -> ProductPeer:
+    need_capability(device, (8, 9), at_least=True)
+    # Its kernels mask payload and not scales: with ragged shapes they read on behind the end.
+    need_multiples("M, N and K", product.mnk, _BLOCK)
+    kernels = torchao_kernels()
+    if product.kind == "grad_weight":
+        return ProductPeer(
+            lambda a_hp, b_hp, a, b: (a.qdata, b.qdata.t(), a.scale.t(), b.scale),
+            functools.partial(kernels.triton_fp8_gemm_1x128_128x1, out_dtype=torch.bfloat16),
+            same_operands=True,
+        )
+    return ProductPeer(
+        lambda a_hp, b_hp, a, b: (a.qdata, b.qdata.t(), a.scale.t(), b.scale.t()),
+        functools.partial(kernels.triton_fp8_gemm_1x128_128x128, out_dtype=torch.bfloat16),
+        same_operands=True,
+    )
+
+
+def _deep_gemm(product: Product, device: torch.device) -> ProductPeer:
+    need_capability(device, (9, 0))
+    deep_gemm = _import_deep_gemm()
+    m, n, k = product.mnk
+    need_multiples("rows of scales, for their copies by TMA,", (m, n) if product.kind == "grad_weight" else (m,), 4)
+    need_multiples("K", (k,), 16)
+    if product.kind == "grad_weight":
+        # Recipe: one row of a and of b a scale. It adds into fp32 that is there already; C and D are the same.
+        def run(a, a_scale, b, b_scale, out):
+            deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, _BLOCK))
+
+        return ProductPeer(
+            lambda a_hp, b_hp, a, b: (
+                a.qdata, a.scale.t(), b.qdata, b.scale.t(), torch.zeros(m, n, device=device),
+            ),
+            run,
+            same_operands=True,
+        )  # fmt: skip
+
+    def run_output(a, a_scale, b, b_scale):
+        out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+        deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out)
+        return out
+
+    return ProductPeer(
+        lambda a_hp, b_hp, a, b: (a.qdata, a.scale.t(), b.qdata, b.scale), run_output, same_operands=True
+    )
+
+
+# --- quantisers -------------------------------------------------------------------------------------------------------
+
+
+def torchao_quantizers(case: str, rows: int, columns: int) -> dict[str, Callable]:
+    """torchao's kernels that do the work of `case` in bench_quantize; raises Unavailable."""
+    need_multiples("rows and columns", (rows, columns), _BLOCK)
+    kernels = torchao_kernels()
+    rowwise = kernels.triton_fp8_blockwise_act_quant_lhs
+    columnwise = kernels.triton_fp8_blockwise_act_quant_transposed_lhs
+    found: dict[str, dict[str, Callable]] = {
+        "rowwise": {"torchao": rowwise},
+        # x's columns as rows, and x stored by columns: the same bytes in memory.
+        "columnwise": {"torchao": columnwise, "torchao rhs": kernels.triton_fp8_blockwise_act_quant_rhs},
+        "both": {"torchao": lambda x: (*rowwise(x), *columnwise(x))},
+        "weight": {"torchao": kernels.triton_fp8_blockwise_weight_quant_transposed_rhs},
+    }
+    if case not in found:
+        raise Unavailable("torchao has no such kernel")
+    return found[case]
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+LAYERS = ("bf16", "torchao", "torchao_tensorwise", "torchao_rowwise")
+COMPILED = ("torchao_tensorwise", "torchao_rowwise")
+
+
+def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
+    """The model trained by `recipe`: one of ours ("fp8", "nvfp4") or of LAYERS. Only `nn.Linear` without bias changes.
+
+    Raises Unavailable, or KeyError for a name that is none.
+    """
+    from torchao.quantization import quantize_
+
+    from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
+
+    if recipe == "bf16":
+        return model
+    if recipe in ("fp8", "nvfp4"):
+        quantize_(model, {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}[recipe]())
+        return model
+    if recipe == "torchao":
+        need_capability(device, (9, 0))
+        torchao_kernels()
+        linear = _import("torchao.prototype.blockwise_fp8_training.linear")
+        widths = [s for m in model.modules() if isinstance(m, nn.Linear) for s in m.weight.shape]
+        need_multiples("features", widths, _BLOCK)
+        quantize_(model, linear.Float8BlockwiseLinearConfig(), filter_fn=lambda m, fqn: isinstance(m, nn.Linear))
+        return model
+    granularity = {"torchao_tensorwise": "tensorwise", "torchao_rowwise": "rowwise"}[recipe]
+    need_capability(device, (8, 9), at_least=True)
+    float8 = _import("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name(granularity)
+    return float8.convert_to_float8_training(model, config=config)
+
+
+def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
+    """torch.compile for fixed shapes; without a GPU only as far as graphs go, for which no compiler is needed."""
+    return torch.compile(model, backend="inductor" if device.type == "cuda" else "aot_eager", dynamic=False)
+
+
+# --- what is there ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def torchao_kernels():
+    """torchao's blockwise kernels; raises Unavailable.
+
+    Its quantisers are tuned over pipeline stages, of which they have none, being without a loop: variants that differ
+    in nothing else are the same code, and two thirds of them are left out to compile the less.
+    """
+    kernels = _import("torchao.prototype.blockwise_fp8_training.kernels")
+    for name, kernel in vars(kernels).items():
+        if "_quant_" in name and hasattr(kernel, "configs"):
+            stages = min(config.num_stages for config in kernel.configs)
+            kernel.configs = [config for config in kernel.configs if config.num_stages == stages]
+    return kernels
+
+
+def _import(name: str):
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise Unavailable(f"cannot import {name}: {type(error).__name__}: {error}") from None
+
+
+@functools.cache
+def _why_no_deep_gemm() -> str | None:
+    if importlib.util.find_spec("deep_gemm") is None:
+        return "deep_gemm is not installed (pip install sgl-deep-gemm==0.1.4 apache-tvm-ffi==0.1.11)"
+    # Beside some builds of PyTorch it takes the process down with it: it is tried in another one.
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", "import deep_gemm"], capture_output=True, text=True, timeout=120, check=False
+        )
+    except subprocess.SubprocessError as error:
+        return f"importing deep_gemm failed: {error}"
+    if done.returncode == 0:
+        return None
+    last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return f"importing deep_gemm failed: {last}; in libstdc++, LD_PRELOAD the system's libstdc++.so.6"
+
+
+def _import_deep_gemm():
+    if reason := _why_no_deep_gemm():
+        raise Unavailable(reason)
+    return _import("deep_gemm")
+
+
+def need_capability(device: torch.device, wanted: tuple[int, int], *, at_least: bool = False) -> None:
+    have = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if have is None or (have < wanted if at_least else have != wanted):
+        got = device.type if have is None else f"sm_{have[0]}{have[1]}"
+        raise Unavailable(f"needs sm_{wanted[0]}{wanted[1]}{' or newer' if at_least else ''}, got {got}")
+
+
+def need_multiples(what: str, sizes: Iterable[int], of: int) -> None:
+    sizes = list(sizes)
+    if any(size % of for size in sizes):
+        raise Unavailable(f"{what} must be multiples of {of}, got {', '.join(map(str, sizes))}")

@@ -1,0 +1,95 @@
+"""Which shapes a benchmark runs: (tokens, out_features, in_features) of linear layers.
+
+peers       the shapes that others were measured at, `linear` those of whole layers among them
+default     these, and ragged, very small and large ones
+all         every layer of DeepSeek-V3 16B and 671B and Llama 8B and 70B, at every number of tokens
+llama_8b    the layers of one of these models, likewise
+4096x7168x2048
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torchao_blockwise.tuning.shapes import LAYERS
+
+TOKENS = (64, 4096, 4097, 16384, 32768)
+
+
+class Shape(NamedTuple):
+    """Tokens, and the weight [out_features, in_features] that they go through."""
+
+    tokens: int
+    out_features: int
+    in_features: int
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+PEERS = tuple(
+    Shape(*shape)
+    for shape in (
+        (4096, 2048, 7168),
+        (4096, 7168, 2048),
+        (4096, 18432, 7168),
+        (4096, 7168, 18432),
+        (4096, 4096, 7168),
+        (16384, 14336, 4096),
+    )
+)
+# Of those, where whole layers were measured.
+LINEAR = (PEERS[2], PEERS[3], PEERS[5])
+# Few tokens, tokens that fill no tile, features that fill no block, and a long batch.
+DEFAULT = (
+    *PEERS,
+    *(Shape(*s) for s in ((64, 18432, 7168), (4097, 18432, 7168), (4096, 10944, 2048), (4096, 576, 7168))),
+    Shape(32768, 4096, 4096),
+)
+SMOKE = (Shape(48, 256, 384), Shape(33, 64, 128))
+
+
+def name_of(shape: Shape) -> str:
+    """The layers with this weight, or nothing: `deepseek_v3_671b mlp.down`."""
+    weight = (shape.out_features, shape.in_features)
+    return ", ".join(
+        f"{model} {layer}" for model, layers in LAYERS.items() for layer, s in layers.items() if s == weight
+    )
+
+
+def select(names: Iterable[str], tokens: Iterable[int] | None = None) -> list[Shape]:
+    """The shapes of these names, each once; `tokens` replaces theirs, a layer of a model has TOKENS by default.
+
+    Raises ValueError for a name that is none.
+    """
+    tokens = list(tokens) if tokens else None
+    chosen: dict[Shape, None] = {}
+    for name in names:
+        for shape in _shapes_of(name, tokens or TOKENS):
+            counts = tokens or [shape.tokens]
+            chosen.update(dict.fromkeys(shape._replace(tokens=count) for count in counts))
+    return list(chosen)
+
+
+def argument(text: str) -> str:
+    """`text` where it names shapes, as an argparse type."""
+    try:
+        _shapes_of(text, TOKENS)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _shapes_of(name: str, tokens: Iterable[int]) -> Iterable[Shape]:
+    fixed = {"peers": PEERS, "linear": LINEAR, "default": DEFAULT, "smoke": SMOKE}
+    if name in fixed:
+        return fixed[name]
+    if name == "all" or name in LAYERS:
+        layers = [shape for model in (LAYERS if name == "all" else [name]) for shape in LAYERS[model].values()]
+        return [Shape(count, *layer) for layer in layers for count in tokens]
+    parts = name.split("x")
+    if len(parts) == 3 and all(part.isdecimal() and int(part) > 0 for part in parts):
+        return [Shape(*map(int, parts))]
+    raise ValueError(f"no shape {name!r}; give tokens x out x in, or one of {', '.join([*fixed, 'all', *LAYERS])}")

@@ -1,0 +1,173 @@
+"""Which tiles and warps the quantise and transpose kernels run fastest with on this GPU.
+
+For each case of bench_quantize and each shape: every way that the tables of the kernels can select, checked against the
+reference's bits, then timed side by side. Prints one table: the share of the copy bandwidth measured in the same run
+that the bytes which must move make; `*` is what the package uses. Nothing is written: what is better goes into the
+kernels' tables by hand.
+
+    python benchmarks/tune_quantize.py [--shapes 4096x7168 16384x4096] [--only columnwise both] [--smoke]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+import torch
+from bench_quantize import CASES, job, same_bits
+from environment import device_name
+from roofline import measure_ceilings
+
+from torchao_blockwise.formats import FP8_1X128
+from torchao_blockwise.ops.quantize import triton as quantize_kernels
+from torchao_blockwise.ops.transpose import triton as transpose_kernels
+from torchao_blockwise.tuning.timing import Timing, input_sets, reason, time_runs
+
+SHAPES, SMOKE_SHAPES = ((4096, 7168), (16384, 4096), (16384, 14336)), ((48, 272),)
+
+
+def tile(table: str, rows: int, columns: int, warps: int) -> dict:
+    """A table of the kernels with another tile; what is for rows off 16 bytes stays."""
+    return {table: (rows, columns, warps, *getattr(quantize_kernels, table)[3:])}
+
+
+BY_TRITON = {"_FP8_BOTH_GLUON_WARPS": None}
+# Case -> the ways to compute it: values of tables of the kernels, by name.
+WAYS: dict[str, list[dict]] = {
+    "rowwise": [
+        tile("_FP8_ROWWISE_TILE", rows, 128, warps)
+        for rows, warps in ((32, 4), (16, 2), (32, 2), (64, 4), (64, 8), (32, 8), (8, 1))
+    ],
+    "columnwise": [
+        tile("_FP8_COLUMNWISE_TILE", 128, columns, warps)
+        for columns, warps in ((64, 4), (64, 2), (64, 8), (128, 4), (128, 8), (32, 2), (32, 4), (32, 1))
+    ],
+    "both": [
+        {"_FP8_BOTH": None, **BY_TRITON, **tile("_FP8_COLUMNWISE_TILE", 128, 64, 4)},
+        {"_FP8_BOTH": None, **BY_TRITON, **tile("_FP8_COLUMNWISE_TILE", 128, 128, 4)},
+        *({"_FP8_BOTH_GLUON_WARPS": warps} for warps in (4, 8, 16)),
+        *(
+            {"_FP8_BOTH": (rows, columns, warps, apart), **BY_TRITON}
+            for apart in (True, False)
+            for rows, columns, warps in ((32, 64, 4), (16, 32, 2), (32, 32, 2), (64, 64, 4), (64, 64, 8), (64, 128, 4))
+        ),
+    ],
+    "weight": [tile("_FP8_SQUARE_TILE", 128, 128, warps) for warps in (8, 4, 16)],
+    "transpose": [
+        {"_PAIRS_TILES": transpose_kernels._PAIRS_TILES | {8: (pairs, warps)}}
+        for pairs, warps in ((64, 8), (64, 4), (64, 2), (32, 2), (32, 1), (128, 16))
+    ],
+}
+
+
+@contextlib.contextmanager
+def tables(way: dict) -> Iterator[None]:
+    """The kernels with these tables."""
+    places = [(m, name) for name in way for m in (quantize_kernels, transpose_kernels) if hasattr(m, name)]
+    before = [getattr(module, name) for module, name in places]
+    try:
+        for module, name in places:
+            setattr(module, name, way[name])
+        quantize_kernels._build.cache_clear()
+        yield
+    finally:
+        for (module, name), value in zip(places, before):
+            setattr(module, name, value)
+        quantize_kernels._build.cache_clear()
+
+
+def in_use(way: dict) -> bool:
+    modules = (quantize_kernels, transpose_kernels)
+    return all(getattr(m, name) == value for name, value in way.items() for m in modules if hasattr(m, name))
+
+
+def check_is_taken(way: dict, x: torch.Tensor, *_) -> None:
+    """Raise ValueError where the package would take another way on this GPU: that would be timed in its place."""
+    if way.get("_FP8_BOTH_GLUON_WARPS") and x.is_cuda:
+        against = quantize_kernels.why_not_gluon(x, FP8_1X128)
+        if against is not None:
+            raise ValueError(against)
+
+
+def name_of(way: dict) -> str:
+    if warps := way.get("_FP8_BOTH_GLUON_WARPS"):
+        return f"a read: Gluon, {warps} warps"
+    if way.get("_FP8_BOTH"):
+        rows, columns, warps, apart = way["_FP8_BOTH"]
+        program = "strip" if apart else "tile"
+        return f"a launch: strips of {rows} rows or {columns} columns, {warps} warps, a program a {program}"
+    if "_PAIRS_TILES" in way:
+        pairs, warps = way["_PAIRS_TILES"][8]
+        return f"{2 * pairs}x{2 * pairs}, {warps} warps"
+    rows, columns, warps, _ = next(value for value in way.values() if value)
+    return ("a launch each: columnwise " if "_FP8_BOTH" in way else "") + f"{rows}x{columns}, {warps} warps"
+
+
+def measure(case: str, shape: tuple[int, int], device: torch.device, copy: float, seconds: float) -> dict[str, str]:
+    """{way: its share of the copy bandwidth, or what is wrong with it}."""
+    work = job(case, *shape, "fp8", device)
+    sets = input_sets(work.make, device, work.nbytes)
+    expected = work.expected(*sets[0])
+    runs, cells = {}, {}
+    for way in WAYS[case]:
+
+        def run(*arguments, way=way):
+            with tables(way):
+                return work.run(*arguments)
+
+        try:
+            check_is_taken(way, *sets[0])
+            if same_bits(run(*sets[0]), expected):
+                runs[name_of(way)] = run, sets
+            else:
+                cells[name_of(way)] = "WRONG"
+        except Exception as error:
+            cells[name_of(way)] = reason(error)
+    for name, timing in time_runs(runs, device, seconds=seconds).items():
+        cells[name] = timing if isinstance(timing, str) else share(timing, work.nbytes, copy)
+    return cells
+
+
+def share(timing: Timing, nbytes: int, copy: float) -> str:
+    eager = "" if timing.captured or not torch.cuda.is_available() else " (not captured)"
+    return f"{nbytes / (timing.us * 1e6 * copy):.2f}{eager}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", type=_shape, help="rows x columns of the input")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, briefly, on a CPU too: to try the script")
+    args = parser.parse_args(argv)
+    if not (args.smoke or torch.cuda.is_available()):
+        parser.exit(2, "tune_quantize: needs a CUDA GPU, whose kernels it times (or --smoke); none found\n")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shapes = args.shapes or (SMOKE_SHAPES if args.smoke else SHAPES)
+    copy = measure_ceilings(device, smoke=args.smoke).copy
+    print(f"{device_name(device)}: share of the copy bandwidth, {copy:.2f} TB/s\n")
+    print("| case | way | " + " | ".join(f"{rows}x{columns}" for rows, columns in shapes) + " |")
+    print("|---|---|" + "--:|" * len(shapes))
+    for case in args.only:
+        columns = [measure(case, shape, device, copy, 0.001 if args.smoke else 0.03) for shape in shapes]
+        for way in WAYS[case]:
+            name = name_of(way)
+            cells = " | ".join(column[name] for column in columns)
+            print(f"| {case} | {name}{' *' * in_use(way)} | {cells} |", flush=True)
+    return 0
+
+
+def _shape(text: str) -> tuple[int, int]:
+    try:
+        rows, columns = map(int, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be rows x columns, as 4096x7168, got {text!r}") from None
+    return rows, columns
+
+
+if __name__ == "__main__":
+    sys.exit(main())

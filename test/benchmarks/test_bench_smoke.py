@@ -1,0 +1,142 @@
+"""Every benchmark from end to end on tiny shapes without a GPU, and what it makes of wrong and missing results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import bench_linear
+import bench_matmul
+import bench_model
+import bench_quantize
+import peers
+import shapes
+
+from torchao_blockwise import ops
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(bench, folder: Path, *argv: str) -> dict:
+    """What `bench` wrote into its JSON."""
+    assert bench.main(["--smoke", "--out", str(folder), *argv]) == 0
+    name = bench.__name__.removeprefix("bench_")
+    written = {path.name: path for path in folder.iterdir() if path.name.startswith(name)}
+    stem = next(n for n in written if n.endswith(".json")).removesuffix(".json")
+    pictures = {f"{stem}.png"} if name != "model" else set()
+    assert written.keys() == {f"{stem}.json", f"{stem}.md"} | pictures
+    content = json.loads(written[f"{stem}.json"].read_text())
+    assert content["environment"]["commit"] is None or content["environment"]["commit"]
+    table = written[f"{stem}.md"].read_text().split("\n\n")[0].splitlines()
+    assert len(table) == 2 + len(content["rows"])
+    return content
+
+
+def left_out(content: dict, what: str) -> list[str]:
+    return [entry["why"] for entry in content["left out"] if entry["what"] == what]
+
+
+def test_quantize(tmp_path):
+    content = run(bench_quantize, tmp_path, "--recipes", "fp8", "nvfp4")
+    assert len(content["rows"]) == 5 * 2 * 2
+    for row in content["rows"]:
+        assert row["roofline us"] == pytest.approx(row["MiB"] * 2**20 / content["ceilings"]["copy"] / 1e6)
+        assert row["of roofline"] == pytest.approx(row["roofline us"] / row["us"])
+        assert row["TB/s"] == pytest.approx(row["MiB"] * 2**20 / row["us"] / 1e6)
+        assert row["timing"]["repeats"] >= 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="AUTO does not take the reference")
+def test_wrong_bits_are_not_timed(tmp_path, monkeypatch):
+    quantize = ops.quantize
+
+    def wrong(x, fmt, *, backend=None, **kwargs):
+        return quantize(x if backend else x * 1.01, fmt, backend=backend, **kwargs)
+
+    monkeypatch.setattr(ops, "quantize", wrong)
+    assert bench_quantize.main(["--smoke", "--out", str(tmp_path), "--only", "rowwise"]) == 1
+    content = json.loads((tmp_path / "quantize_cpu.json").read_text())
+    assert content["rows"] == [] and "bits differ" in left_out(content, "ours")[0]
+
+
+def test_matmul(tmp_path):
+    content = run(bench_matmul, tmp_path)
+    assert [row["product"] for row in content["rows"][::2]] == ["output", "grad_input", "grad_weight"]
+    for row, shape in zip(content["rows"], shapes.SMOKE * 3):
+        assert row["shape"] == str(shape) and row["error"] < 0.005
+        flops = 2 * shape.tokens * shape.out_features * shape.in_features
+        assert row["TFLOP/s"] == pytest.approx(flops / row["us"] / 1e6)
+        assert row["x bf16"] == pytest.approx(row["peers us"]["bf16"] / row["us"])
+        fastest = max(content["ceilings"]["fp8"], content["ceilings"]["bf16"])
+        assert row["roofline us"] >= flops / fastest / 1e6
+    assert left_out(content, "peer deep_gemm") and left_out(content, "peer torchao")
+
+
+def test_matmul_of_chosen_backends_peers_and_shapes(tmp_path):
+    argv = "--only output --backends reference cublas --peers bf16 --shapes 16x32x64 --tokens 16 17 --recipes nvfp4"
+    content = run(bench_matmul, tmp_path, *argv.split(" "))
+    assert [(row["by"], row["shape"]) for row in content["rows"]] == [
+        ("reference", "16x32x64"),
+        ("reference", "17x32x64"),
+    ]
+    assert list(content["rows"][0]["peers us"]) == ["bf16"] and left_out(content, "cublas")
+
+
+def test_wrong_products_are_not_timed_and_failing_peers_kill_nothing(tmp_path, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no luck today")
+
+    failing = peers.ProductPeer(lambda *args: args, fail, same_operands=True)
+    wrong = peers.ProductPeer(lambda a_hp, b_hp, a, b: (a_hp, b_hp), lambda a, b: 2 * a @ b.t(), same_operands=True)
+    found = {"cublaslt": failing, "torchao": failing._replace(prepare=fail), "tensorwise": wrong}
+    original = peers.product_peer
+    monkeypatch.setattr(peers, "product_peer", lambda name, *args: found.get(name) or original(name, *args))
+    content = run(bench_matmul, tmp_path, "--only", "output", "--peers", "cublaslt", "torchao", "tensorwise", "bf16")
+    assert len(content["rows"]) == 2 and list(content["rows"][0]["peers us"]) == ["bf16"]
+    assert left_out(content, "peer cublaslt") == left_out(content, "peer torchao") == ["RuntimeError: no luck today"]
+    assert "WRONG, relative error 1" in left_out(content, "peer tensorwise")[0]
+
+
+def test_linear(tmp_path):
+    content = run(bench_linear, tmp_path)
+    rows = {(row["shape"], row["recipe"]): row for row in content["rows"]}
+    for shape in shapes.SMOKE:
+        fp8, bf16 = rows[str(shape), "fp8"], rows[str(shape), "bf16"]
+        assert fp8["x bf16"] == pytest.approx(bf16["us"] / fp8["us"]) and "x bf16" not in bf16
+        assert 0 < fp8["error"] < 0.1 and bf16["error"] == 0
+        flops = 6 * shape.tokens * shape.out_features * shape.in_features
+        assert fp8["TFLOP/s"] == pytest.approx(flops / fp8["us"] / 1e6)
+    assert left_out(content, "torchao") == ["needs sm_90, got cpu"] or torch.cuda.is_available()
+
+
+def test_model(tmp_path):
+    content = run(bench_model, tmp_path, "--modes", "eager", "--only", "fp8", "bf16")
+    rows = content["rows"]
+    assert [(row["recipe"], row["checkpointing"]) for row in rows] == [
+        ("bf16", "off"), ("bf16", "on"), ("fp8", "off"), ("fp8", "on"),
+    ]  # fmt: skip
+    assert rows[3]["x bf16"] == pytest.approx(rows[1]["us"] / rows[3]["us"])
+    for row in rows:
+        shares = [row[f"{kind} %"] for kind in (*bench_model.KINDS, "other")]
+        assert sum(shares) == pytest.approx(100) and row["products %"] > 0
+        assert row["tokens/s"] == pytest.approx(64 / row["us"] * 1e6) and row["kernels"]
+    assert rows[0]["error"] == 0 < rows[2]["error"] < 0.1
+
+
+def test_a_compiled_model(tmp_path):
+    content = run(bench_model, tmp_path, "--modes", "compiled", "--only", "fp8", "--checkpointing", "on")
+    assert [row["mode"] for row in content["rows"]] == ["compiled"] and content["left out"] == []
