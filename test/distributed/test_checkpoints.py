@@ -28,7 +28,7 @@ CASES = cases(CHECKPOINT_CHECKS)
 @pytest.fixture(scope="module")
 def raised(request, tmp_path_factory) -> list[dict | None]:
     """What each rank raised in each selected case: all run in one set of processes."""
-    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    items = [item for item in request.session.items if item.module is request.module and "case" in item.fixturenames]
     chosen = [item.callspec.params["case"] for item in items]
     return spawn(run_checks, RANKS, tmp_path_factory.mktemp("checkpoints"), chosen)
 

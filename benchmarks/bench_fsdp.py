@@ -1,0 +1,342 @@
+"""A Llama-8B-shaped stack that FSDP2 shards over the GPUs of this machine: gathered bytes, time, memory, scale sync.
+
+One process a GPU (NCCL; gloo with --smoke on a CPU), blocks and root fully sharded, fp32 shards, bf16 compute
+(`MixedPrecisionPolicy(param_dtype=bf16)`: gradients are reduced in bf16), fused AdamW, 8192 tokens a GPU. Recipes:
+    bf16                    weights travel in bf16
+    torchao_bf16_gather     torchao's float8 tensorwise, quantised after the gather
+    torchao_fp8_gather      the same, quantised before it, scales precomputed after each optimizer step
+    fp8, nvfp4              ours
+
+    gathered MiB   counted: outputs of all `torch.distributed` all-gathers into one tensor, which FSDP2 calls by these
+                   names, over the timed steps; both passes gather
+    ms a step      median between the ends of steps, without a pause between them; the slowest rank's
+    tokens/s       of all ranks
+    peak GiB       most bytes that the model, its optimizer and a step have allocated on a rank
+    sync ms        of scales and, ours, of payload: events around it on the GPU, a wait for slower ranks included
+    reduce ms      of that the MAX all-reduce of ours
+    loss           mean over ranks of the last step, of output against a fixed random target
+    off            its distance from bf16's, as a share of what bf16 learned in these steps
+
+A recipe that fails is named below the table with its reason, and the others go on in fresh processes.
+Writes benchmarks/results/fsdp_<device>.json and .md.
+
+    python benchmarks/bench_fsdp.py [--layers 4 --tokens 8192 --steps 20] [--modes eager] [--only bf16 fp8] [--ranks 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import itertools
+import json
+import os
+import socket
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+import environment
+import peers
+import report
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from bench_model import MODES, SMOKE, Config, Stack
+from report import Report
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from traffic import Observed, mark, us_between
+
+from torchao_blockwise.tuning.timing import Timing, reason, synchronize
+
+OURS = ("fp8", "nvfp4")
+GATHERS = {"torchao_bf16_gather": False, "torchao_fp8_gather": True}
+RECIPES = ("bf16", *GATHERS, *OURS)
+COLUMNS = (
+    *("recipe", "mode", "gathered MiB", "of bf16", "ms a step", "x bf16", "tokens/s", "peak GiB"),
+    *("sync ms", "sync %", "reduce ms", "loss", "off"),
+)
+# Steps before those that are timed: compilers, allocators and caches settle.
+_WARM_UP = 3
+# Of what bf16 learned, the share by which a recipe's loss may differ; more is reported as wrong.
+_BUDGET = {"nvfp4": 0.4}
+_FP8_BUDGET = 0.1
+_TIMEOUT = {"cuda": datetime.timedelta(minutes=5), "cpu": datetime.timedelta(minutes=1)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row: a recipe in one mode."""
+
+    recipe: str
+    mode: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank is told."""
+
+    jobs: tuple[Job, ...]
+    config: Config
+    tokens: int
+    steps: int
+    ranks: int
+    folder: Path
+
+    def result(self, job: Job) -> Path:
+        """Where the ranks leave the row of `job`, or why there is none."""
+        return self.folder / f"{job.recipe}_{job.mode}.json"
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
+    """The model trained by `recipe`, not yet sharded; raises peers.Unavailable."""
+    if recipe not in GATHERS:
+        return peers.convert(model, recipe, device)
+    if device.type == "cuda":
+        peers.need_capability(device, (8, 9), at_least=True)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    on_cpu = device.type == "cpu"
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=GATHERS[recipe], emulate=on_cpu)
+    return convert_to_float8_training(model, config=config)
+
+
+class Trainer:
+    """Steps of one sharded model; each rank has random tokens of its own, the same for every recipe."""
+
+    def __init__(self, job: Job, plan: Plan, device: torch.device, observed: Observed):
+        self.device = device
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = Stack(plan.config)
+        self.model = convert(model, job.recipe, device)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for i, layer in enumerate(self.model.layers):
+            if job.mode == "compiled":
+                self.model.layers[i] = layer = peers.compile_model(layer, device)
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(self.model, mp_policy=policy)
+        self.after_step = None
+        if GATHERS.get(job.recipe):
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            self.after_step = observed.timed(precompute_float8_dynamic_scale_for_fsdp, "syncs")
+        generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+        config = plan.config
+        shape = (max(1, plan.tokens // config.seq_len), min(plan.tokens, config.seq_len), config.dim)
+        self.x, self.target = (
+            torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
+        )
+        # As it would behind an embedding.
+        self.x.requires_grad_()
+        self.tokens = shape[0] * shape[1]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def step(self) -> torch.Tensor:
+        """Forward, backward, optimizer; returns the loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.x.grad = None
+        loss = (self.model(self.x).float() - self.target).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        if self.after_step:
+            self.after_step(self.model)
+        return loss.detach()
+
+
+def measure(job: Job, plan: Plan, device: torch.device) -> dict:
+    """What this rank saw of `job`: a step's figures, JSON-able."""
+    observed = Observed(device)
+    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    trainer = Trainer(job, plan, device, observed)
+    with observed.watching():
+        losses = [trainer.step() for _ in range(_WARM_UP)]
+        synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        observed.clear()
+        dist.barrier()
+        marks = [mark(device)]
+        for _ in range(plan.steps):
+            losses.append(trainer.step())
+            marks.append(mark(device))
+        synchronize(device)
+    # Alone, a rank has all it needs, and newer FSDP2 gathers nothing.
+    if not observed.gathers and plan.ranks > 1:
+        raise RuntimeError("no all-gather was seen; count what this version of FSDP2 calls")
+    trained = torch.stack(losses)
+    if not trained.isfinite().all():
+        raise RuntimeError(f"the loss is not finite: {trained.tolist()}")
+    timing = Timing.of([us_between(*span) for span in itertools.pairwise(marks)])
+
+    def us_a_step(spans):
+        return sum(us_between(*span) for span in spans) / plan.steps if spans else None
+
+    return {
+        "gathers": observed.gathers / plan.steps,
+        "gathered bytes": observed.gathered_bytes / plan.steps,
+        "us": timing.us,
+        "timing": timing._asdict(),
+        "tokens": trainer.tokens,
+        "peak": torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else None,
+        "syncs": len(observed.syncs) / plan.steps,
+        "sync us": us_a_step(observed.syncs),
+        "reduces": len(observed.reduces) / plan.steps,
+        "reduce us": us_a_step(observed.reduces),
+        "losses": trained.tolist(),
+    }
+
+
+def run_rank(rank: int, plan: Plan, device_type: str, port: int) -> None:
+    """Run all jobs that have left no result yet; ends at the first that fails, whose reason it leaves."""
+    on_gpu = device_type == "cuda"
+    device = torch.device(device_type, rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    # FSDP2 hands out views of its buffers, which autograd remarks on once a step.
+    warnings.filterwarnings("ignore", message=".*view tensor.*")
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=plan.ranks,
+        timeout=_TIMEOUT[device_type], device_id=device if on_gpu else None,
+    )  # fmt: skip
+    # All ranks agree on what is left before any of them writes.
+    jobs = [job for job in plan.jobs if not plan.result(job).exists()]
+    dist.barrier()
+    for job in jobs:
+        try:
+            seen: list = [None] * plan.ranks
+            result: dict[str, Any] = {"ranks": seen}
+            dist.all_gather_object(seen, measure(job, plan, device))
+        except peers.Unavailable as why:
+            result = {"why": str(why)}
+        except Exception as error:
+            # The first rank that fails knows why; the others only lose it.
+            if not plan.result(job).exists():
+                environment.write_json(plan.result(job), {"why": f"rank {rank}: {reason(error)}"})
+            traceback.print_exc()
+            # Not by way of the interpreter, which could wait for collectives that never end.
+            os._exit(1)
+        if rank == 0:
+            environment.write_json(plan.result(job), result)
+        if job.mode == "compiled":
+            torch._dynamo.reset()
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+# --- all ranks --------------------------------------------------------------------------------------------------------
+
+
+def run_all(plan: Plan, device: torch.device, results: Report) -> None:
+    """Run the plan, in as many rounds of processes as jobs bring them down, and add rows as they come."""
+    waiting = list(plan.jobs)
+
+    def collect() -> None:
+        while waiting and plan.result(waiting[0]).exists():
+            job = waiting.pop(0)
+            add_row(job, json.loads(plan.result(job).read_text()), results)
+
+    while waiting:
+        left, why = len(waiting), "left no result"
+        with socket.socket() as s:
+            s.bind(("localhost", 0))
+            port = s.getsockname()[1]
+        try:
+            context = mp.spawn(run_rank, args=(plan, device.type, port), nprocs=plan.ranks, join=False)
+            while not context.join(timeout=1):
+                collect()
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            why = reason(error)
+        collect()
+        # A job whose processes die without a word is tried once more if others of its round came before it.
+        if len(waiting) == left:
+            environment.write_json(plan.result(waiting[0]), {"why": why})
+            collect()
+
+
+def add_row(job: Job, result: dict, results: Report) -> None:
+    """The row of `job` from what its ranks saw, or the reason why there is none."""
+    if "why" in result:
+        results.leave_out(job.recipe, job.mode, result["why"])
+        return
+    seen = result["ranks"]
+
+    def most(name: str, unit: float) -> float | None:
+        return max((rank[name] / unit for rank in seen if rank[name] is not None), default=None)
+
+    us = max(rank["us"] for rank in seen)
+    row: dict[str, Any] = {
+        "recipe": job.recipe,
+        "mode": job.mode,
+        "gathered MiB": most("gathered bytes", 2**20),
+        "ms a step": us / 1e3,
+        "tokens/s": sum(rank["tokens"] for rank in seen) / us * 1e6,
+        "peak GiB": most("peak", 2**30),
+        "sync ms": most("sync us", 1e3),
+        "sync %": most("sync us", us / 100),
+        "reduce ms": most("reduce us", 1e3),
+        "us": us,
+        "losses": [sum(losses) / len(seen) for losses in zip(*(rank["losses"] for rank in seen))],
+        "ranks": seen,
+    }
+    row["loss"] = row["losses"][-1]
+    base = next((r for r in (row, *results.rows) if (r["recipe"], r["mode"]) == ("bf16", job.mode)), None)
+    off = None
+    if base:
+        first, *_, last = base["losses"]
+        off = abs(row["loss"] - last) / abs(first - last)
+        row |= {"x bf16": base["us"] / us, "off": off}
+        if base["gathered MiB"]:
+            row["of bf16"] = row["gathered MiB"] / base["gathered MiB"]
+    results.add(row)
+    if off is not None and off > _BUDGET.get(job.recipe, _FP8_BUDGET):
+        results.leave_out(job.recipe, job.mode, f"WRONG, its loss is off by {off:.2g} of what bf16 learned")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=8192, help="in a step on each GPU, in sequences of 4096")
+    parser.add_argument("--steps", type=int, default=20, help="that are timed")
+    parser.add_argument("--ranks", type=int, help="GPUs; by default all, 2 processes on a CPU")
+    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), help="only these recipes")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny stack, on a CPU where there is no GPU: does it run?"
+    )
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
+    args = parser.parse_args(argv)
+    if not args.smoke and not torch.cuda.is_available():
+        parser.exit(2, "bench_fsdp: needs a CUDA GPU; none found (--smoke tries the script out on a CPU)\n")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args.ranks = args.ranks or (torch.cuda.device_count() if device.type == "cuda" else 2)
+    config = SMOKE if args.smoke else Config(layers=args.layers)
+    if args.smoke:
+        args.tokens, args.steps = 2 * config.seq_len, 3
+    # bf16 first: the others are compared with it.
+    jobs = [Job(r, mode) for mode in args.modes for r in sorted(args.only, key=lambda recipe: recipe != "bf16")]
+    results = Report("fsdp", device, COLUMNS, report.plain(vars(args)) | vars(config))
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan(tuple(jobs), config, args.tokens, args.steps, args.ranks, Path(folder))
+        run_all(plan, device, results)
+    results.write(args.out)
+    return 0 if results.rows else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
