@@ -293,6 +293,7 @@ def test_the_command_writes_what_auto_reads(user_folder, capsys):
     ("argv", "message"),
     (
         ("--model-shapes 256", "must be N,K, the shape of a weight, got '256'"),
+        ("--model-shapes 12x4", "must be N,K, the shape of a weight, got '12x4'"),
         ("--model-shapes 256,0", "must be a whole number above 0, got '0'"),
         ("--tokens x", "must be a whole number above 0, got 'x'"),
         ("--models llama_8b --model-shapes 1,1", "not allowed with argument"),

@@ -52,10 +52,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _shape(text: str) -> tuple[int, int]:
-    try:
-        n, k = (_positive(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be N,K, the shape of a weight, got {text!r}") from None
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"must be N,K, the shape of a weight, got {text!r}")
+    n, k = map(_positive, parts)
     return n, k
 
 
