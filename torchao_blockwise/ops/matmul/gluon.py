@@ -257,6 +257,8 @@ def _consume(CONSUMER: gl.constexpr, b_scale_ptr, out, out_ring, bias_ptr, rings
             if not B.b_square:
                 b_scale = b_scale_ring.index(stage).reshape([WIDTH]).load(gl.SliceLayout(0, MMA))
             partial = warpgroup_mma_wait(0, deps=[partial])
+            if B.waves == 1:
+                _free(empty, pair_empty, stage, B)
             acc0 = _promote(acc0, partial, a_scale, b_scale, B)
             if B.waves == 2:
                 second = warpgroup_mma(a_ring.index(wave + 1), b, partial, use_acc=from_partial, is_async=True)
@@ -265,8 +267,6 @@ def _consume(CONSUMER: gl.constexpr, b_scale_ptr, out, out_ring, bias_ptr, rings
                 second, acc0 = warpgroup_mma_wait(0, deps=[second, acc0])
                 _free(empty, pair_empty, stage, B)
                 acc1 = _promote(acc1, second, a_scale, b_scale, B)
-            else:
-                _free(empty, pair_empty, stage, B)
             stage, phase = _next(stage, phase, B.stages)
         row += FIRST * _WAVE
         staging = out_ring.index(CONSUMER) if B.copy_out else out_ring
