@@ -149,3 +149,9 @@ def ddp_worker(rank: int, ranks: int, port: int, folder: str, config) -> None:
         optimizer.zero_grad()
     torch.save(model.state_dict(), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def selected_cases(request) -> list:
+    """The `case` of each selected test of the module that asks: what its one set of processes is to run."""
+    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    return [item.callspec.params["case"] for item in items if "case" in item.callspec.params]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from helpers import selected_cases
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -27,8 +28,7 @@ def case_id(case) -> str:
 @pytest.fixture(scope="module")
 def raised(request, tmp_path_factory) -> list[dict | None]:
     """What each rank raised in each selected case: all run in one set of processes."""
-    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
-    chosen = [item.callspec.params["case"] for item in items]
+    chosen = selected_cases(request)
     return spawn(run_checks, RANKS, tmp_path_factory.mktemp("fsdp"), chosen)
 
 

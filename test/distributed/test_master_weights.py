@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers import selected_cases
 from torch import nn
 
 sys.path.append(str(Path(__file__).parent))
@@ -35,8 +36,7 @@ CASES = cases()
 @pytest.fixture(scope="module")
 def raised(request, tmp_path_factory) -> list[dict]:
     """What each rank raised in each selected case: all run in one set of processes."""
-    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
-    chosen = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
+    chosen = selected_cases(request)
     folder = tmp_path_factory.mktemp("master_weights")
     with socket.socket() as s:
         s.bind(("localhost", 0))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from helpers import selected_cases
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -22,8 +23,7 @@ RANKS = 4
 @pytest.fixture(scope="module")
 def raised(request, tmp_path_factory) -> list[dict | None]:
     """What each rank raised in each selected case: all run in one set of processes."""
-    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
-    chosen = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
+    chosen = selected_cases(request)
     return spawn(run_cases, RANKS, tmp_path_factory.mktemp("primary_weights"), chosen)
 
 

@@ -22,15 +22,6 @@ def are_plain(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
 
 
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of what a layer computes of `x`: autocast's, else that of `x`."""
-    device = x.device.type
-    # There is no autocast for meta tensors, and asking for its state raises.
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
-
-
 def options_of(config) -> dict:
     """How operations that quantise do it for a layer of this config."""
     return {"power_of_2_scales": config.power_of_2_scales, "backend": ops.casting_backend(config.backend)}
@@ -59,23 +50,3 @@ def grad_input(dy_rowwise, weight, config, dtype: torch.dtype) -> torch.Tensor:
 def grad_weight(dy_columnwise, x_columnwise, weight, config) -> torch.Tensor | None:
     """dyᵀ · x, both quantised along tokens, or None: see `weight_gradient`."""
     return weight_gradient(dy_columnwise, x_columnwise, weight, config, weight.dtype)
-
-
-def grad_bias(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return dy.sum(0, dtype=torch.float32).to(dtype)
-
-
-def refuse_second_order(layer: str) -> None:
-    """Raise NotImplementedError in a backward that is itself to be differentiated."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"{layer}: backward through backward (create_graph=True) is not defined in low precision; "
-            "keep the layers that need it in high precision (filter_fn)"
-        )
-
-
-def as_shape_of(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`out` [T, N] with the leading dims of `x` [.., K], as no view: see `nn.linear`."""
-    if x.dim() == 2:
-        return out
-    return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
+from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.sharded_linear import WHOLE, sharded_linear
 from torchao_blockwise.nn.weight_product import weight_gradient, weight_product
 from torchao_blockwise.tensors import (
@@ -55,11 +56,9 @@ def _linear_of_one(x, weight, bias, like, amax_groups):
     """`linear` of one device; tensors may be parts of others. `like`: the weight or what it was detached from."""
     # Else each shape, dtype and device that is read of a weight goes through Python, 10 µs a call in all.
     with _compat.no_torch_function():
-        device = x.device.type
-        # There is no autocast for meta tensors, and asking for its state raises.
-        if device != "meta" and torch.is_autocast_enabled(device) and x.is_floating_point():
-            x = x.to(torch.get_autocast_dtype(device))
-        _check(x, weight, bias)
+        if x.is_floating_point():
+            x = x.to(steps.compute_dtype(x))
+        check_linear(x, weight, bias)
         return _Linear.apply(x, weight, bias, config_of(like), amax_groups)
 
 
@@ -73,7 +72,8 @@ def config_of(weight) -> TrainingConfig:
     return weight.config if weight.config is not None else _DEFAULT_CONFIGS[type(weight)]
 
 
-def _check(x, weight, bias) -> None:
+def check_linear(x, weight, bias) -> None:
+    """Raise TypeError or ValueError for operands of one device that no linear layer can take."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"linear: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
     if weight.dim() != 2:
@@ -123,17 +123,12 @@ class _Linear(torch.autograd.Function):
         ctx.config, ctx.save_quantized, ctx.amax_groups = config, save_quantized, amax_groups
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # No view: hooks of FSDP2 hang on outputs, and an in-place operation on a view of one would leave them behind.
-        return out if x.dim() == 2 else torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])
+        return steps.as_shape_of(out, x)
 
     @staticmethod
     def backward(ctx, grad_output):
         # A constant grad_output would leave the second gradient out in silence, so this does not wait for one.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "linear: backward through backward (create_graph=True) is not defined in low precision; "
-                "keep the layers that need it in high precision (filter_fn)"
-            )
+        steps.refuse_second_order("linear")
         config = ctx.config
         weight, x0, x1, x2 = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -169,7 +164,7 @@ class _Linear(torch.autograd.Function):
                 x_columnwise = quantize(x0, False, True, groups.x)
             grad_weight = weight_gradient(dy_columnwise, x_columnwise, weight, config, ctx.weight_dtype)
         if needs_bias:
-            grad_bias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            grad_bias = steps.grad_bias(dy, ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None
 
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.nn import fused
-from torchao_blockwise.nn.linear import _check as check_linear
-from torchao_blockwise.nn.linear import config_of
+from torchao_blockwise.nn import fused, steps
+from torchao_blockwise.nn.linear import check_linear, config_of
 from torchao_blockwise.nn.weight_product import weight_product
 
 aten = torch.ops.aten
@@ -89,7 +88,7 @@ class NormLinear(nn.Module):
         with _compat.no_torch_function():
             check_linear(x, linear.weight, linear.bias)
             return _NormLinear.apply(
-                x, norm.weight, norm_bias, linear.weight, linear.bias, _KINDS[type(norm)], eps, fused.compute_dtype(x)
+                x, norm.weight, norm_bias, linear.weight, linear.bias, _KINDS[type(norm)], eps, steps.compute_dtype(x)
             )
 
 
@@ -113,11 +112,11 @@ class _NormLinear(torch.autograd.Function):
         ctx.save_for_backward(weight, *saved, *fused.fields(columnwise))
         ctx.config, ctx.save_quantized, ctx.dtype, ctx.x_shape = config, save_quantized, dtype, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return fused.as_shape_of(out, x)
+        return steps.as_shape_of(out, x)
 
     @staticmethod
     def backward(ctx, grad_output):
-        fused.refuse_second_order("NormLinear")
+        steps.refuse_second_order("NormLinear")
         config = ctx.config
         weight, x, mean, rstd, norm_weight, norm_bias, *columnwise = ctx.saved_tensors
         *needs, needs_weight, needs_bias = ctx.needs_input_grad[:5]
@@ -141,7 +140,7 @@ class _NormLinear(torch.autograd.Function):
             grads = norm_backward(grad_y, x, mean, rstd, norm_weight, norm_bias, needs)
             grads[0] = None if grads[0] is None else grads[0].view(ctx.x_shape)
         if needs_bias:
-            grad_bias = fused.grad_bias(dy, ctx.bias_dtype)
+            grad_bias = steps.grad_bias(dy, ctx.bias_dtype)
         return *grads, grad_weight, grad_bias, None, None, None
 
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.nn import fused
-from torchao_blockwise.nn.linear import _check as check_linear
-from torchao_blockwise.nn.linear import config_of
+from torchao_blockwise.nn import fused, steps
+from torchao_blockwise.nn.linear import check_linear, config_of
 from torchao_blockwise.nn.weight_product import weight_product
 
 
@@ -37,7 +36,7 @@ def swiglu_linear(
         got = f"{gate.dtype} {list(gate.shape)} and {up.dtype} {list(up.shape)}"
         raise ValueError(f"swiglu_linear: gate and up must agree in shape and dtype, got {got}")
     with _compat.no_torch_function():
-        dtype = fused.compute_dtype(gate)
+        dtype = steps.compute_dtype(gate)
         gate, up = gate.to(dtype), up.to(dtype)
         check_linear(gate, weight, bias)
         return _SwiGLULinear.apply(gate, up, weight, bias)
@@ -90,7 +89,7 @@ class SwiGLUMLP(nn.Module):
             gate, up = gate_up(x).chunk(2, -1)
             return swiglu_linear(gate, up, down.weight, down.bias)
         with _compat.no_torch_function():
-            x = x.to(fused.compute_dtype(x))
+            x = x.to(steps.compute_dtype(x))
             check_linear(x, gate_up.weight, None)
             return _SwiGLUMLP.apply(x, gate_up.weight, down.weight, down.bias)
 
@@ -113,11 +112,11 @@ class _SwiGLULinear(torch.autograd.Function):
         ctx.save_for_backward(weight, *saved, *fused.fields(columnwise))
         ctx.config, ctx.save_quantized, ctx.shape = config, save_quantized, gate.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return fused.as_shape_of(out, gate)
+        return steps.as_shape_of(out, gate)
 
     @staticmethod
     def backward(ctx, grad_output):
-        fused.refuse_second_order("swiglu_linear")
+        steps.refuse_second_order("swiglu_linear")
         config = ctx.config
         weight, gate, up, *columnwise = ctx.saved_tensors
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
@@ -137,7 +136,7 @@ class _SwiGLULinear(torch.autograd.Function):
                 g.view(ctx.shape) if need else None for g, need in zip(gradients, (needs_gate, needs_up))
             )  # fmt: skip
         if needs_bias:
-            grad_bias = fused.grad_bias(dy, ctx.bias_dtype)
+            grad_bias = steps.grad_bias(dy, ctx.bias_dtype)
         return dgate, dup, grad_weight, grad_bias
 
 
@@ -171,11 +170,11 @@ class _SwiGLUMLP(torch.autograd.Function):
         )
         ctx.save_x, ctx.save_h, ctx.x_shape, ctx.x_dtype = save_x, save_h, x.shape, x.dtype
         ctx.bias_dtype = None if down_bias is None else down_bias.dtype
-        return fused.as_shape_of(out, x)
+        return steps.as_shape_of(out, x)
 
     @staticmethod
     def backward(ctx, grad_output):
-        fused.refuse_second_order("SwiGLUMLP")
+        steps.refuse_second_order("SwiGLUMLP")
         gate_up_weight, down_weight, x, gate_up, *copies = ctx.saved_tensors
         inner, outer = config_of(gate_up_weight), config_of(down_weight)
         needs_x, needs_gate_up, needs_down, needs_bias = ctx.needs_input_grad
@@ -206,7 +205,7 @@ class _SwiGLUMLP(torch.autograd.Function):
                 )
             grad_gate_up = fused.grad_weight(columnwise, x_columnwise, gate_up_weight, inner)
         if needs_bias:
-            grad_bias = fused.grad_bias(dy, ctx.bias_dtype)
+            grad_bias = steps.grad_bias(dy, ctx.bias_dtype)
         return grad_x, grad_gate_up, grad_down, grad_bias
 
 

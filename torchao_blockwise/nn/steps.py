@@ -1,0 +1,36 @@
+"""Steps that every layer here takes, fused or not, around its GEMMs."""
+
+from __future__ import annotations
+
+import torch
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of what a layer computes of `x`: autocast's, else that of `x`."""
+    device = x.device.type
+    # There is no autocast for meta tensors, and asking for its state raises.
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def grad_bias(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Σ of dy [T, N] over tokens, in fp32, rounded to `dtype`."""
+    return dy.sum(0, dtype=torch.float32).to(dtype)
+
+
+def refuse_second_order(layer: str) -> None:
+    """Raise NotImplementedError in a backward that is itself to be differentiated."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{layer}: backward through backward (create_graph=True) is not defined in low precision; "
+            "keep the layers that need it in high precision (filter_fn)"
+        )
+
+
+def as_shape_of(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`out` [T, N] with the leading dims of `x` [.., K]."""
+    # No view: hooks of FSDP2 hang on outputs, and an in-place operation on a view of one would leave them behind.
+    if x.dim() == 2:
+        return out
+    return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])
