@@ -132,13 +132,13 @@ def master(*shape: int, config=FP8, dtype=torch.float32, seed: int = 0) -> nn.Pa
     return nn.Parameter(MasterWeightTensor(weight(*shape, dtype=dtype, seed=seed), config))
 
 
-def ddp_worker(rank: int, ranks: int, port: int, folder: str, config) -> None:
-    """Two steps of data-parallel SGD; saves the state dict that the rank ends with."""
+def ddp_worker(rank: int, ranks: int, port: int, file: str, config) -> None:
+    """Two steps of data-parallel SGD; leaves the state dict that the rank ends with."""
     import torch.distributed as dist
+    from ranks import join
     from torch.nn.parallel import DistributedDataParallel
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks)
+    join(rank, ranks, port)
     model = mlp(config)
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -147,7 +147,7 @@ def ddp_worker(rank: int, ranks: int, port: int, folder: str, config) -> None:
         parallel(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.save(model.state_dict(), f"{folder}/{rank}.pt")
+    torch.save(model.state_dict(), file)
     dist.destroy_process_group()
 
 
@@ -155,3 +155,21 @@ def selected_cases(request) -> list:
     """The `case` of each selected test of the module that asks: what its one set of processes is to run."""
     items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
     return [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
+
+
+def tensor_scales_worker(rank: int, ranks: int, port: int, file: str, cases) -> None:
+    """Leaves the NVFP4 tensor scale of a sharded tensor of ones with one other value, for each (value, row)."""
+    import torch.distributed as dist
+    from ranks import join
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    join(rank, ranks, port)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    scales = {}
+    for value, row in cases:
+        x = torch.ones(32, 32)
+        x[row, 3] = float(value)
+        q = ops.quantize(distribute_tensor(x, mesh, [Shard(0)]), "nvfp4_1x16", backend="reference")
+        scales[value, row] = str(q.global_scale.full_tensor().item())
+    torch.save(scales, file)
+    dist.destroy_process_group()

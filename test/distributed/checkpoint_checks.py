@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_models import CONFIGS, Block, adamw, assert_gathers_exactly, batch, blocks, masters_of, shard, train
+from ranks import join
 from tensor_parallel_checks import PLANS, block
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
@@ -316,10 +317,9 @@ class DiesCommitting(dcp.FileSystemWriter):
 DEATHS = {"writing": (1, DiesWriting), "committing": (0, DiesCommitting)}
 
 
-def die_while_saving(rank: int, ranks: int, address: str, file: str, folder: str, death: str) -> None:
+def die_while_saving(rank: int, ranks: int, port: int, file: str, folder: str, death: str) -> None:
     """Save after one step and, after another, again, in which a rank dies; leaves the weights of the first save."""
-    timeout = datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timeout)
+    join(rank, ranks, port, seconds=20)
     model = shard(blocks(CONFIGS["fp8"]), DeviceMesh("cpu", list(range(ranks))))
     optimizer = adamw(model)
     train(model, optimizer, steps=1)

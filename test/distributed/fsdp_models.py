@@ -98,13 +98,14 @@ def batch(step: int = 0, width: int = 48, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(24, width, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
-def train(model, optimizer, steps: int = 3, microbatches: int = 1, clip=None, offset: int = 0) -> list[float]:
-    losses = []
+def train(model, optimizer, steps: int = 3, microbatches: int = 1, clip=None, offset: int = 0, width: int = 48):
+    """The losses, and norms of gradients where they are clipped."""
+    losses: list[float] = []
     for step in range(offset, offset + steps):
         for micro in range(microbatches):
             if microbatches > 1 and hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(micro == microbatches - 1)
-            loss = model(batch(step * microbatches + micro)).float().square().mean()
+            loss = model(batch(step * microbatches + micro, width)).float().square().mean()
             loss.backward()
             losses.append(loss.item())
         if clip is not None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
-import socket
 import time
 import traceback
-import warnings
 
 import checkpoint_checks as checkpoints
 import fsdp_checks as checks
 import fsdp_life_checks as life
+import primary_shard_checks as primary
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from fsdp_models import CONFIGS, adamw, blocks, shard, train
 from helpers import replace
+from ranks import join
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
 
@@ -66,37 +64,42 @@ CHECKPOINT_CHECKS = (
     (checkpoints.saves_two_dims, ((2, 2),), ("fp8",)),
     (checkpoints.saves_shared_weights, (4,), ("fp8",)),
 )
-BY_NAME = {check.__name__: check for check, _, _ in CHECKS + CHECKPOINT_CHECKS}
+PRIMARY_CHECKS = (
+    (primary.gathers_exactly_at_any_split, (1, 3, 4), BOTH),
+    (primary.trains_long, (1, 2, 4), BOTH),
+    (primary.trains_in_many_ways, (2, 4), BOTH),
+    (primary.accumulates, (2,), BOTH),
+    (primary.compiles_blocks, (2,), BOTH),
+    (primary.gathers_few_bytes, (3, 4), BOTH),
+    (primary.leaves_frozen_weights, (2,), BOTH),
+    (primary.loads, (3,), BOTH),
+    (primary.adopts_loads, (2,), BOTH),
+    (primary.refuses_stale_values, (2,), ("fp8",)),
+    (primary.starts_on_meta, (4,), BOTH),
+    (primary.refuses, (2,), BOTH),
+    (primary.reshards_to_fewer_ranks, (4,), ("fp8",)),
+    (primary.resumes, (4,), BOTH),
+    (primary.reshards, (4,), BOTH),
+    (primary.gives_full_state_dicts, (2,), BOTH),
+    (primary.shards_hybrid, ((2, 2),), BOTH),
+)
+
+
+def name_of(check) -> str:
+    return f"{check.__module__}.{check.__name__}"
+
+
+BY_NAME = {name_of(check): check for check, _, _ in CHECKS + CHECKPOINT_CHECKS + PRIMARY_CHECKS}
 
 
 def cases(checks=CHECKS) -> list[tuple[str, int | tuple[int, int], str]]:
     """(name of a check, mesh size, name of a config)"""
-    return [(check.__name__, size, config) for check, sizes, configs in checks for size in sizes for config in configs]
+    return [(name_of(check), size, config) for check, sizes, configs in checks for size in sizes for config in configs]
 
 
-def spawn(worker, ranks: int, folder, *args) -> list:
-    """Run worker(rank, *args) in a process a rank; returns what each left, None where it left nothing."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    try:
-        mp.spawn(_start, args=(worker, ranks, port, str(folder), args), nprocs=ranks)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
-        print(e)
-    files = [folder / f"{rank}.pt" for rank in range(ranks)]
-    return [torch.load(file, weights_only=True) if file.exists() else None for file in files]
-
-
-def _start(rank: int, worker, ranks: int, port: int, folder: str, args) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*view tensor.*")
-    worker(rank, ranks, f"tcp://localhost:{port}", f"{folder}/{rank}.pt", *args)
-
-
-def run_checks(rank: int, ranks: int, address: str, file: str, chosen) -> None:
+def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     """Run `chosen` cases on meshes of the first ranks, up to the first that raises; leaves what each raised or None."""
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timeout)
+    join(rank, ranks, port)
     meshes = {size: DeviceMesh("cpu", list(range(size))) for size in range(1, ranks + 1)}
     meshes[2, 2] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     raised: dict = {}
@@ -151,18 +154,11 @@ def _fails_later(rank, config):
 WRONG = (_other_config, _other_shape, _fewer_weights, _fails_early, _fails_later, _no_weights)
 
 
-def go_wrong(rank: int, ranks: int, address: str, file: str, timeout: float) -> None:
+def go_wrong(rank: int, ranks: int, port: int, file: str, timeout: float) -> None:
     """Rank 1 builds another model, or fails; leaves what the rank raised each time and after how many seconds."""
     left = {}
-    base, port = address.rsplit(":", 1)
-    for i, build in enumerate(WRONG):
-        dist.init_process_group(
-            "gloo",
-            init_method=f"{base}:{int(port) + i}",
-            rank=rank,
-            world_size=ranks,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
+    for build in WRONG:
+        join(rank, ranks, port, seconds=timeout, name=build.__name__)
         start = time.monotonic()
         try:
             model = shard(build(rank, CONFIGS["fp8"]), DeviceMesh("cpu", list(range(ranks))))

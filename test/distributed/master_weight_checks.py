@@ -8,6 +8,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
+from ranks import join
 from shard_cases import framed
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat, ops
@@ -288,12 +289,10 @@ def _run(case: str, group, rank: int, ranks: int) -> None:
         CHECKS[name](group, rank, ranks)
 
 
-def run_checks(rank: int, world: int, port: int, folder: str, chosen: list[str]) -> None:
+def run_checks(rank: int, world: int, port: int, file: str, chosen: list[str]) -> None:
     """Run the chosen cases; saves the traceback of each that failed, "" of each that passed."""
     os.environ["TRITON_INTERPRET"] = "0"
-    torch.set_num_threads(1)
-    minute, address = datetime.timedelta(seconds=60), f"tcp://localhost:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=minute)
+    join(rank, world, port)
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(1, world + 1)}
     stale = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=4))
     results = {}
@@ -310,6 +309,6 @@ def run_checks(rank: int, world: int, port: int, folder: str, chosen: list[str])
             results[case] = ""
         except Exception:
             results[case] = traceback.format_exc()
-    torch.save(results, f"{folder}/{rank}.pt")
+    torch.save(results, file)
     dist.barrier()
     dist.destroy_process_group()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import traceback
 
 import fsdp_models
 import torch
 import torch.distributed as dist
 from helpers import FP8, FP8_POW2, NVFP4, replace
+from ranks import join
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -264,21 +264,12 @@ def refuses_other_parts(group) -> None:
 
 
 def steps_what_fsdp2_shards(group, config: str) -> None:
-    """FSDP2 shards high-precision parameters, which are their own masters; quantised ones are refused by name."""
+    """FSDP2 shards high-precision parameters, which are their own masters."""
     mesh, losses = DeviceMesh.from_group(group, "cpu"), []
     for make in (adamw, fsdp_models.adamw):
         model = fsdp_models.shard(fsdp_models.blocks(CONFIGS[config]), mesh)
         losses.append(fsdp_models.train(model, make(model)))
     assert losses[0] == losses[1]
-    for features in (48, 256):
-        model = nn.Sequential(nn.Linear(features, features))
-        quantize_(model, replace(CONFIGS[config], master_weights=False))
-        message = "nothing"
-        try:
-            fsdp_models.fully_shard(model, mesh=mesh)
-        except (ValueError, NotImplementedError) as e:
-            message = str(e)
-        assert message.endswith("(fully_shard: convert with master_weights=True)"), message
 
 
 BOTH = ("fp8", "nvfp4")
@@ -305,12 +296,11 @@ CASES = {
 }
 
 
-def run_cases(rank: int, ranks: int, address: str, file: str, chosen) -> None:
+def run_cases(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     """Run the chosen cases in groups of the first ranks, up to one that fails; leaves what each raised, or None."""
     # As in other tests without the interpreter: the same bits, many times faster.
     backend.interpreting = lambda: False
-    timeout = datetime.timedelta(seconds=300)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timeout)
+    join(rank, ranks, port, seconds=300)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, ranks + 1)}
     raised: dict = {}
     for name in chosen:
@@ -360,9 +350,8 @@ def _fails(rank):
 WRONG = {f.__name__[1:]: f for f in (_other_shape, _other_format, _other_lr, _other_frozen, _fails)}
 
 
-def go_wrong(rank: int, ranks: int, address: str, file: str, what: str) -> None:
-    timeout = datetime.timedelta(seconds=5)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timeout)
+def go_wrong(rank: int, ranks: int, port: int, file: str, what: str) -> None:
+    join(rank, ranks, port, seconds=5)
     message = None
     try:
         WRONG[what](rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import traceback
 
 import tensor_parallel_checks as checks
@@ -10,6 +9,7 @@ import tensor_parallel_life_checks as life
 import torch
 import torch.distributed as dist
 from helpers import FP8, FP8_POW2, NVFP4, replace
+from ranks import join
 
 RANKS = 4
 # The same bits as Triton's interpreter, many times faster.
@@ -51,10 +51,9 @@ def ranks_of(size: int | tuple[int, int]) -> int:
     return size if isinstance(size, int) else size[0] * size[1]
 
 
-def run_checks(rank: int, ranks: int, address: str, file: str, chosen) -> None:
+def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     """Run `chosen` cases on meshes of the first ranks, up to the first that raises; leaves what each raised."""
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timeout)
+    join(rank, ranks, port)
     meshes = {size: dist.device_mesh.DeviceMesh("cpu", list(range(size))) for size in (1, 2, 4)}
     meshes[2, 2] = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     raised: dict = {}

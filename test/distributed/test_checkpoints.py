@@ -17,7 +17,8 @@ if not dist.is_available():
 import torch.distributed.checkpoint as dcp
 from checkpoint_checks import DEATHS, die_while_saving
 from fsdp_models import CONFIGS, batch, blocks, masters_of, shard
-from fsdp_run import CHECKPOINT_CHECKS, cases, run_checks, spawn
+from fsdp_run import CHECKPOINT_CHECKS, cases, run_checks
+from ranks import spawn
 from test_fsdp import RANKS, case_id, size_of
 from torch.distributed.fsdp import CPUOffloadPolicy
 

@@ -14,7 +14,8 @@ sys.path.append(str(Path(__file__).parent))
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from fsdp_run import cases, run_checks, spawn
+from fsdp_run import cases, run_checks
+from ranks import spawn
 
 RANKS = 4
 CASES = cases()
@@ -22,7 +23,7 @@ CASES = cases()
 
 def case_id(case) -> str:
     name, size, config = case
-    return f"{name}-{size if isinstance(size, int) else 'x'.join(map(str, size))}-{config}"
+    return f"{name.split('.')[-1]}-{size if isinstance(size, int) else 'x'.join(map(str, size))}-{config}"
 
 
 @pytest.fixture(scope="module")

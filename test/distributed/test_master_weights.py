@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from helpers import selected_cases
 from torch import nn
 
@@ -19,6 +17,7 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from master_weight_checks import Weights, cases, check_scales, codes, run_checks
+from ranks import spawn
 from shard_cases import framed
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat
@@ -37,12 +36,7 @@ CASES = cases()
 def raised(request, tmp_path_factory) -> list[dict]:
     """What each rank raised in each selected case: all run in one set of processes."""
     chosen = selected_cases(request)
-    folder = tmp_path_factory.mktemp("master_weights")
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    mp.spawn(run_checks, args=(RANKS, port, str(folder), chosen), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    return spawn(run_checks, RANKS, tmp_path_factory.mktemp("master_weights"), chosen)
 
 
 @pytest.mark.parametrize("case", CASES)

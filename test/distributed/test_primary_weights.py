@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parent))
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from fsdp_run import spawn
 from primary_weight_checks import CASES, go_wrong, run_cases
+from ranks import spawn
 
 RANKS = 4
 

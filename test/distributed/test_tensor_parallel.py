@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parent))
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from fsdp_run import spawn
+from ranks import spawn
 from tensor_parallel_run import CASES, RANKS, ranks_of, run_checks
 
 

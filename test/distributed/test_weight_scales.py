@@ -17,8 +17,9 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from fsdp_models import CONFIGS, adamw, batch, blocks, masters_of, quantized, shard, train
-from fsdp_run import go_wrong, spawn
+from fsdp_run import go_wrong
 from helpers import FP8, NVFP4, mlp, weight
+from ranks import spawn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, _compat

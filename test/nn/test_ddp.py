@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from helpers import FP8 as CONFIG
 from helpers import ddp_worker, mlp, replace
+from ranks import spawn
 
 from torchao_blockwise.testing import relative_error
 
@@ -17,12 +15,8 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.dis
 
 
 def test_gradients_are_the_mean_over_ranks(tmp_path, ranks=2):
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
     config = replace(CONFIG, backend="reference")
-    mp.spawn(ddp_worker, args=(ranks, port, str(tmp_path), config), nprocs=ranks)
-    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
+    results = spawn(ddp_worker, ranks, tmp_path, config)
     model = mlp(config)
     for step in range(2):
         total = None

@@ -6,12 +6,10 @@ once, for what a real MAX reduction does.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
+from helpers import tensor_scales_worker
+from ranks import spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -151,34 +149,10 @@ def test_tensor_amax_covers_all_ranks(shape, placement):
         on_ranks(check)
 
 
-GLOO = """
-    import sys, torch, torch.distributed as dist
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torchao_blockwise import ops
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    for value in ("nan", "inf", "2688"):
-        for row in (0, 31):
-            x = torch.ones(32, 32)
-            x[row, 3] = float(value)
-            q = ops.quantize(distribute_tensor(x, mesh, [Shard(0)]), "nvfp4_1x16", backend="reference")
-            print(f"{value} in row {row}: {q.global_scale.full_tensor().item()}")
-    dist.destroy_process_group()
-"""
-
-
 def test_nan_and_inf_of_one_rank_reach_the_global_scale_of_all(tmp_path):
     """MAX of gloo and NCCL may drop a NaN: comparisons with it are false."""
-    command = [sys.executable, "-c", textwrap.dedent(GLOO)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], **pipes) for rank in range(2)]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    wanted = [f"{value} in row {row}: {scale}" for value, scale in GLOBAL_SCALES.items() for row in (0, 31)]
-    assert [stdout.splitlines() for stdout, _ in outputs] == [wanted, wanted]
-
-
-GLOBAL_SCALES = {"nan": "nan", "inf": "nan", "2688": "1.0"}
+    wanted = {("nan", 0): "nan", ("nan", 31): "nan", ("inf", 0): "nan", ("inf", 31): "nan", ("2688", 0): "1.0"}
+    assert spawn(tensor_scales_worker, 2, tmp_path, list(wanted)) == [wanted, wanted]
 
 
 # --- dequantise, transpose, product -----------------------------------------------------------------------------------
