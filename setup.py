@@ -6,6 +6,8 @@ from setuptools import find_packages, setup
 
 TEST = ["pytest>=8", "pytest-xdist", "expecttest", "hypothesis", "numpy"]
 DEMO = ["matplotlib", "tqdm", "numpy"]
+# Mixtures of experts of others, which test/nn/test_expert_models.py trains.
+MODELS = ["transformers", "torchtitan"]
 DEV = [*TEST, *DEMO, "ruff", "mypy", "pre-commit"]
 
 setup(
@@ -20,5 +22,5 @@ setup(
     package_data={"torchao_blockwise": ["py.typed"], "torchao_blockwise.ops.matmul": ["tables/*.json"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "torchao>=0.17", "triton; platform_system == 'Linux'"],
-    extras_require={"test": [*TEST, *DEMO], "demo": DEMO, "dev": DEV},
+    extras_require={"test": [*TEST, *DEMO], "demo": DEMO, "models": MODELS, "dev": DEV},
 )

@@ -21,74 +21,34 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
+import layers
 import peers
 import report
 import torch
+from layers import OURS, Layer
 from report import Report
 from roofline import Series
 from shapes import Shape
 from torch import nn
 
-from torchao_blockwise import MasterWeightTensor
-from torchao_blockwise.testing import relative_error
-from torchao_blockwise.tuning import Timing, host_time, input_sets, time_eager, time_runs
-from torchao_blockwise.tuning.timing import reason, synchronize
+from torchao_blockwise.tuning import input_sets
+from torchao_blockwise.tuning.timing import reason
 
-OURS = ("fp8", "nvfp4")
 RECIPES = ("fp8", "bf16", "torchao", "torchao_tensorwise", "torchao_rowwise", "nvfp4")
 DEFAULT_RECIPES = RECIPES[:-1]
-COLUMNS = (
-    *("shape", "recipe", "graph us", "eager us", "host us", "TFLOP/s", "roofline us", "of roofline"),
-    *("memory MiB", "error"),
-)
+COLUMNS = ("shape", *layers.COLUMNS)
 # ‖difference to bf16‖ / ‖bf16‖ that a recipe may have: three times what rounding to its elements gives.
-_BUDGET = {"nvfp4": 0.4}
-_FP8_BUDGET = 0.1
+_BUDGETS = dict.fromkeys(RECIPES, 0.1) | {"nvfp4": 0.4}
 
 
-class Layer:
-    """A layer that trains by `recipe`, and one step of it."""
-
-    def __init__(self, shape: Shape, recipe: str, weight: torch.Tensor, device: torch.device):
-        linear = nn.Linear(shape.in_features, shape.out_features, bias=False, device=device, dtype=weight.dtype)
-        with torch.no_grad():
-            linear.weight.copy_(weight)
-        # In a container, because torchao replaces the module that it converts.
-        self.model = peers.convert(nn.Sequential(linear), recipe, device)
-        self.call = peers.compile_model(self.model, device) if recipe in peers.COMPILED else self.model
-        (self.weight,) = self.model.parameters()
-
-    def step(self, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(y, dx, dw)."""
-        y = self.call(x)
-        return y.detach(), *torch.autograd.grad(y, (x, self.weight), dy)
-
-    def change_weight(self) -> None:
-        """As an optimizer would, for what is kept of the weight; costs no launch."""
-        hp = self.weight.detach()
-        torch.autograd.graph.increment_version(hp.hp if isinstance(hp, MasterWeightTensor) else hp)
-
-
-def peak_memory(layer: Layer, x: torch.Tensor, dy: torch.Tensor) -> int | None:
-    """Bytes that a step takes above its start, at the end of which the gradients of the last step still exist."""
-    if x.device.type != "cuda":
-        return None
-
-    def step():
-        x.grad = layer.weight.grad = None
-        layer.change_weight()
-        layer.call(x).backward(dy)
-
-    for _ in range(2):
-        step()
-    synchronize(x.device)
-    torch.cuda.reset_peak_memory_stats()
-    start = torch.cuda.memory_allocated()
-    step()
-    synchronize(x.device)
-    peak = torch.cuda.max_memory_allocated() - start
-    x.grad = layer.weight.grad = None
-    return peak
+def make_layer(shape: Shape, recipe: str, weight: torch.Tensor, device: torch.device) -> Layer:
+    """A linear layer with this weight that trains by `recipe`; raises peers.Unavailable."""
+    linear = nn.Linear(shape.in_features, shape.out_features, bias=False, device=device, dtype=weight.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    # In a container, because torchao replaces the module that it converts.
+    model = peers.convert(nn.Sequential(linear), recipe, device)
+    return Layer(model, peers.compile_model(model, device) if recipe in peers.COMPILED else model)
 
 
 def floor_bytes(shape: Shape) -> int:
@@ -107,67 +67,8 @@ def measure(shape: Shape, recipes: Sequence[str], results: Report) -> None:
         x, dy = (torch.randn(t, width, device=device, dtype=torch.bfloat16) for width in (k, n))
         return x.requires_grad_(), dy
 
-    sets = input_sets(make, device, 2 * floor_bytes(shape))
-    expected = Layer(shape, "bf16", weight, device).step(*sets[0])
-    layers: dict[str, Layer] = {}
-    errors: dict[str, float] = {}
-    for recipe in recipes:
-        try:
-            layer = Layer(shape, recipe, weight, device)
-            errors[recipe] = max(relative_error(a, b) for a, b in zip(layer.step(*sets[0]), expected))
-        except peers.Unavailable as why:
-            results.leave_out(recipe, str(shape), str(why))
-        except Exception as error:
-            results.leave_out(recipe, str(shape), reason(error))
-        else:
-            if errors[recipe] > _BUDGET.get(recipe, _FP8_BUDGET):
-                results.leave_out(recipe, str(shape), f"WRONG, relative error {errors[recipe]:.2g}")
-            else:
-                layers[recipe] = layer
-    del expected
-    # Together, for the same clocks; the rest one by one, so that only one layer's gradients live.
-    graphs = time_runs({recipe: (layer.step, sets) for recipe, layer in layers.items()}, device)
-    rows = {}
-    for recipe, layer in layers.items():
-        graph = graphs[recipe]
-        if isinstance(graph, str) or not graph.captured:
-            results.leave_out(f"{recipe}, graph", str(shape), graph if isinstance(graph, str) else "was not captured")
-            graph = None
-        try:
-            rows[recipe] = row_of(shape, recipe, layer, graph, sets[0], results) | {"error": errors[recipe]}
-        except Exception as error:
-            results.leave_out(recipe, str(shape), reason(error))
-    for recipe, row in rows.items():
-        others = {name: other["us"] for name, other in rows.items() if name != recipe}
-        results.add(row | (report.ratios(row["us"], others) if recipe in OURS else {}))
-
-
-def row_of(shape: Shape, recipe: str, layer: Layer, graph: Timing | None, inputs: tuple, results: Report) -> dict:
-    """What was measured of one recipe."""
-
-    def step():
-        layer.change_weight()
-        layer.step(*inputs)
-
-    eager, host = time_eager(step, results.device), host_time(step, results.device)
-    memory = peak_memory(layer, *inputs)
-    us = min(eager.us, graph.us) if graph else eager.us
-    flops = 6 * shape.tokens * shape.out_features * shape.in_features
-    floor = results.ceilings.floor_us(floor_bytes(shape), flops, "bf16" if recipe == "bf16" else "fp8")
-    return {
-        "shape": str(shape),
-        "recipe": recipe,
-        "graph us": graph.us if graph else None,
-        "eager us": eager.us,
-        "host us": host.us,
-        "TFLOP/s": flops / us / 1e6,
-        "roofline us": floor,
-        "of roofline": floor / us,
-        "memory MiB": None if memory is None else memory / 2**20,
-        "us": us,
-        "intensity": flops / floor_bytes(shape),
-        "timing": {"graph": graph._asdict() if graph else None, "eager": eager._asdict(), "host": host._asdict()},
-    }
+    sets, work = input_sets(make, device, 2 * floor_bytes(shape)), (floor_bytes(shape), 6 * t * n * k)
+    layers.measure(str(shape), recipes, lambda r: make_layer(shape, r, weight, device), sets, work, _BUDGETS, results)
 
 
 def picture(results: Report) -> dict:

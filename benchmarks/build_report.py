@@ -28,14 +28,19 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
+from torchao_blockwise.ops.grouped_matmul import gluon as grouped
 from torchao_blockwise.ops.matmul import gluon
+from torchao_blockwise.ops.matmul.builds import BUILDS, Build
 from torchao_blockwise.ops.quantize import triton as quantize
 from torchao_blockwise.ops.transpose import triton as transpose
 
 CAPABILITY = 90
 # e4m3 operations a cycle of a multiprocessor's tensor cores; its schedulers.
 TENSOR_RATE, SCHEDULERS = 8192, 4
+# Elements of K that one of their instructions takes.
+MMA_K = 32
 ROWS, COLUMNS = 512, 1024
+EXPERTS = 4
 
 
 class Driver:
@@ -67,12 +72,12 @@ def operand(fmt, rows: int, columns: int):
     return qdata, torch.zeros(fmt.scale_shape(rows, columns)).to(fmt.scale_dtype)
 
 
-def products() -> dict[str, tuple[Callable, gluon._Build]]:
+def products() -> dict[str, tuple[Callable, Build]]:
     """Gluon products by name, with what they are built for."""
     found = {}
     for b_fmt, kind in ((FP8_128X128, "output, grad_input"), (FP8_1X128, "grad_weight")):
-        for config in gluon._BUILDS:
-            if config.ctas > gluon._MAX_CTAS:
+        for config in BUILDS:
+            if config.ctas > gluon.MAX_CTAS:
                 continue
             a, b = operand(FP8_1X128, ROWS, COLUMNS), operand(b_fmt, ROWS, COLUMNS)
 
@@ -81,6 +86,31 @@ def products() -> dict[str, tuple[Callable, gluon._Build]]:
 
             pair = " a pair" if config.ctas == 2 else ""
             found[f"{kind} {config.tile_m}×{config.tile_n}{pair}"] = launch, config
+    return found
+
+
+def grouped_products() -> dict[str, tuple[Callable, Build]]:
+    """Gluon products of groups by name, with what they are built for."""
+    found = {}
+    ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (ROWS // EXPERTS)
+    for config in BUILDS:
+        if config.ctas > gluon.MAX_CTAS:
+            continue
+        a, (b, scale) = operand(FP8_1X128, ROWS, COLUMNS), operand(FP8_128X128, ROWS, COLUMNS)
+        b = torch.stack([b.view(torch.uint8)] * EXPERTS).view(b.dtype), torch.stack([scale] * EXPERTS)
+        both = operand(FP8_1X128, COLUMNS, ROWS)
+
+        def along_m(a=a, b=b, config=config):
+            operands = *a, None, *b, None, ends, FP8_1X128, FP8_128X128
+            grouped.grouped_matmul(*operands, "m", torch.bfloat16, config)
+
+        def along_k(both=both, config=config):
+            operands = *both, None, *both, None, ends, FP8_1X128, FP8_1X128
+            grouped.grouped_matmul(*operands, "k", torch.bfloat16, config)
+
+        size = f"{config.tile_m}×{config.tile_n}" + " a pair" * (config.ctas == 2)
+        found[f"grouped output, grad_input {size}"] = along_m, config
+        found[f"grouped grad_weight {size}"] = along_k, config
     return found
 
 
@@ -115,8 +145,8 @@ def instructions(lines: Sequence[str]) -> list[str]:
     return [line for line in lines if re.search(r"/\*[0-9a-f]{4,}\*/", line)]
 
 
-def inner_loop(sass: str) -> list[str]:
-    """The instructions of the shortest loop that multiplies."""
+def inner_loop(sass: str, products: int) -> list[str]:
+    """The instructions of the shortest loop with so many products of the tensor cores."""
     lines = sass.splitlines()
     labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
     loops = []
@@ -124,14 +154,14 @@ def inner_loop(sass: str) -> list[str]:
         m = re.search(r"BRA `\((\.L_x_\d+)\)", line)
         if m and labels.get(m.group(1), i) < i:
             body = instructions(lines[labels[m.group(1)] : i + 1])
-            loops += [body] if any("QGMMA" in x for x in body) else []
+            loops += [body] if sum("QGMMA" in x for x in body) >= products else []
     return min(loops, key=len)
 
 
-def product_row(name: str, launch: Callable, config: gluon._Build) -> dict:
+def product_row(name: str, launch: Callable, config: Build) -> dict:
     compiled, _ = build(launch)
     resources, sass = disassemble(compiled.asm["cubin"])
-    loop = len(inner_loop(sass))
+    loop = len(inner_loop(sass, config.waves * FP8_1X128.block[1] // MMA_K))
     cycles = 2 * config.tile_m * config.tile_n * FP8_1X128.block[1] / TENSOR_RATE
     return {
         "kernel": name,
@@ -177,8 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="default results/")
     args = parser.parse_args(argv)
     triton.runtime.driver.set_active(Driver())
-    gluon._multiprocessors = lambda device: 132
-    multiplying = [product_row(name, *case) for name, case in products().items()]
+    gluon.multiprocessors = grouped.multiprocessors = lambda device: 132
+    multiplying = [product_row(name, *case) for name, case in (products() | grouped_products()).items()]
     moving = [cast_row(name, launch) for name, launch in casts().items()]
     text = table(multiplying) + "\n" + table(moving)
     print(text)

@@ -198,6 +198,19 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
     return torch.compile(model, backend="inductor" if device.type == "cuda" else "aot_eager", dynamic=False)
 
 
+def torchao_grouped_product(device: torch.device, widths: Iterable[int]) -> Callable:
+    """(x [M, K], weight [E, K, N], ends) -> [M, N] by torchao's blockwise FP8 training; raises Unavailable.
+
+    Through DeepGEMM: what it falls back to without that dequantises, and is no peer.
+    """
+    need_capability(device, (9, 0))
+    _import_deep_gemm()
+    torchao_kernels()
+    need_multiples("dim and hidden", widths, _BLOCK)
+    grouped = _import("torchao.prototype.moe_training.blockwise_fp8.grouped_mm")
+    return functools.partial(grouped._to_fp8_blockwise_then_scaled_grouped_mm, out_dtype=torch.bfloat16)
+
+
 # --- what is there ----------------------------------------------------------------------------------------------------
 
 

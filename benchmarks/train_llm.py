@@ -2,6 +2,7 @@
 
 python benchmarks/train_llm.py                      # all three, on real text; about 3 minutes on two CPU cores
 python benchmarks/train_llm.py --preset 350m --data my_text/ --compile
+python benchmarks/train_llm.py --model moe-tiny         # a mixture of experts; likewise
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="what to compare (default: all)")
-    add("--preset", choices=PRESETS, help="model and schedule (default: cpu, with a GPU 125m)")
+    add("--preset", "--model", choices=PRESETS, help="model and schedule (default: cpu, with a GPU 125m)")
     add("--data", metavar="PATH", help="a text file, or a folder of them (default: Python's standard library)")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     out = Path("runs/train_llm")
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--resume: no checkpoint in {args.out}; {remedy}")
     corpus = read_corpus(args.data, config.seq_len, config.held_out_sequences)
     print(opening_line(config, corpus, device, recipes))
-    if recipes != ["bf16"]:
+    if recipes != ["bf16"] or config.experts:
         import_torchao()
     results = [
         train(r, config, corpus, device, args.out, checkpoint_every=args.checkpoint_every, resume=args.resume)
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{report.table(results)}\n\n{report.footnotes(device)}\n")
     write_results(args.out, "train_llm", config, corpus, device, results)
     if args.results:
-        write_results(RESULTS, f"train_llm_{environment.slug(device)}", config, corpus, device, results)
+        write_results(RESULTS, results_name(config, device), config, corpus, device, results)
     return int(any(r.diverged for r in results))
 
 
@@ -148,9 +149,17 @@ def prepare_folder(folder: Path) -> None:
         raise UsageError(f"{folder}: not a folder that can be written; choose another --out")
 
 
+def results_name(config: RunConfig, device: torch.device) -> str:
+    """Of the files in benchmarks/results: train_llm_cpu, train_llm_moe_tiny_cpu."""
+    return "_".join(["train_llm", *config.preset.split("-") * bool(config.experts), environment.slug(device)])
+
+
 def opening_line(config: RunConfig, corpus: Corpus, device: torch.device, recipes: list[str]) -> str:
     """What will run, in one line."""
     size = f"{config.parameters / 1e6:.1f} M parameters ({config.preset}), {config.layers} layers of width {config.dim}"
+    if config.experts:
+        active = f"{config.active_parameters / 1e6:.1f} M parameters active"
+        size += f", {config.experts} experts of which a token takes {config.top_k} ({active})"
     text = f"{len(corpus.train) / 1e6:.1f} MB of {corpus.name}"
     work = f"{config.steps:,} steps of {config.tokens_per_step:,} tokens in each of {', '.join(recipes)}"
     return f"{environment.device_name(device)} | {size} | {text} | {work}"
@@ -192,7 +201,8 @@ def import_torchao() -> None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             import torchao.quantization  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"fp8 and nvfp4 need torchao ({error}); pip install torchao, or --recipes bf16") from None
+        remedy = "pip install torchao, or --recipes bf16 with a dense model"
+        raise UsageError(f"fp8, nvfp4 and mixtures of experts need torchao ({error}); {remedy}") from None
 
 
 def _number(text: str, kind, least, what: str):

@@ -1,7 +1,7 @@
 """Bytes a parameter at rest, between steps: weights, what is kept beside them, masters, optimizer states.
 
-Read off the tensors that exist after a step of AdamW on one layer. Other ranks of ZeRO-1 are imagined, this one is the
-first. Needs no GPU. Writes benchmarks/results/weight_bytes.json and .md.
+Read off the tensors that exist after a step of AdamW on one layer. Other ranks are imagined, this one is the first.
+Needs no GPU. Writes benchmarks/results/weight_bytes.json and .md.
 
     python benchmarks/weight_bytes.py [--features 2048 --ranks 8]
 """
@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from environment import environment, write_json, write_text
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
@@ -72,8 +74,10 @@ def high_precision_parameter(features: int, config, columnwise_kept: bool = Fals
     return row(weight.quantized_bytes, weight.hp.nbytes, state_bytes(optimizer), weight.numel())
 
 
-def primary(features: int, config, **options) -> dict[str, float]:
+def primary(features: int, config, mesh: DeviceMesh | None = None, **options) -> dict[str, float]:
     model = layer(features, torch.bfloat16, config(master_weights=False))
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
     optimizer = MasterWeightOptimizer(torch.optim.AdamW, model, **options)
     step(model, optimizer)
     return optimizer.bytes_at_rest()
@@ -96,7 +100,10 @@ def rows_of(features: int, ranks: int) -> dict[str, dict[str, float]]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     for name, config in FORMATS.items():
-        rows[f"{name}, primary weights, ZeRO-1 over {ranks} ranks"] = primary(features, config, shard="zero1")
+        rows[f"{name}, primary weights, ZeRO-1 or ZeRO-2 over {ranks} ranks"] = primary(features, config, shard="zero1")
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    for name, config in FORMATS.items():
+        rows[f"{name}, primary weights, FSDP2 over {ranks} ranks"] = primary(features, config, mesh)
     dist.destroy_process_group()
     return rows
 

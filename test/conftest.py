@@ -46,6 +46,14 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.fixture
+def fresh_dynamo():
+    """torch.compile remembers nothing of other tests, and nothing stays for them."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="module")
 def no_interpreter():
     """AUTO on a CPU takes the reference, not Triton's interpreter: the same bits, many times faster."""

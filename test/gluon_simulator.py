@@ -17,19 +17,17 @@ Layouts, registers, bank conflicts, proxies' fences and speed are beyond it.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import random
 import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
-
-_POISON = 0xFF  # NaN in e4m3, bf16 and f32
-
-
-class SimulationError(AssertionError):
-    """What would be a race, a deadlock or an access out of bounds on the hardware."""
+from gluon_memories import Barrier, Barriers, Descriptor, Pointer, Shared, SimulationError, split_dim
 
 
 class Scheduler:
@@ -104,137 +102,6 @@ class Scheduler:
         self.turn.notify_all()
 
 
-def _split_dim(layout) -> int | None:
-    """Which dim, counted from the last, a layout deals out to a pair of multiprocessors; None if each has it all."""
-    bases = getattr(layout, "cga_layout", None)
-    if not bases or not any(bases[0]):
-        return None
-    assert len(bases) == 1 and max(bases[0]) == 1
-    return list(bases[0]).index(1) - len(bases[0])
-
-
-@dataclass
-class Descriptor:
-    """Tiles of a matrix for the copy engine: zeros are read beside it, nothing is written there."""
-
-    base: torch.Tensor
-    block_shape: list[int]
-    layout: object
-
-    dtype = property(lambda self: self.base.dtype)
-
-    @classmethod
-    def of(cls, descriptor):
-        """From Triton's TensorDescriptor, which checks alignment."""
-        assert max(descriptor.block_shape) <= 256, "tiles of the copy engine have 256 rows and columns at most"
-        base = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
-        return cls(base, list(descriptor.block_shape), descriptor.layout)
-
-    def window(self, coordinates, rank: int):
-        """(slices of the matrix, slices of the tile) of what lies in the matrix of a multiprocessor's part."""
-        shape, starts = list(self.block_shape), [int(c) for c in coordinates]
-        dim = _split_dim(self.layout)
-        if dim is not None:
-            shape[dim] //= 2
-            starts[dim] += rank * shape[dim]
-        inside, tile = [], []
-        for start, size, block in zip(starts, self.base.shape, shape):
-            first, last = max(start, 0), min(start + block, size)
-            inside.append(slice(first, max(first, last)))
-            tile.append(slice(first - start, max(first, last) - start))
-        return shape, tuple(inside), tuple(tile)
-
-
-@dataclass
-class Shared:
-    """A view of a multiprocessor's shared memory; `of_peer` is the same view of another's."""
-
-    data: torch.Tensor
-    of_peer: Callable[[int], Shared] | None = None
-
-    dtype = property(lambda self: self.data.dtype)
-    shape = property(lambda self: self.data.shape)
-
-    def index(self, i):
-        i = int(i)
-        if not 0 <= i < self.data.shape[0]:
-            raise SimulationError(f"index {i} of shared memory of shape {list(self.data.shape)}")
-        return Shared(self.data[i], lambda rank: self.of_peer(rank).index(i))
-
-    def permute(self, order):
-        return Shared(self.data.permute(order))
-
-    def reshape(self, shape):
-        assert len(shape) == 1
-        return Shared(self.data.view(-1))
-
-    def load(self, layout):
-        return self.data.clone()
-
-    def store(self, value):
-        self.data.copy_(value)
-
-    def poison(self):
-        self.data.view(torch.uint8).fill_(_POISON)
-
-    def bytes(self):
-        return self.data.contiguous().view(torch.uint8).clone()
-
-
-@dataclass
-class Barrier:
-    of_peer: Callable[[int], Barrier]
-    first_only: bool  # lies in the first multiprocessor of a pair, for both
-    count: int = 0
-    pending: int = 0
-    bytes: int = 0
-    phase: int = 0
-
-    def settle(self) -> None:
-        if self.pending == 0 and self.bytes == 0:
-            self.phase ^= 1
-            self.pending = self.count
-
-
-@dataclass
-class Barriers:
-    barriers: list[Barrier]
-
-    def index(self, i):
-        return self.barriers[int(i)]
-
-
-class Pointer:
-    """Elements of a contiguous tensor; an access outside of it is an error."""
-
-    def __init__(self, base: torch.Tensor, offsets=0):
-        self.base, self.offsets = base, offsets
-
-    @property
-    def dtype(self):
-        return types.SimpleNamespace(element_ty=self.base.dtype)
-
-    def __add__(self, offsets):
-        return Pointer(self.base, self.offsets + offsets)
-
-    def _index(self, mask):
-        offsets = torch.as_tensor(self.offsets)
-        mask = torch.as_tensor(True if mask is None else mask)
-        offsets, mask = torch.broadcast_tensors(offsets, mask)
-        wanted = offsets[mask]
-        if wanted.numel() and (int(wanted.min()) < 0 or int(wanted.max()) >= self.base.numel()):
-            raise SimulationError(f"access outside a tensor of {self.base.numel()} elements")
-        return torch.where(mask, offsets, 0).long(), mask
-
-    def load(self, mask, other):
-        offsets, mask = self._index(mask)
-        return torch.where(mask, self.base.flatten()[offsets], torch.as_tensor(other, dtype=self.base.dtype))
-
-    def store(self, value, mask):
-        offsets, mask = self._index(mask)
-        self.base.view(-1)[offsets[mask]] = value.expand(offsets.shape)[mask]
-
-
 @dataclass
 class _Product:
     a: Shared
@@ -296,6 +163,7 @@ class Multiprocessor:
             NVMMADistributedLayout=self._mma_layout,
             SliceLayout=lambda dim, parent: (dim, parent),
             float32=torch.float32,
+            int32=torch.int32,
             int64=torch.int64,
         )
 
@@ -310,14 +178,14 @@ class Multiprocessor:
     @staticmethod
     def _part(shape, layout) -> list[int]:
         """The shape of what one multiprocessor has of a tile."""
-        shape, dim = list(shape), _split_dim(layout)
+        shape, dim = list(shape), split_dim(layout)
         if dim is not None:
             shape[dim] //= 2
         return shape
 
     def _arange(self, start, end, layout):
         dim, parent = layout
-        if _split_dim(parent) == {0: -1, 1: -2}[dim]:
+        if split_dim(parent) == {0: -1, 1: -2}[dim]:
             end = (end - start) // 2
             start = self.rank * end
             end += start
@@ -372,8 +240,8 @@ class Multiprocessor:
         barrier.settle()
         self.scheduler.pause()
 
-    def _wait(self, barrier, phase):
-        if barrier.first_only and self.rank > 0:
+    def _wait(self, barrier, phase, pred=True):
+        if not pred or (barrier.first_only and self.rank > 0):
             return
         self.scheduler.pause(until=lambda: barrier.phase != int(phase))
 
@@ -381,7 +249,7 @@ class Multiprocessor:
     def _load_async(self, descriptor, coordinates, barrier, result, multicast=False):
         if multicast and self.rank > 0:
             return
-        assert not (multicast and _split_dim(descriptor.layout)), "a tile that is shared is not dealt out"
+        assert not (multicast and split_dim(descriptor.layout)), "a tile that is shared is not dealt out"
         shape, inside, tile = descriptor.window(coordinates, self.rank)
         assert list(result.shape) == shape, "the ring's tiles differ from the descriptor's"
         targets = [(result, barrier, self)]
@@ -448,24 +316,68 @@ def _argument(x):
     return Descriptor.of(x) if hasattr(x, "block_shape") else x
 
 
-def run(module, kernel: str, grid: int, *args, num_ctas: int = 1, seed: int = 0, **kwargs) -> int:
-    """Run every program of `module.kernel` of a grid; returns the bytes of shared memory that a multiprocessor takes.
+def run(kernel, grid: int, *args, num_ctas: int = 1, seed: int = 0, **kwargs) -> int:
+    """Run each program of a grid of the jit function `kernel`, one after the other, in an order drawn from `seed`.
 
+    Returns the bytes of shared memory that a multiprocessor takes.
     args: tensors, Triton's TensorDescriptors and numbers.
     """
     shared = 0
-    for program in range(grid):
+    for program in random.Random(seed).sample(range(grid), grid):
         scheduler, cluster = Scheduler(seed + program), []
         cluster += [Multiprocessor(program, grid, rank, cluster, scheduler) for rank in range(num_ctas)]
         for multiprocessor in cluster:
-            space = {name: getattr(value, "value", value) for name, value in vars(module).items()}
-            for name, value in vars(module).items():
-                if hasattr(value, "fn") and isinstance(value.fn, types.FunctionType):
-                    space[name] = types.FunctionType(value.fn.__code__, space, name, value.fn.__defaults__)
-            space.update(multiprocessor.names())
-            space[kernel](*map(_argument, args), **kwargs)
+            _simulated(kernel, multiprocessor.names(), {})(*map(_argument, args), **kwargs)
         scheduler.run([partition for multiprocessor in cluster for partition in multiprocessor.partitions])
         if any(any(multiprocessor.stores.values()) for multiprocessor in cluster):
             raise SimulationError("a program ended before its stores had left shared memory")
         shared = max(multiprocessor.shared_bytes for multiprocessor in cluster)
     return shared
+
+
+def _simulated(function, names: dict[str, object], spaces: dict[int, dict]):
+    """The Python function of a jit function, in a copy of its module where `names` and other such functions replace."""
+    plain = function.fn
+    space = spaces.get(id(plain.__globals__))
+    if space is None:
+        space = spaces[id(plain.__globals__)] = {}
+        for name, value in plain.__globals__.items():
+            jit = isinstance(getattr(value, "fn", None), types.FunctionType)
+            space[name] = _simulated(value, names, spaces) if jit else getattr(value, "value", value)
+        space.update(names)
+    return types.FunctionType(plain.__code__, space, plain.__name__, plain.__defaults__)
+
+
+@dataclass
+class Launcher:
+    """In the place of a kernel: `launcher[grid](..)` runs it in the simulator, its output poisoned before."""
+
+    kernel: object
+    output: int  # which argument; what is no tensor is left as it is
+    programs: int = 3  # pairs count as one
+    seed: int = 0
+    shared: list[int] = field(default_factory=list)  # bytes of each launch
+
+    def __getitem__(self, grid):
+        return functools.partial(self._launch, grid[0])
+
+    def _launch(self, programs, *args, B, num_warps, num_ctas):
+        out = args[self.output]
+        if isinstance(out, torch.Tensor) and not B.accumulate:
+            out.fill_(float("nan"))
+        self.shared.append(run(self.kernel, programs, *args, num_ctas=num_ctas, seed=self.seed, B=B))
+
+    def multiprocessors(self, device) -> int:
+        return 2 * self.programs
+
+
+def with_fault(module, old: str, new: str, folder: Path):
+    """A copy of `module` whose source has `new` in the one place of `old`."""
+    source = Path(module.__file__).read_text()
+    assert source.count(old) == 1, "what the fault replaces is no longer there, or several times"
+    path = folder / "faulty.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("faulty", path)
+    faulty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faulty)
+    return faulty

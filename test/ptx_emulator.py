@@ -99,7 +99,8 @@ class Kernel:
         values = [i << _BUFFER_BITS if i in buffers else value for i, value in enumerate(arguments.values(), 1)]
         # Triton's own buffers come last; our kernels have none.
         values += [0] * (len(self.parameters) - len(values))
-        for index in range(grid):
+        # The last one first: where two write to one place, the interpreter's order may hide it.
+        for index in reversed(range(grid)):
             Program(self, index, buffers, dict(zip(self.parameters, values, strict=True))).run()
 
 
@@ -208,12 +209,15 @@ def _elementwise(function, program, match, operands, active):
 
 # Operands of one type, element by element.
 for _op, _function in {
-    r"add": np.add, r"sub": np.subtract, r"mul(?:\.lo)?": np.multiply, r"neg": np.negative,
+    r"add(?:\.rn(?=\.f))?": np.add, r"sub(?:\.rn(?=\.f))?": np.subtract,
+    r"mul(?:\.lo|\.rn(?=\.f))?": np.multiply, r"neg": np.negative,
     r"mad\.lo": lambda a, b, c: a * b + c, r"mul\.hi(?=\.u32)": lambda a, b: (a.astype("u8") * b >> 32).astype("u4"),
     r"div\.rn(?=\.f)": np.divide, r"div(?=\.s32)": lambda a, b: np.trunc(a / b).astype(np.int32),
     # Of a number and a NaN: the number.
     r"max": np.fmax, r"min": np.fmin,
-    r"and": np.bitwise_and, r"or": np.bitwise_or, r"xor": np.bitwise_xor,
+    r"max\.relu(?=\.s)": lambda a, b: np.maximum(np.maximum(a, b), 0),
+    r"and": np.bitwise_and, r"or": np.bitwise_or, r"xor": np.bitwise_xor, r"not": np.bitwise_not,
+    r"popc(?=\.b32)": lambda a: np.unpackbits(a.view(np.uint8).reshape(-1, 4), axis=1).sum(1, dtype=np.uint32),
     # As in PTX, a shift by the width or more leaves zero, or the sign.
     r"shl": np.left_shift, r"shr": np.right_shift, r"bfe": _bit_field, r"prmt": _permute_bytes,
     r"setp\.lt": np.less, r"setp\.le": np.less_equal, r"setp\.gt": np.greater, r"setp\.ge": np.greater_equal,
@@ -248,6 +252,13 @@ def _convert(program, match, operands, active):
     return program.read(operands[1], kind).astype(_dtype(out))
 
 
+@_instruction(r"cvt\.rn\.bf16\.f32")
+def _to_bf16(program, match, operands, active):
+    value = program.read(operands[1], "f32")
+    rounded = torch.from_numpy(value.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    return np.where(np.isnan(value), np.uint16(0x7FFF), rounded)
+
+
 @_instruction(r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 def _to_e4m3_pair(program, match, operands, active):
     most = torch.finfo(torch.float8_e4m3fn).max
@@ -277,12 +288,16 @@ def _move(program, match, operands, active):
     return None
 
 
-@_instruction(r"shfl\.sync\.(bfly|idx)\.b32")
+@_instruction(r"shfl\.sync\.(bfly|idx|up)\.b32")
 def _shuffle(program, match, operands, active):
-    if [int(operand, 0) for operand in operands[3:]] != [_WARP - 1, -1]:
+    if [int(operand, 0) for operand in operands[3:]] != [0 if match[1] == "up" else _WARP - 1, -1]:
         raise PtxError(f"{match[0]} by a part of the threads")
     threads, by = np.arange(program.threads), program.read(operands[2], "s32")
-    sources = threads ^ by if match[1] == "bfly" else threads // _WARP * _WARP + by % _WARP
+    if match[1] == "up":
+        # The first ones keep their own.
+        sources = np.where(threads % _WARP >= by, threads - by, threads)
+    else:
+        sources = threads ^ by if match[1] == "bfly" else threads // _WARP * _WARP + by % _WARP
     return program.read(operands[1], "b32")[sources]
 
 
@@ -307,7 +322,7 @@ def _matrix(program, match, operands, active):
             shared[places] = matrices.view(np.uint8).reshape(-1, 16)
 
 
-@_instruction(r"ld\.param\.(b\d+)")
+@_instruction(r"ld\.param\.([bs]\d+)")
 def _load_parameter(program, match, operands, active):
     return np.full(program.threads, program.parameters[operands[1].strip("[]")] % 2**64, np.uint64)
 

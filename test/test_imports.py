@@ -175,6 +175,7 @@ NAMES_IN_COMPAT = (
     "torch.Tensor._make_wrapper_subclass",
     "torch.Tensor._use_count",
     "torch.Tensor._version",
+    "torch._grouped_mm",
     "torch._scaled_mm_v2",
     "torch.autograd.profiler._is_profiler_enabled",
     "torch._C._current_graph_task_id",
@@ -183,6 +184,11 @@ NAMES_IN_COMPAT = (
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._sharded_local_tensor",
+    "torch.distributed.fsdp._flat_param.FlatParamHandle",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_extensions",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._setattr_on_modules",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_dtensor",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
@@ -217,7 +223,17 @@ FSDP = "torch.distributed.fsdp._fully_shard"
 ATTRIBUTES_IN_COMPAT = {
     f"{FSDP}._fsdp_state.FSDPState": ("_fsdp_param_group", "_modules", "_state_ctx"),
     f"{FSDP}._fsdp_state.FSDPStateContext": ("all_states", "iter_forward_root"),
-    f"{FSDP}._fsdp_param.FSDPParam": ("_module_info", "_orig_size", "_param_fqn", "fsdp_placement", "mesh_info"),
+    f"{FSDP}._fsdp_param.FSDPParam": (
+        "_module_info",
+        "_orig_size",
+        "_param_fqn",
+        "fsdp_placement",
+        "mesh_info",
+        "mp_policy",
+        "offload_to_cpu",
+        "sharded_param",
+        "_sharding_spec",
+    ),
     f"{FSDP}._fsdp_param_group.FSDPParamGroup": ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reduce_grads"),
 }
 

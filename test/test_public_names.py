@@ -33,14 +33,17 @@ NormLinear
 conversion_report
 distributed
 dry_run
+experts
 formats
 is_linear
 keep_last_blocks
 linear
+linears_and_experts
 min_features
 ops
 skip_fqns
-skip_lm_head""",
+skip_lm_head
+skip_routers""",
     )
 
 

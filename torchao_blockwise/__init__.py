@@ -6,11 +6,14 @@ from torchao_blockwise.conversion import (
     NVFP4TrainingConfig,
     conversion_report,
     dry_run,
+    experts,
     is_linear,
     keep_last_blocks,
+    linears_and_experts,
     min_features,
     skip_fqns,
     skip_lm_head,
+    skip_routers,
 )
 from torchao_blockwise.nn import NormLinear, linear
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
@@ -27,12 +30,15 @@ __all__ = [
     "conversion_report",
     "distributed",
     "dry_run",
+    "experts",
     "formats",
     "is_linear",
     "keep_last_blocks",
     "linear",
+    "linears_and_experts",
     "min_features",
     "ops",
     "skip_fqns",
     "skip_lm_head",
+    "skip_routers",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -28,6 +29,30 @@ def has_gluon() -> bool:
     import triton
 
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+
+
+# What `torch.nn.functional.grouped_mm` calls, and tensor subclasses are asked about; models call it too.
+grouped_mm = torch._grouped_mm
+
+
+def grouped_products_of_others() -> list:
+    """Operations of libraries in use that do what `grouped_mm` does to (x, weight, offs).
+
+    transformers takes its own where it takes `grouped_mm` not to compile: of weights other than bfloat16.
+    """
+    op = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    return [] if op is None else [op, op.default]
+
+
+@functools.cache
+def has_deep_gemm() -> bool:
+    """Whether the package deep_gemm is installed; imports nothing: it loads CUDA libraries."""
+    return importlib.util.find_spec("deep_gemm") is not None
+
+
+def deep_gemm() -> types.ModuleType:
+    """The package deep_gemm, which promises no interface to keep."""
+    return importlib.import_module("deep_gemm")
 
 
 def scaling_codes(*names: str) -> list[int]:
@@ -83,9 +108,23 @@ def state_dict_hooks_of(module: torch.nn.Module) -> list:
     return list(module._state_dict_hooks.values())
 
 
-def make_wrapper(cls, shape, **options) -> torch.Tensor:
-    """A tensor of the subclass `cls` that reports `shape` and `options` and has no storage of its own."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+def make_wrapper(cls, shape, *, inner: torch.Tensor | None = None, **options) -> torch.Tensor:
+    """A tensor of the subclass `cls` that reports `shape` and `options` and has no storage of its own.
+
+    inner: what it holds, and as which it counts changes under inference mode, so that it can be a view of its like.
+    """
+    if inner is None or not torch.is_inference_mode_enabled() or inner.is_inference():
+        return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+    with torch.inference_mode(False):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+
+
+def decomposed(op, args, kwargs):
+    """What an operation that is made of others gives, by those; NotImplemented where it is none, or none is asked for.
+
+    Under inference mode tensor subclasses are asked about `mT` and `to`, elsewhere about what these are made of.
+    """
+    return op.decompose(*args, **kwargs) if torch.is_inference_mode_enabled() else NotImplemented
 
 
 def schema_of(op):
@@ -237,6 +276,11 @@ class FsdpParameter(NamedTuple):
         """This rank's part; another tensor after a load, a move or FSDP2's first forward pass."""
         return self.source._sharded_local_tensor  # type: ignore[attr-defined]
 
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The DTensor that optimizers know."""
+        return self.source.sharded_param  # type: ignore[attr-defined]
+
 
 def fsdp_state_of(module: torch.nn.Module):
     """FSDP2's state of a module that `fully_shard` was called on, else None."""
@@ -358,6 +402,88 @@ def watch_fsdp(before_gathers: Callable, after_backward: Callable) -> None:
     FSDPState._root_post_backward_final_callback = watched_final_callback
 
 
+def flattens_for_fsdp1() -> bool:
+    """Whether `FullyShardedDataParallel`, FSDP1, is on the stack and makes one flat tensor of parameters."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.fsdp._flat_param":
+            return True
+        frame = frame.f_back
+    return False
+
+
+class FsdpRows(NamedTuple):
+    """Which part of a parameter FSDP2 gives this rank: of dim `dim` [rank · ⌈n / ranks⌉, ...), gathered in `dtype`."""
+
+    name: str
+    dim: int
+    rank: int
+    ranks: int
+    dtype: torch.dtype
+    offloaded: bool
+
+
+def shard_fsdp_parameters(kind: type, shard_of: Callable) -> None:
+    """Have FSDP2 hold `shard_of(parameter, FsdpRows)`, of the dtype and the rows' shape, of parameters of `kind`.
+
+    By itself it would slice and pad them, which has no meaning where a slice cuts blocks.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    wanted = ("reset_sharded_param", "to_sharded_dtensor", "_setattr_on_modules", "_init_extensions")
+    if not all(hasattr(FSDPParam, name) for name in wanted):
+        # Another FSDP2 than the supported ones: it slices, and slices that cut blocks are refused.
+        return
+    init, reset = FSDPParam.__init__, FSDPParam.reset_sharded_param
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def watched_init(self, param, module_info, *args, **kwargs):
+        if not isinstance(local_of(param), kind):
+            return init(self, param, module_info, *args, **kwargs)
+        if local_of(param) is not param:
+            raise ValueError(
+                f"fully_shard: {module_info.param_name} is quantised and split by tensor parallelism; convert with "
+                "master_weights=True to have both"
+            )
+        # FSDP2 slices what takes no memory, and is then given the shard.
+        stand_in = torch.nn.Parameter(
+            torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+        )
+        # By which FSDP2 finds parameters that two groups share.
+        vars(stand_in).update({k: v for k, v in vars(param).items() if k.startswith("_fsdp")})
+        given = signature.bind(self, stand_in, module_info, *args, **kwargs)
+        place = given.arguments.get("shard_placement_fn")
+        if place is not None:
+            given.arguments["shard_placement_fn"] = lambda _: place(param)
+        init(*given.args, **given.kwargs)
+        vars(param).update({k: v for k, v in vars(stand_in).items() if k.startswith("_fsdp")})
+        mesh = self.mesh_info
+        rows = FsdpRows(
+            name=module_info.param_name,
+            dim=self.fsdp_placement.dim,
+            rank=getattr(mesh, "shard_mesh_rank", 0),
+            ranks=getattr(mesh, "shard_mesh_size", 1),
+            dtype=self.mp_policy.param_dtype or param.dtype,
+            offloaded=self.offload_to_cpu,
+        )
+        with torch.no_grad():
+            local = self.to_sharded_dtensor(shard_of(param, rows))
+        self.sharded_param = torch.nn.Parameter(local, requires_grad=param.requires_grad)
+        self._setattr_on_modules(self.sharded_param)
+        self._init_extensions()
+
+    @functools.wraps(reset)
+    def watched_reset(self):
+        param = getattr(self._module_info.module, self._module_info.param_name)
+        if not isinstance(local_of(param), kind):
+            return reset(self)
+        # There is no padding to renew.
+        self.sharded_param, self._sharding_spec = param, param._spec
+
+    FSDPParam.__init__, FSDPParam.reset_sharded_param = watched_init, watched_reset
+
+
 def functional_gathers() -> set:
     """The operations by which DTensor gathers the shards of a tensor."""
     if not torch.distributed.is_available():
@@ -393,7 +519,10 @@ def with_local(x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return local
     from torch.distributed.tensor import DTensor
 
-    return DTensor(local, x._spec, requires_grad=False)
+    spec = x._spec
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
+        spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 # What `torch.distributed.tensor.distribute_module` sets on a module when it is done with it.

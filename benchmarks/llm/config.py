@@ -16,6 +16,8 @@ class RunConfig:
     """Everything that the curves depend on, but for the data and the device.
 
     steps count optimizer updates; batch_size counts sequences a microbatch; lr is the peak of warmup and cosine.
+    experts: how many MLPs of width `hidden` a layer has, of which a token takes top_k; 0 for a dense model.
+    shared_experts: how many more every token takes. balance_rate: by how much a step favours an expert with few tokens.
     Raises UsageError for values that cannot train.
     """
 
@@ -37,6 +39,10 @@ class RunConfig:
     tied_head: bool = False
     compile: bool = False
     activation_checkpointing: bool = False
+    experts: int = 0
+    top_k: int = 0
+    shared_experts: int = 0
+    balance_rate: float = 0.01
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "seq_len", "grad_accumulation", "held_out_sequences"):
@@ -47,11 +53,22 @@ class RunConfig:
             raise UsageError(f"warmup must be from 0 to steps - 1 = {most}, got {self.warmup}; lower --warmup")
         if not self.lr > 0:
             raise UsageError(f"lr must be above 0, got {self.lr}")
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise UsageError(f"top_k must be from 1 to experts = {self.experts}, got {self.top_k}")
 
     @property
     def parameters(self) -> int:
         """Number of parameters of the decoder."""
-        block = 4 * self.dim**2 + 3 * self.dim * self.hidden + 2 * self.dim
+        return self._parameters(self.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of those that take part in a token: of the experts top_k and the shared ones."""
+        return self._parameters(self.top_k)
+
+    def _parameters(self, experts: int) -> int:
+        mlps = experts + self.shared_experts if self.experts else 1
+        block = 4 * self.dim**2 + 3 * self.dim * self.hidden * mlps + self.dim * self.experts + 2 * self.dim
         return self.layers * block + self.dim + (1 if self.tied_head else 2) * VOCABULARY * self.dim
 
     @property
@@ -62,14 +79,25 @@ class RunConfig:
 
 # Widths are multiples of 128, the FP8 block. `cpu`: all three recipes in about 3 minutes on two cores. The large ones
 # have the layers of the models of that name; a byte vocabulary makes them smaller. They fit 16, 40 and 80 GB.
+# `moe-*` are mixtures of experts: `moe-tiny` for two cores and a few minutes, the others for 24 and 80 GB.
 _LONG = {"steps": 1000, "warmup": 100, "grad_accumulation": 2}
+_CPU = {"steps": 128, "warmup": 25, "batch_size": 8, "seq_len": 128, "lr": 1.5e-3, "held_out_sequences": 64}
 _PRESETS = (
     RunConfig("tiny", 128, 2, 2, 256, steps=8, warmup=2, batch_size=2, seq_len=64, lr=2e-3, held_out_sequences=4),
-    RunConfig("cpu", 256, 4, 4, 640, steps=128, warmup=25, batch_size=8, seq_len=128, lr=1.5e-3, held_out_sequences=64),
+    RunConfig("cpu", 256, 4, 4, 640, **_CPU),
     RunConfig("125m", 768, 12, 12, 2048, **_LONG, batch_size=16, seq_len=1024, lr=1e-3, held_out_sequences=256),
     RunConfig("350m", 1024, 24, 16, 2816, **_LONG, batch_size=16, seq_len=1024, lr=6e-4, held_out_sequences=256),
     RunConfig("1b", 2048, 16, 16, 8192, **_LONG, batch_size=8, seq_len=2048, lr=3e-4, held_out_sequences=128),
-)
+    RunConfig("moe-tiny", 256, 3, 4, 256, **_CPU, experts=8, top_k=2, shared_experts=1, balance_rate=0.05),
+    RunConfig(
+        "moe-400m", 768, 12, 12, 768, **_LONG, batch_size=16, seq_len=1024, lr=8e-4, held_out_sequences=256,
+        experts=16, top_k=2, shared_experts=1,
+    ),
+    RunConfig(
+        "moe-2b", 1024, 16, 16, 1024, **_LONG, batch_size=8, seq_len=2048, lr=4e-4, held_out_sequences=128,
+        experts=32, top_k=4, shared_experts=1,
+    ),
+)  # fmt: skip
 PRESETS = {config.preset: config for config in _PRESETS}
 
 

@@ -23,7 +23,9 @@ def estimated_bytes(config: RunConfig) -> int:
     """Upper estimate of a run's peak: parameters, optimizer and the activations of one microbatch in bf16."""
     stream = 2 * config.dim
     # Two norms with their fp32 inner values, qkv, rotated q and k, attention; gate, up, silu and their product.
-    layer = 36 * config.dim + 8 * config.hidden
+    layer = 36 * config.dim + 8 * config.hidden * (config.top_k + config.shared_experts if config.experts else 1)
+    # Of each assignment to an expert its tokens, and what the expert gives.
+    layer += 4 * config.dim * config.top_k
     if config.activation_checkpointing:
         layers = config.layers * stream + layer
     else:
@@ -81,9 +83,10 @@ def _storages(t: torch.Tensor) -> Iterable[torch.UntypedStorage]:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the linear weights as the GEMMs read them, after a forward pass.
+    """Bytes of the linear weights and the experts' as the GEMMs read them, after a forward pass.
 
     2 an element for the copy that bf16 autocast makes; the kept quantised copy, scales included, where converted.
     """
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    weights += [p for p in model.parameters() if p.dim() == 3]
     return sum(getattr(w, "quantized_bytes", 2 * w.numel()) for w in weights)

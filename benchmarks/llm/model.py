@@ -1,4 +1,4 @@
-"""A Llama-style decoder over bytes: RMSNorm, RoPE, causal attention, SwiGLU."""
+"""A Llama-style decoder over bytes: RMSNorm, RoPE, causal attention, SwiGLU, dense or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -46,15 +46,75 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x)); gate and up come from one GEMM."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, width: int = 1):
         super().__init__()
-        self.gate_up = nn.Linear(config.dim, 2 * config.hidden, bias=False)
-        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+        self.gate_up = nn.Linear(config.dim, 2 * width * config.hidden, bias=False)
+        self.down = nn.Linear(width * config.hidden, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [B, S, dim]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
+
+
+class Router(nn.Module):
+    """The top_k experts of each token: softmax in fp32, the chosen ones' probabilities normalised to their weights.
+
+    Experts are chosen by logit plus a bias, which `balance` moves towards those that had too few tokens; the weights
+    know no bias. A Parameter and no `nn.Linear`: conversion leaves it in high precision.
+    Source: Auxiliary-Loss-Free Load Balancing (arXiv 2408.15664).
+    """
+
+    def __init__(self, config: RunConfig):
+        super().__init__()
+        self.top_k, self.rate = config.top_k, config.balance_rate
+        self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
+        self.register_buffer("bias", torch.zeros(config.experts))
+        self.register_buffer("tokens", torch.zeros(config.experts), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, dim] -> weights f32 and experts' numbers, each [T, top_k]."""
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.weight)
+        chosen = (logits + self.bias).topk(self.top_k, -1).indices
+        # The softmax over all, normalised over the chosen, is that over the chosen.
+        return logits.gather(-1, chosen).softmax(-1), chosen
+
+    @torch.no_grad()
+    def count(self, group_ends: torch.Tensor) -> None:
+        """Add the tokens of each expert to those of the step."""
+        self.tokens += group_ends.diff(prepend=group_ends.new_zeros(1))
+
+    @torch.no_grad()
+    def balance(self) -> None:
+        """Move the bias of each expert by `rate` against its tokens' difference to the mean, and count anew."""
+        self.bias += self.rate * (self.tokens.mean() - self.tokens).sign()
+        self.tokens.zero_()
+
+
+class MixtureOfExperts(nn.Module):
+    """Σ over a token's experts of weight · expert(x), and what the shared experts give, which are one MLP."""
+
+    def __init__(self, config: RunConfig):
+        super().__init__()
+        # Here, so that dense models need no torchao.
+        from torchao_blockwise.nn import SwiGLUExperts
+
+        self.router = Router(config)
+        self.experts = SwiGLUExperts(config.experts, config.dim, config.hidden)
+        self.shared = MLP(config, config.shared_experts) if config.shared_experts else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [B, S, dim]."""
+        from torchao_blockwise.nn import permute, unpermute
+
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat)
+        tokens, source, group_ends = permute(flat, chosen, len(self.router.bias))
+        if self.training:
+            self.router.count(group_ends)
+        out = unpermute(self.experts(tokens, group_ends), source, self.router.top_k, weights).view_as(x)
+        return out if self.shared is None else out + self.shared(x)
 
 
 class Block(nn.Module):
@@ -65,7 +125,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim)
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.dim)
-        self.mlp = MLP(config)
+        self.mlp = MixtureOfExperts(config) if config.experts else MLP(config)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x: [B, S, dim]."""
@@ -88,9 +148,9 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         std = _INIT_STD * config.dim**-0.5
         for name, weight in self.named_parameters():
-            if weight.dim() == 2:
+            if weight.dim() >= 2:
                 # The projections that end a residual branch: smaller, so that depth does not grow the stream.
-                ends_branch = name.endswith(("output.weight", "down.weight"))
+                ends_branch = name.endswith(("output.weight", "down.weight", "experts.down"))
                 nn.init.normal_(weight, std=std / (2 * config.layers) ** 0.5 if ends_branch else std)
         if config.tied_head:
             self.lm_head.weight = self.embedding.weight
@@ -107,6 +167,10 @@ class Decoder(nn.Module):
             else:
                 x = layer(x, *positions)
         return self.lm_head(self.norm(x))
+
+    def routers(self) -> list[Router]:
+        """The routers of a mixture of experts."""
+        return [module for module in self.modules() if isinstance(module, Router)]
 
 
 def next_byte_loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:

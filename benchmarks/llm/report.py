@@ -62,7 +62,7 @@ def footnotes(device: torch.device) -> str:
     """What the table's numbers are, for the reader of the terminal."""
     notes = [
         "held-out loss: nats a byte, each model in its own precision. train loss: mean of the last steps (5 %, or 10).",
-        "weights: linear weights as the GEMMs read them; every recipe keeps fp32 masters besides.",
+        "weights: those of linear layers and experts as the GEMMs read them; every recipe keeps fp32 masters besides.",
         "activations: saved for backward by one microbatch, run eagerly.",
     ]
     if device.type == "cpu":

@@ -32,7 +32,7 @@ _STEPS_NOT_TIMED = 5
 class Result:
     """What training one recipe gave.
 
-    layers: what became of the linear layers, in words.
+    layers: what became of the linear layers and experts, in words.
     losses: mean training loss of each step, in nats a byte; seconds: its duration, evaluation and checkpoints left out.
     activation_bytes: saved for backward by one microbatch, no weights nor their copies among them.
     weight_bytes: the linear weights in the form that the GEMMs read. peak_bytes: None on a CPU.
@@ -91,8 +91,10 @@ def train(
     result.activation_bytes = activation_bytes(model, config, device)
     result.weight_bytes = weight_bytes(model)
     optimizer = make_optimizer(model, config, device)
-    # Measuring drew random numbers where a recipe rounds stochastically.
+    # Measuring drew random numbers where a recipe rounds stochastically, and counted tokens of experts.
     torch.manual_seed(config.seed)
+    for router in model.routers():
+        router.tokens.zero_()
     path = None if folder is None else checkpoint.path_of(folder, recipe)
     if resume and path is not None and path.exists():
         state = checkpoint.load(path, config, corpus.digest, device)
@@ -176,6 +178,8 @@ def train_step(
         group["lr"] = learning_rate(config, step)
     optimizer.step()
     optimizer.zero_grad()
+    for router in model.routers():
+        router.balance()
     return total
 
 

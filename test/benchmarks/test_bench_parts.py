@@ -242,26 +242,26 @@ def test_a_converted_layer_computes_what_bf16_does(recipe, any_device):
     weight = torch.randn(256, 128, dtype=torch.bfloat16) / 11
     x, dy = (torch.randn(64, width, dtype=torch.bfloat16) for width in (128, 256))
     x.requires_grad_()
-    expected = bench_linear.Layer(shapes.Shape(64, 256, 128), "bf16", weight, CPU).step(x, dy)
+    expected = bench_linear.make_layer(shapes.Shape(64, 256, 128), "bf16", weight, CPU).step(x, dy)
     try:
-        layer = bench_linear.Layer(shapes.Shape(64, 256, 128), recipe, weight, CPU)
+        layer = bench_linear.make_layer(shapes.Shape(64, 256, 128), recipe, weight, CPU)
         got = layer.step(x, dy)
     except (NotImplementedError, RuntimeError) as error:
         pytest.skip(f"torchao has no {recipe} without a GPU: {error}")
-    budget = bench_linear._BUDGET.get(recipe, bench_linear._FP8_BUDGET)
-    assert max(relative_error(a, b) for a, b in zip(got, expected)) < budget
+    assert max(relative_error(a, b) for a, b in zip(got, expected)) < bench_linear._BUDGETS[recipe]
 
 
 def test_changing_the_weight_makes_the_layer_quantise_again():
     from helpers import cache_calls
 
-    layer = bench_linear.Layer(shapes.Shape(64, 256, 128), "fp8", torch.ones(256, 128, dtype=torch.bfloat16), CPU)
+    weight = torch.ones(256, 128, dtype=torch.bfloat16)
+    layer = bench_linear.make_layer(shapes.Shape(64, 256, 128), "fp8", weight, CPU)
     x, dy = torch.ones(64, 128, dtype=torch.bfloat16).requires_grad_(), torch.ones(64, 256, dtype=torch.bfloat16)
     with cache_calls() as calls:
         layer.step(x, dy)
         layer.step(x, dy)
         assert calls.quantize == 1
-        layer.change_weight()
+        layer.change_weights()
         layer.step(x, dy)
         assert calls.quantize == 2
 

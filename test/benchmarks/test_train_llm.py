@@ -18,10 +18,14 @@ import train_llm
 from llm import checkpoint, memory, plot, report, training
 from llm.config import PRESETS, RunConfig, UsageError, difference, override
 from llm.data import Corpus, read_corpus
+from llm.model import Router
 from llm.recipes import RECIPES, convert
 
 CPU = torch.device("cpu")
 TINY = PRESETS["tiny"]
+# The smallest mixture of experts that all of this runs on.
+MOE = replace(TINY, experts=4, top_k=2, shared_experts=1, hidden=128, balance_rate=0.05)
+MODELS = pytest.mark.parametrize("config", (TINY, MOE), ids=("dense", "moe"))
 TEXT = "".join(f"def f{i}(x):\n    return x + {i * i}\n" for i in range(400)).encode()
 
 
@@ -121,9 +125,10 @@ def test_default_corpus_is_the_standard_library():
 # Training
 
 
+@MODELS
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_starts_from_the_same_weights(recipe):
-    expected, got = (convert_model(r, TINY).state_dict() for r in ("bf16", recipe))
+def test_every_recipe_starts_from_the_same_weights(recipe, config):
+    expected, got = (convert_model(r, config).state_dict() for r in ("bf16", recipe))
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
@@ -144,15 +149,16 @@ def test_every_recipe_sees_the_same_data(corpus, monkeypatch):
     assert all(torch.equal(a, b) for r in RECIPES for a, b in zip(seen["bf16"], seen[r], strict=True))
 
 
+@MODELS
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(recipe, corpus, tmp_path, monkeypatch):
-    whole = training.train(recipe, TINY, corpus, CPU)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(recipe, config, corpus, tmp_path, monkeypatch):
+    whole = training.train(recipe, config, corpus, CPU)
     with monkeypatch.context() as m, pytest.raises(Interrupted):
         interrupt_at(m, 5)
-        training.train(recipe, TINY, corpus, CPU, tmp_path, checkpoint_every=2)
+        training.train(recipe, config, corpus, CPU, tmp_path, checkpoint_every=2)
     assert len(torch.load(checkpoint.path_of(tmp_path, recipe), weights_only=True)["losses"]) == 4
     torch.manual_seed(12345)
-    resumed = training.train(recipe, TINY, corpus, CPU, tmp_path, resume=True)
+    resumed = training.train(recipe, config, corpus, CPU, tmp_path, resume=True)
     assert resumed.losses == whole.losses
     assert resumed.held_out_loss == whole.held_out_loss
 
@@ -193,16 +199,18 @@ def test_grad_accumulation_sees_the_same_batch(corpus):
     torch.testing.assert_close(torch.tensor(two.losses), torch.tensor(one.losses), rtol=1e-3, atol=1e-3)
 
 
-def test_activation_checkpointing_changes_memory_and_not_the_curve(corpus):
-    plain = training.train("bf16", TINY, corpus, CPU)
-    recomputed = training.train("bf16", replace(TINY, activation_checkpointing=True), corpus, CPU)
+@MODELS
+def test_activation_checkpointing_changes_memory_and_not_the_curve(config, corpus):
+    plain = training.train("bf16", config, corpus, CPU)
+    recomputed = training.train("bf16", replace(config, activation_checkpointing=True), corpus, CPU)
     assert recomputed.losses == plain.losses
     assert recomputed.activation_bytes < plain.activation_bytes / 2
 
 
+@MODELS
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_training_learns(recipe, corpus):
-    result = training.train(recipe, replace(TINY, steps=14), corpus, CPU)
+def test_training_learns(recipe, config, corpus):
+    result = training.train(recipe, replace(config, steps=14), corpus, CPU)
     assert result.losses[0] == pytest.approx(math.log(256), rel=0.05)
     assert result.held_out_loss < 0.8 * result.losses[0]
 
@@ -237,21 +245,97 @@ def test_a_diverged_recipe_is_drawn_up_to_where_it_diverged(tmp_path):
     assert [row["gap_percent"] for row in rows] == [0.0, None, None]
 
 
-@pytest.mark.parametrize("recipe, words", [
-    ("bf16", "every linear layer in bf16"),
-    ("fp8", "8 of 9 linear layers in fp8_128x128"),
-    ("nvfp4", "4 of 9 linear layers in nvfp4_16x16"),
+@pytest.mark.parametrize("config, recipe, words", [
+    (TINY, "bf16", "every linear layer in bf16"),
+    (TINY, "fp8", "8 of 9 linear layers in fp8_128x128"),
+    (TINY, "nvfp4", "4 of 9 linear layers in nvfp4_16x16"),
+    (MOE, "bf16", "every linear layer and expert in bf16"),
+    (MOE, "fp8", "8 of 9 linear layers and 4 of 4 weights of experts in fp8_128x128"),
+    (MOE, "nvfp4", "4 of 9 linear layers and 2 of 4 weights of experts in nvfp4_16x16"),
 ])  # fmt: skip
-def test_conversion_spares_the_head_and_nvfp4_the_last_block(recipe, words):
-    assert convert(training.build(TINY, CPU), recipe) == words
+def test_conversion_spares_the_head_routers_and_nvfp4_the_last_block(config, recipe, words):
+    model = training.build(config, CPU)
+    assert convert(model, recipe) == words
+    assert all(type(router.weight) is torch.nn.Parameter for router in model.routers())
+
+
+# Mixtures of experts
+
+
+def test_a_token_takes_its_best_experts_and_their_weights_sum_to_one():
+    router = Router(replace(MOE, experts=6, top_k=2))
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(50, MOE.dim)
+    weights, chosen = router(x)
+    probabilities = (x @ router.weight.T).softmax(-1)
+    best = probabilities.topk(2, -1)
+    assert torch.equal(chosen, best.indices) and weights.dtype == torch.float32
+    torch.testing.assert_close(weights, best.values / best.values.sum(-1, keepdim=True))
+
+
+def test_the_router_decides_in_fp32_under_autocast():
+    router = Router(MOE)
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(50, MOE.dim).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = router(x)
+    assert all(map(torch.equal, got, router(x.float())))
+
+
+def test_a_bias_moves_towards_experts_with_few_tokens_and_no_weight():
+    router = Router(MOE)
+    torch.nn.init.normal_(router.weight)
+    before, _ = router(torch.randn(9, MOE.dim, generator=torch.Generator().manual_seed(0)))
+    router.count(torch.tensor([6, 6, 8, 12], dtype=torch.int32))
+    router.balance()
+    rate = MOE.balance_rate
+    torch.testing.assert_close(router.bias, torch.tensor([-rate, rate, rate, -rate]))
+    assert router.tokens.tolist() == [0] * 4
+    router.bias.fill_(3)
+    after, _ = router(torch.randn(9, MOE.dim, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(before, after)
+
+
+def test_balancing_evens_out_how_many_tokens_experts_have(corpus, monkeypatch):
+    def unevenness(rate):
+        worst = []
+
+        def balance(self, original=Router.balance):
+            worst.append((self.tokens.max() / self.tokens.mean()).item())
+            original(self)
+
+        with monkeypatch.context() as m:
+            m.setattr(Router, "balance", balance)
+            training.train("bf16", replace(MOE, experts=8, steps=30, balance_rate=rate), corpus, CPU)
+        return sum(worst[-10:]) / 10
+
+    assert unevenness(0.05) < 0.6 * unevenness(0.0)
+
+
+def test_a_mixture_is_its_experts_one_by_one(corpus):
+    model = training.build(MOE, CPU)
+    mixture, x = model.layers[0].mlp, torch.randn(2, 5, MOE.dim)
+    weights, chosen = mixture.router(x.flatten(0, 1))
+    expected = mixture.shared(x).flatten(0, 1)
+    for t, token in enumerate(x.flatten(0, 1)):
+        for weight, e in zip(weights[t], chosen[t]):
+            gate, up = (mixture.experts.gate_up[e] @ token).chunk(2)
+            expected[t] = expected[t] + weight * (mixture.experts.down[e] @ (torch.nn.functional.silu(gate) * up))
+    torch.testing.assert_close(mixture(x).flatten(0, 1), expected)
+
+
+def test_more_experts_a_token_than_there_are_is_refused():
+    with pytest.raises(UsageError, match="top_k must be from 1 to experts = 4, got 5"):
+        replace(MOE, top_k=5)
 
 
 # Memory
 
 
+@MODELS
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_memory_estimate_covers_what_is_saved_for_backward(recipe):
-    config = replace(TINY, batch_size=4)
+def test_memory_estimate_covers_what_is_saved_for_backward(recipe, config):
+    config = replace(config, batch_size=4)
     saved = training.activation_bytes(convert_model(recipe, config), config, CPU)
     estimate = memory.estimated_bytes(config) - memory.estimated_bytes(replace(config, batch_size=2))
     assert 0.3 * estimate < saved / 2 <= estimate
@@ -373,8 +457,12 @@ def test_presets_are_sound(preset):
     assert config.dim % 128 == config.hidden % 128 == 0 and config.dim % config.heads == 0
 
 
-def test_parameter_count_matches_the_model():
-    assert sum(p.numel() for p in training.build(TINY, CPU).parameters()) == TINY.parameters
+@MODELS
+def test_parameter_count_matches_the_model(config):
+    model = training.build(config, CPU)
+    assert sum(p.numel() for p in model.parameters()) == config.parameters
+    idle = (config.experts - config.top_k) * 3 * config.dim * config.hidden
+    assert config.active_parameters == config.parameters - config.layers * idle
 
 
 def test_an_interrupted_run_says_how_to_go_on(capsys, text_file, tmp_path, monkeypatch):
@@ -422,6 +510,18 @@ def test_the_command_leaves_table_json_and_picture(text_file, tmp_path, capsys, 
     assert fp8["gap_percent"] == pytest.approx(100 * (fp8["held_out_loss"] / bf16["held_out_loss"] - 1))
     assert (out / "train_llm.png").read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in results.iterdir()} == {f"train_llm_cpu.{suffix}" for suffix in ("json", "md", "png")}
+
+
+def test_a_mixture_writes_results_of_its_own(text_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_llm, "RESULTS", tmp_path / "results")
+    monkeypatch.setitem(PRESETS, "moe-tiny", replace(MOE, preset="moe-tiny"))
+    argv = ["--device", "cpu", "--model", "moe-tiny", "--data", str(text_file), "--out", str(tmp_path), "--results"]
+    assert train_llm.main(argv) == 0
+    assert "4 experts of which a token takes 2" in capsys.readouterr().out
+    names = {p.name for p in (tmp_path / "results").iterdir()}
+    assert names == {f"train_llm_moe_tiny_cpu.{suffix}" for suffix in ("json", "md", "png")}
+    table = json.loads((tmp_path / "results" / "train_llm_moe_tiny_cpu.json").read_text())["table"]
+    assert table[1]["layers"] == "8 of 9 linear layers and 4 of 4 weights of experts in fp8_128x128"
 
 
 def test_without_bf16_there_is_no_gap(corpus, tmp_path):

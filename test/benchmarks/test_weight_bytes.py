@@ -24,6 +24,8 @@ def test_rows():
     expected = [6, 2 + MASTER + STATES, 2 * FP8 + MASTER + STATES]
     expected += 2 * [FP8 + MASTER + STATES, NVFP4 + MASTER + STATES]
     expected += [FP8 + (MASTER + STATES) / 4, NVFP4 + (MASTER + STATES) / 4]
+    # FSDP2 splits the payload; every rank has every scale.
+    expected += [(1 + MASTER + STATES) / 4 + FP8 - 1, (0.5 + MASTER + STATES) / 4 + NVFP4 - 0.5]
     assert totals == pytest.approx(expected, abs=1e-3)
     assert all(held["total"] == pytest.approx(sum(list(held.values())[:3])) for held in rows.values())
     assert not dist.is_initialized()

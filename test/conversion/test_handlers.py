@@ -27,7 +27,7 @@ from torch.nn.utils import prune
 from torchao.quantization import FqnToConfig, quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, dry_run, is_linear, linear, skip_fqns
-from torchao_blockwise.conversion import convert_linear
+from torchao_blockwise.conversion import convert_module
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -60,7 +60,7 @@ def test_a_root_that_is_a_layer():
     quantize_(layer, FP8)
     assert type(layer.weight) is MasterWeightTensor
     by_hand = nn.Linear(64, 48)
-    assert convert_linear(by_hand, FP8) is by_hand and type(by_hand.weight) is MasterWeightTensor
+    assert convert_module(by_hand, FP8) is by_hand and type(by_hand.weight) is MasterWeightTensor
 
 
 def test_identity_gradient_attributes_and_hooks_stay():
@@ -116,7 +116,7 @@ def test_fqn_to_config():
     assert model.lm_head.weight.config == FP8 and [b.weight.config for b in model.blocks[:2]] == [NVFP4, NVFP4]
     assert type(model.blocks[2].weight) is nn.Parameter
     assert all(type(v) is torch.Tensor for v in model.state_dict().values())
-    with pytest.raises(ValueError, match=r"  blocks: a ModuleList is not an nn.Linear; narrow filter_fn"):
+    with pytest.raises(ValueError, match=r"  blocks: a ModuleList is no nn.Linear and holds no experts"):
         quantize_(model, FqnToConfig({"blocks": FP8}), filter_fn=None)
 
 
@@ -191,7 +191,7 @@ FAILURES = {
     "pruned": (_pruned, r"not a Parameter \(parametrised or pruned\?\)"),
     "own_forward": (lambda: OwnForward(64, 64), "OwnForward overrides nn.Linear.forward"),
     "own_parameter": (_own_parameter, "its weight is a OwnParameter; convert first, then shard or wrap"),
-    "non_linear": (lambda: nn.Conv1d(4, 4, 1), "a Conv1d is not an nn.Linear; narrow filter_fn"),
+    "non_linear": (lambda: nn.Conv1d(4, 4, 1), "a Conv1d is no nn.Linear and holds no experts"),
     "quantised": (
         lambda: _quantised(replace(FP8, master_weights=False)),
         "a BlockwiseFP8Tensor already; convert it once",

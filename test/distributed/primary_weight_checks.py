@@ -261,6 +261,11 @@ def refuses_other_parts(group) -> None:
             message = str(e)
         assert "save full_state_dict() to load it elsewhere" in message
     assert f"the part of rank {rank} of {ranks}, this is an optimizer with whole masters" in message
+    try:
+        optimizer.load_state_dict({key: value for key, value in state.items() if key != "shard"})
+    except ValueError as e:
+        message = str(e)
+    assert message.endswith("of a state dict that does not say whose; save full_state_dict()"), message
 
 
 def steps_what_fsdp2_shards(group, config: str) -> None:
@@ -270,6 +275,68 @@ def steps_what_fsdp2_shards(group, config: str) -> None:
         model = fsdp_models.shard(fsdp_models.blocks(CONFIGS[config]), mesh)
         losses.append(fsdp_models.train(model, make(model)))
     assert losses[0] == losses[1]
+
+
+def splits_gradients(group, config: str, steps: int) -> None:
+    """ZeRO-2 from each rank's own gradients trains as DDP: the same bits where the order of sums is the same."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for data in ("own", "same"):
+        seen = rank if data == "own" else 0
+        whole, model = net(config, master_weights=False), net(config, master_weights=False, seed=rank)
+        reference = adamw(whole, process_group=group, shard="zero1")
+        optimizer = adamw(model, process_group=group, shard="zero2")
+        expected = train(parallel(whole, group, init_sync=False), reference, steps, seen, clip=False)
+        actual = train(model, optimizer, steps, seen, clip=False)
+        if ranks <= 2 or data == "same":
+            assert actual == expected, f"{data}: {actual}\n{expected}"
+            state = optimizer.model_state_dict()
+            for name, value in reference.model_state_dict().items():
+                if name != "frozen.weight":
+                    assert_bitwise_equal(state[name], value, name)
+        else:
+            torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=2e-2, atol=0)
+        assert_holds_masters(optimizer, model)
+        assert optimizer.bytes_at_rest() == reference.bytes_at_rest()
+
+
+def accumulates_split_gradients(group, config: str) -> None:
+    """Means of microbatches add up, and norms of parts are those of the whole."""
+    rank = dist.get_rank(group)
+    whole, model = net(config, master_weights=False), net(config, master_weights=False)
+    optimizer = adamw(model, process_group=group, shard="zero2")
+    wrapped = parallel(whole, group, init_sync=False)
+    for step in range(2):
+        for m in (wrapped, model):
+            (m(batch(step, rank)) - 1).square().mean().backward()
+        optimizer.reduce_gradients()
+        weights = [p for p in model.parameters() if is_trained(p)]
+        assert all(p.grad is None for p in weights)
+    index = dist.get_group_rank(group, dist.get_rank())
+    masters = {w.weight: w for w in optimizer._weights}
+    for (name, p), q in zip(model.named_parameters(), whole.parameters()):
+        if p in masters and name != "idle.weight":
+            mine = masters[p]
+            assert mine.master.grad.dtype == torch.float32 and mine.rank == index
+            torch.testing.assert_close(mine.master.grad, mine.part(q.grad), rtol=1e-4, atol=1e-6)
+        elif p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+    before = nn.utils.get_total_norm([q.grad for q in whole.parameters() if q.grad is not None])
+    norm = optimizer.clip_grad_norm_(before.item() / 2)
+    torch.testing.assert_close(norm, before, rtol=1e-5, atol=0)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(1e9), before / 2, rtol=1e-5, atol=0)
+    held = [masters[p].master.grad for p in weights if masters[p].master.grad is not None]
+    assert held
+    optimizer.zero_grad()
+    assert all(w.master.grad is None for w in optimizer._weights)
+    # A gradient that a rank alone has.
+    model.up(batch(0)).sum().backward()
+    if index:
+        model.idle(batch(0)).sum().backward()
+    try:
+        optimizer.step()
+    except ValueError as e:
+        message = str(e)
+    assert message.startswith("MasterWeightOptimizer: ranks differ; rank 0 has ") and "idle.weight" in message, message
 
 
 BOTH = ("fp8", "nvfp4")
@@ -288,7 +355,10 @@ CASES = {
         for shard in MODES
     },
     **{f"reshards_{config}": (reshards, None, (config,)) for config in (*BOTH, "mixed")},
+    "checkpoint_2_zero2_mixed": (continues_from_a_checkpoint, 2, ("mixed", "zero2")),
     **{f"nothing_{config}": (steps_with_nothing, 4, (config,)) for config in BOTH},
+    **{f"zero2_{size}_mixed": (splits_gradients, size, ("mixed", 10)) for size in (1, 2, 4)},
+    **{f"zero2_accumulates_{size}": (accumulates_split_gradients, size, ("mixed",)) for size in (2, 3)},
     **{f"groups_{shard or 'ddp'}": (adds_groups, 2, ("mixed", shard)) for shard in MODES},
     **{f"adopts_{shard or 'ddp'}": (adopts_values, 2, ("mixed", shard)) for shard in MODES},
     **{f"fsdp2_{config}": (steps_what_fsdp2_shards, 2, (config,)) for config in BOTH},

@@ -342,7 +342,7 @@ REFUSALS = {
         TypeError,
         "optimizer_class must be an optimizer's class, got AdamW",
     ),
-    "shard": (lambda m: adamw(m, shard="zero3"), ValueError, "shard must be \"zero1\" or None, got 'zero3'"),
+    "shard": (lambda m: adamw(m, shard="zero3"), ValueError, 'shard must be "zero1", "zero2" or None, got .zero3.'),
     "no ranks": (
         lambda m: adamw(m, shard="zero1"),
         ValueError,

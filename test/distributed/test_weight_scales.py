@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from fsdp_models import CONFIGS, adamw, batch, blocks, masters_of, quantized, shard, train
-from fsdp_run import go_wrong
+from fsdp_run import fail_later, go_wrong
 from helpers import FP8, NVFP4, mlp, weight
 from ranks import spawn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, _compat
 from torchao_blockwise.distributed import sync_weight_scales
@@ -157,9 +159,13 @@ def test_the_state_is_not_saved_with_the_weight(mesh, tmp_path):
 
 def test_fsdp2_still_has_what_is_watched():
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    watched = FSDPState._root_pre_forward, FSDPState._root_post_backward_final_callback, FSDPModule.unshard
+    watched = [FSDPState._root_pre_forward, FSDPState._root_post_backward_final_callback, FSDPModule.unshard]
+    watched += [FSDPParam.__init__, FSDPParam.reset_sharded_param]
+    given = inspect.signature(FSDPParam.__init__).parameters
+    assert {"param", "module_info", "shard_placement_fn"} <= given.keys()
     assert all(f.__wrapped__.__module__.startswith("torch.distributed.fsdp") for f in watched)
     assert all(f.__globals__ is vars(_compat) for f in watched)
 
@@ -176,6 +182,15 @@ def test_a_quantised_weight_as_strided_is_itself_or_refused(config):
             torch.as_strided(x, size, stride, offset)
 
 
+@pytest.mark.parametrize("original", (True, False), ids=("original_params", "flat_params"))
+def test_fsdp1_is_refused(mesh, original):
+    """It would make plain tensors of the weights, and layers would train in high precision."""
+    with pytest.raises(NotImplementedError, match=r"use torch\.distributed\.fsdp\.fully_shard \(FSDP2\)"):
+        FullyShardedDataParallel(blocks(FP8), use_orig_params=original, device_id=torch.device("cpu"))
+    vector = nn.utils.parameters_to_vector(blocks(FP8).parameters())
+    assert type(vector) is torch.Tensor
+
+
 # --- ranks that disagree ----------------------------------------------------------------------------------------------
 
 TIMEOUT = 6.0
@@ -189,7 +204,7 @@ WRONG = {
     "fails_early": [_NO_WORD + " has none of these: 0.up.weight", "FloatingPointError"],
     "fails_later": [
         "RuntimeError: sync_weight_scales: rank 0 could not reduce the amaxes of 4 weights, 0.up.weight the first, "
-        r"with ranks \[0, 1\]; one of them failed",
+        r"with ranks \[0, 1\]; no word from rank 1 in 6 s: failed before, or busy with another collective",
         "FloatingPointError",
     ],
     "no_weights": [_NO_WORD, "Error"],
@@ -207,3 +222,14 @@ def test_errors_name_the_rank_and_the_weight_in_time(what, left):
         message, seconds = of_rank[what]
         assert re.search(pattern, message, re.DOTALL), message
         assert seconds < 3 * TIMEOUT
+
+
+def test_a_rank_that_ends_is_named_by_all_others(tmp_path):
+    """Not the neighbour that saw the connection close: the one that gives no word."""
+    *others, last = spawn(fail_later, 3, tmp_path, TIMEOUT)
+    assert last == "gave up"
+    for rank, message in enumerate(others):
+        assert message == (
+            f"sync_weight_scales: rank {rank} could not reduce the amaxes of 4 weights, 0.up.weight the first, with "
+            f"ranks [0, 1, 2]; no word from rank 2 in {TIMEOUT:.0f} s: failed before, or busy with another collective"
+        )

@@ -20,13 +20,6 @@ pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
 COUNTS = (300, 517, 1024)
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def tokens(count: int, features: int = 64, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(count, features, generator=torch.Generator().manual_seed(count)).to(dtype)
 

@@ -42,10 +42,17 @@ def _cases() -> dict:
     """{label: call that gives (what kernels computed, what the reference computes), each a tuple of tensors}."""
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+    from torchao_blockwise.ops.fused import new_copies
+    from torchao_blockwise.ops.grouped_quantize import reference as grouped_reference
+    from torchao_blockwise.ops.grouped_quantize import triton as grouped
+    from torchao_blockwise.ops.groups import padded_tokens
     from torchao_blockwise.ops.quantize import reference
     from torchao_blockwise.ops.quantize import triton as quantize
+    from torchao_blockwise.ops.swiglu_quantize import reference as swiglu_reference
+    from torchao_blockwise.ops.swiglu_quantize import triton as swiglu
     from torchao_blockwise.ops.transpose import reference as transpose_reference
     from torchao_blockwise.ops.transpose import triton as transpose
+    from torchao_blockwise.ops.triton_group_blocks import group_blocks
 
     cases = {}
 
@@ -70,6 +77,36 @@ def _cases() -> dict:
         name = f"quantize {fmt.name} {shape[0]}x{shape[1]} {str(dtype)[6:]} {copies}"
         cases[name + " power_of_2" * power_of_2 + " one launch" * bool(both)] = run
 
+    def grouped_case(fmt, shape, ends):
+        x = special_input(*shape, torch.bfloat16)
+        if fmt.has_global_scale:
+            x = x.nan_to_num(1.0, 1.0, -1.0)
+        x[max(ends) :] = float("nan")
+        ends = torch.tensor(ends, dtype=torch.int32)
+        amax = grouped_reference.tensor_amax(x, ends) if fmt.has_global_scale else None
+        arguments = (x, ends, fmt, amax, True, True, False)
+        name = f"grouped {fmt.name} {shape[0]}x{shape[1]} E{len(ends)}"
+        cases[name] = lambda: (grouped.quantize(*arguments), grouped_reference.quantize(*arguments))
+
+    def swiglu_case(tokens, width, ends):
+        dh, gate, up = (special_input(tokens, width, torch.bfloat16) for _ in range(3))
+        ends = torch.tensor(ends, dtype=torch.int32)
+
+        def run():
+            got, expected, options = [], [], (True, True, False)
+            h, gradients = swiglu_reference.swiglu(gate, up), swiglu_reference.swiglu_backward(dh, gate, up)
+            for y, inputs, launch in (
+                (h, (gate, up), swiglu.swiglu_quantize),
+                (torch.cat(gradients, 1), (dh, gate, up), swiglu.swiglu_backward_quantize),
+            ):
+                copies = new_copies(y, FP8_1X128, y.shape, True, True, ends)
+                launch(*inputs, FP8_1X128, copies, *options, ends)
+                got += copies
+                expected += grouped_reference.quantize(y, ends, FP8_1X128, None, *options)
+            return got, expected
+
+        cases[f"swiglu {tokens}x{width} E{len(ends)}"] = run
+
     def transpose_case(fmt, rows, columns):
         qdata = torch.randint(0, 256, fmt.qdata_shape(rows, columns), dtype=torch.uint8)
         if columns % 2 and fmt.element.bits == 4:
@@ -90,7 +127,16 @@ def _cases() -> dict:
             result = gluon.quantize_both(x, FP8_1X128, power_of_2, warps)
             return result, expected(x, FP8_1X128, True, True, power_of_2)
 
+        def run_grouped():
+            tokens = x[:-3]
+            ends = torch.tensor([0, 37, 36, len(tokens) - 20], dtype=torch.int32)
+            assert gluon._why_not_this(tokens, FP8_1X128, grouped=True) is None
+            blocks, rows = group_blocks(ends, len(tokens), 128), padded_tokens(len(tokens), len(ends), 128)
+            result = gluon.quantize_both(tokens, FP8_1X128, power_of_2, warps, blocks, rows)
+            return result, grouped_reference.quantize(tokens, ends, FP8_1X128, None, True, True, power_of_2)
+
         name = f"one read {shape[0]}x{shape[1]} {str(dtype)[6:]} {warps} warps"
+        cases[name + " grouped"] = run_grouped
         cases[name + " power_of_2" * power_of_2 + " strided" * bool(stride)] = run
 
     for shape in SHAPES:
@@ -104,6 +150,10 @@ def _cases() -> dict:
             quantize_case(fmt, shape, torch.bfloat16, rowwise, columnwise)
         for fmt in (FP8_128X128, NVFP4_16X16):
             transpose_case(fmt, *shape)
+    for fmt in (FP8_1X128, NVFP4_1X16):
+        grouped_case(fmt, (150, 80), [0, 37, 36, 130])
+        grouped_case(fmt, (37, 150), [i // 2 for i in range(1, 41)])
+    swiglu_case(70, 80, [0, 37, 36, 60])
     for dtype in (torch.float16, torch.float32):
         quantize_case(FP8_1X128, (48, 144), dtype, True, True)
     quantize_case(FP8_1X128, (48, 144), torch.bfloat16, True, True, True, (32, 64, 4, True))

@@ -132,8 +132,6 @@ def _cases(target: int):
         yield matmul_case(*pair, 300, 500, 500, torch.bfloat16)
         for m, k in ((528, 1024), (531, 1024), (528, 1000), (528, 1003)):
             yield matmul_case(*pair, m, 512, k, torch.bfloat16)
-    if target == 90:
-        yield from _gluon_cases()
     for fmt in (FP8_128X128, NVFP4_16X16):
         yield transpose_case(fmt, 512, 1024)
         yield transpose_case(fmt, 301, 501)
@@ -197,40 +195,6 @@ def _shard_cases(target: int):
         for count in (1, 2, 32):
             yield case(fmt, "block_scales", "aligned", *pairs[0], count)
             yield case(fmt, "merge_shards", "aligned", *pairs[0], count)
-
-
-def _gluon_cases():
-    import torch
-
-    from torchao_blockwise.formats import FP8_1X128, FP8_128X128
-    from torchao_blockwise.ops.matmul import gluon
-
-    gluon._multiprocessors = lambda device: 132
-
-    def case(build, b_fmt, m, n, k, out_dtype, bias=None):
-        a, b = _operand(FP8_1X128, m, k), _operand(b_fmt, n, k)
-        tile = f"{build.tile_m}x{build.width}x{build.splits}"
-        label = f"gluon {tile} fp8_1x128·{b_fmt.name} {m}x{n}x{k} {str(out_dtype)[6:]}" + " bias" * (bias is not None)
-        return label, lambda: gluon.matmul(*a, None, *b, None, FP8_1X128, b_fmt, out_dtype, bias, build)
-
-    def adding_case(build, b_fmt):
-        a, b = _operand(FP8_1X128, 512, 1024), _operand(b_fmt, 512, 1024)
-        out = torch.zeros(512, 512)
-        label = f"gluon adding {build.tile_m}x{build.width} fp8_1x128·{b_fmt.name}"
-        return label, lambda: gluon.add_matmul(out, *a, None, *b, None, FP8_1X128, b_fmt, build)
-
-    for build in gluon._BUILDS:
-        if build.ctas > gluon._MAX_CTAS:
-            continue
-        for b_fmt in (FP8_128X128, FP8_1X128):
-            for out_dtype in (torch.bfloat16, torch.float32):
-                yield case(build, b_fmt, 512, 512, 1024, out_dtype)
-            yield case(build, b_fmt, 512, 512, 1024, torch.bfloat16, torch.zeros(512))
-            # Token counts that change, in M and in K.
-            yield case(build, b_fmt, 528, 512, 1024, torch.bfloat16)
-            yield case(build, b_fmt, 531, 512, 1003, torch.bfloat16)
-            yield case(build, b_fmt, 512, 509, 1024, torch.bfloat16)
-            yield adding_case(build, b_fmt)
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
@@ -315,24 +279,6 @@ def test_fp8_products_run_on_fp8_tensor_cores(builds, target, instruction):
     for row in _of(builds[target], "matmul"):
         if "fp8" in row["label"] and " 16x" not in row["label"]:
             assert any(re.match(instruction, i) for i in row["instructions"]), row["label"]
-
-
-def test_gluon_products_run_on_fp8_tensor_cores(builds):
-    for row in _of(builds[90], "gluon"):
-        assert any(re.match(r"wgmma\.mma_async\S*e4m3\.e4m3", i) for i in row["instructions"]), row["label"]
-
-
-def test_gluon_products_fit_in_shared_memory(builds):
-    for row in _of(builds[90], "gluon"):
-        assert row["SHARED"] <= 227 * 1024, row["label"]
-
-
-def test_token_counts_do_not_rebuild_gluon_products(builds):
-    for tile in {row["label"].split()[1] for row in _of(builds[90], "gluon")} - {"adding"}:
-        for fmt in ("fp8_1x128·fp8_128x128", "fp8_1x128·fp8_1x128"):
-            shapes = ("512x512x1024", "528x512x1024", "531x512x1003")
-            rows = [_of(builds[90], "gluon", tile, fmt, shape, "bfloat16")[0] for shape in shapes]
-            assert len({row["build"] for row in rows}) == 1
 
 
 @pytest.mark.parametrize("target", TARGETS[1:])

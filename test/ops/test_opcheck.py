@@ -136,13 +136,57 @@ def test_swiglu_quantize(shape, copies):
     opcheck(library.swiglu_backward_quantize.default, (dh, gate, up, *options))
 
 
+GROUP_ENDS = {"ragged": ((3, 3, 20), 33), "a token": ((1,), 1), "none": ((0, 0), 0)}
+
+
+@fused_copies
+@pytest.mark.parametrize("ends, tokens", GROUP_ENDS.values(), ids=GROUP_ENDS)
+@pytest.mark.parametrize("fmt", (FP8_1X128, NVFP4_1X16), ids=lambda f: f.name)
+def test_grouped_quantize(fmt, ends, tokens, copies):
+    dh, gate, up = (torch.randn(tokens, 48, dtype=torch.bfloat16) for _ in range(3))
+    ends, options = torch.tensor(ends, dtype=torch.int32), (*copies, False, "reference")
+    opcheck(library.grouped_amax_bits.default, (gate, ends))
+    amax = library.grouped_amax_bits(gate, ends) if fmt.has_global_scale else None
+    opcheck(library.grouped_quantize.default, (gate, ends, amax, fmt.name, *options))
+    if fmt is FP8_1X128:
+        opcheck(library.swiglu_quantize.default, (gate, up, fmt.name, *options, ends))
+        opcheck(library.swiglu_backward_quantize.default, (dh, gate, up, fmt.name, *options, ends))
+
+
+@pytest.mark.parametrize("ends, tokens", GROUP_ENDS.values(), ids=GROUP_ENDS)
+@pytest.mark.parametrize("pair", (PAIRS[0], PAIRS[2]), ids=("fp8", "nvfp4"))
+def test_grouped_matmul(pair, ends, tokens):
+    x, dy, w = torch.randn(tokens, 33), torch.randn(tokens, 48), torch.randn(len(ends), 48, 33)
+    ends, (fmt, weight_fmt), options = torch.tensor(ends, dtype=torch.int32), pair, (torch.bfloat16, "reference")
+    a, b = quantize(x, fmt), quantize(w, weight_fmt)
+    opcheck(library.grouped_matmul.default, (*a, *b, ends, fmt.name, weight_fmt.name, "m", *options))
+    a, b = (ops.grouped_quantize(t, ends, fmt, rowwise=False, columnwise=True, backend="reference") for t in (dy, x))
+    opcheck(library.grouped_matmul.default, (*a, *b, ends, fmt.name, fmt.name, "k", *options))
+    arguments = (torch.zeros_like(w), *a, *b, ends, fmt.name, fmt.name, "reference")
+    assert torch.library.opcheck(library.add_grouped_matmul_.default, arguments, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("weighted", (False, True), ids=("plain", "weighted"))
+@pytest.mark.parametrize("tokens", (0, 1, 9), ids=lambda t: f"T{t}")
+def test_permute(tokens, weighted):
+    x, ids = torch.randn(tokens, 24, dtype=torch.bfloat16), torch.randint(0, 5, (tokens, 3))
+    weights = torch.rand(tokens, 3) if weighted else None
+    opcheck(library.permute.default, (x, ids, 4, "reference"))
+    y, source, _ = library.permute(x, ids, 4, "reference")
+    opcheck(library.unpermute.default, (y, source, 3, weights, "reference"))
+    opcheck(library.unpermute_backward.default, (x, y if weighted else None, source, 3, weights, "reference"))
+
+
 CHECKED = {"quantize", "quantize_both", "tensor_amax_bits", "global_scale", "dequantize", "transpose", "matmul"}
 CHECKED |= {"add_matmul_", "norm_statistics", "normalize", "norm_quantize"}
+CHECKED |= {"grouped_matmul", "add_grouped_matmul_"}
+CHECKED |= {"grouped_quantize", "grouped_amax_bits", "permute", "unpermute", "unpermute_backward"}
 CHECKED |= {"swiglu", "swiglu_backward", "swiglu_quantize", "swiglu_backward_quantize"}
 
 
 def test_every_op_of_these_folders_is_checked():
-    names = ("dequantize", "matmul", "norm_quantize", "quantize", "swiglu_quantize", "transpose")
+    names = ("dequantize", "grouped_matmul", "grouped_quantize", "matmul", "norm_quantize", "permute", "quantize")
+    names += ("swiglu_quantize", "transpose")
     folders = [importlib.import_module(f"torchao_blockwise.ops.{name}") for name in names]
     values = [getattr(x, "overload", x) for folder in folders for x in vars(folder).values()]
     defined = [op for op in values if isinstance(op, torch._ops.OpOverload)]

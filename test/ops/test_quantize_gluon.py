@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
+from torchao_blockwise.ops.grouped_quantize import triton as grouped
 from torchao_blockwise.ops.quantize import gluon
 from torchao_blockwise.ops.quantize import triton as kernels
 
@@ -82,7 +83,8 @@ def taken(monkeypatch):
     return calls
 
 
-def test_is_not_taken_by_default(taken, device):
+def test_is_not_taken_where_the_tables_say_never(taken, monkeypatch, device):
+    monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", None)
     ops.quantize(torch.zeros(16, 16, dtype=torch.bfloat16, device=device), FP8_1X128, columnwise=True, backend="triton")
     assert taken == []
 
@@ -109,6 +111,22 @@ def test_two_launches_where_it_cannot(taken, monkeypatch, device):
     for copy, expected in zip(got, ops.quantize(x, FP8_1X128, columnwise=True, backend="reference"), strict=True):
         assert_operands_equal(copy, expected)
     assert taken == []
+
+
+def test_is_taken_for_tokens_in_groups(taken, monkeypatch, device):
+    """However many there are: of the columnwise copy each group is padded."""
+    monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", 8)
+    x = torch.zeros(17, 16, dtype=torch.bfloat16, device=device)
+    ends = torch.tensor([5, 15], dtype=torch.int32, device=device)
+    assert gluon._why_not_this(x, FP8_1X128) is not None
+    assert "".join(grouped.quantize(x, ends, FP8_1X128, None, True, True, False)) == "rowwise and columnwise"
+    ((tokens, *arguments, blocks, rows),) = taken
+    assert tokens is x and arguments == [FP8_1X128, False, 8] and rows == 256
+    # The tokens as a whole; each group; those of no group.
+    assert blocks.tolist() == [[0, 15, 17], [0, 5, 5], [5, 15, 15], [15, 15, 17]]
+    grouped.quantize(x.float(), ends, FP8_1X128, None, True, True, False)
+    grouped.quantize(x, ends, FP8_1X128, None, False, True, False)
+    assert len(taken) == 1
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ def test_error_of_a_weight_is_that_of_e4m3():
     assert ((q.dequantize() - w).abs() <= torch.maximum(w.abs() * 2.0**-4, step / 2) * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize("shape", ((256, 384), (130, 70), (2, 256, 128)), ids=str)
+@pytest.mark.parametrize("shape", ((256, 384), (130, 70), (2, 3, 256, 128)), ids=str)
 def test_transposes_are_views_and_exact(shape):
     q = BlockwiseFP8Tensor.from_hp(weight(*shape))
     views = [q.mT, q.transpose(-1, -2)] + ([q.t(), q.T, q.permute(1, 0)] if q.dim() == 2 else [])
@@ -101,5 +101,5 @@ def test_messages():
         torch.zeros(1, 128) @ BlockwiseFP8Tensor.from_hp(weight(128, 128))
     assert_expected_inline(
         str(product.value),
-        """aten.mm.default: products with quantised weights go through torch.nn.functional.linear (or nn.Linear), which runs all three GEMMs in low precision; call that, or .dequantize() the weight for a high-precision product""",  # noqa: E501
+        """aten.mm.default: products with quantised weights go through torch.nn.functional.linear (or nn.Linear; grouped_mm for experts), which runs all three GEMMs in low precision; call that, or .dequantize() the weight for a high-precision product""",  # noqa: E501
     )

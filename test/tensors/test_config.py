@@ -55,7 +55,7 @@ WRONG = {
     "backend": (
         {"backend": "cutlass"},
         ValueError,
-        "no backend 'cutlass'; the backends are auto, reference, triton, cublas, gluon",
+        "no backend 'cutlass'; the backends are auto, reference, triton, cublas, gluon, deep_gemm",
     ),
     "out_dtype": (
         {"out_dtype": torch.float64},

@@ -296,7 +296,7 @@ def test_prints():
         torch.zeros(1, 24) @ parameter.T
     assert_expected_inline(
         str(product.value),
-        """aten.mm.default: a product with a MasterWeightTensor would run in high precision; use torch.nn.functional.linear (or nn.Linear) for low precision, or weight.hp for high precision""",  # noqa: E501
+        """aten.mm.default: a product with a MasterWeightTensor would run in high precision; use torch.nn.functional.linear (or nn.Linear; grouped_mm for experts) for low precision, or weight.hp for high precision""",  # noqa: E501
     )
 
 

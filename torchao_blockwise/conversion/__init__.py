@@ -3,13 +3,16 @@
 from torchao_blockwise.conversion.filters import (
     Filter,
     custom,
+    experts,
     is_linear,
     keep_last_blocks,
+    linears_and_experts,
     min_features,
     skip_fqns,
     skip_lm_head,
+    skip_routers,
 )
-from torchao_blockwise.conversion.handlers import convert_linear, why_not_convertible
+from torchao_blockwise.conversion.handlers import convert_module, why_not_convertible
 from torchao_blockwise.conversion.report import ConversionReport, LayerReport, conversion_report, dry_run
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
 
@@ -20,13 +23,16 @@ __all__ = [
     "LayerReport",
     "NVFP4TrainingConfig",
     "conversion_report",
-    "convert_linear",
+    "convert_module",
     "custom",
     "dry_run",
+    "experts",
     "is_linear",
     "keep_last_blocks",
+    "linears_and_experts",
     "min_features",
     "skip_fqns",
     "skip_lm_head",
+    "skip_routers",
     "why_not_convertible",
 ]

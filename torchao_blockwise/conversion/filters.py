@@ -1,4 +1,5 @@
-"""Filters: which linear layers to convert. They compose with `&` and remember why they left a layer out."""
+"""Filters: which layers to convert, linear ones and experts. They compose with `&` and `|` and remember why they left
+a layer out."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from collections.abc import Callable
 
 from torch import nn
 
+from torchao_blockwise.conversion.weights import expert_weights
+
 _HEAD_NAMES = ("lm_head", "output", "head", "embed_out", "unembed")
+_ROUTER_NAMES = ("gate", "router")
 
 _reasons: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
@@ -19,18 +23,26 @@ def skip_reason(module: nn.Module) -> str | None:
 
 
 class Filter:
-    """A predicate `(module, fqn) -> bool` for `quantize_(..., filter_fn=)`; `a & b` accepts what both accept.
+    """A predicate `(module, fqn) -> bool` for `quantize_(..., filter_fn=)`.
 
-    why_not: (linear, fqn) -> the reason to leave the layer out, or None. It is asked about `nn.Linear` alone; nothing
-        else is ever accepted.
+    `a & b` accepts what both accept, `a | b` what one of them does: `(is_linear() | experts()) & skip_fqns("*.0.*")`.
+    why_not: (module, fqn) -> the reason to leave the layer out, or None.
+    kind: which modules it is asked about; nothing else is ever accepted. Without one it is asked about what the filters
+        that it is combined with are for, and by itself about `nn.Linear`.
     """
 
-    def __init__(self, why_not: Callable[[nn.Linear, str], str | None], description: str):
+    def __init__(
+        self,
+        why_not: Callable[[nn.Module, str], str | None],
+        description: str,
+        kind: Callable[[nn.Module], bool] | None = None,
+    ):
         self.why_not = why_not
         self.description = description
+        self.kind = kind
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
-        if not isinstance(module, nn.Linear):
+        if not self._is_about(module):
             return False
         reason = self.why_not(module, fqn)
         if reason is None:
@@ -39,20 +51,42 @@ class Filter:
             _reasons[module] = reason
         return reason is None
 
+    def _is_about(self, module: nn.Module) -> bool:
+        return _is_linear(module) if self.kind is None else self.kind(module)
+
     def __and__(self, other: Callable[[nn.Module, str], bool]) -> Filter:
         other = other if isinstance(other, Filter) else custom(other)
         first, second = self, other
 
-        def why_not(module: nn.Linear, fqn: str) -> str | None:
+        def why_not(module: nn.Module, fqn: str) -> str | None:
             reason = first.why_not(module, fqn)
             return second.why_not(module, fqn) if reason is None else reason
 
-        return Filter(why_not, f"{first.description} & {second.description}")
+        kinds = [f.kind for f in (first, second) if f.kind is not None]
+        kind = None if not kinds else lambda module: all(kind(module) for kind in kinds)
+        return Filter(why_not, f"{first.description} & {second.description}", kind)
 
     __rand__ = __and__
 
+    def __or__(self, other: Callable[[nn.Module, str], bool]) -> Filter:
+        other = other if isinstance(other, Filter) else custom(other)
+        both = self, other
+
+        def why_not(module: nn.Module, fqn: str) -> str | None:
+            reasons = [f.why_not(module, fqn) for f in both if f._is_about(module)]
+            return None if None in reasons else reasons[0]
+
+        kind = lambda module: any(f._is_about(module) for f in both)  # noqa: E731  # as in __and__
+        return Filter(why_not, f"({self.description} | {other.description})", kind)
+
+    __ror__ = __or__
+
     def __repr__(self) -> str:
         return f"Filter({self.description})"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
 
 
 def custom(predicate: Callable[[nn.Module, str], bool], reason: str = "left out by a custom filter") -> Filter:
@@ -63,7 +97,36 @@ def custom(predicate: Callable[[nn.Module, str], bool], reason: str = "left out 
 
 def is_linear() -> Filter:
     """Every `nn.Linear`."""
-    return Filter(lambda module, fqn: None, "is_linear()")
+    return Filter(lambda module, fqn: None, "is_linear()", _is_linear)
+
+
+def experts() -> Filter:
+    """Every module that holds weights of experts itself: float Parameters [E, N, K], as mixtures of experts have them.
+
+    All of them are converted; name single ones in a `torchao.quantization.FqnToConfig`. The module's forward pass must
+    use them by `F.grouped_mm`, or by `F.linear` an expert; other products raise where they run.
+    """
+    return Filter(lambda module, fqn: None, "experts()", lambda module: bool(expert_weights(module)))
+
+
+def skip_routers() -> Filter:
+    """Leave out the layers that choose experts: their error sends tokens to others, and they cost next to nothing.
+
+    A linear layer is a router if it has fewer outputs than inputs, and its name ends in "gate" or "router", or that of
+    the module it lies in does. Routers that are no `nn.Linear` (Hugging Face's) are never converted.
+    """
+
+    def why_not(module: nn.Module, fqn: str) -> str | None:
+        named = any(part.endswith(_ROUTER_NAMES) for part in fqn.split(".")[-2:])
+        narrows = isinstance(module, nn.Linear) and module.out_features < module.in_features
+        return "skip_routers: chooses experts" if named and narrows else None
+
+    return Filter(why_not, "skip_routers()")
+
+
+def linears_and_experts() -> Filter:
+    """Every `nn.Linear` and all experts, but no router: `(is_linear() | experts()) & skip_routers()`."""
+    return (is_linear() | experts()) & skip_routers()
 
 
 def skip_fqns(*patterns: str) -> Filter:
@@ -74,7 +137,7 @@ def skip_fqns(*patterns: str) -> Filter:
     if not all(isinstance(p, str) for p in patterns):
         raise TypeError(f"skip_fqns: patterns must be strings, got {patterns!r}")
 
-    def why_not(module: nn.Linear, fqn: str) -> str | None:
+    def why_not(module: nn.Module, fqn: str) -> str | None:
         hit = next((p for p in patterns if fnmatch.fnmatchcase(fqn, p)), None)
         return None if hit is None else f"skip_fqns: matches {hit!r}"
 
@@ -87,7 +150,7 @@ def skip_lm_head() -> Filter:
     A layer of that name inside a numbered block ("layers.3.attention.output") is not a head.
     """
 
-    def why_not(module: nn.Linear, fqn: str) -> str | None:
+    def why_not(module: nn.Module, fqn: str) -> str | None:
         *parents, name = fqn.split(".")
         in_block = any(part.isdigit() for part in parents)
         return "skip_lm_head: output projection" if name in _HEAD_NAMES and not in_block else None
@@ -98,13 +161,18 @@ def skip_lm_head() -> Filter:
 def min_features(features: int) -> Filter:
     """Leave out layers whose in_features or out_features are fewer than `features`: too small to gain.
 
+    Of experts, those of the smallest of their weights.
+
     Raises ValueError for a negative number.
     """
     if features < 0:
         raise ValueError(f"min_features: features must not be negative, got {features}")
 
-    def why_not(module: nn.Linear, fqn: str) -> str | None:
-        least = min(module.in_features, module.out_features)
+    def why_not(module: nn.Module, fqn: str) -> str | None:
+        if isinstance(module, nn.Linear):
+            least = min(module.in_features, module.out_features)
+        else:
+            least = min(min(weight.shape[1:]) for weight in expert_weights(module).values())
         return None if least >= features else f"min_features: {least} < {features}"
 
     return Filter(why_not, f"min_features({features})")
@@ -125,7 +193,7 @@ def keep_last_blocks(model: nn.Module, count: int) -> Filter:
     where = "the last block" if count == 1 else f"the last {count} blocks"
     kept = {id(m) for block in list(blocks)[len(blocks) - count :] for m in block.modules()}
 
-    def why_not(module: nn.Linear, fqn: str) -> str | None:
+    def why_not(module: nn.Module, fqn: str) -> str | None:
         return f"keep_last_blocks: in {where}" if id(module) in kept else None
 
     return Filter(why_not, f"keep_last_blocks({count})")

@@ -1,9 +1,9 @@
-"""Handlers: what `quantize_(model, config)` does to a linear layer.
+"""Handlers: what `quantize_(model, config)` does to a linear layer, or to a module that holds weights of experts.
 
-A conversion swaps the layer's Parameter in place: the object stays, so optimizers and tied modules that hold it see the
-converted weight. The layer gets a class, derived from its own, that calls `linear` by name. torchao calls a handler a
-layer; the first call of a `quantize_` checks all layers that will follow, so that a model is converted whole or left as
-it was.
+A conversion swaps Parameters in place: the object stays, so optimizers and tied modules that hold it see the converted
+weight. A linear layer gets a class, derived from its own, that calls `linear` by name; a module of experts keeps its
+class, whose forward pass uses `F.grouped_mm`, or `F.linear` an expert. torchao calls a handler a layer; the first call
+of a `quantize_` checks all layers that will follow, so that a model is converted whole or left as it was.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
+from torchao_blockwise.conversion.weights import expert_weights, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.converted import ConvertedLinear, convert_class
+from torchao_blockwise.nn.grouped_linear import take_products_of_others
+from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     BlockwiseFP8TrainingConfig,
@@ -30,19 +33,44 @@ from torchao_blockwise.tensors import (
 from torchao_blockwise.tensors.original import Original
 
 
-def why_not_convertible(module: nn.Module, config: TrainingConfig, model: nn.Module | None = None) -> str | None:
-    """Why `module`, a part of `model`, cannot be converted with `config`, with the remedy, or None if it can."""
-    if not isinstance(module, nn.Linear):
-        return f"a {type(module).__name__} is not an nn.Linear; narrow filter_fn"
+def why_not_convertible(
+    module: nn.Module, config: TrainingConfig, model: nn.Module | None = None, parameter_name: str | None = None
+) -> str | None:
+    """Why `module`, a part of `model`, cannot be converted with `config`, with the remedy, or None if it can.
+
+    parameter_name: of the one Parameter to convert; default all that `weights_of` the module are.
+    """
+    is_linear = isinstance(module, nn.Linear)
+    reason = _why_no_forward(module) if is_linear else None
+    if reason is not None:
+        return reason
+    weights = weights_of(module, parameter_name)
+    if not weights:
+        return f"a {type(module).__name__} is no nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
+    for name, weight in weights.items():
+        reason = _why_no_weight(weight, config, model, is_linear)
+        if reason is not None:
+            return reason if is_linear else f"{name}: {reason}"
+    return None
+
+
+def _why_no_forward(module: nn.Linear) -> str | None:
     if type(module).forward not in (nn.Linear.forward, ConvertedLinear.forward):
         return f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention uses its weight without calling it; exclude it"
-    weight = _compat.parameters_of(module).get("weight")
+    return None
+
+
+def _why_no_weight(weight, config: TrainingConfig, model: nn.Module | None, is_linear: bool) -> str | None:
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialised yet; run one forward pass first"
     if weight is None:
         return "its weight is not a Parameter (parametrised or pruned?); remove the parametrisation first"
+    dims = 2 if is_linear else 3
+    if weight.dim() != dims:
+        wanted = "[N, K]" if is_linear else "[E, N, K]"
+        return f"a Parameter of shape {list(weight.shape)} is no weight {wanted}; leave it out"
     if _trains_by(weight, config):
         return None
     if isinstance(weight, MasterWeightTensor) and not config.master_weights:
@@ -53,12 +81,14 @@ def why_not_convertible(module: nn.Module, config: TrainingConfig, model: nn.Mod
         return f"its weight is a {type(weight).__name__}; convert first, then shard or wrap"
     if weight.dtype not in HIGH_PRECISION_DTYPES:
         return f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
+    if config.backend is Backend.CUBLAS and not is_linear:
+        return "cuBLAS has no products of experts; take backend='auto' for them"
     if weakref.getweakrefs(weight):
         return "something holds a weak reference to its weight; convert before torch.compile and parallel wrappers run"
     if _compat.is_held(weight):
         return "a view of its weight or the graph of a forward pass is alive; drop it (del output, loss) before"
     if model is not None and not config.master_weights:
-        others = [m for m in _holders(weight, model) if not isinstance(m, nn.Linear)]
+        others = [m for m in _holders(weight, model) if not isinstance(m, nn.Linear) and not expert_weights(m)]
         if others:
             return (
                 f"its weight is shared with another module, {type(others[0]).__name__}, which cannot use a quantised "
@@ -79,9 +109,10 @@ def _holders(weight: nn.Parameter, model: nn.Module) -> list[nn.Module]:
 
 @register_quantize_module_handler(BlockwiseFP8TrainingConfig)
 @register_quantize_module_handler(NVFP4TrainingConfig)
-def convert_linear(module: nn.Module, config: TrainingConfig) -> nn.Module:
-    """Make `module` train as `config` says; in place, and returned.
+def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name: str | None = None) -> nn.Module:
+    """Make `module`, an `nn.Linear` or one that holds experts, train as `config` says; in place, and returned.
 
+    parameter_name: of the one Parameter to convert, as torchao passes it for a name in an `FqnToConfig`.
     Raises ValueError if it, or another layer of the same `quantize_` call, cannot be converted, before any change.
     """
     model, filter_fn = _compat.quantize_call()
@@ -91,15 +122,19 @@ def convert_linear(module: nn.Module, config: TrainingConfig) -> nn.Module:
         targets = [(fqn, m) for fqn, m in model.named_modules() if m is module]
     else:
         targets = _targets_if_first(module, model, filter_fn)
-    _check(targets, config, model)
-    weight = module.weight
-    holders, names = _holders(weight, model), {m: fqn for fqn, m in model.named_modules()}
-    if not _trains_by(weight, config):
-        _swap(weight, _converted(weight, config))
-    for holder in holders:
-        keep_state_dicts_plain(holder)
-        if isinstance(holder, nn.Linear):
-            convert_class(holder, names[holder])
+    _check(targets, config, model, parameter_name)
+    if not isinstance(module, nn.Linear):
+        take_products_of_others()
+    names = {m: fqn for fqn, m in model.named_modules()}
+    for weight in weights_of(module, parameter_name).values():
+        assert weight is not None, "checked before"
+        holders = _holders(weight, model)
+        if not _trains_by(weight, config):
+            _swap(weight, _converted(weight, config))
+        for holder in holders:
+            keep_state_dicts_plain(holder)
+            if isinstance(holder, nn.Linear):
+                convert_class(holder, names[holder])
     return module
 
 
@@ -111,8 +146,8 @@ def _targets_if_first(module, model, filter_fn) -> list[tuple[str, nn.Module]]:
     return [(fqn, m) for fqn, m in model.named_modules() if filter_fn(m, fqn)]
 
 
-def _check(targets, config, model) -> None:
-    reasons = [(fqn, why_not_convertible(module, config, model)) for fqn, module in targets]
+def _check(targets, config, model, parameter_name) -> None:
+    reasons = [(fqn, why_not_convertible(module, config, model, parameter_name)) for fqn, module in targets]
     failures = [(fqn, reason) for fqn, reason in reasons if reason is not None]
     if failures:
         lines = "\n".join(f"  {fqn or 'the model itself'}: {reason}" for fqn, reason in failures)

@@ -1,4 +1,4 @@
-"""The conversion report: every linear layer, converted or skipped and why, and the bytes of its weight."""
+"""The conversion report: every linear layer and weight of experts, converted or skipped and why, and its bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
+from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig
 
 CONVERTED, SKIPPED, CANNOT = "converted", "skipped", "cannot convert"
@@ -18,10 +19,11 @@ CONVERTED, SKIPPED, CANNOT = "converted", "skipped", "cannot convert"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear layer.
+    """One linear layer, or one weight of experts.
 
+    fqn: of the layer, or of the weight of experts ("layers.0.experts.down_proj").
     status: "converted", "skipped" or "cannot convert"; reason says why, or to what format.
-    shape: (out_features, in_features).
+    shape: (out_features, in_features), or (experts, N, K).
     bytes_before: the high-precision weight. bytes_after: the Parameter and the quantised copy that training keeps.
     quantized_bytes: the quantised copy alone.
     """
@@ -38,7 +40,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """All linear layers of a model; print it for a table, `to_dict()` for data.
+    """All linear layers and experts of a model; print it for a table, `to_dict()` for data.
 
     A weight that several layers share is counted once in the totals.
     """
@@ -92,8 +94,8 @@ def human_bytes(count: int) -> str:
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """What became of every `nn.Linear` in `model`: converted or skipped, why, its shape and its weight's bytes."""
-    return _report(model, [(fqn, m, *_state(m)) for fqn, m in _linears(model)], dry_run=False)
+    """What became of every `nn.Linear` and of all experts in `model`: converted or skipped, why, shape and bytes."""
+    return _report([(name, m, weight, *_state(m, weight)) for name, _, m, weight in _layers(model)], dry_run=False)
 
 
 def dry_run(
@@ -111,15 +113,21 @@ def dry_run(
         reason = why_not_convertible(module, config, model)
         return (CONVERTED, _format(config), config) if reason is None else (CANNOT, reason, None)
 
-    return _report(model, [(fqn, m, *state(fqn, m)) for fqn, m in _linears(model)], dry_run=True)
+    return _report([(name, m, weight, *state(fqn, m)) for name, fqn, m, weight in _layers(model)], dry_run=True)
 
 
-def _linears(model: nn.Module):
-    return [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, nn.Linear)]
+def _layers(model: nn.Module):
+    """(name in the report, fqn of the module, module, weight) of linear layers and of weights of experts."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield fqn, fqn, module, module.weight
+        else:
+            for name, weight in expert_weights(module).items():
+                yield f"{fqn}.{name}".lstrip("."), fqn, module, weight
 
 
-def _state(module: nn.Linear):
-    weight = _compat.local_of(module.weight)
+def _state(module: nn.Module, weight):
+    weight = _compat.local_of(weight)
     if isinstance(weight, MasterWeightTensor):
         return CONVERTED, _format(weight.config), weight.config
     if isinstance(weight, QuantizedTensor):
@@ -131,16 +139,15 @@ def _format(config: TrainingConfig) -> str:
     return config.weight_format.name + ("" if config.master_weights else ", no master")
 
 
-def _report(model, states, dry_run: bool) -> ConversionReport:
+def _report(states, dry_run: bool) -> ConversionReport:
     layers: list[LayerReport] = []
     # By id, and held, so that no id is used again.
     seen = {}
     totals = dict.fromkeys(("layers", "converted", "bytes_before", "bytes_after", "quantized_bytes"), 0)
-    for fqn, module, status, reason, config in states:
-        weight = module.weight
+    for fqn, module, weight, status, reason, config in states:
         dtype = str(weight.dtype).removeprefix("torch.")
         # A lazy layer knows no shape of its weight yet, but its features.
-        shape = (module.out_features, module.in_features)
+        shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else tuple(weight.shape)
         layer = LayerReport(fqn, status, reason, shape, dtype, *_bytes(weight, shape, status, config))
         layers.append(layer)
         totals["layers"] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.original import Original
 
 
@@ -14,7 +14,8 @@ def keep_state_dicts_plain(module: nn.Module) -> None:
 
     What is saved shares the memory of the master weights; of a sharded one it is a DTensor, placed as the parameter.
     FSDP2 moves shards of uneven rows in the first forward pass and with every load: take a new state dict after those.
-    A quantised weight whose whole master an optimizer has is saved as that master, else as it is.
+    A quantised weight whose whole master an optimizer has is saved as that master, else as it is; what FSDP2 shards of
+    one without a master as the values that it stands for, in float32.
     """
     if not any(hook is _save_plain for hook in _compat.state_dict_hooks_of(module)):
         module.register_state_dict_post_hook(_save_plain)
@@ -27,8 +28,10 @@ def _save_plain(module: nn.Module, state_dict, prefix: str, local_metadata) -> N
         # With keep_vars=True the caller asks for the Parameter itself.
         if saved is not param and isinstance(local := _compat.local_of(saved), MasterWeightTensor):
             state_dict[prefix + name] = _compat.with_local(saved, local.hp)
-        elif isinstance(param, QuantizedTensor) and saved is not param and param.original is not None:
-            master = param.original.master(param)
+        elif saved is not param and isinstance(quantized := _compat.local_of(param), QuantizedTensor):
+            master = None if quantized.original is None else quantized.original.master(param)
+            if master is None and isinstance(quantized, QuantizedShard):
+                master = _compat.with_local(param, quantized.values())
             state_dict[prefix + name] = saved if master is None else master
 
 
@@ -44,6 +47,8 @@ def _load_assigned(module: nn.Module, state_dict, prefix, local_metadata, strict
         # What FSDP2 gathered of a master weight is quantised too.
         if isinstance(local, (MasterWeightTensor, QuantizedTensor)) and local.config and local.config.master_weights:
             state_dict[prefix + name] = _compat.with_local(loaded, MasterWeightTensor(values, local.config))
+        elif isinstance(local, QuantizedShard):
+            state_dict[prefix + name] = _compat.with_local(param, local.with_values(values))
         elif isinstance(param, QuantizedTensor):
             quantized = param._requantize(values)
             quantized.original = param.original and Original(values)

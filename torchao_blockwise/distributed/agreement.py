@@ -1,9 +1,13 @@
-"""Agreement: before ranks exchange data by position, they compare once what they are about to exchange."""
+"""Agreement: before ranks exchange data by position, they compare once what they are about to exchange; and where an
+exchange fails, those that are left find out who is not.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 import torch.distributed as dist
@@ -11,6 +15,8 @@ import torch.distributed as dist
 from torchao_blockwise import _compat
 
 _rounds: dict[str, int] = {}
+# How long a rank whose exchange failed waits for word of the others; the culprit never gives it.
+_LAST_WORDS = datetime.timedelta(seconds=30)
 
 
 def check_same(subject: str, ranks: Sequence[int], entries: Sequence[str]) -> None:
@@ -40,6 +46,37 @@ def check_same(subject: str, ranks: Sequence[int], entries: Sequence[str]) -> No
     if verdict:
         kind = RuntimeError if verdict.startswith("no word") else ValueError
         raise kind(f"{subject}: {verdict}")
+
+
+@contextlib.contextmanager
+def naming_absent(subject: str, what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Where the collective inside of it fails, raise RuntimeError that names the ranks that did not see it fail too.
+
+    what: is done, "reduce the amaxes". A rank that failed before, or waits in a collective of others, gives no word.
+    """
+    try:
+        yield
+    except RuntimeError as e:
+        ranks = sorted(dist.get_process_group_ranks(group))
+        raise RuntimeError(
+            f"{subject}: rank {dist.get_rank()} could not {what} with ranks {ranks}; {_who_is_absent(subject, ranks)}"
+        ) from e
+
+
+def _who_is_absent(subject: str, ranks: Sequence[int]) -> str:
+    room = f"torchao_blockwise/failed/{subject}/{','.join(map(str, ranks))}"
+    keys = {rank: f"{room}/{rank}" for rank in ranks}
+    try:
+        store = _compat.default_store()
+        store.set(keys[dist.get_rank()], "")
+        wait = min(store.timeout, _LAST_WORDS)
+        if _arrived(store, list(keys.values()), wait):
+            return "all of them saw it fail"
+        absent = [rank for rank, key in keys.items() if not store.check([key])]
+    except RuntimeError:
+        return "the store that they met at is gone: the process that held it failed, rank 0 as a rule"
+    named = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+    return f"no word from {named} in {wait.total_seconds():.0f} s: failed before, or busy with another collective"
 
 
 def _digest(text: str) -> str:

@@ -16,17 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchao_blockwise.distributed.agreement import check_same
-from torchao_blockwise.distributed.param_groups import as_groups, described_options, described_parameter, options_of
+from torchao_blockwise import _compat
+from torchao_blockwise.distributed.gradient_shards import clip_gradients, reduce_gradients
+from torchao_blockwise.distributed.optimizer_checks import check_parameters, checked_group
+from torchao_blockwise.distributed.param_groups import as_groups, described_options, options_of, quantized_of
 from torchao_blockwise.distributed.primary_weight import (
     PrimaryWeight,
     flat_edges,
     gather_parts,
+    placed_as,
     send_from_first,
+    whole_of,
     write_weights,
 )
-from torchao_blockwise.tensors import QuantizedTensor
-from torchao_blockwise.tensors.original import Original
 
 # The key of a master among the states of its parameter.
 _MASTER = "master"
@@ -47,14 +49,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         process_group (default: all ranks), anywhere in the flat weights. Each rank steps its elements, one MAX
         all-reduce makes scales alike, one all-gather moves the payload: 1 byte an element (FP8), or half a byte
         (NVFP4). Gradients must be whole and alike on all ranks, as DistributedDataParallel leaves them; the optimizer
-        must work element by element, as Adam and SGD do. None: every rank has whole masters in the weight's shape.
+        must work element by element, as Adam and SGD do. "zero2" splits gradients too: they are each rank's own, of no
+        DistributedDataParallel, and `reduce_gradients` averages them. None: every rank has whole masters in the
+        weight's shape. Weights that FSDP2 shards are split by it: each rank steps its rows.
 
     The groups that are seen from outside hold the model's Parameters, so that schedulers, `GradScaler`,
     `clip_grad_norm_` and `zero_grad` work as ever. Values that are copied or loaded into a quantised Parameter become
     its master's before the next step.
     Raises TypeError for no optimizer class, ValueError for a shard that does not exist, a weight whose blocks are not
     square, or ranks that differ in model or options, RuntimeError for a rank that does not come.
-    Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3; ZeRO (arXiv 1910.02054), stage 1.
+    Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3; ZeRO (arXiv 1910.02054), stages 1 and 2.
     """
 
     def __init__(
@@ -69,14 +73,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     ):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
             raise TypeError(f"{_NAME}: optimizer_class must be an optimizer's class, got {optimizer_class!r}")
-        self._group = _checked_group(process_group, shard)
-        self._splits = shard is not None
+        self._group = checked_group(_NAME, process_group, shard)
+        self._splits, self._reduces = shard is not None, shard == "zero2"
+        self._averaged = False
         self._model = model
         self._names = {p: name for name, p in model.named_parameters()}
         self._weights: list[PrimaryWeight] = []
         self._of: dict[torch.Tensor, PrimaryWeight] = {}
         groups = as_groups(model.parameters() if params is None else params, _NAME)
-        self._check_ranks(groups, f"{optimizer_class.__name__}, shard {shard}, {described_options(optimizer_kwargs)}")
+        what = f"{optimizer_class.__name__}, shard {shard}, {described_options(optimizer_kwargs)}"
+        check_parameters(_NAME, groups, self._names, self._group, what)
         self._add_masters(groups)
         self._inner: torch.optim.Optimizer | None = None
         inner = optimizer_class([self._inner_group(g) for g in groups], **optimizer_kwargs)
@@ -86,7 +92,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if self._group is not None:
             rest = [x for x in (*model.parameters(), *model.buffers()) if x not in self._of]
             send_from_first(rest, self._group)
-            self._write()
+        self._write_first(self._weights)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -101,13 +107,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         groups = as_groups([param_group], _NAME)
-        self._check_ranks(groups, "add_param_group")
+        check_parameters(_NAME, groups, self._names, self._group, "add_param_group")
         super().add_param_group(groups[0])
-        self._add_masters(groups)
+        added = self._add_masters(groups)
         self.inner.add_param_group(self._inner_group(groups[0]))
         if self._group is not None:
             send_from_first([p for p in groups[0]["params"] if p not in self._of], self._group)
-            self._write()
+        self._write_first(added)
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
         """The fp32 master of a quantised parameter: [.., N, K], or under "zero1" this rank's elements, flat.
@@ -136,7 +142,34 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._pass_options(self.inner.param_groups, self.param_groups)
         self._share_states()
         self._write()
+        self._averaged = False
         return loss
+
+    def reduce_gradients(self) -> None:
+        """Under "zero2": average gradients over the ranks and keep this rank's part of them; a collective.
+
+        One reduce-scatter in f32 for all weights with masters, whose whole gradients are dropped, and one all-reduce
+        for the other parameters. `step` does it where it was not done since the last backward pass. Call it after each
+        microbatch to hold no whole gradients in between: masters' parts add up.
+        With two ranks gradients are the bits of DistributedDataParallel's in f32, with more of another order of sums.
+        Raises ValueError under no "zero2", or if ranks have gradients of different parameters.
+        """
+        self._check_reduces("reduce_gradients")
+        reduce_gradients(self._weights, self._others(), self._group, _NAME)
+        self._averaged = True
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` under "zero2", over all ranks' parts; the norm before; a collective."""
+        self._check_reduces("clip_grad_norm_")
+        self._reduce_if_due()
+        return clip_gradients(self._weights, self._others(), self._group, max_norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, also those that masters have of `reduce_gradients`."""
+        super().zero_grad(set_to_none)
+        for weight in self._weights:
+            weight.master.grad = None
+        self._averaged = False
 
     def state_dict(self) -> dict[str, Any]:
         """Any optimizer's state dict, with each parameter's master as "master" among its states.
@@ -160,13 +193,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """`state_dict` with whole masters and states, the same with any number of ranks; a collective under "zero1"."""
         packed = self.state_dict()
         packed.pop("shard", None)
-        for index, parameter in enumerate(self._parameters()):
-            weight = self._of.get(parameter)
+        parameters = self._parameters()
+        for index, state in packed["state"].items():
+            weight = self._of.get(parameters[index])
             if weight is not None:
-                packed["state"][index] = {
-                    key: gather_parts(weight, value, self._group) if _is_like(value, weight.master) else value
-                    for key, value in packed["state"][index].items()
-                }
+                like = {k: gather_parts(weight, x, self._group) for k, x in state.items() if _is_like(x, weight.master)}
+                state = {**state, **like}
+            packed["state"][index] = {key: whole_of(x) for key, x in state.items()}
         return packed
 
     @torch.no_grad()
@@ -198,18 +231,18 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._pass_options(self.inner.param_groups, self.param_groups)
         self._share_states()
         for weight, values in masters:
-            self._original(weight.weight).take(self._saved_master)
+            weight.original.take(self._saved_master)
             weight.master.copy_(values)
         self._adopt_all()
         self._write()
 
     def bytes_at_rest(self) -> dict[str, float]:
         """Bytes that this rank holds an element of the weights with masters: "weight", "master", "states", "total"."""
-        states = (self.inner.state.get(w.master, {}) for w in self._weights)
+        states = [x for w in self._weights for x in self.inner.state.get(w.master, {}).values()]
         held = {
-            "weight": sum(w.weight.nbytes for w in self._weights),
-            "master": sum(w.master.nbytes for w in self._weights),
-            "states": sum(x.nbytes for s in states for x in s.values() if isinstance(x, torch.Tensor)),
+            "weight": sum(w.quantized.nbytes for w in self._weights),
+            "master": sum(w.flat_master.nbytes for w in self._weights),
+            "states": sum(_compat.local_of(x).nbytes for x in states if isinstance(x, torch.Tensor)),
         }
         elements = max(sum(w.weight.numel() for w in self._weights), 1)
         return {key: count / elements for key, count in (*held.items(), ("total", sum(held.values())))}
@@ -219,27 +252,29 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     # --- masters ------------------------------------------------------------------------------------------------------
 
-    def _add_masters(self, groups: Sequence[dict[str, Any]]) -> None:
+    def _add_masters(self, groups: Sequence[dict[str, Any]]) -> list[PrimaryWeight]:
         """Give the quantised parameters of `groups` masters, and keep of these what this rank steps."""
-        weights = [p for g in groups for p in g["params"] if isinstance(p, QuantizedTensor) and p not in self._of]
+        weights = [p for g in groups for p in g["params"] if quantized_of(p) is not None and p not in self._of]
         weights = list(dict.fromkeys(weights))
         ranks, rank = 1, 0
         if self._splits:
             ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         quantized_only = []
         for weight, edges in zip(weights, flat_edges([w.numel() for w in weights], ranks)):
-            values = self._original(weight).take(self._saved_master)
+            added = PrimaryWeight(self._name(weight), weight, edges, rank)
+            values = added.original.take(self._saved_master)
             if values is None:
-                quantized_only.append(self._name(weight))
-                values = weight.dequantize(torch.float32)
+                quantized_only.append(added.name)
+                values = added.quantized.dequantize(torch.float32)
             values = values.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
             if self._group is not None:
                 send_from_first([values], self._group)
             if self._splits:
                 # A copy, so that the whole is freed.
                 values = values.view(-1)[edges[rank] : edges[rank + 1]].clone()
-            self._of[weight] = PrimaryWeight(self._name(weight), weight, nn.Parameter(values), edges, rank)
-            self._weights.append(self._of[weight])
+            added.begin_with(values)
+            self._of[weight] = added
+            self._weights.append(added)
         if quantized_only:
             warnings.warn(
                 f"{_NAME}: the masters of {len(quantized_only)} of {len(weights)} weights begin with the quantised "
@@ -247,16 +282,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 "before the first forward pass, and let weights require gradients when they are converted",
                 stacklevel=3,
             )
+        return [self._of[weight] for weight in weights]
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         params = [self._of[p].master if p in self._of else p for p in group["params"]]
         return {**options_of(group), "params": params}
-
-    @staticmethod
-    def _original(weight: QuantizedTensor) -> Original:
-        if weight.original is None:
-            weight.original = Original()
-        return weight.original
 
     def _adopt_all(self) -> None:
         for weight in self._weights:
@@ -265,10 +295,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _adopt(self, weight: PrimaryWeight) -> None:
         """Make values that were copied into the weight its master's."""
-        original = self._original(weight.weight)
+        original = weight.original
         if original.changed:
             values = original.take(self._saved_master)
-            weight.set_master(weight.weight.dequantize(torch.float32) if values is None else values)
+            weight.set_master(weight.quantized.dequantize(torch.float32) if values is None else values)
 
     def _saved_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What a state dict of the model holds in the place of a quantised weight."""
@@ -277,12 +307,31 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _write(self) -> None:
         write_weights(self._weights, self._group if self._splits else None)
 
+    def _write_first(self, weights: Sequence[PrimaryWeight]) -> None:
+        """Where ranks have begun with other values than those that their weights were quantised from."""
+        new = [w for w in weights if self._group is not None or w.shard is not None]
+        write_weights(new, self._group if self._splits else None)
+
     # --- what passes between the two optimizers -----------------------------------------------------------------------
 
     def _pass_gradients(self) -> None:
+        if self._reduces:
+            self._reduce_if_due()
+            return
         for weight in self._weights:
             grad = weight.weight.grad
             weight.master.grad = None if grad is None else weight.part(grad.detach()).to(torch.float32)
+
+    def _reduce_if_due(self) -> None:
+        if not self._averaged or any(w.weight.grad is not None for w in self._weights):
+            self.reduce_gradients()
+
+    def _check_reduces(self, what: str) -> None:
+        if not self._reduces:
+            raise ValueError(f'{_NAME}: {what} is for shard="zero2"; else use torch.nn.utils on the model\'s gradients')
+
+    def _others(self) -> list[torch.Tensor]:
+        return [p for p in self._parameters() if p not in self._of]
 
     def _evaluate(self, closure: Callable[[], Any]):
         with torch.no_grad():
@@ -324,9 +373,18 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 + "; save full_state_dict() to load it elsewhere"
             )
         for index, state in state_dict["state"].items():
-            weight = self._of.get(of_index.get(index))  # type: ignore[arg-type]
+            parameter = of_index.get(index)
+            weight = self._of.get(parameter)  # type: ignore[arg-type]
+            if parameter is not None:
+                state = {key: placed_as(parameter, value) for key, value in state.items()}
             if weight is not None:
                 whole, split = weight.weight.shape, weight.is_split
+                if split and saved_by is None and getattr(state.get(_MASTER), "ndim", 0) == 1:
+                    # What torch.distributed.checkpoint makes of plain tensors.
+                    raise ValueError(
+                        f"{_NAME}: the master of {weight.name} is a rank's part, of a state dict that does not say "
+                        "whose; save full_state_dict()"
+                    )
                 state = {
                     key: weight.part(value).clone() if split and getattr(value, "shape", None) == whole else value
                     for key, value in state.items()
@@ -344,39 +402,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 states[index] = state
         return masters, states
 
-    # --- ranks --------------------------------------------------------------------------------------------------------
-
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(parameter, "a parameter that is not the model's")
 
-    def _check_ranks(self, groups: Sequence[dict[str, Any]], what: str) -> None:
-        """Check the weights that will get masters, and that ranks are about to do the same."""
-        for p in (p for g in groups for p in g["params"]):
-            if isinstance(p, QuantizedTensor) and not p.fmt.is_square:
-                rows, columns = p.fmt.block
-                raise ValueError(f"{_NAME}: {self._name(p)} has blocks of {rows}x{columns}; make it with square blocks")
-        if self._group is not None:
-            entries = [what]
-            for i, group in enumerate(groups):
-                entries.append(f"group {i}: {described_options(group)}")
-                entries += [f"{self._name(p)} ({described_parameter(p)}) in group {i}" for p in group["params"]]
-            entries += [f"{name} ({described_parameter(p)})" for p, name in self._names.items()]
-            check_same(_NAME, sorted(dist.get_process_group_ranks(self._group)), entries)
-
 
 _NAME = MasterWeightOptimizer.__name__
-
-
-def _checked_group(group: dist.ProcessGroup | None, shard: str | None) -> dist.ProcessGroup | None:
-    if shard not in (None, "zero1"):
-        raise ValueError(f'{_NAME}: shard must be "zero1" or None, got {shard!r}')
-    if group is None and shard is not None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(f"{_NAME}: shard={shard!r} needs ranks; call torch.distributed.init_process_group first")
-        group = dist.group.WORLD
-    if group is not None and dist.get_rank(group) < 0:
-        raise ValueError(f"{_NAME}: rank {dist.get_rank()} is not in process_group; make it on the group's ranks alone")
-    return group
 
 
 def _is_like(value: Any, master: torch.Tensor) -> bool:

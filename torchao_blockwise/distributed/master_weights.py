@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.agreement import check_same
+from torchao_blockwise.distributed.agreement import check_same, naming_absent
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, get_format
 from torchao_blockwise.ops import partial_cast as ops
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
@@ -143,14 +143,14 @@ def _cast_list(name: str, weights, masters, starts, group, shards, into: str) ->
     if not weights:
         return
     group = _group(name, group)
-    layout = tuple((_kind(w), tuple(w.shape)) for w in weights)
+    layout = tuple((_kind(w), tuple(w.whole_shape)) for w in weights)
     for i, w in enumerate(weights):
         refusal = _why_not(w, masters[i], starts[i], weights[0].device)
         if refusal is None and shards is not None and masters[i] is not None:
             refusal = _why_not_into(shards[i], w, masters[i], starts[i], into)
         if refusal is not None:
             error, reason = refusal
-            raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.shape)}) {reason}")
+            raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.whole_shape)}) {reason}")
     _check_agreement(name, layout, group)
 
     plan = _plan(layout)
@@ -163,14 +163,15 @@ def _cast_list(name: str, weights, masters, starts, group, shards, into: str) ->
         return [values[i] for i in indices]
 
     for kind, indices in mine.items():
-        shapes = [weights[i].shape for i in indices]
+        shapes = [weights[i].whole_shape for i in indices]
         first_blocks = of(plan.first_blocks, indices)
         ops.partial_block_amax(
             of(masters, indices), of(starts, indices), shapes, kind.fmt,
             dtype=kind.dtype, out=amax_bits, first_blocks=first_blocks,
         )  # fmt: skip
     if group is not None and plan.blocks:
-        dist.all_reduce(amax_bits, op=dist.ReduceOp.MAX, group=group)
+        with naming_absent(name, f"reduce the amaxes of {len(weights)} weights", group):
+            dist.all_reduce(amax_bits, op=dist.ReduceOp.MAX, group=group)
     encode = torch.empty_like(amax_bits, dtype=torch.float32)
     for kind, indices in plan.kinds.items():
         ops.block_scales_(
@@ -180,7 +181,7 @@ def _cast_list(name: str, weights, masters, starts, group, shards, into: str) ->
             power_of_2_scales=kind.power_of_2_scales, first_blocks=of(plan.first_blocks, indices), encode=encode,
         )  # fmt: skip
         own = mine[kind]
-        shapes = [weights[i].shape for i in own]
+        shapes = [weights[i].whole_shape for i in own]
         ops.partial_cast_(
             of(targets, own), of(masters, own), of(starts, own), shapes, encode, kind.fmt,
             dtype=kind.dtype, into=into, first_blocks=of(plan.first_blocks, own),
@@ -189,7 +190,7 @@ def _cast_list(name: str, weights, masters, starts, group, shards, into: str) ->
 
 
 def _kind(w: QuantizedTensor) -> _Kind:
-    return _Kind(w.fmt.name, w.dtype, getattr(w, "power_of_2_scales", False))
+    return _Kind(w.fmt.name, w.values_dtype, getattr(w, "power_of_2_scales", False))
 
 
 def _group(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -267,7 +268,7 @@ def _why_not(w: QuantizedTensor, master, start, device) -> tuple[type[Exception]
         return ValueError, f"needs a flat, contiguous master, got {got}; flatten it"
     if master.device != device:
         return ValueError, f"is on {device}, its master on {master.device}; move the master there"
-    end, numel = start + master.numel(), math.prod(w.shape)
+    end, numel = start + master.numel(), math.prod(w.whole_shape)
     if not 0 <= start <= end <= numel:
         return ValueError, f"has {numel} elements, its master claims [{start}, {end})"
     return None
@@ -275,7 +276,7 @@ def _why_not(w: QuantizedTensor, master, start, device) -> tuple[type[Exception]
 
 def _why_not_into(shard, w: QuantizedTensor, master, start: int, into: str) -> tuple[type[Exception], str] | None:
     """The error that a shard buffer is refused with, or None."""
-    wanted = ops.target_size(master.numel(), start, w.shape, w.fmt, into)
+    wanted = ops.target_size(master.numel(), start, w.whole_shape, w.fmt, into)
     if shard is None or shard.itemsize != 1 or shard.shape != (wanted,) or shard.device != w.device:
         got = "none" if shard is None else f"{shard.dtype} of shape {list(shard.shape)} on {shard.device}"
         elements = f"elements [{start}, {start + master.numel()})"

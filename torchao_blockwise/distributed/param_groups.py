@@ -7,10 +7,16 @@ from typing import Any
 
 import torch
 
+from torchao_blockwise import _compat
 from torchao_blockwise.tensors import QuantizedTensor
 
 # Keys of a group that are no options.
 PARAMETERS = ("params", "param_names")
+
+
+def quantized_of(p: torch.Tensor) -> QuantizedTensor | None:
+    """What this rank holds of a parameter that is quantised itself, sharded or not; None of another."""
+    return local if isinstance(local := _compat.local_of(p), QuantizedTensor) else None
 
 
 def as_groups(params: Iterable, what: str) -> list[dict[str, Any]]:
@@ -28,7 +34,7 @@ def as_groups(params: Iterable, what: str) -> list[dict[str, Any]]:
     for group in groups:
         items = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         named = [item if isinstance(item, tuple) else (None, item) for item in items]
-        kept = [(name, p) for name, p in named if not isinstance(p, QuantizedTensor) or p.requires_grad]
+        kept = [(name, p) for name, p in named if quantized_of(p) is None or p.requires_grad]
         group["params"] = [p for _, p in kept]
         if any(name is not None for name, _ in named):
             group["param_names"] = [name for name, _ in kept]
@@ -46,5 +52,6 @@ def described_options(group: dict[str, Any]) -> str:
 
 
 def described_parameter(p: torch.Tensor) -> str:
-    kind = f"{p.fmt.name}, {p.config}" if isinstance(p, QuantizedTensor) else type(p).__name__
+    quantized = quantized_of(p)
+    kind = type(p).__name__ if quantized is None else f"{quantized.fmt.name}, {quantized.config}"
     return f"{kind}, {list(p.shape)} {p.dtype}" + ", frozen" * (not p.requires_grad)

@@ -3,39 +3,72 @@
     masters of my range ─ cast ─▶ my payload entries ─ one all-gather of bytes ─▶ whole payloads, merged at the edges
 
 ZeRO-1's split: the weights of a call lie one after the other in one flat range of elements, which the ranks divide
-evenly, wherever that cuts weights, rows, blocks or bytes.
+evenly, wherever that cuts weights, rows, blocks or bytes. FSDP2's split: each rank has rows of each weight and its
+master, a DTensor placed as the weight; nothing is gathered before the layer is used.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from torchao_blockwise import ops
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.distributed.agreement import naming_absent
 from torchao_blockwise.distributed.master_weights import ALONE, cast_master_weights
-from torchao_blockwise.tensors import QuantizedTensor
+from torchao_blockwise.distributed.primary_shards import cast_shards
+from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
+from torchao_blockwise.tensors.original import Original
 
 
 @dataclass(eq=False)
 class PrimaryWeight:
     """A quantised Parameter and the fp32 master of the elements that this rank steps.
 
-    master: [.., N, K] where this rank has all of it, else flat [edges[rank + 1] - edges[rank]].
-    edges: rank r has the elements [edges[r], edges[r + 1]) of the flat weight; (0, numel) without a split.
+    weight: a QuantizedTensor, or the DTensor of FSDP2 around a QuantizedShard.
+    master: [.., N, K], a DTensor where the weight is one; under ZeRO's split flat [edges[rank + 1] - edges[rank]].
+    edges: rank r has the elements [edges[r], edges[r + 1]) of the flat weight; (0, numel) without that split.
     """
 
     name: str
-    weight: QuantizedTensor
-    master: torch.Tensor
+    weight: torch.Tensor
     edges: tuple[int, ...]
     rank: int
+    master: torch.Tensor = field(init=False)
+
+    @property
+    def quantized(self) -> QuantizedTensor:
+        """What this rank holds of the weight; another object after a move."""
+        return _compat.local_of(self.weight)  # type: ignore[return-value]
+
+    @property
+    def shard(self) -> QuantizedShard | None:
+        """FSDP2's, if it shards the weight."""
+        return quantized if isinstance(quantized := self.quantized, QuantizedShard) else None
+
+    @property
+    def original(self) -> Original:
+        """What waits to become the master's."""
+        if self.quantized.original is None:
+            self.quantized.original = Original()
+        return self.quantized.original
+
+    def begin_with(self, values: torch.Tensor) -> None:
+        """Make a master of f32 values, those that this rank steps; it takes their memory."""
+        self.master = nn.Parameter(_compat.with_local(self.weight, values))
+
+    @property
+    def flat_master(self) -> torch.Tensor:
+        return _compat.local_of(self.master.detach()).view(-1)
 
     @property
     def is_split(self) -> bool:
+        """Whether the ranks of ZeRO divide the weight's elements."""
         return self.master.dim() == 1
 
     @property
@@ -52,8 +85,8 @@ class PrimaryWeight:
         return whole.reshape(-1)[self.range] if self.is_split else whole
 
     def set_master(self, values: torch.Tensor) -> None:
-        """Take over values in the weight's shape."""
-        self.master.copy_(self.part(values))
+        """Take over values in the shape of what this rank holds of the weight."""
+        _compat.local_of(self.master).copy_(self.part(values))
 
 
 def flat_edges(sizes: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
@@ -70,14 +103,17 @@ def flat_edges(sizes: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
 def write_weights(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup | None) -> None:
     """Quantise the masters into the weights, bit for bit what quantising them whole gives; a collective where split.
 
-    group: ranks that split the masters, or None. One all-reduce of amaxes and one all-gather of payload a device.
+    group: ranks that split the masters, or None. One all-reduce of amaxes and one all-gather of payload a device; of
+        weights that FSDP2 shards, one all-reduce a shard group.
     """
+    cast_shards([(w.weight, w.flat_master) for w in weights if w.shard is not None])
+    weights = [w for w in weights if w.shard is None]
     for device in dict.fromkeys(w.weight.device for w in weights):
         here = [w for w in weights if w.weight.device == device]
-        masters = [w.master.detach().view(-1) for w in here]
+        masters = [w.flat_master for w in here]
         starts = [w.range.start for w in here]
         if group is None:
-            cast_master_weights([w.weight for w in here], masters, starts, ALONE)
+            cast_master_weights([w.quantized for w in here], masters, starts, ALONE)
         else:
             _cast_and_gather(here, masters, starts, group)
 
@@ -86,7 +122,7 @@ def _cast_and_gather(weights: Sequence[PrimaryWeight], masters, starts, group) -
     device = weights[0].weight.device
     # Bytes of each weight's payload that each rank sends.
     entries = [
-        [ops.shard_entries(start, n, w.weight.shape[-1], w.weight.fmt)[1] for start, n in zip(w.edges, w.lengths)]
+        [ops.shard_entries(start, n, w.weight.shape[-1], w.quantized.fmt)[1] for start, n in zip(w.edges, w.lengths)]
         for w in weights
     ]
     begins = [list(itertools.accumulate(of_rank, initial=0)) for of_rank in zip(*entries)]
@@ -98,13 +134,14 @@ def _cast_and_gather(weights: Sequence[PrimaryWeight], masters, starts, group) -
 
     sent = torch.zeros(chunk, dtype=torch.uint8, device=device)
     mine = [piece(sent, i, w.rank) for i, w in enumerate(weights)]
-    cast_master_weights([w.weight for w in weights], masters, starts, group, mine)
-    _all_gather(received.view(-1), sent, group=group)
-    for fmt in dict.fromkeys(w.weight.fmt for w in weights):
-        of_format = [(i, w) for i, w in enumerate(weights) if w.weight.fmt is fmt]
+    cast_master_weights([w.quantized for w in weights], masters, starts, group, mine)
+    with naming_absent("MasterWeightOptimizer", f"gather {len(weights)} quantised weights", group):
+        _all_gather(received.view(-1), sent, group=group)
+    for fmt in dict.fromkeys(w.quantized.fmt for w in weights):
+        of_format = [(i, w) for i, w in enumerate(weights) if w.quantized.fmt is fmt]
         owners = [[rank for rank, n in enumerate(w.lengths) if n] for _, w in of_format]
         ops.merge_shards_(
-            [w.weight.qdata for _, w in of_format],
+            [w.quantized.qdata for _, w in of_format],
             [[piece(received[rank], i, rank) for rank in ranks] for (i, _), ranks in zip(of_format, owners)],
             [[w.edges[rank] for rank in ranks] for (_, w), ranks in zip(of_format, owners)],
             [[w.lengths[rank] for rank in ranks] for (_, w), ranks in zip(of_format, owners)],
@@ -123,6 +160,20 @@ def gather_parts(weight: PrimaryWeight, part: torch.Tensor, group: dist.ProcessG
     received = part.new_empty(len(lengths), sent.numel())
     _all_gather(received.view(-1), sent, group=group)
     return torch.cat([r[:n] for r, n in zip(received, lengths)]).view(weight.weight.shape)
+
+
+def whole_of(x: Any) -> Any:
+    """All of a DTensor, a collective; anything else itself."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def placed_as(like: torch.Tensor, x: Any) -> Any:
+    """`x`, if it is whole and `like` a DTensor of its shape, placed as that; all ranks have the same `x`."""
+    if not hasattr(like, "placements") or hasattr(x, "placements") or getattr(x, "shape", None) != like.shape:
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _all_gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:

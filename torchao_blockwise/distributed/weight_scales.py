@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.agreement import check_same
+from torchao_blockwise.distributed.agreement import check_same, naming_absent
+from torchao_blockwise.distributed.primary_shards import cast_loaded, check_shards_alike
 from torchao_blockwise.distributed.sharded_weight import Part, Recipe, ShardedWeight, add_amaxes, cast
 from torchao_blockwise.ops.partial_cast import block_scales_
-from torchao_blockwise.tensors import MasterWeightTensor
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
 
 
 def sync_weight_scales(model: nn.Module) -> None:
@@ -115,15 +116,9 @@ class _ShardGroup:
     def _reduce(self, bits: torch.Tensor) -> None:
         if self.group is None or self.group.size() == 1 or not self.blocks:
             return
-        try:
+        what = f"reduce the amaxes of {len(self.weights)} weights, {self.weights[0].layout.name} the first,"
+        with naming_absent("sync_weight_scales", what, self.group):
             dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self.group)
-        except RuntimeError as e:
-            first, count = self.weights[0].layout.name, len(self.weights)
-            ranks = dist.get_process_group_ranks(self.group)
-            raise RuntimeError(
-                f"sync_weight_scales: rank {dist.get_rank()} could not reduce the amaxes of {count} weights, {first} "
-                f"the first, with ranks {ranks}; one of them failed or did not come"
-            ) from e
 
 
 class _WeightScales:
@@ -137,6 +132,7 @@ class _WeightScales:
             for parameter in _compat.fsdp_parameters(states, names)
             if isinstance(parameter.local, MasterWeightTensor)
         ]
+        self.primaries = [p for p in _compat.fsdp_parameters(states, names) if isinstance(p.local, QuantizedShard)]
         groups: dict = {}
         for weight in weights:
             groups.setdefault((weight.parameter.group, weight.parameter.device), []).append(weight)
@@ -144,6 +140,7 @@ class _WeightScales:
         _reshard_wholly(states)
         for group in self.groups:
             group.check_ranks()
+        check_shards_alike(self.primaries)
 
     @property
     def is_current(self) -> bool:
@@ -154,6 +151,7 @@ class _WeightScales:
         with torch.no_grad():
             for group in self.groups:
                 group.sync()
+            cast_loaded(self.primaries)
 
 
 _NOTE = "weight_scales"
@@ -176,7 +174,9 @@ def _scales_of(owner, states, names=None) -> _WeightScales:
 def _reshard_wholly(states) -> None:
     """FSDP2 refuses to gather what has hooks of its own, as master weights do, from shards among fewer ranks."""
     partial = _compat.fsdp_partial_reshards(states)
-    modules = [module for module, shards in partial if any(isinstance(x, MasterWeightTensor) for x in shards)]
+    modules = [
+        module for module, shards in partial if any(isinstance(x, (MasterWeightTensor, QuantizedShard)) for x in shards)
+    ]
     for module in modules:
         module.set_reshard_after_forward(True, recurse=False)
     if modules:

@@ -1,7 +1,21 @@
 """Layers: how a layer trains with quantised weights, activations and gradients."""
 
+from torchao_blockwise.nn.grouped_linear import grouped_linear
 from torchao_blockwise.nn.linear import config_of, linear
 from torchao_blockwise.nn.norm_linear import NormLinear
+from torchao_blockwise.nn.permute import permute, unpermute
+from torchao_blockwise.nn.swiglu_experts import SwiGLUExperts, swiglu_experts
 from torchao_blockwise.nn.swiglu_linear import SwiGLUMLP, swiglu_linear
 
-__all__ = ["NormLinear", "SwiGLUMLP", "config_of", "linear", "swiglu_linear"]
+__all__ = [
+    "NormLinear",
+    "SwiGLUExperts",
+    "SwiGLUMLP",
+    "config_of",
+    "grouped_linear",
+    "linear",
+    "permute",
+    "swiglu_experts",
+    "swiglu_linear",
+    "unpermute",
+]

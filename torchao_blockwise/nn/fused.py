@@ -5,9 +5,14 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.nn.linear import config_of
+from torchao_blockwise.nn.linear import WEIGHTS, config_of
 from torchao_blockwise.nn.weight_product import weight_gradient, weight_product
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, BlockwiseFP8TrainingConfig, MasterWeightTensor
+
+
+def is_quantized_weight(weight) -> bool:
+    """Whether `weight` trains in low precision and is no part of another, as a DTensor is."""
+    return isinstance(weight, WEIGHTS)
 
 
 def is_fp8_weight(weight) -> bool:
@@ -37,16 +42,26 @@ def quantized(quantize, *args, rowwise: bool, columnwise: bool, **options):
     return (result, None) if rowwise else (None, result)
 
 
+def quantized_tokens(x, group_ends: torch.Tensor | None, config, *, rowwise: bool, columnwise: bool):
+    """(rowwise or None, columnwise or None) of x [T, K]; group_ends: of experts, by whom the rows are sorted."""
+    quantize = ops.quantize if group_ends is None else ops.grouped_quantize
+    args = (x,) if group_ends is None else (x, group_ends)
+    options = options_of(config)
+    return quantized(quantize, *args, config.activation_format, rowwise=rowwise, columnwise=columnwise, **options)
+
+
 def fields(columnwise) -> tuple:
     """An operand as tensors to save for backward; nothing in the place of each where there is none."""
     return tuple(columnwise) if columnwise is not None else (None, None, None)
 
 
-def grad_input(dy_rowwise, weight, config, dtype: torch.dtype) -> torch.Tensor:
-    """dy · w."""
-    return weight_product(dy_rowwise, weight, config, columnwise=True, out_dtype=dtype)
+def grad_input(dy_rowwise, weight, config, dtype: torch.dtype, group_ends: torch.Tensor | None = None) -> torch.Tensor:
+    """dy · w; group_ends: of experts, as in `weight_product`."""
+    return weight_product(dy_rowwise, weight, config, columnwise=True, out_dtype=dtype, group_ends=group_ends)
 
 
-def grad_weight(dy_columnwise, x_columnwise, weight, config) -> torch.Tensor | None:
+def grad_weight(
+    dy_columnwise, x_columnwise, weight, config, group_ends: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """dyᵀ · x, both quantised along tokens, or None: see `weight_gradient`."""
-    return weight_gradient(dy_columnwise, x_columnwise, weight, config, weight.dtype)
+    return weight_gradient(dy_columnwise, x_columnwise, weight, config, weight.dtype, group_ends)

@@ -26,7 +26,8 @@ from torchao_blockwise.tensors import (
 )
 from torchao_blockwise.tensors.weight_cache import amax_over
 
-_WEIGHTS = (MasterWeightTensor, BlockwiseFP8Tensor, NVFP4Tensor)
+# What layers here take for a weight.
+WEIGHTS = (MasterWeightTensor, BlockwiseFP8Tensor, NVFP4Tensor)
 _DEFAULT_CONFIGS: dict[type, TrainingConfig] = {
     BlockwiseFP8Tensor: BlockwiseFP8TrainingConfig(master_weights=False),
     NVFP4Tensor: NVFP4TrainingConfig(master_weights=False),
@@ -47,7 +48,7 @@ def linear(
     Raises TypeError for a dtype, ValueError for shapes, devices or a weight whose blocks cannot be transposed.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
     """
-    if not isinstance(weight, _WEIGHTS):
+    if not isinstance(weight, WEIGHTS):
         return sharded_linear(_linear_of_one, x, weight, bias)
     return _linear_of_one(x, weight, bias, weight, WHOLE)
 
@@ -64,7 +65,7 @@ def _linear_of_one(x, weight, bias, like, amax_groups):
 
 def is_low_precision(weight) -> bool:
     """Whether `linear` computes with this weight: one of ours, or a DTensor around one."""
-    return isinstance(weight, _WEIGHTS) or isinstance(_compat.local_of(weight), _WEIGHTS)
+    return isinstance(weight, WEIGHTS) or isinstance(_compat.local_of(weight), WEIGHTS)
 
 
 def config_of(weight) -> TrainingConfig:
@@ -177,6 +178,6 @@ def _linear_function(func, types, args, kwargs):
 
 def _linear(input, weight, bias=None):
     """`linear` under the argument names of `F.linear`, refusing a quantised input."""
-    if not isinstance(weight, _WEIGHTS):
+    if not isinstance(weight, WEIGHTS):
         raise TypeError(f"linear: x is a {type(input).__name__}, weight a plain tensor; quantised tensors are weights")
     return linear(input, weight, bias)

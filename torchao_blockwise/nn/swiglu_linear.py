@@ -91,7 +91,7 @@ class SwiGLUMLP(nn.Module):
         with _compat.no_torch_function():
             x = x.to(steps.compute_dtype(x))
             check_linear(x, gate_up.weight, None)
-            return _SwiGLUMLP.apply(x, gate_up.weight, down.weight, down.bias)
+            return SwiGLUFunction.apply(x, gate_up.weight, down.weight, down.bias, None)
 
 
 class _SwiGLULinear(torch.autograd.Function):
@@ -140,29 +140,36 @@ class _SwiGLULinear(torch.autograd.Function):
         return dgate, dup, grad_weight, grad_bias
 
 
-class _SwiGLUMLP(torch.autograd.Function):
+class SwiGLUFunction(torch.autograd.Function):
+    """down(silu(gate) · up) with (gate | up) = gate_up(x), every operand quantised in the pass that computes it.
+
+    apply(x [.., K], weights, bias of down or None, None)
+    apply(x [M, K], weights [E, ..], None, group_ends)          of experts, by whom the rows are sorted
+    """
+
     @staticmethod
-    def forward(ctx, x, gate_up_weight, down_weight, down_bias):
+    def forward(ctx, x, gate_up_weight, down_weight, down_bias, group_ends):
         inner, outer = config_of(gate_up_weight), config_of(down_weight)
-        needs_x, needs_gate_up, needs_down, _ = ctx.needs_input_grad
+        needs_x, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         save_x = needs_gate_up and inner.saves_quantized_activations
         save_h = needs_down and outer.saves_quantized_activations
         x2d = x.reshape(-1, x.shape[-1])
-        x_rowwise, x_columnwise = fused.quantized(
-            ops.quantize, x2d, inner.activation_format, rowwise=True, columnwise=save_x, **fused.options_of(inner)
-        )
-        gate_up = weight_product(
-            x_rowwise, gate_up_weight, inner, columnwise=False, out_dtype=inner.out_dtype or x.dtype
-        )
+        x_rowwise, x_columnwise = fused.quantized_tokens(x2d, group_ends, inner, rowwise=True, columnwise=save_x)
+        groups = {"group_ends": group_ends}
+        out_dtype = inner.out_dtype or x.dtype
+        gate_up = weight_product(x_rowwise, gate_up_weight, inner, columnwise=False, out_dtype=out_dtype, **groups)
         h_rowwise, h_columnwise = fused.quantized(
             ops.swiglu_quantize, *gate_up.chunk(2, 1), outer.activation_format,
-            rowwise=True, columnwise=save_h, **fused.options_of(outer),
+            rowwise=True, columnwise=save_h, **groups, **fused.options_of(outer),
         )  # fmt: skip
         out_dtype = outer.out_dtype or x.dtype
-        out = weight_product(h_rowwise, down_weight, outer, columnwise=False, out_dtype=out_dtype, bias=down_bias)
+        out = weight_product(
+            h_rowwise, down_weight, outer, columnwise=False, out_dtype=out_dtype, bias=down_bias, **groups
+        )
         ctx.save_for_backward(
             gate_up_weight,
             down_weight,
+            group_ends,
             x2d if needs_gate_up and not save_x else None,
             gate_up if needs_x or needs_gate_up or (needs_down and not save_h) else None,
             *fused.fields(x_columnwise),
@@ -174,45 +181,43 @@ class _SwiGLUMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        steps.refuse_second_order("SwiGLUMLP")
-        gate_up_weight, down_weight, x, gate_up, *copies = ctx.saved_tensors
+        gate_up_weight, down_weight, group_ends, x, gate_up, *copies = ctx.saved_tensors
+        steps.refuse_second_order("SwiGLUMLP" if group_ends is None else "swiglu_experts")
         inner, outer = config_of(gate_up_weight), config_of(down_weight)
-        needs_x, needs_gate_up, needs_down, needs_bias = ctx.needs_input_grad
+        needs_x, needs_gate_up, needs_down, needs_bias, _ = ctx.needs_input_grad
         dy = grad_output.reshape(-1, grad_output.shape[-1])
         grad_x = grad_gate_up = grad_down = grad_bias = None
         gate, up = (None, None) if gate_up is None else gate_up.chunk(2, 1)
-        dy_rowwise, dy_columnwise = fused.quantized(
-            ops.quantize, dy, outer.activation_format,
-            rowwise=needs_x or needs_gate_up, columnwise=needs_down, **fused.options_of(outer),
-        )  # fmt: skip
+        dy_rowwise, dy_columnwise = fused.quantized_tokens(
+            dy, group_ends, outer, rowwise=needs_x or needs_gate_up, columnwise=needs_down
+        )
         if needs_down:
-            h_columnwise = _h_columnwise(outer, copies[3:] if ctx.save_h else None, gate, up)
-            grad_down = fused.grad_weight(dy_columnwise, h_columnwise, down_weight, outer)
+            h_columnwise = _h_columnwise(outer, copies[3:] if ctx.save_h else None, gate, up, group_ends)
+            grad_down = fused.grad_weight(dy_columnwise, h_columnwise, down_weight, outer, group_ends)
         if needs_x or needs_gate_up:
-            dh = fused.grad_input(dy_rowwise, down_weight, outer, gate_up.dtype)
+            dh = fused.grad_input(dy_rowwise, down_weight, outer, gate_up.dtype, group_ends)
             rowwise, columnwise = fused.quantized(
                 ops.swiglu_backward_quantize, dh, gate, up, inner.activation_format,
-                rowwise=needs_x, columnwise=needs_gate_up, **fused.options_of(inner),
+                rowwise=needs_x, columnwise=needs_gate_up, group_ends=group_ends, **fused.options_of(inner),
             )  # fmt: skip
         if needs_x:
-            grad_x = fused.grad_input(rowwise, gate_up_weight, inner, ctx.x_dtype).view(ctx.x_shape)
+            grad_x = fused.grad_input(rowwise, gate_up_weight, inner, ctx.x_dtype, group_ends).view(ctx.x_shape)
         if needs_gate_up:
             if ctx.save_x:
                 x_columnwise = ops.operand(inner.activation_format, *copies[:3])
             else:
-                _, x_columnwise = fused.quantized(
-                    ops.quantize, x, inner.activation_format, rowwise=False, columnwise=True, **fused.options_of(inner)
-                )
-            grad_gate_up = fused.grad_weight(columnwise, x_columnwise, gate_up_weight, inner)
+                _, x_columnwise = fused.quantized_tokens(x, group_ends, inner, rowwise=False, columnwise=True)
+            grad_gate_up = fused.grad_weight(columnwise, x_columnwise, gate_up_weight, inner, group_ends)
         if needs_bias:
             grad_bias = steps.grad_bias(dy, ctx.bias_dtype)
-        return grad_x, grad_gate_up, grad_down, grad_bias
+        return grad_x, grad_gate_up, grad_down, grad_bias, None
 
 
-def _h_columnwise(config, saved, gate, up):
+def _h_columnwise(config, saved, gate, up, group_ends=None):
     """The columnwise copy of silu(gate) · up: the saved one, or made again from what was saved in its place."""
     if saved is not None:
         return ops.operand(config.activation_format, *saved)
     return ops.swiglu_quantize(
-        gate, up, config.activation_format, rowwise=False, columnwise=True, **fused.options_of(config)
-    )
+        gate, up, config.activation_format, rowwise=False, columnwise=True, group_ends=group_ends,
+        **fused.options_of(config),
+    )  # fmt: skip

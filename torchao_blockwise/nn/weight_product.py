@@ -20,11 +20,16 @@ def weight_product(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     amax_groups: str = "",
+    group_ends: torch.Tensor | None = None,
+    rounded_to: torch.dtype | None = None,
 ) -> torch.Tensor:
     """a · wᵀ for `output` (columnwise=False), a · w for `grad_input` (columnwise=True).
 
     a: operand [T, K] or [T, N]. weight: [N, K]. Returns [T, N] or [T, K] of `out_dtype`.
     amax_groups: the process groups over which the weight is split, as `amax_over` takes them.
+    group_ends: of experts, whose weight is [E, N, K]: which rows of `a` belong to each, as `ops.grouped_matmul` takes
+        it; without bias.
+    rounded_to: the dtype that a master weight is rounded to first, if another than its own.
     A columnwise copy of the weight that is not cached dies inside this call.
     """
     if isinstance(weight, MasterWeightTensor):
@@ -40,27 +45,42 @@ def weight_product(
             bias,
             config.backend.value,
             amax_groups,
+            group_ends,
+            rounded_to,
         )
-    if columnwise:
-        b = weight.columnwise_operand(backend=ops.casting_backend(config.backend))
-    else:
-        if weight.original is not None and not torch.compiler.is_compiling():
-            weight.original.free()
-        b = weight.operand()
-    return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=config.backend)
+    if weight.original is not None and not torch.compiler.is_compiling():
+        weight.original.free()
+    b = weight.columnwise_operand(backend=ops.casting_backend(config.backend)) if columnwise else weight.operand()
+    return _product(a, b, group_ends, out_dtype, bias, config.backend)
 
 
-def weight_gradient(dy_columnwise, x_columnwise, weight, config, dtype: torch.dtype) -> torch.Tensor | None:
+def _product(a, b, group_ends, out_dtype, bias, backend):
+    if group_ends is None:
+        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
+    assert bias is None, "grouped products have no bias"
+    return ops.grouped_matmul(a, b, group_ends, out_dtype=out_dtype, backend=backend)
+
+
+def weight_gradient(
+    dy_columnwise, x_columnwise, weight, config, dtype: torch.dtype, group_ends: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """dyᵀ · x [N, K] of `dtype`, both operands quantised along tokens; None where it went into `weight.main_grad`.
 
-    A weight with an attribute `main_grad`, [N, K] f32, has the product added there in the pass that computes it, and
-    `weight.grad_added_to_main_grad` set, as Megatron-LM's optimizers expect. `.grad` stays as it is, and its hooks do
-    not run. In eager mode alone: a compiled layer gives `.grad`.
+    group_ends: of experts: the operands are those of `ops.grouped_quantize`, and the product is [E, N, K].
+    A weight with an attribute `main_grad`, of its shape in f32, has the product added there in the pass that computes
+    it, and `weight.grad_added_to_main_grad` set, as Megatron-LM's optimizers expect. `.grad` stays as it is, and its
+    hooks do not run. In eager mode alone: a compiled layer gives `.grad`.
     """
     main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
+    backend = config.backend
+    if main_grad is None and group_ends is None:
+        return ops.matmul(dy_columnwise, x_columnwise, out_dtype=dtype, backend=backend)
     if main_grad is None:
-        return ops.matmul(dy_columnwise, x_columnwise, out_dtype=dtype, backend=config.backend)
-    ops.add_matmul_(main_grad, dy_columnwise, x_columnwise, backend=config.backend)
+        return ops.grouped_matmul(dy_columnwise, x_columnwise, group_ends, along="k", out_dtype=dtype, backend=backend)
+    if group_ends is None:
+        ops.add_matmul_(main_grad, dy_columnwise, x_columnwise, backend=backend)
+    else:
+        ops.add_grouped_matmul_(main_grad, dy_columnwise, x_columnwise, group_ends, backend=backend)
     weight.grad_added_to_main_grad = True
     return None
 
@@ -79,6 +99,8 @@ def _master_matmul(
     bias,
     backend,
     amax_groups="",
+    group_ends=None,
+    rounded_to=None,
 ):
     b = quantized_weight(
         hp,
@@ -88,8 +110,9 @@ def _master_matmul(
         power_of_2_scales=power_of_2,
         backend=ops.casting_backend(backend),
         amax_groups=amax_groups,
+        rounded_to=rounded_to,
     )
-    return ops.matmul(ops.operand(a_format, a, a_scale, a_global), b, out_dtype=out_dtype, bias=bias, backend=backend)
+    return _product(ops.operand(a_format, a, a_scale, a_global), b, group_ends, out_dtype, bias, backend)
 
 
 def _master_matmul_fake(
@@ -106,8 +129,10 @@ def _master_matmul_fake(
     bias,
     backend,
     amax_groups="",
+    group_ends=None,
+    rounded_to=None,
 ):
-    return a.new_empty((a.shape[0], hp.shape[1 if columnwise else 0]), dtype=out_dtype)
+    return a.new_empty((a.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
 
 
 # One operation from the master's values to the product: the quantised copy is never a value of a compiled graph, so
@@ -115,7 +140,7 @@ def _master_matmul_fake(
 master_matmul_op = define_op(
     "master_matmul(Tensor a, Tensor a_scale, Tensor? a_global, Tensor hp, str a_format, str weight_format,"
     " bool power_of_2_scales, bool columnwise, bool keep_columnwise, ScalarType out_dtype, Tensor? bias, str backend,"
-    " str amax_groups='') -> Tensor",
+    " str amax_groups='', Tensor? group_ends=None, ScalarType? rounded_to=None) -> Tensor",
     _master_matmul,
     _master_matmul_fake,
 )

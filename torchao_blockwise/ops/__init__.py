@@ -3,11 +3,14 @@
 from torchao_blockwise.ops.backend import Backend, casting_backend, get_backend
 from torchao_blockwise.ops.dequantize import dequantize
 from torchao_blockwise.ops.flat_shards import shard_entries
+from torchao_blockwise.ops.grouped_matmul import add_grouped_matmul_, grouped_matmul
+from torchao_blockwise.ops.grouped_quantize import grouped_quantize
 from torchao_blockwise.ops.matmul import add_matmul_, matmul
 from torchao_blockwise.ops.merge_shards import merge_shards_
 from torchao_blockwise.ops.norm_quantize import NormStatistics, norm_quantize, norm_statistics, normalize
 from torchao_blockwise.ops.operand import is_operand, operand, operand_type
 from torchao_blockwise.ops.partial_cast import block_scales_, partial_block_amax, partial_cast_
+from torchao_blockwise.ops.permute import permute, unpermute, unpermute_backward
 from torchao_blockwise.ops.quantize import quantize
 from torchao_blockwise.ops.swiglu_quantize import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 from torchao_blockwise.ops.transpose import transpose
@@ -16,11 +19,14 @@ from torchao_blockwise.ops.transpose_many import transpose_many
 __all__ = [
     "Backend",
     "NormStatistics",
+    "add_grouped_matmul_",
     "add_matmul_",
     "block_scales_",
     "casting_backend",
     "dequantize",
     "get_backend",
+    "grouped_matmul",
+    "grouped_quantize",
     "is_operand",
     "matmul",
     "merge_shards_",
@@ -31,6 +37,7 @@ __all__ = [
     "operand_type",
     "partial_block_amax",
     "partial_cast_",
+    "permute",
     "quantize",
     "shard_entries",
     "swiglu",
@@ -39,4 +46,6 @@ __all__ = [
     "swiglu_quantize",
     "transpose",
     "transpose_many",
+    "unpermute",
+    "unpermute_backward",
 ]

@@ -6,6 +6,7 @@ import torch
 
 from torchao_blockwise.formats import FP8_1X128, BlockFormat
 from torchao_blockwise.ops.backend import Backend, pick, why_no_triton
+from torchao_blockwise.ops.groups import padded_tokens
 from torchao_blockwise.ops.operand import operand
 from torchao_blockwise.ops.quantize import reference
 
@@ -31,15 +32,24 @@ def check_copies(op: str, fmt: BlockFormat, rowwise: bool, columnwise: bool, pow
 
 
 def new_copies(
-    x: torch.Tensor, fmt: BlockFormat, shape: tuple[int, ...], rowwise: bool, columnwise: bool
+    x: torch.Tensor,
+    fmt: BlockFormat,
+    shape: tuple[int, ...],
+    rowwise: bool,
+    columnwise: bool,
+    group_ends: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Uninitialised (qdata, scale) of each copy of a [rows, columns] that is asked for, rowwise first, beside `x`."""
+    """Uninitialised (qdata, scale) of each copy of a [rows, columns] that is asked for, rowwise first, beside `x`.
+
+    group_ends: of rows in groups, each of which the columnwise copy pads to whole blocks.
+    """
     rows, columns = shape
     copies: list[torch.Tensor] = []
     if rowwise:
         copies += fmt.new_empty(x, rows, columns)
     if columnwise:
-        copies += fmt.new_empty(x, columns, rows)
+        padded = rows if group_ends is None else padded_tokens(rows, group_ends.shape[0], fmt.block[1])
+        copies += fmt.new_empty(x, columns, padded)
     return copies
 
 
@@ -55,9 +65,9 @@ def quantized_copies(
     return copies
 
 
-def operands_of(copies: list[torch.Tensor], fmt: BlockFormat):
+def operands_of(copies: list[torch.Tensor], fmt: BlockFormat, global_scale: torch.Tensor | None = None):
     """The operand that (qdata, scale) make, or the pair (rowwise, columnwise) that four tensors make."""
-    operands = tuple(operand(fmt, *copies[i : i + 2]) for i in range(0, len(copies), 2))
+    operands = tuple(operand(fmt, q, s, global_scale) for q, s in zip(copies[::2], copies[1::2]))
     return operands if len(operands) > 1 else operands[0]
 
 

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops.quantize.triton import _fp8_vector_scales, _load_tile, _store_tile
+from torchao_blockwise.ops.quantize.triton import _load_tile, _store_tile
 from torchao_blockwise.ops.triton_elements import encode_e4m3, magnitude_bits, to_f32
+from torchao_blockwise.ops.triton_scales import fp8_vector_scales
 
 # (rows computed at a time, warps) by the copies that are stored: (rowwise, columnwise). Chosen so that nothing spills:
 # with more rows at a time, or fewer threads, what is computed does not fit in registers.
@@ -85,11 +86,13 @@ def store_rowwise(
     ELEMENT_MAX: tl.constexpr,
     MIN_AMAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
+    end_m=None,  # rows from here on are not the tile's; M for None
 ):
     """Quantise rows of a tile as `ops.quantize` does and store them."""
-    encode, scale = _fp8_vector_scales(tl.max(magnitude_bits(y), 1), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-    _store_tile(q_ptr, 0, encode_e4m3(y * encode[:, None], ELEMENT_MAX), offs_m, offs_k, M, K)
-    tl.store(s_ptr + tile_k.to(tl.int64) * M + offs_m, scale, mask=offs_m < M)
+    end_m = M if end_m is None else end_m
+    encode, scale = fp8_vector_scales(tl.max(magnitude_bits(y), 1), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    _store_tile(q_ptr, 0, encode_e4m3(y * encode[:, None], ELEMENT_MAX), offs_m, offs_k, end_m, K)
+    tl.store(s_ptr + tile_k.to(tl.int64) * M + offs_m, scale, mask=offs_m < end_m)
 
 
 @triton.jit
@@ -127,7 +130,7 @@ def store_columnwise(
 ):
     """Quantise the columns of a tile as `ops.quantize` does and store them."""
     ROWS: tl.constexpr = magnitude.shape[0]
-    encode, scale = _fp8_vector_scales(tl.max(magnitude, 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    encode, scale = fp8_vector_scales(tl.max(magnitude, 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
     qs = ()
     for i in tl.static_range(BLOCK // ROWS):
         qs = qs + (encode_e4m3(to_f32(ys[i]) * encode[None, :], ELEMENT_MAX),)  # type: ignore[assignment]  # noqa: RUF005

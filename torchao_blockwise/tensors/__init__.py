@@ -2,12 +2,14 @@
 
 import torch
 
-from torchao_blockwise.tensors import collectives  # noqa: F401  # registers them
+from torchao_blockwise.tensors import collectives, views  # noqa: F401  # registers them
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.config import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.quantized import QuantizedTensor
+from torchao_blockwise.tensors.quantized_shard import QuantizedShard
+from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 
 torch.serialization.add_safe_globals([BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor])
 
@@ -17,6 +19,8 @@ __all__ = [
     "MasterWeightTensor",
     "NVFP4Tensor",
     "NVFP4TrainingConfig",
+    "QuantizedShard",
     "QuantizedTensor",
     "TrainingConfig",
+    "TransposedWeight",
 ]

@@ -33,7 +33,9 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         power_of_2_scales: bool = False,
         config: TrainingConfig | None = None,
     ):
-        return _compat.make_wrapper(cls, qdata.shape, strides=qdata.stride(), dtype=dtype, device=qdata.device)
+        return _compat.make_wrapper(
+            cls, qdata.shape, inner=qdata, strides=qdata.stride(), dtype=dtype, device=qdata.device
+        )
 
     def __init__(self, qdata, scale, dtype, power_of_2_scales=False, config=None):
         self.qdata = qdata

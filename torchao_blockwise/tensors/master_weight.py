@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
+
 import torch
 from torchao.utils import TorchAOBaseTensor
 
@@ -11,6 +14,7 @@ from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors import fsdp, weight_cache
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
+from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 
 aten = torch.ops.aten
 
@@ -41,6 +45,8 @@ _KEEPS_TYPE = {
     aten._to_copy.default,
     aten._unsafe_view.default,
 }
+# Some experts are master weights still; rows of a matrix, which embeddings look up so, are values.
+_PICKS_EXPERTS = {aten.index.Tensor, aten.index_select.default}
 _GATHERS = _compat.functional_gathers()
 _KEEPS_TYPE |= _GATHERS | {aten.constant_pad_nd.default}
 _PRODUCTS = {
@@ -60,12 +66,22 @@ _PRODUCTS = {
 }
 
 
-class MasterWeightTensor(TorchAOBaseTensor):
-    """A weight that holds high-precision values `hp` and is quantised when a linear layer uses it.
+@dataclass(frozen=True)
+class _Rounding:
+    """What `weight.to(dtype)` was made of: the same values as long as neither the weight nor the copy changes."""
 
-    To optimizers, initialisers and state dicts it is the high-precision tensor. `F.linear` quantises it once per change
-    of value, over any number of microbatches, and runs the three GEMMs as `config` says. A product that would run in
-    high precision without being seen raises. Where FSDP2 shards it, ranks gather it quantised.
+    hp: weakref.ref
+    version: int
+    own_version: int
+
+
+class MasterWeightTensor(TorchAOBaseTensor):
+    """A weight that holds high-precision values `hp` and is quantised when a layer uses it.
+
+    To optimizers, initialisers and state dicts it is the high-precision tensor. `F.linear`, and `F.grouped_mm` on
+    experts [E, N, K], quantise it once per change of value, over any number of microbatches, and run the three GEMMs as
+    `config` says. A product that would run in high precision without being seen raises. Where FSDP2 shards it, ranks
+    gather it quantised.
 
     hp: [.., N, K] bf16 | f16 | f32; values are shared with it, not copied.
     config: a `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`.
@@ -80,6 +96,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
         return _compat.make_wrapper(
             cls,
             hp.shape,
+            inner=hp,
             strides=hp.stride(),
             storage_offset=hp.storage_offset(),
             dtype=hp.dtype,
@@ -93,6 +110,27 @@ class MasterWeightTensor(TorchAOBaseTensor):
             raise TypeError(f"MasterWeightTensor: config must be a TrainingConfig, got {type(config).__name__}")
         self.hp = hp.detach() if hp.requires_grad else hp
         self.config = config
+
+    # Of what `to(dtype)` gives; no part of a weight's state.
+    _rounding: _Rounding | None = None
+
+    @property
+    def source(self) -> tuple[torch.Tensor, torch.dtype | None]:
+        """(hp, dtype): whose values, rounded to `dtype`, are this one's; (its own, None) if it is no copy of others.
+
+        Models cast weights on every use; by this the quantised copy of the rounded values is kept with the weight.
+        """
+        made = self._rounding
+        hp = None if made is None else made.hp()
+        if made is None or hp is None:
+            return self.hp, None
+        versions = _compat.version_of(hp), _compat.version_of(self.hp)
+        return (hp, self.dtype) if versions == (made.version, made.own_version) else (self.hp, None)
+
+    def transposed_view(self) -> MasterWeightTensor:
+        """[.., K, N] over the same memory, strided; its quantised copy is another one."""
+        with _compat.counting_changes():
+            return type(self)(self.hp.transpose(-2, -1), self.config)
 
     @property
     def quantized_bytes(self) -> int:
@@ -129,14 +167,25 @@ class MasterWeightTensor(TorchAOBaseTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        if func is aten.cat.default and _compat.flattens_for_fsdp1():
+            raise NotImplementedError(
+                "FullyShardedDataParallel (FSDP1) makes plain tensors of parameters: converted layers would train in "
+                "high precision; use torch.distributed.fsdp.fully_shard (FSDP2), or leave the model unconverted"
+            )
         if func in _PRODUCTS:
             raise NotImplementedError(
                 f"{func}: a product with a MasterWeightTensor would run in high precision; use "
-                "torch.nn.functional.linear (or nn.Linear) for low precision, or weight.hp for high precision"
+                "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts) for low precision, or weight.hp for "
+                "high precision"
             )
-        if func in _SAME_VALUES:
-            # The very same `hp`, so that its quantised copy is found again: checkpointing detaches what it saves.
+        if (result := _compat.decomposed(func, args, kwargs or {})) is not NotImplemented:
+            return result
+        if func in _SAME_VALUES or (func is aten.view.default and list(args[1]) == list(args[0].shape)):
+            # The very same `hp`, so that its quantised copy is found again: checkpointing detaches what it saves, and
+            # what a DTensor holds is asked for as a view.
             return cls(args[0].hp, args[0].config)
+        if swaps_last_dims(func, args):
+            return TransposedWeight(args[0])
         masters: list[MasterWeightTensor] = []
 
         def unwrap(x):
@@ -151,11 +200,12 @@ class MasterWeightTensor(TorchAOBaseTensor):
             for master in _written(func, args, kwargs or {}):
                 weight_cache.note_change(master.hp)
             return _same_objects(out, args, kwargs or {})
-        if func in _KEEPS_TYPE and _is_float(out):
+        if _keeps_type(func, masters[0]) and _is_float(out):
             config = masters[0].config
             if func is aten._to_copy.default:
                 fsdp.carry_shard(masters[0].hp, out)
-            elif func in _GATHERS:
+                return _rounded(masters[0], cls(out, config))
+            if func in _GATHERS:
                 fsdp.warn_of_high_precision_gather()
                 out = _compat.waited(out)
             return pytree.tree_map_only(torch.Tensor, lambda x: cls(x, config), out)
@@ -177,6 +227,18 @@ def _share_memory(func, types, args, kwargs):
     """A wrapper has no storage that could be shared, its values have."""
     args[0].hp.share_memory_()
     return args[0]
+
+
+def _keeps_type(func, weight: MasterWeightTensor) -> bool:
+    return func in _KEEPS_TYPE or (func in _PICKS_EXPERTS and weight.dim() == 3)
+
+
+def _rounded(weight: MasterWeightTensor, copy: MasterWeightTensor) -> MasterWeightTensor:
+    """`copy`, that knows it is `weight` in another dtype."""
+    hp, own = weight.hp, copy.hp
+    if hp.dtype != own.dtype and hp.device == own.device and not (hp.is_inference() or own.is_inference()):
+        copy._rounding = _Rounding(weakref.ref(hp), _compat.version_of(hp), _compat.version_of(own))
+    return copy
 
 
 def _is_float(out) -> bool:

@@ -38,7 +38,7 @@ class NVFP4Tensor(QuantizedTensor):
         dtype: torch.dtype,
         config: TrainingConfig | None = None,
     ):
-        return _compat.make_wrapper(cls, (*qdata.shape[:-1], columns), dtype=dtype, device=qdata.device)
+        return _compat.make_wrapper(cls, (*qdata.shape[:-1], columns), inner=qdata, dtype=dtype, device=qdata.device)
 
     def __init__(self, qdata, scale, global_scale, columns, block_size, dtype, config=None):
         self.qdata = qdata

@@ -21,11 +21,13 @@ class Original:
 
     hp: [.., N, K], or None where the values were taken or freed, or are known in quantised form alone.
     changed: values were copied into the weight after an optimizer took the last ones.
+    awaits_cast: the payload is not of these values yet; only of a shard, which a rank cannot quantise alone.
     """
 
     def __init__(self, hp: torch.Tensor | None = None):
         self.hp = hp
         self.changed = False
+        self.awaits_cast = False
         self._master_of: weakref.WeakMethod | None = None
 
     def __deepcopy__(self, memo) -> Original:
@@ -63,10 +65,20 @@ class Original:
             self.hp = None
             self.changed = True
 
+    def take_over(self, values: torch.Tensor) -> None:
+        """Called where a shard takes high-precision values: from now on its own, until a cast of all ranks."""
+        self.note_copy(values, ())
+        self.awaits_cast = True
+
+    def cast_is_done(self) -> None:
+        """Called where the payload is of these values, and where an optimizer has quantised its master."""
+        self.awaits_cast = False
+        self.free()
+
     def moved(self, device: torch.device | None) -> Original:
         """Of the same values on another device."""
         other = Original(None if self.hp is None else self.hp.to(device))
-        other.changed, other._master_of = self.changed, self._master_of
+        other.changed, other.awaits_cast, other._master_of = self.changed, self.awaits_cast, self._master_of
         return other
 
     def master(self, weight: torch.Tensor) -> torch.Tensor | None:

@@ -1,13 +1,10 @@
-"""What the quantised tensors share: metadata, views that are exact, copies, printing, and refusals that name a remedy.
+"""What the quantised tensors share: metadata, copies, printing, and refusals that name a remedy; views are in `views`.
 
 A quantised tensor reports the shape and dtype of the high-precision tensor it stands for. Nothing here dequantises: an
 operation either has an exact meaning on the payload or raises.
 """
 
 from __future__ import annotations
-
-import itertools
-import math
 
 import torch
 from torchao.utils import TorchAOBaseTensor
@@ -38,6 +35,16 @@ class QuantizedTensor(TorchAOBaseTensor):
     def fmt(self) -> BlockFormat:
         raise NotImplementedError
 
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Shape of the tensor that the scales are of: this one, or what it is a shard of."""
+        return self.shape
+
+    @property
+    def values_dtype(self) -> torch.dtype:
+        """What values are rounded to before they are quantised."""
+        return self.dtype
+
     def _make(self, qdata: torch.Tensor, scale: torch.Tensor, *, columns: int | None = None, dtype=None):
         """A tensor like this one over other payload; `columns` is the logical last dim, default this one's."""
         raise NotImplementedError
@@ -61,6 +68,19 @@ class QuantizedTensor(TorchAOBaseTensor):
         Raises ValueError for blocks that are not square.
         """
         return tuple(self.columnwise_operand()[:2])  # type: ignore[return-value]
+
+    def transposed_view(self):
+        """[.., K, N] over the same memory, strided: exact for square blocks of unpacked elements.
+
+        Raises ValueError for other blocks, NotImplementedError for packed elements.
+        """
+        self._check_square("transpose")
+        if self.fmt.element.per_byte > 1:
+            raise NotImplementedError(
+                f"transpose: {type(self).__name__} packs two elements a byte, so a transpose is no view; "
+                "use .columnwise(), or F.linear, which transposes by itself"
+            )
+        return self._make(self.qdata.transpose(-2, -1), self.scale.transpose(-2, -1), columns=self.shape[-2])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """qdata · scale [· global_scale] as a plain tensor [.., N, K] of `dtype`, default the reported dtype."""
@@ -104,6 +124,8 @@ class QuantizedTensor(TorchAOBaseTensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
         implementation = _OPS.get(func)
+        if implementation is None and (result := _compat.decomposed(func, args, kwargs or {})) is not NotImplemented:
+            return result
         if implementation is None:
             raise NotImplementedError(
                 f"{func}: not exact on quantised data (in {', '.join(t.__name__ for t in types)}), so it is not done; "
@@ -267,133 +289,20 @@ def _is_pinned(func, x, *args):
     return x.qdata.is_pinned()
 
 
-@_implements(aten.slice.Tensor)
-def _slice(func, x, dim=0, start=None, end=None, step=1):
-    dim = dim % x.dim()
-    size = x.shape[dim]
-    start, end, _ = slice(start, end).indices(size)
-    end = max(start, end)
-    if dim < x.dim() - 2:
-        parts = func(x.qdata, dim, start, end, step), func(x.scale, dim, start, end, step)
-        return x._make(*parts)
-    if step != 1:
-        raise NotImplementedError(f"slice: steps other than 1 cut blocks, got step={step}; dequantize() first")
-    axis = dim - x.dim()
-    block = x.fmt.block[axis]
-    if start % block or (end % block and end != size):
-        raise ValueError(
-            f"slice: [{start}:{end}] of dim {dim} (size {size}) cuts blocks of {block}; "
-            f"slice on multiples of {block}, or dequantize() first (fully_shard: convert with master_weights=True)"
-        )
-    per_entry = x.fmt.element.per_byte if axis == -1 else 1
-    packed_end = x.fmt.element.packed(end) if axis == -1 else end
-    qdata = func(x.qdata, dim, start // per_entry, packed_end)
-    scale = func(x.scale, dim, start // block, (end + block - 1) // block)
-    return x._make(qdata, scale, columns=end - start if axis == -1 else None)
-
-
-@_implements(aten.split.Tensor)
-def _split(func, x, size, dim=0):
-    length = x.shape[dim]
-    return [_slice(aten.slice.Tensor, x, dim, start, min(start + size, length)) for start in range(0, length, size)]
-
-
-@_implements(aten.split_with_sizes.default)
-def _split_with_sizes(func, x, sizes, dim=0):
-    ends = list(itertools.accumulate(sizes))
-    return [_slice(aten.slice.Tensor, x, dim, end - size, end) for size, end in zip(sizes, ends)]
-
-
-@_implements(aten.unbind.int)
-def _unbind(func, x, dim=0):
-    return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
-
-
-@_implements(aten.select.int)
-def _select(func, x, dim, index):
-    if dim % x.dim() >= x.dim() - 2:
-        raise NotImplementedError(
-            f"select: dim {dim} runs through blocks; slice on their borders or dequantize() first"
-        )
-    return x._make(func(x.qdata, dim, index), func(x.scale, dim, index))
-
-
-@_implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(func, x, size):
-    """Regroup leading dims; rows may join them where no block straddles, the last dim stays."""
-    size = _infer_size(list(size), x.numel())
-    rows, columns = x.shape[-2:]
-    block_rows = x.fmt.block[0]
-    keeps_columns = len(size) >= 2 and size[-1] == columns and math.prod(size) == x.numel()
-    if not keeps_columns or (size[-2] != rows and (rows % block_rows or size[-2] % block_rows)):
-        raise ValueError(
-            f"view: {list(x.shape)} as {size} would cut blocks of {block_rows}x{x.fmt.block[1]}; keep the last dim, "
-            f"and rows in multiples of {block_rows}, or dequantize() first (DistributedDataParallel: init_sync=False)"
-        )
-    scale_rows = x.fmt.grid(size[-2], columns)[0]
-    qdata = x.qdata.view(*size[:-1], x.qdata.shape[-1])
-    return x._make(qdata, x.scale.view(*size[:-2], scale_rows, x.scale.shape[-1]))
-
-
-def _infer_size(size: list[int], numel: int) -> list[int]:
-    if size.count(-1) == 1:
-        known = math.prod(s for s in size if s != -1)
-        size[size.index(-1)] = numel // known if known else 0
-    return size
-
-
-@_implements(aten.as_strided.default)
-def _as_strided(func, x, size, stride, storage_offset=None):
-    """The same tensor again: FSDP2 asks for it. Other strides would cut blocks."""
-    if list(size) != list(x.shape) or list(stride) != list(x.stride()) or storage_offset:
-        raise NotImplementedError(
-            f"as_strided: only with the tensor's own size {list(x.shape)} and strides {list(x.stride())}, got "
-            f"{list(size)} and {list(stride)}; dequantize() first"
-        )
-    return _map(x, lambda t: t.detach())
-
-
-@_implements(aten.unsqueeze.default)
-def _unsqueeze(func, x, dim):
-    dim = dim % (x.dim() + 1)
-    if dim > x.dim() - 2:
-        raise ValueError(f"unsqueeze: dim {dim} lies inside the blocks; use a dim of at most {x.dim() - 2}")
-    return x._make(func(x.qdata, dim), func(x.scale, dim))
-
-
-@_implements(aten.t.default)
-def _t(func, x):
-    return _transpose(aten.transpose.int, x, 0, 1)
-
-
-@_implements(aten.transpose.int)
-def _transpose(func, x, dim0, dim1):
-    """A view with the last two dims swapped: exact for square blocks of unpacked elements."""
-    if {dim0 % x.dim(), dim1 % x.dim()} != {x.dim() - 2, x.dim() - 1}:
-        raise NotImplementedError(f"transpose: only the last two dims can be swapped, got {dim0} and {dim1}")
-    x._check_square("transpose")
-    if x.fmt.element.per_byte > 1:
-        raise NotImplementedError(
-            f"transpose: {type(x).__name__} packs two elements a byte, so a transpose is no view; "
-            "use .columnwise(), or F.linear, which transposes by itself"
-        )
-    return x._make(func(x.qdata, dim0, dim1), func(x.scale, dim0, dim1), columns=x.shape[-2])
-
-
-@_implements(aten.permute.default)
-def _permute(func, x, dims):
-    """What `.T` calls."""
-    if [d % x.dim() for d in dims] != [*range(x.dim() - 2), x.dim() - 1, x.dim() - 2]:
-        raise NotImplementedError(f"permute: only the last two dims can be swapped, got {list(dims)}")
-    return _transpose(aten.transpose.int, x, -2, -1)
-
-
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.matmul.default, aten.linear.default)
+_PRODUCTS = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.matmul.default,
+    aten.linear.default,
+    aten._grouped_mm.default,
+)
 
 
 @_implements(*_PRODUCTS)
 def _product(func, *args, **kwargs):
     raise NotImplementedError(
-        f"{func}: products with quantised weights go through torch.nn.functional.linear (or nn.Linear), which runs all "
-        "three GEMMs in low precision; call that, or .dequantize() the weight for a high-precision product"
+        f"{func}: products with quantised weights go through torch.nn.functional.linear (or nn.Linear; grouped_mm for "
+        "experts), which runs all three GEMMs in low precision; call that, or .dequantize() the weight for a "
+        "high-precision product"
     )

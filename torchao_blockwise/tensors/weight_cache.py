@@ -30,6 +30,8 @@ class _Copies:
 
 _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _changes_uncounted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Names of the process groups over which the tensor is split that the values are a part of.
+_splits: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def quantized_weight(
@@ -41,17 +43,25 @@ def quantized_weight(
     power_of_2_scales: bool = False,
     backend: ops.Backend | str | None = None,
     amax_groups: str = "",
+    rounded_to: torch.dtype | None = None,
 ):
-    """`hp` [N, K] quantised in `fmt`, rowwise or columnwise, from the copy that is kept where it is still valid.
+    """`hp` [.., N, K] quantised in `fmt`, rowwise or columnwise, from the copy that is kept where it is still valid.
 
     keep_columnwise: keep the columnwise copy too; otherwise it lives as long as the caller holds it.
     amax_groups: the process groups over which the weight is split that `hp` is a part of, as `amax_over` takes them.
         Their ranks must change it together, as they do a DTensor.
+    rounded_to: the dtype that values are rounded to before they are quantised, if another than their own.
     """
+    amax_groups = amax_groups or _splits.get(hp, "")
 
     def quantize():
+        values = hp if rounded_to is None else hp.to(rounded_to)
         return ops.quantize(
-            hp, fmt, power_of_2_scales=power_of_2_scales, tensor_amax=amax_over(hp, amax_groups), backend=backend
+            values,
+            fmt,
+            power_of_2_scales=power_of_2_scales,
+            tensor_amax=amax_over(values, amax_groups),
+            backend=backend,
         )
 
     def transpose(rowwise):
@@ -60,7 +70,7 @@ def quantized_weight(
     if not _is_counted(hp):
         rowwise = quantize()
         return transpose(rowwise) if columnwise else rowwise
-    version, recipe = _compat.version_of(hp), (fmt.name, power_of_2_scales, amax_groups)
+    version, recipe = _compat.version_of(hp), (fmt.name, power_of_2_scales, amax_groups, rounded_to)
     copies = _copies.get(hp)
     if copies is None or copies.version != version or copies.recipe != recipe:
         # The stale copy goes first, so that two never live together.
@@ -75,6 +85,14 @@ def quantized_weight(
     if keep_columnwise:
         copies.columnwise = result
     return result
+
+
+def split_over(hp: torch.Tensor, groups: str) -> None:
+    """Quantise `hp` from now on as a part of a tensor that is split over `groups`, as `amax_over` takes them.
+
+    For experts that a rank holds alone: the model hands over the part, and no more is known of it.
+    """
+    _splits[hp] = groups
 
 
 def amax_over(x: torch.Tensor, groups: str) -> torch.Tensor | None:

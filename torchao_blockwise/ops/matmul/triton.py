@@ -33,7 +33,7 @@ from torchao_blockwise.ops.matmul.rows import aligned_rows
 from torchao_blockwise.ops.triton_elements import decode_e2m1, decode_e4m3, from_f32
 
 
-class _Config(NamedTuple):
+class Config(NamedTuple):
     max_m: float  # the first row with M <= max_m is taken
     tile_m: int
     tile_n: int
@@ -45,29 +45,29 @@ class _Config(NamedTuple):
 _ANY = float("inf")
 _FP8_CONFIGS = (
     # Few rows: bound by reading b, so narrow tiles, to have one for every multiprocessor.
-    _Config(16, 16, 64, 1, 4, 5),
-    _Config(64, 64, 64, 1, 4, 4),
+    Config(16, 16, 64, 1, 4, 5),
+    Config(64, 64, 64, 1, 4, 4),
     # 8 warps hold partial and accumulator in 64 registers each.
-    _Config(_ANY, 128, 128, 1, 8, 4),
+    Config(_ANY, 128, 128, 1, 8, 4),
 )
 # Below sm_89.
 _FP8_DECODE_CONFIGS = (
-    _Config(16, 16, 64, 1, 4, 4),
-    _Config(_ANY, 64, 128, 1, 8, 3),
+    Config(16, 16, 64, 1, 4, 4),
+    Config(_ANY, 64, 128, 1, 8, 3),
 )
 _NVFP4_CONFIGS = (
-    _Config(16, 16, 32, 8, 4, 4),
-    _Config(64, 64, 64, 8, 4, 4),
-    _Config(_ANY, 128, 128, 8, 8, 3),
+    Config(16, 16, 32, 8, 4, 4),
+    Config(64, 64, 64, 8, 4, 4),
+    Config(_ANY, 128, 128, 8, 8, 3),
 )
 # Below sm_90 a dot takes both operands from registers: these are as many as fit.
 _NVFP4_REGISTER_CONFIGS = (
-    _Config(16, 16, 32, 8, 4, 4),
-    _Config(_ANY, 64, 64, 4, 4, 3),
+    Config(16, 16, 32, 8, 4, 4),
+    Config(_ANY, 64, 64, 4, 4, 3),
 )
 
 # Tile rows of the output whose tiles are computed side by side, so that they find b's tiles in the L2 cache.
-_GROUP = 8
+GROUP = 8
 
 # e2m1 bits read as f16 are 2^14 too small, and f16 holds e4m3 scales times 2^7 at most: an operand lacks 2^7.
 _DECODED_SCALE = tl.constexpr(2.0**7)
@@ -75,10 +75,8 @@ _MISSING_FACTOR = tl.constexpr(2.0**14)
 
 
 @triton.jit
-def _locate_tile(M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
-    """(tile row, tile column) of this program, GROUP rows of tiles at a time, column by column."""
-    tiles_m, tiles_n = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
-    tile = tl.program_id(0)
+def locate_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """(tile row, tile column) of tile number `tile`, GROUP rows of tiles at a time, column by column."""
     first_m = tile // (GROUP * tiles_n) * GROUP
     group_rows = min(tiles_m - first_m, GROUP)
     in_group = tile % (GROUP * tiles_n)
@@ -93,15 +91,66 @@ def _load_e4m3(ptrs, mask, DECODE: tl.constexpr):
 
 
 @triton.jit
-def _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N, ACCUMULATE: tl.constexpr):
-    """out (+)= acc + bias, rounded once to the dtype of `out_ptr`."""
+def store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, end_m, N, ACCUMULATE: tl.constexpr):
+    """Rows below `end_m` of out [.., N] (+)= acc + bias, rounded once to the dtype of `out_ptr`."""
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    mask = (offs_m < end_m)[:, None] & (offs_n < N)[None, :]
     offsets = offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
     if ACCUMULATE:
         acc += tl.load(out_ptr + offsets, mask=mask, other=0.0)
     tl.store(out_ptr + offsets, from_f32(acc, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def accumulate_fp8(
+    a_ptr,  # [M, K] e4m3, its bytes where DECODE
+    a_scale_ptr,  # [K/BLOCK, M] f32
+    b_ptr,  # [N, K] like a
+    b_scale_ptr,  # [K/BLOCK, N] f32, or [N/BLOCK, K/BLOCK] where B_SQUARE
+    offs_m,
+    offs_n,
+    first_n,  # the first of offs_n
+    end_m,  # rows of a, and
+    first_k,  # the part of K, from one block's border
+    end_k,  # to another's or to the end, that take part
+    M,
+    N,
+    K,
+    B_SQUARE: tl.constexpr,
+    DECODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """Σ over k in [first_k, end_k) of a[m, k] · b[n, k] with their scales, fp32 [TILE_M, TILE_N]."""
+    # A tile of b has one scale where blocks are square.
+    tl.static_assert(BLOCK % TILE_N == 0)
+    offs_k = tl.arange(0, BLOCK)
+    a_ptrs = a_ptr + offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
+    b_ptrs = b_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
+    a_rows, b_rows = offs_m < end_m, offs_n < N
+
+    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    for k in range(first_k, end_k, BLOCK):
+        columns = (offs_k < K - k)[None, :]
+        a = _load_e4m3(a_ptrs + k, a_rows[:, None] & columns, DECODE)
+        b = _load_e4m3(b_ptrs + k, b_rows[:, None] & columns, DECODE)
+        # Scales are read before the dot, which hides their way from memory.
+        block_k = tl.cast(k // BLOCK, tl.int64)
+        a_scale = tl.load(a_scale_ptr + block_k * M + offs_m, mask=a_rows, other=0.0)
+        if B_SQUARE:
+            block_n = tl.cast(first_n // BLOCK, tl.int64)
+            b_scale = tl.load(b_scale_ptr + block_n * tl.cdiv(K, BLOCK) + block_k)
+        else:
+            b_scale = tl.load(b_scale_ptr + block_k * N + offs_n, mask=b_rows, other=0.0)
+        partial = tl.dot(a, tl.trans(b), out_dtype=tl.float32)
+        if B_SQUARE:
+            # One multiplication an element; scales whose product overflows belong to products that do.
+            acc += partial * (a_scale * b_scale)[:, None]
+        else:
+            acc += partial * a_scale[:, None] * b_scale[None, :]
+    return acc
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -123,36 +172,14 @@ def _matmul_fp8_kernel(
     TILE_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    # A tile of b has one scale where blocks are square.
-    tl.static_assert(BLOCK % TILE_N == 0)
-    tile_m, tile_n = _locate_tile(M, N, TILE_M, TILE_N, GROUP)
+    tile_m, tile_n = locate_tile(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N), GROUP)
     offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
     offs_n = tile_n * TILE_N + tl.arange(0, TILE_N)
-    offs_k = tl.arange(0, BLOCK)
-    a_ptrs = a_ptr + offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
-    b_ptrs = b_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
-    a_rows, b_rows = offs_m < M, offs_n < N
-
-    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
-    for k in range(0, K, BLOCK):
-        columns = (offs_k < K - k)[None, :]
-        a = _load_e4m3(a_ptrs + k, a_rows[:, None] & columns, DECODE)
-        b = _load_e4m3(b_ptrs + k, b_rows[:, None] & columns, DECODE)
-        # Scales are read before the dot, which hides their way from memory.
-        block_k = tl.cast(k // BLOCK, tl.int64)
-        a_scale = tl.load(a_scale_ptr + block_k * M + offs_m, mask=a_rows, other=0.0)
-        if B_SQUARE:
-            block_n = tl.cast(tile_n * TILE_N // BLOCK, tl.int64)
-            b_scale = tl.load(b_scale_ptr + block_n * tl.cdiv(K, BLOCK) + block_k)
-        else:
-            b_scale = tl.load(b_scale_ptr + block_k * N + offs_n, mask=b_rows, other=0.0)
-        partial = tl.dot(a, tl.trans(b), out_dtype=tl.float32)
-        if B_SQUARE:
-            # One multiplication an element; scales whose product overflows belong to products that do.
-            acc += partial * (a_scale * b_scale)[:, None]
-        else:
-            acc += partial * a_scale[:, None] * b_scale[None, :]
-    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N, ACCUMULATE)
+    acc = accumulate_fp8(
+        a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, offs_m, offs_n, tile_n * TILE_N, M, 0, K, M, N, K,
+        B_SQUARE, DECODE, BLOCK, TILE_M, TILE_N,
+    )  # fmt: skip
+    store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N, ACCUMULATE)
 
 
 @triton.jit
@@ -162,7 +189,9 @@ def _load_e2m1(
     offs_row,
     blocks_row,
     byte,
-    rows,
+    end_row,
+    end_byte,
+    end_block,
     packed_k,
     grid_k,
     ROWS: tl.constexpr,
@@ -176,17 +205,55 @@ def _load_e2m1(
     BLOCKS_ROW: tl.constexpr = ROWS // BLOCK_ROWS
     BLOCKS_K: tl.constexpr = TILE_K // BLOCK
     offs_byte = byte + tl.arange(0, BYTES)
-    mask = (offs_row < rows)[:, None] & (offs_byte < packed_k)[None, :]
+    mask = (offs_row < end_row)[:, None] & (offs_byte < end_byte)[None, :]
     pairs = tl.load(q_ptr + offs_row.to(tl.int64)[:, None] * packed_k + offs_byte[None, :], mask=mask, other=0)
 
     blocks_k = byte // BLOCK_BYTES + tl.arange(0, BLOCKS_K)
-    mask = (blocks_row < tl.cdiv(rows, BLOCK_ROWS))[:, None] & (blocks_k < grid_k)[None, :]
+    mask = (blocks_row < tl.cdiv(end_row, BLOCK_ROWS))[:, None] & (blocks_k < end_block)[None, :]
     scale = tl.load(scale_ptr + blocks_row.to(tl.int64)[:, None] * grid_k + blocks_k[None, :], mask=mask, other=0)
     scale = decode_e4m3(scale, _DECODED_SCALE)[:, None, :, None]
 
     pairs = pairs.reshape(BLOCKS_ROW, BLOCK_ROWS, BLOCKS_K, BLOCK_BYTES)
     even, odd = decode_e2m1(pairs) * scale, decode_e2m1(pairs >> 4) * scale
     return even.reshape(ROWS, BYTES), odd.reshape(ROWS, BYTES)
+
+
+@triton.jit
+def accumulate_nvfp4(
+    a_ptr,  # [M, packed_k] two codes a byte
+    a_scale_ptr,  # [M, grid_k] e4m3 bytes
+    b_ptr,  # [N, packed_k] two codes a byte
+    b_scale_ptr,  # [N/B_BLOCK_ROWS, grid_k] e4m3 bytes
+    offs_m,
+    offs_n,
+    blocks_n,  # rows of b's scales that belong to offs_n
+    end_m,  # rows of a, and
+    first_byte,  # the part of K that take part: bytes from one block's border
+    end_byte,
+    end_block,  # to the other's; padding may lie between the last block and the last byte
+    N,
+    packed_k,
+    grid_k,
+    BLOCK: tl.constexpr,
+    B_BLOCK_ROWS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Σ over a part of K of a[m, k] · b[n, k] with their block scales: fp32 [TILE_M, TILE_N]."""
+    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    for byte in range(first_byte, end_byte, TILE_K // 2):
+        a_even, a_odd = _load_e2m1(
+            a_ptr, a_scale_ptr, offs_m, offs_m, byte, end_m, end_byte, end_block, packed_k, grid_k,
+            TILE_M, TILE_K, BLOCK, 1,
+        )  # fmt: skip
+        b_even, b_odd = _load_e2m1(
+            b_ptr, b_scale_ptr, offs_n, blocks_n, byte, N, end_byte, end_block, packed_k, grid_k,
+            TILE_N, TILE_K, BLOCK, B_BLOCK_ROWS,
+        )  # fmt: skip
+        acc = tl.dot(a_even, tl.trans(b_even), acc)
+        acc = tl.dot(a_odd, tl.trans(b_odd), acc)
+    return acc * _MISSING_FACTOR
 
 
 @triton.jit(do_not_specialize=["M", "grid_k"])
@@ -211,23 +278,30 @@ def _matmul_nvfp4_kernel(
     TILE_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    tile_m, tile_n = _locate_tile(M, N, TILE_M, TILE_N, GROUP)
+    tile_m, tile_n = locate_tile(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N), GROUP)
     offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
     offs_n = tile_n * TILE_N + tl.arange(0, TILE_N)
     blocks_n = tile_n * (TILE_N // B_BLOCK_ROWS) + tl.arange(0, TILE_N // B_BLOCK_ROWS)
+    acc = accumulate_nvfp4(
+        a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, offs_m, offs_n, blocks_n, M, 0, packed_k, grid_k, N, packed_k, grid_k,
+        BLOCK, B_BLOCK_ROWS, TILE_M, TILE_N, TILE_K,
+    )  # fmt: skip
+    acc *= tl.load(a_global_ptr) * tl.load(b_global_ptr)
+    store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N, ACCUMULATE)
 
-    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
-    for byte in range(0, packed_k, TILE_K // 2):
-        a_even, a_odd = _load_e2m1(
-            a_ptr, a_scale_ptr, offs_m, offs_m, byte, M, packed_k, grid_k, TILE_M, TILE_K, BLOCK, 1
-        )  # fmt: skip
-        b_even, b_odd = _load_e2m1(
-            b_ptr, b_scale_ptr, offs_n, blocks_n, byte, N, packed_k, grid_k, TILE_N, TILE_K, BLOCK, B_BLOCK_ROWS
-        )  # fmt: skip
-        acc = tl.dot(a_even, tl.trans(b_even), acc)
-        acc = tl.dot(a_odd, tl.trans(b_odd), acc)
-    acc = (acc * _MISSING_FACTOR) * (tl.load(a_global_ptr) * tl.load(b_global_ptr))
-    _store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N, ACCUMULATE)
+
+def decodes(device: torch.device) -> bool:
+    """Whether kernels turn e4m3 bytes to f16 on `device`, which has no dot of them."""
+    return interpreting() or compute_capability(device) < (8, 9)
+
+
+def config_for(fmt: BlockFormat, rows: int, device: torch.device) -> Config:
+    """The tile for a product whose first operand, in `fmt`, has `rows` rows."""
+    if fmt.element is E2M1:
+        configs = _NVFP4_CONFIGS if compute_capability(device) >= (9, 0) else _NVFP4_REGISTER_CONFIGS
+    else:
+        configs = _FP8_DECODE_CONFIGS if decodes(device) else _FP8_CONFIGS
+    return next(c for c in configs if c.max_m >= rows)
 
 
 def matmul(
@@ -254,20 +328,15 @@ def matmul(
     a, b = aligned_rows(a), aligned_rows(b)
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     bias = None if bias is None else bias.contiguous()
-    capability = compute_capability(a.device)
-    decode = interpreting() or capability < (8, 9)
-    if a_fmt.element is E2M1:
-        configs = _NVFP4_CONFIGS if capability >= (9, 0) else _NVFP4_REGISTER_CONFIGS
-    else:
-        configs = _FP8_DECODE_CONFIGS if decode else _FP8_CONFIGS
-    config = next(c for c in configs if c.max_m >= M)
+    decode = decodes(a.device)
+    config = config_for(a_fmt, M, a.device)
     grid = ceil_div(M, config.tile_m) * ceil_div(N, config.tile_n)
     tiles = {
         "ACCUMULATE": add_to is not None,
         "BLOCK": a_fmt.block[1],
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
-        "GROUP": _GROUP,
+        "GROUP": GROUP,
         "num_warps": config.warps,
         "num_stages": config.stages,
     }

@@ -19,8 +19,8 @@ import triton.language as tl
 
 from torchao_blockwise.formats import E4M3, BlockFormat
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.quantize.triton import _fp8_scales, _nvfp4_scales
 from torchao_blockwise.ops.triton_elements import encode_e2m1, encode_e4m3, from_f32, magnitude_bits, to_f32
+from torchao_blockwise.ops.triton_scales import fp8_scales, nvfp4_scales
 from torchao_blockwise.ops.triton_tables import (
     ALIGNMENT,
     find_row,
@@ -211,12 +211,12 @@ def _block_scales_kernel(
     row_ptr, index, offs, places, exist, amax_bits = _load_blocks(table_ptr, amax_ptr, count, CHUNK)
     if GLOBAL:
         tensor_amax = tl.load(tensor_amax_ptr + index).to(tl.float32, bitcast=True)
-        encode, scale = _nvfp4_scales(amax_bits, tensor_amax, ELEMENT_MAX, SCALE_MAX)
+        encode, scale = nvfp4_scales(amax_bits, tensor_amax, ELEMENT_MAX, SCALE_MAX)
         tl.store(load_pointer(row_ptr + 1, tl.uint8, False) + offs, scale, mask=exist)
         # Every program of the tensor writes the same.
         tl.store(load_pointer(row_ptr + 2, tl.float32, False), _global_scale(tensor_amax, ELEMENT_MAX * SCALE_MAX))
     else:
-        encode, scale = _fp8_scales(amax_bits, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        encode, scale = fp8_scales(amax_bits, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
         tl.store(load_pointer(row_ptr + 1, tl.float32, False) + offs, scale, mask=exist)
     tl.store(encode_ptr + places, encode, mask=exist)
 

@@ -13,7 +13,9 @@ at a time. A launch each reads `x` twice; one launch that keeps the tile in regi
 Two elements of 16 bits share a word: they are loaded and compared together (`max.u16x2`, from sm_90 on). Words of a row
 are swizzled by the row's sixteenth, so that reading by columns meets no bank twice; reading by rows meets each twice.
 
-Tiles are numbered along grid x alone. Only whole words of 16 bytes are read and written: see `why_not`.
+Tiles are numbered along grid x alone. Only whole words of 16 bytes are read and written: see `why_not`. Of tokens in
+groups a tile is a block of their table (triton_group_blocks.py), which begins at any row and is stored columnwise on a
+multiple of 128.
 """
 
 import torch
@@ -24,8 +26,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from torchao_blockwise.formats import FP8_1X128, BlockFormat
 from torchao_blockwise.ops.backend import compute_capability, interpreting
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.quantize.triton import _fp8_scales
 from torchao_blockwise.ops.triton_elements import encode_e4m3
+from torchao_blockwise.ops.triton_group_blocks import load_block
+from torchao_blockwise.ops.triton_scales import fp8_scales
 
 # Its name moved in Triton 3.7.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -102,7 +105,9 @@ def _quantize_both_kernel(
     s_ptr,  # [K/BLOCK, M] f32
     qt_ptr,  # [K, M] e4m3 bytes
     st_ptr,  # [M/BLOCK, K] f32
+    blocks_ptr,  # None, or where tokens lie in groups their table
     M,
+    P,  # padded tokens, of the columnwise copy, or None
     K,
     stride_xm,  # in elements
     DTYPE: gl.constexpr,
@@ -123,13 +128,20 @@ def _quantize_both_kernel(
     tiles_k = gl.cdiv(K, BLOCK)
     tile_m, tile_k = gl.program_id(0) // tiles_k, gl.program_id(0) % tiles_k
     first_m, first_k = tile_m * BLOCK, tile_k * BLOCK
+    # Rows of `x` and of the rowwise copy: those before `live` have values, up to `end` they are zeros.
+    first_x, live, end = first_m, M, M
+    # Of the columnwise copy.
+    padded = M
+    if blocks_ptr is not None:
+        first_x, live, end = load_block(blocks_ptr, tile_m)
+        padded = P
 
     tile = gl.allocate_shared_memory(gl.int32, [BLOCK, WORDS], SHARED)
-    row = first_m + gl.arange(0, BLOCK, gl.SliceLayout(1, COPY))[:, None]
+    row = first_x + gl.arange(0, BLOCK, gl.SliceLayout(1, COPY))[:, None]
     word = first_k // 2 + gl.arange(0, WORDS, gl.SliceLayout(0, COPY))[None, :]
     addresses = x_ptr + row.to(gl.int64) * (stride_xm // 2) + word
     # What a mask leaves out is zero.
-    async_copy.async_copy_global_to_shared(tile, addresses, mask=(row < M) & (word < K // 2))
+    async_copy.async_copy_global_to_shared(tile, addresses, mask=(row < live) & (word < K // 2))
     async_copy.commit_group()
     async_copy.wait_group(0)
     _barrier()
@@ -137,22 +149,26 @@ def _quantize_both_kernel(
     words = tile.load(ROW)
     low_amax, high_amax = _largest_halves(words, 1, DTYPE)
     amax = gl.convert_layout(gl.maximum(low_amax, high_amax), VECTOR)
-    encode, scale = _fp8_scales(amax, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-    offs_m = first_m + gl.arange(0, BLOCK, VECTOR)
-    gl.store(s_ptr + tile_k.to(gl.int64) * M + offs_m, scale, mask=offs_m < M)
+    encode, scale = fp8_scales(amax, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    offs_x = first_x + gl.arange(0, BLOCK, VECTOR)
+    gl.store(s_ptr + tile_k.to(gl.int64) * M + offs_x, scale, mask=offs_x < end)
     encode = gl.convert_layout(encode, gl.SliceLayout(1, ROW))[:, None]
     low, high = _halves(words, DTYPE)
     q = encode_e4m3(gl.join(low * encode, high * encode).reshape([BLOCK, BLOCK]), ELEMENT_MAX)
-    row = first_m + gl.arange(0, BLOCK, gl.SliceLayout(1, q.type.layout))[:, None]
+    row = first_x + gl.arange(0, BLOCK, gl.SliceLayout(1, q.type.layout))[:, None]
     column = first_k + gl.arange(0, BLOCK, gl.SliceLayout(0, q.type.layout))[None, :]
-    _store(q_ptr, q, row, column, M, K)
+    _store(q_ptr, q, row, column, end, K)
 
     words = tile.load(COLUMN)
     low_amax, high_amax = _largest_halves(words, 0, DTYPE)
     amax = gl.join(low_amax, high_amax).reshape([BLOCK])
-    encode, scale = _fp8_scales(gl.convert_layout(amax, VECTOR), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    encode, scale = fp8_scales(gl.convert_layout(amax, VECTOR), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
     offs_k = first_k + gl.arange(0, BLOCK, VECTOR)
-    gl.store(st_ptr + tile_m.to(gl.int64) * K + offs_k, scale, mask=offs_k < K)
+    columns = K
+    if blocks_ptr is not None:
+        # Tokens of no group may fill a tile that the copy has no room for.
+        columns = gl.where(first_m < P, K, 0)
+    gl.store(st_ptr + tile_m.to(gl.int64) * K + offs_k, scale, mask=offs_k < columns)
     low_encode, high_encode = gl.split(gl.convert_layout(encode, amax.type.layout).reshape([WORDS, 2]))
     low_encode = gl.convert_layout(low_encode, gl.SliceLayout(0, COLUMN))[None, :]
     high_encode = gl.convert_layout(high_encode, gl.SliceLayout(0, COLUMN))[None, :]
@@ -160,28 +176,30 @@ def _quantize_both_kernel(
     # Transposed by their addresses: rows of the output are columns of the tile.
     row = first_k + 2 * gl.arange(0, WORDS, gl.SliceLayout(0, COLUMN))[None, :]
     column = first_m + gl.arange(0, BLOCK, gl.SliceLayout(1, COLUMN))[:, None]
-    _store(qt_ptr, encode_e4m3(low * low_encode, ELEMENT_MAX), row, column, K, M)
-    _store(qt_ptr, encode_e4m3(high * high_encode, ELEMENT_MAX), row + 1, column, K, M)
+    _store(qt_ptr, encode_e4m3(low * low_encode, ELEMENT_MAX), row, column, K, padded)
+    _store(qt_ptr, encode_e4m3(high * high_encode, ELEMENT_MAX), row + 1, column, K, padded)
 
 
-def why_not(x: torch.Tensor, fmt: BlockFormat) -> str | None:
-    """Why this kernel cannot quantise `x`, or None if it can."""
+def why_not(x: torch.Tensor, fmt: BlockFormat, grouped: bool = False) -> str | None:
+    """Why this kernel cannot quantise `x`, whose rows may be in groups, or None if it can."""
     if interpreting():
         return "Triton's interpreter does not know Gluon"
     capability = compute_capability(x.device)
     if capability < _MIN_CAPABILITY:
         return "the kernel needs sm_{}{} or newer, got sm_{}{}".format(*_MIN_CAPABILITY, *capability)
-    return _why_not_this(x, fmt)
+    return _why_not_this(x, fmt, grouped)
 
 
-def _why_not_this(x: torch.Tensor, fmt: BlockFormat) -> str | None:
+def _why_not_this(x: torch.Tensor, fmt: BlockFormat, grouped: bool = False) -> str | None:
     if fmt is not FP8_1X128:
         return f"the kernel makes {FP8_1X128.name}, got {fmt.name}"
     if x.dtype not in _DTYPES:
         return f"the kernel takes elements of 16 bits, got {x.dtype}"
     if x.dim() != 2:
         return f"the kernel takes one matrix, got shape {list(x.shape)}"
-    if any(n % _RUN for n in (*x.shape, x.stride(0))) or x.stride(1) != 1 or x.data_ptr() % _RUN_BYTES:
+    # In groups the columnwise copy is padded.
+    rows = 0 if grouped else x.shape[0]
+    if any(n % _RUN for n in (rows, x.shape[1], x.stride(0))) or x.stride(1) != 1 or x.data_ptr() % _RUN_BYTES:
         return (
             f"the kernel takes M, K and a stride of rows that are multiples of {_RUN}, from an address on {_RUN_BYTES} "
             f"bytes on, got shape {list(x.shape)}, strides {list(x.stride())}, address {x.data_ptr():#x}"
@@ -190,19 +208,28 @@ def _why_not_this(x: torch.Tensor, fmt: BlockFormat) -> str | None:
 
 
 def quantize_both(
-    x: torch.Tensor, fmt: BlockFormat, power_of_2_scales: bool, warps: int
+    x: torch.Tensor,
+    fmt: BlockFormat,
+    power_of_2_scales: bool,
+    warps: int,
+    blocks: torch.Tensor | None = None,
+    rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(qdata, scale, columnwise qdata, columnwise scale) of `ops.quantize`, bit for bit; see `why_not`."""
+    """(qdata, scale, columnwise qdata, columnwise scale) of `ops.quantize`, bit for bit; see `why_not`.
+
+    blocks: a table of `group_blocks`, of tokens in groups; their columnwise copy is padded to so many `rows`.
+    """
     M, K = x.shape
     q, s = fmt.new_empty(x, M, K)
-    qt, st = fmt.new_empty(x, K, M)
+    qt, st = fmt.new_empty(x, K, M if rows is None else rows)
     if x.numel() == 0:
         return q, s, qt, st
     block = fmt.block[1]
+    tiles_m = ceil_div(M, block) if blocks is None else blocks.shape[0] - 1
     copies = q.view(torch.uint8), s, qt.view(torch.uint8), st
     launch(
-        _quantize_both_kernel, ceil_div(M, block) * ceil_div(K, block),
-        x.view(torch.int32), *copies, M, K, x.stride(0),
+        _quantize_both_kernel, tiles_m * ceil_div(K, block),
+        x.view(torch.int32), *copies, blocks, M, rows, K, x.stride(0),
         DTYPE=_DTYPES[x.dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=power_of_2_scales,
         BLOCK=block, WARPS=warps, num_warps=warps,
     )  # fmt: skip

@@ -15,6 +15,9 @@ NVFP4: a tile holds many blocks of 16, seen by a reshape; two codes are packed i
 Tiles are numbered along grid x alone, whose limit is 2^31 (y and z end at 65535). `M` is specialised on divisibility by
 16, which stores of 16 bytes along M need; so token counts that change make two builds of a kernel (three with M = 1),
 never one a count.
+
+Tokens in groups (ops/grouped_quantize): a table says where the rows of a block lie and which of them count. Of the copy
+that is padded M is the padded size; its blocks read from any row on, and still write on multiples of 16.
 """
 
 import functools
@@ -26,36 +29,27 @@ import triton.language as tl
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import E2M1, BlockFormat
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.triton_elements import (
-    at_most_f32_max,
-    canonical_nan,
-    decode_e4m3,
-    encode_e2m1,
-    encode_e4m3,
-    encode_e4m3_by_integers,
-    largest_magnitude,
-    magnitude_bits,
-    to_f32,
-)
+from torchao_blockwise.ops.triton_elements import encode_e2m1, encode_e4m3, largest_magnitude, magnitude_bits, to_f32
+from torchao_blockwise.ops.triton_group_blocks import load_block
+from torchao_blockwise.ops.triton_scales import deal_out, fp8_scales, fp8_vector_scales, nvfp4_scales
 
-# (tile rows, tile columns, warps, warps where rows do not start on 16 bytes), measured on an H200, but for columnwise,
-# which follows from the model in docs/performance.md; benchmarks/tune_quantize.py measures the others too. One-row
-# blocks along K leave the tile's height free, those along M its width. What counts is how many warps a multiprocessor
-# has room for and, where a reduction along M crosses warps, how many rows each sees. Rows off 16 bytes are stored an
-# element at a time, each at an address of its own: more threads for enough registers.
+# (tile rows, tile columns, warps, warps where rows do not start on 16 bytes), measured on an H200 by
+# benchmarks/tune_quantize.py. One-row blocks along K leave the tile's height free, those along M its width. What counts
+# is how many warps a multiprocessor has room for and, where a reduction along M crosses warps, how many rows each sees.
+# Rows off 16 bytes are stored an element at a time, each at an address of its own: more threads for enough registers.
 _FP8_ROWWISE_TILE = (32, 128, 4, 16)
 _FP8_COLUMNWISE_TILE = (128, 64, 4, 8)
-_FP8_SQUARE_TILE = (128, 128, 8, 16)
+_FP8_SQUARE_TILE = (128, 128, 4, 16)
 _NVFP4_TILE = (32, 128, 2, 4)
 # Both copies of one-row blocks in one launch: (rows of a strip, columns of a strip, warps, whether each strip is a
 # program; if not, a program goes through all strips of its tile). None: in a launch each.
 _FP8_BOTH: tuple[int, int, int, bool] | None = None
-# Both from one read by the kernel in gluon.py, with so many warps, where it can; None: never, until it is measured.
-_FP8_BOTH_GLUON_WARPS: int | None = None
+# Both from one read by the kernel in gluon.py, with so many warps, where it can; None: never. 1.4 times as fast as two
+# launches on an H200.
+_FP8_BOTH_GLUON_WARPS: int | None = 4
 
 
 _ALIGNMENT = 16
-_EXPONENT_AND_SIGN = tl.constexpr(-(1 << 23))
 
 
 @triton.jit
@@ -92,62 +86,33 @@ def _store_tile(ptr, batch, values, offs_row, offs_column, rows, columns):
 
 
 @triton.jit
-def _deal_out(x):
-    """`x` unchanged, by a gather that deals its values out over the threads, once each.
-
-    A maximum leaves every result in many threads, and all of them would divide: along rows 16 divisions a thread for
-    the 32 elements it holds, or 32 for NVFP4. The compiler moves an ordinary change of layout behind the divisions, a
-    gather it leaves in place. Before the scales it saves divisions, after them it keeps the first from being undone.
-    """
-    axis: tl.constexpr = len(x.shape) - 1
-    index = tl.arange(0, x.shape[axis])
-    if axis == 1:
-        index = tl.broadcast_to(index[None, :], x.shape)
-    return tl.gather(x, index, axis)
-
-
-@triton.jit
-def _fp8_scales(amax_bits, ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """(encode, scale) of block amaxes; see formats/fp8.py."""
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    # A comparison, not a maximum: NaN stays.
-    amax = tl.where(amax < MIN_AMAX, MIN_AMAX, amax)
-    encode = tl.div_rn(ELEMENT_MAX, amax)
-    if POWER_OF_2:
-        power = (encode.to(tl.int32, bitcast=True) & _EXPONENT_AND_SIGN).to(tl.float32, bitcast=True)
-        encode = tl.where(encode == encode, power, encode)
-    return encode, canonical_nan(tl.div_rn(1.0, encode))
-
-
-@triton.jit
-def _fp8_vector_scales(amax_bits, ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """`_fp8_scales` of a vector, each computed by one thread."""
-    encode, scale = _fp8_scales(_deal_out(amax_bits), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-    return _deal_out(encode), scale
-
-
-@triton.jit
 def _quantize_rows(
-    x_ptr, q_ptr, s_ptr, batch, first, offs_k, M, K, stride_xb, stride_xm, stride_xk,
+    x_ptr, q_ptr, s_ptr, batch, first, end_x, offs_k, M, K, stride_xb, stride_xm, stride_xk,
     ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks that are rows: ROWS of them from row `first` on, at columns `offs_k`. s_ptr: [M], of these columns."""
+    """Blocks that are rows: ROWS of them from row `first` on, at columns `offs_k`, zeros from row `end_x` on.
+
+    s_ptr: [M], of these columns.
+    """
     offs_m = first + tl.arange(0, ROWS)
-    x = _load_values(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk)
-    encode, scale = _fp8_vector_scales(largest_magnitude(x, 1), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    x = _load_values(x_ptr, batch, offs_m, offs_k, end_x, K, stride_xb, stride_xm, stride_xk)
+    encode, scale = fp8_vector_scales(largest_magnitude(x, 1), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
     _store_tile(q_ptr, batch, encode_e4m3(to_f32(x) * encode[:, None], ELEMENT_MAX), offs_m, offs_k, M, K)
     tl.store(s_ptr + offs_m, scale, mask=offs_m < M)
 
 
 @triton.jit
 def _quantize_columns(
-    x_ptr, qt_ptr, st_ptr, batch, offs_m, first, M, K, stride_xb, stride_xm, stride_xk,
+    x_ptr, qt_ptr, st_ptr, batch, offs_x, end_x, offs_m, first, M, K, stride_xb, stride_xm, stride_xk,
     ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_2: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks that are columns: COLUMNS of them from column `first` on, at rows `offs_m`. st_ptr: [K], of these rows."""
+    """Blocks that are columns: COLUMNS of them from column `first` on, at rows `offs_m`.
+
+    They are rows `offs_x` of `x`, zeros from row `end_x` on. st_ptr: [K], of these rows.
+    """
     offs_k = first + tl.arange(0, COLUMNS)
-    x = _load_values(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk)
-    encode, scale = _fp8_vector_scales(largest_magnitude(x, 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    x = _load_values(x_ptr, batch, offs_x, offs_k, end_x, K, stride_xb, stride_xm, stride_xk)
+    encode, scale = fp8_vector_scales(largest_magnitude(x, 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
     qt = tl.trans(encode_e4m3(to_f32(x) * encode[None, :], ELEMENT_MAX))
     _store_tile(qt_ptr, batch, qt, offs_k, offs_m, K, M)
     tl.store(st_ptr + offs_k, scale, mask=offs_k < K)
@@ -160,6 +125,7 @@ def _quantize_fp8_kernel(
     s_ptr,  # [B, K/BLOCK, M] f32, or [B, M/BLOCK, K/BLOCK] where SQUARE
     qt_ptr,  # [B, K, M] e4m3 bytes
     st_ptr,  # [B, M/BLOCK, K] f32, or [B, K/BLOCK, M/BLOCK] where SQUARE
+    blocks_ptr,  # where tokens lie in groups their table, see triton_group_blocks.py; one copy a launch, B = 1
     M,
     K,
     stride_xb,
@@ -185,10 +151,16 @@ def _quantize_fp8_kernel(
     batch, tile_m, tile_k, tiles_m, tiles_k = _locate_tile(tile, M, K, TILE_M, TILE_K, BATCHED)
     offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
     offs_k = tile_k * TILE_K + tl.arange(0, TILE_K)
+    # The tile's rows in `x`, of which those from `end_x` on are zeros.
+    offs_x, end_x = offs_m, M
+    if blocks_ptr is not None:
+        first_x, end_x, _ = load_block(blocks_ptr, tile_m if COLUMNWISE else -1)
+        if COLUMNWISE:
+            offs_x = first_x + tl.arange(0, TILE_M)
 
     if SQUARE:
         x = _load_values(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk)
-        encode, scale = _fp8_scales(tl.max(largest_magnitude(x, 1), 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+        encode, scale = fp8_scales(tl.max(largest_magnitude(x, 1), 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
         q = encode_e4m3(to_f32(x) * encode, ELEMENT_MAX)
         if ROWWISE:
             _store_tile(q_ptr, batch, q, offs_m, offs_k, M, K)
@@ -205,38 +177,26 @@ def _quantize_fp8_kernel(
             strip = tl.program_id(0) % PROGRAMS
             if strip < ROW_STRIPS:
                 _quantize_rows(
-                    x_ptr, q_ptr, s_ptr, batch, tile_m * TILE_M + strip * ROWS, offs_k, M, K,
+                    x_ptr, q_ptr, s_ptr, batch, tile_m * TILE_M + strip * ROWS, end_x, offs_k, M, K,
                     stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, ROWS,
                 )  # fmt: skip
             else:
                 _quantize_columns(
-                    x_ptr, qt_ptr, st_ptr, batch, offs_m, tile_k * TILE_K + (strip - ROW_STRIPS) * COLUMNS, M, K,
+                    x_ptr, qt_ptr, st_ptr, batch, offs_x, end_x, offs_m,
+                    tile_k * TILE_K + (strip - ROW_STRIPS) * COLUMNS, M, K,
                     stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, COLUMNS,
                 )  # fmt: skip
         else:
             for strip in tl.static_range(ROW_STRIPS):
                 _quantize_rows(
-                    x_ptr, q_ptr, s_ptr, batch, tile_m * TILE_M + strip * ROWS, offs_k, M, K,
+                    x_ptr, q_ptr, s_ptr, batch, tile_m * TILE_M + strip * ROWS, end_x, offs_k, M, K,
                     stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, ROWS,
                 )  # fmt: skip
             for strip in tl.static_range(COLUMN_STRIPS):
                 _quantize_columns(
-                    x_ptr, qt_ptr, st_ptr, batch, offs_m, tile_k * TILE_K + strip * COLUMNS, M, K,
+                    x_ptr, qt_ptr, st_ptr, batch, offs_x, end_x, offs_m, tile_k * TILE_K + strip * COLUMNS, M, K,
                     stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, COLUMNS,
                 )  # fmt: skip
-
-
-@triton.jit
-def _nvfp4_scales(amax_bits, tensor_amax, ELEMENT_MAX: tl.constexpr, SCALE_MAX: tl.constexpr):
-    """(encode, e4m3 scale bytes) of block amaxes; see formats/nvfp4.py."""
-    tensor_encode = at_most_f32_max(tl.div_rn(ELEMENT_MAX * SCALE_MAX, tensor_amax))
-    tensor_encode = tl.where(tensor_amax > 0, tensor_encode, 1.0)
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    scale = encode_e4m3_by_integers(amax * (tensor_encode * tl.div_rn(1.0, ELEMENT_MAX)), SCALE_MAX)
-    decoded = decode_e4m3(scale, 1.0).to(tl.float32)
-    encode = at_most_f32_max(tl.div_rn(1.0, decoded * tl.div_rn(1.0, tensor_encode)))
-    # A block scale of zero (or NaN) leaves the sign and saturates: the largest factor stands for "divide by zero".
-    return at_most_f32_max(tl.where(decoded > 0, encode, float("inf"))), scale
 
 
 @triton.jit
@@ -261,6 +221,7 @@ def _quantize_nvfp4_kernel(
     s_ptr,  # [B, M, K/BLOCK] e4m3 bytes, or [B, M/BLOCK, K/BLOCK] where SQUARE
     qt_ptr,  # [B, K, ⌈M/2⌉] two codes a byte
     st_ptr,  # [B, K, M/BLOCK] e4m3 bytes, or [B, K/BLOCK, M/BLOCK] where SQUARE
+    blocks_ptr,  # as above
     M,
     K,
     packed_m,  # ⌈M/2⌉ and ⌈K/2⌉: as arguments their divisibility is known, and with it how wide a store may be
@@ -290,13 +251,24 @@ def _quantize_nvfp4_kernel(
     blocks_k = tile_k * BLOCKS_K + tl.arange(0, BLOCKS_K)
     grid_m, grid_k = tl.cdiv(M, BLOCK), tl.cdiv(K, BLOCK)
 
+    offs_x, end_x = offs_m, M
+    if blocks_ptr is not None:
+        if COLUMNWISE:
+            # Of blocks behind the copy, which are not stored, the table may have none.
+            firsts, end_x, _ = load_block(blocks_ptr, tl.where(offs_m < M, offs_m // BLOCK, -1))
+            offs_x = firsts + offs_m % BLOCK
+            # Padded tokens are whole blocks, so that packed rows start on 8 bytes.
+            packed_m = M // BLOCK * (BLOCK // 2)
+        else:
+            _, end_x, _ = load_block(blocks_ptr, -1)
+
     tensor_amax = tl.load(tensor_amax_ptr)
-    x = _load_tile(x_ptr, batch, offs_m, offs_k, M, K, stride_xb, stride_xm, stride_xk)
+    x = _load_tile(x_ptr, batch, offs_x, offs_k, end_x, K, stride_xb, stride_xm, stride_xk)
     magnitude = magnitude_bits(x)  # [TILE_M, TILE_K]
 
     if SQUARE:
         amax = tl.max(tl.max(magnitude.reshape(BLOCKS_M, BLOCK, BLOCKS_K, BLOCK), 3), 1)
-        encode, scale = _nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [BLOCKS_M, BLOCKS_K]
+        encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [BLOCKS_M, BLOCKS_K]
         y = x.reshape(BLOCKS_M, BLOCK, BLOCKS_K, BLOCK) * encode[:, None, :, None]
         codes = encode_e2m1(y, ELEMENT_MAX)
         if ROWWISE:
@@ -308,14 +280,14 @@ def _quantize_nvfp4_kernel(
     else:
         if ROWWISE:
             amax = tl.max(magnitude.reshape(TILE_M, BLOCKS_K, BLOCK), 2)
-            encode, scale = _nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [TILE_M, BLOCKS_K]
+            encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [TILE_M, BLOCKS_K]
             codes = encode_e2m1(x.reshape(TILE_M, BLOCKS_K, BLOCK) * encode[:, :, None], ELEMENT_MAX)
             _store_tile(q_ptr, batch, _pack(codes, TILE_M, TILE_K), offs_m, pairs_k, M, packed_k)
             _store_tile(s_ptr, batch, scale, offs_m, blocks_k, M, grid_k)
         if COLUMNWISE:
-            amax = _deal_out(tl.max(magnitude.reshape(BLOCKS_M, BLOCK, TILE_K), 1))
-            encode, scale = _nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [BLOCKS_M, TILE_K]
-            encode = _deal_out(encode)
+            amax = deal_out(tl.max(magnitude.reshape(BLOCKS_M, BLOCK, TILE_K), 1))
+            encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [BLOCKS_M, TILE_K]
+            encode = deal_out(encode)
             codes = encode_e2m1(x.reshape(BLOCKS_M, BLOCK, TILE_K) * encode[:, None, :], ELEMENT_MAX)
             _store_tile(qt_ptr, batch, _pack_transposed(codes, TILE_M, TILE_K), offs_k, pairs_m, K, packed_m)
             _store_tile(st_ptr, batch, tl.trans(scale), offs_k, blocks_m, K, grid_m)
@@ -328,13 +300,19 @@ def quantize(
     rowwise: bool,
     columnwise: bool,
     power_of_2_scales: bool,
+    blocks: torch.Tensor | None = None,
+    rows: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(qdata, scale) of each copy asked for, rowwise first; the copies are those of `ops.quantize`, bit for bit."""
+    """(qdata, scale) of each copy asked for, rowwise first; the copies are those of `ops.quantize`, bit for bit.
+
+    blocks: a table of `group_blocks`: of its tokens one copy, padded to so many `rows` where it is columnwise.
+    """
     if _FP8_BOTH_GLUON_WARPS is not None and rowwise and columnwise and why_not_gluon(x, fmt) is None:
         from torchao_blockwise.ops.quantize import gluon
 
         return gluon.quantize_both(x, fmt, power_of_2_scales, _FP8_BOTH_GLUON_WARPS)
     *batch, M, K = x.shape
+    M = M if rows is None else rows
     ragged = K % _ALIGNMENT != 0 or (columnwise and M % _ALIGNMENT != 0)
     in_one_launch = fmt.is_square or (_FP8_BOTH is not None and fmt.element is not E2M1)
     if rowwise and columnwise and (ragged or not in_one_launch):
@@ -356,20 +334,21 @@ def quantize(
     options = {"BATCHED": B > 1, **options}
     pointers = [None if t is None else t.view(torch.uint8) if t.itemsize == 1 else t for t in (q, s, qt, st)]
     if fmt.element is E2M1:
-        sizes = M, K, fmt.element.packed(M), fmt.element.packed(K)
-        launch(_quantize_nvfp4_kernel, grid, x, tensor_amax, *pointers, *sizes, *strides, **options)
+        # Of tokens in groups the kernel knows ⌈M/2⌉ itself: one build less.
+        sizes = M, K, fmt.element.packed(M) if blocks is None else None, fmt.element.packed(K)
+        launch(_quantize_nvfp4_kernel, grid, x, tensor_amax, *pointers, blocks, *sizes, *strides, **options)
     else:
-        launch(_quantize_fp8_kernel, grid, x, *pointers, M, K, *strides, **options)
+        launch(_quantize_fp8_kernel, grid, x, *pointers, blocks, M, K, *strides, **options)
     return copies
 
 
-def why_not_gluon(x: torch.Tensor, fmt: BlockFormat) -> str | None:
-    """Why the kernel in gluon.py cannot make both copies of `x`, or None if it can."""
+def why_not_gluon(x: torch.Tensor, fmt: BlockFormat, grouped: bool = False) -> str | None:
+    """Why the kernel in gluon.py cannot make both copies of `x`, of rows that may be in groups, or None if it can."""
     if not _compat.has_gluon():
         return "Gluon needs Triton 3.6 or newer"
     from torchao_blockwise.ops.quantize import gluon
 
-    return gluon.why_not(x, fmt)
+    return gluon.why_not(x, fmt, grouped)
 
 
 @functools.cache

@@ -15,6 +15,9 @@ from torchao_blockwise.ops.fused import (
     quantized_copies,
     without_grad,
 )
+from torchao_blockwise.ops.grouped_quantize import check_row_blocks, grouped_quantize
+from torchao_blockwise.ops.grouped_quantize import reference as grouped_reference
+from torchao_blockwise.ops.groups import check_group_ends
 from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.ops.quantize import quantize
 from torchao_blockwise.ops.swiglu_quantize import reference
@@ -44,24 +47,26 @@ def swiglu_quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     power_of_2_scales: bool = False,
+    group_ends: torch.Tensor | None = None,
     backend: Backend | str | None = None,
 ):
     """`quantize(swiglu(gate, up))` in one pass: h = silu(gate) · up never goes to memory.
 
     gate, up: as in `swiglu`. rowwise, columnwise, power_of_2_scales: as in `quantize`, and so is what is returned.
+    group_ends: of tokens in groups; then it is `grouped_quantize(swiglu(gate, up), group_ends)`.
     The same bits as the two operations one after the other. NVFP4 and 128×128 blocks do run as the two: a tensor scale
     needs all of h before any block of it can be quantised. Not differentiable.
 
-    Raises TypeError for a dtype, ValueError for shapes or a format, option or backend that does not exist.
+    Raises TypeError for a dtype, ValueError for shapes, ends or a format, option or backend that does not exist.
     """
     fmt, backend = get_format(fmt), get_backend(backend).value
-    check_copies("swiglu_quantize", fmt, rowwise, columnwise, power_of_2_scales)
+    options = {"rowwise": rowwise, "columnwise": columnwise, "power_of_2_scales": power_of_2_scales}
+    _check_quantize("swiglu_quantize", fmt, group_ends, **options)
     _check("swiglu_quantize", gate=gate, up=up)
     inputs = without_grad(gate, up)
-    copies = {"rowwise": rowwise, "columnwise": columnwise, "power_of_2_scales": power_of_2_scales}
     if fmt not in FUSED_FORMATS:
-        return quantize(swiglu_op(*inputs, backend), fmt, **copies, backend=backend)
-    return operands_of(swiglu_quantize_op(*inputs, fmt.name, rowwise, columnwise, power_of_2_scales, backend), fmt)
+        return _quantize(swiglu_op(*inputs, backend), group_ends, fmt, options, backend)
+    return operands_of(swiglu_quantize_op(*inputs, fmt.name, *options.values(), backend, group_ends), fmt)
 
 
 def swiglu_backward(
@@ -87,6 +92,7 @@ def swiglu_backward_quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     power_of_2_scales: bool = False,
+    group_ends: torch.Tensor | None = None,
     backend: Backend | str | None = None,
 ):
     """`quantize(cat(swiglu_backward(dh, gate, up), dim=1))` in one pass: the gradient of a merged [M, 2H] projection.
@@ -95,17 +101,28 @@ def swiglu_backward_quantize(
     half is dgate and second half dup. Where H is no multiple of 128, one block holds parts of both; where it is none of
     16 either, rows of the second half start off 16 bytes, and this runs as the two operations.
 
-    Raises TypeError for a dtype, ValueError for shapes or a format, option or backend that does not exist.
+    Raises TypeError for a dtype, ValueError for shapes, ends or a format, option or backend that does not exist.
     """
     fmt, backend = get_format(fmt), get_backend(backend).value
-    check_copies("swiglu_backward_quantize", fmt, rowwise, columnwise, power_of_2_scales)
+    options = {"rowwise": rowwise, "columnwise": columnwise, "power_of_2_scales": power_of_2_scales}
+    _check_quantize("swiglu_backward_quantize", fmt, group_ends, **options)
     _check("swiglu_backward_quantize", gate=gate, up=up, dh=dh)
     inputs = without_grad(dh, gate, up)
-    copies = {"rowwise": rowwise, "columnwise": columnwise, "power_of_2_scales": power_of_2_scales}
     if fmt not in FUSED_FORMATS or gate.shape[1] % _ALIGNMENT:
-        return quantize(torch.cat(swiglu_backward_op(*inputs, backend), 1), fmt, **copies, backend=backend)
-    outputs = swiglu_backward_quantize_op(*inputs, fmt.name, rowwise, columnwise, power_of_2_scales, backend)
-    return operands_of(outputs, fmt)
+        return _quantize(torch.cat(swiglu_backward_op(*inputs, backend), 1), group_ends, fmt, options, backend)
+    return operands_of(swiglu_backward_quantize_op(*inputs, fmt.name, *options.values(), backend, group_ends), fmt)
+
+
+def _quantize(y: torch.Tensor, group_ends: torch.Tensor | None, fmt: BlockFormat, options: dict, backend: str):
+    if group_ends is None:
+        return quantize(y, fmt, **options, backend=backend)
+    return grouped_quantize(y, group_ends, fmt, **options, backend=backend)
+
+
+def _check_quantize(op: str, fmt: BlockFormat, group_ends: torch.Tensor | None, **options: bool) -> None:
+    check_copies(op, fmt, **options)
+    if group_ends is not None:
+        check_row_blocks(op, fmt)
 
 
 def _merged_shape(gate: torch.Tensor) -> tuple[int, int]:
@@ -151,38 +168,55 @@ def _swiglu_backward_fake(dh, gate, up, backend):
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
-def _swiglu_quantize(gate, up, format, rowwise, columnwise, power_of_2_scales, backend):
-    fmt = get_format(format)
+def _copies_of(y, group_ends, fmt, rowwise, columnwise, power_of_2_scales):
+    """The reference's copies of `y`."""
+    if group_ends is None:
+        return quantized_copies(y, fmt, rowwise, columnwise, power_of_2_scales)
+    return grouped_reference.quantize(y, group_ends, fmt, None, rowwise, columnwise, power_of_2_scales)
+
+
+def _check_ends(op, gate, group_ends):
+    if group_ends is not None:
+        check_group_ends(op, group_ends, gate.shape[0], gate.device)
+
+
+def _swiglu_quantize(gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None):
+    _check_ends("swiglu_quantize", gate, group_ends)
+    fmt, options = get_format(format), (rowwise, columnwise, power_of_2_scales)
     if pick_kernel("swiglu_quantize", gate, backend, quantizes=True) is not Backend.TRITON:
-        return quantized_copies(reference.swiglu(gate, up), fmt, rowwise, columnwise, power_of_2_scales)
+        return _copies_of(reference.swiglu(gate, up), group_ends, fmt, *options)
     from torchao_blockwise.ops.swiglu_quantize import triton
 
-    copies = new_copies(gate, fmt, gate.shape, rowwise, columnwise)
-    triton.swiglu_quantize(gate, up, fmt, copies, rowwise, columnwise, power_of_2_scales)
+    copies = new_copies(gate, fmt, gate.shape, rowwise, columnwise, group_ends)
+    triton.swiglu_quantize(gate, up, fmt, copies, *options, group_ends)
     return copies
 
 
-def _swiglu_quantize_fake(gate, up, format, rowwise, columnwise, power_of_2_scales, backend):
-    return new_copies(gate, get_format(format), gate.shape, rowwise, columnwise)
+def _swiglu_quantize_fake(gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None):
+    _check_ends("swiglu_quantize", gate, group_ends)
+    return new_copies(gate, get_format(format), gate.shape, rowwise, columnwise, group_ends)
 
 
-def _swiglu_backward_quantize(dh, gate, up, format, rowwise, columnwise, power_of_2_scales, backend):
-    fmt = get_format(format)
+def _swiglu_backward_quantize(dh, gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None):
+    _check_ends("swiglu_backward_quantize", gate, group_ends)
+    fmt, options = get_format(format), (rowwise, columnwise, power_of_2_scales)
     if pick_kernel("swiglu_backward_quantize", gate, backend, quantizes=True) is not Backend.TRITON:
-        gradient = torch.cat(reference.swiglu_backward(dh, gate, up), 1)
-        return quantized_copies(gradient, fmt, rowwise, columnwise, power_of_2_scales)
+        return _copies_of(torch.cat(reference.swiglu_backward(dh, gate, up), 1), group_ends, fmt, *options)
     from torchao_blockwise.ops.swiglu_quantize import triton
 
-    copies = new_copies(gate, fmt, _merged_shape(gate), rowwise, columnwise)
-    triton.swiglu_backward_quantize(dh, gate, up, fmt, copies, rowwise, columnwise, power_of_2_scales)
+    copies = new_copies(gate, fmt, _merged_shape(gate), rowwise, columnwise, group_ends)
+    triton.swiglu_backward_quantize(dh, gate, up, fmt, copies, *options, group_ends)
     return copies
 
 
-def _swiglu_backward_quantize_fake(dh, gate, up, format, rowwise, columnwise, power_of_2_scales, backend):
-    return new_copies(gate, get_format(format), _merged_shape(gate), rowwise, columnwise)
+def _swiglu_backward_quantize_fake(
+    dh, gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None
+):
+    _check_ends("swiglu_backward_quantize", gate, group_ends)
+    return new_copies(gate, get_format(format), _merged_shape(gate), rowwise, columnwise, group_ends)
 
 
-_OPTIONS = "str format, bool rowwise, bool columnwise, bool power_of_2_scales, str backend"
+_OPTIONS = "str format, bool rowwise, bool columnwise, bool power_of_2_scales, str backend, Tensor? group_ends=None"
 swiglu_op = define_op("swiglu(Tensor gate, Tensor up, str backend) -> Tensor", _swiglu, _swiglu_fake)
 swiglu_quantize_op = define_op(
     f"swiglu_quantize(Tensor gate, Tensor up, {_OPTIONS}) -> Tensor[]", _swiglu_quantize, _swiglu_quantize_fake

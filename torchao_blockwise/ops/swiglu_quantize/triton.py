@@ -11,6 +11,9 @@ up) are computed by a program each, neighbours, as they read the same tiles of g
            └───┴───┴───┘
 
 Where H is no multiple of a block, a block of the gradient holds parts of both, and a program reads what it needs.
+
+Tokens in groups: tiles with a columnwise copy are blocks of the padded tokens, which begin at any row; behind those of
+the last group come the tokens of no group, whose rowwise copy is zeros. Without one, tiles are rows as they lie.
 """
 
 import torch
@@ -18,9 +21,11 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import FP8_1X128, BlockFormat
+from torchao_blockwise.ops.groups import padded_tokens
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.swiglu_quantize import exponential
 from torchao_blockwise.ops.triton_elements import from_f32, magnitude_bits, to_f32
+from torchao_blockwise.ops.triton_group_blocks import group_blocks, load_block
 from torchao_blockwise.ops.triton_tiles import (
     columnwise_needs_rowwise,
     load_tile,
@@ -66,6 +71,27 @@ def _gradients(dh, gate, up):
 
 
 @triton.jit
+def _locate_rows(blocks_ptr, tile_m, M, TILE_M: tl.constexpr, COLUMNWISE: tl.constexpr):
+    """(first, live, end) of the tile's rows: those before `live` have values, up to `end` it holds zeros."""
+    if blocks_ptr is None:
+        return tile_m * TILE_M, M, M
+    elif COLUMNWISE:
+        return load_block(blocks_ptr, tile_m)
+    else:
+        _, live, end = load_block(blocks_ptr, -1)
+        return tile_m * TILE_M, live, end
+
+
+@triton.jit
+def _columnwise_size(blocks_ptr, tile_m, M, P, columns, TILE_M: tl.constexpr):
+    """(M, K) of the columnwise copy, K = 0 for a tile that it has no room for: of tokens of no group."""
+    if blocks_ptr is None:
+        return M, columns
+    else:
+        return P, tl.where(tile_m * TILE_M < P, columns, 0)
+
+
+@triton.jit
 def _swiglu_kernel(
     gate_ptr,  # [M, H] bf16 | f16 | f32
     up_ptr,  # [M, H] of the same dtype
@@ -74,7 +100,9 @@ def _swiglu_kernel(
     s_ptr,
     qt_ptr,
     st_ptr,
+    blocks_ptr,  # None, or where tokens lie in groups their table, see triton_group_blocks.py
     M,
+    P,  # padded tokens, or None
     H,
     stride_gm,
     stride_gh,
@@ -92,23 +120,27 @@ def _swiglu_kernel(
     tiles_h = tl.cdiv(H, BLOCK)
     tile_m, tile_h = tl.program_id(0) // tiles_h, tl.program_id(0) % tiles_h
     offs_h = tile_h * BLOCK + tl.arange(0, BLOCK)
+    first, live, end = _locate_rows(blocks_ptr, tile_m, M, TILE_M, COLUMNWISE)
     hs = ()
     largest = tl.zeros((ROWS, BLOCK), tl.int32)
     for i in tl.static_range(TILE_M // ROWS):
-        offs_m = tile_m * TILE_M + i * ROWS + tl.arange(0, ROWS)
-        gate = load_tile(gate_ptr, offs_m, offs_h, M, H, stride_gm, stride_gh)
-        up = load_tile(up_ptr, offs_m, offs_h, M, H, stride_um, stride_uh)
+        offs_m = first + i * ROWS + tl.arange(0, ROWS)
+        gate = load_tile(gate_ptr, offs_m, offs_h, live, H, stride_gm, stride_gh)
+        up = load_tile(up_ptr, offs_m, offs_h, live, H, stride_um, stride_uh)
         h = from_f32(gate * _sigmoid(gate) * up, gate_ptr.dtype.element_ty)
         if ROWWISE:
-            store_rowwise(to_f32(h), q_ptr, s_ptr, tile_h, offs_m, offs_h, M, H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+            store_rowwise(
+                to_f32(h), q_ptr, s_ptr, tile_h, offs_m, offs_h, M, H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, end
+            )  # fmt: skip
         if COLUMNWISE:
             largest = tl.maximum(largest, magnitude_bits(to_f32(h)))
             hs = hs + (h,)  # noqa: RUF005  # Triton knows no unpacking
         if not (ROWWISE or COLUMNWISE):
             store_plain(h_ptr, h, offs_m, offs_h, M, H)
     if COLUMNWISE:
+        padded, columns = _columnwise_size(blocks_ptr, tile_m, M, P, H, TILE_M)
         store_columnwise(
-            hs, largest, qt_ptr, st_ptr, tile_m, offs_h, M, H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK
+            hs, largest, qt_ptr, st_ptr, tile_m, offs_h, padded, columns, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK
         )  # fmt: skip
 
 
@@ -123,7 +155,9 @@ def _swiglu_backward_kernel(
     s_ptr,
     qt_ptr,
     st_ptr,
+    blocks_ptr,  # None, or where tokens lie in groups their table, see triton_group_blocks.py
     M,
+    P,  # padded tokens, or None
     H,
     stride_dm,
     stride_dh,
@@ -162,18 +196,19 @@ def _swiglu_backward_kernel(
         offs_h = tile_h * BLOCK + tl.arange(0, BLOCK)
         offs_c = tile_c * BLOCK + tl.arange(0, BLOCK)
         of_up = part == 1
+    first, live, end = _locate_rows(blocks_ptr, tile_m, M, TILE_M, COLUMNWISE)
     gradients = ()
     largest = tl.zeros((ROWS, BLOCK), tl.int32)
     for i in tl.static_range(TILE_M // ROWS):
-        offs_m = tile_m * TILE_M + i * ROWS + tl.arange(0, ROWS)
-        dh = load_tile(dh_ptr, offs_m, offs_h, M, H, stride_dm, stride_dh)
-        gate = load_tile(gate_ptr, offs_m, offs_h, M, H, stride_gm, stride_gh)
-        up = load_tile(up_ptr, offs_m, offs_h, M, H, stride_um, stride_uh)
+        offs_m = first + i * ROWS + tl.arange(0, ROWS)
+        dh = load_tile(dh_ptr, offs_m, offs_h, live, H, stride_dm, stride_dh)
+        gate = load_tile(gate_ptr, offs_m, offs_h, live, H, stride_gm, stride_gh)
+        up = load_tile(up_ptr, offs_m, offs_h, live, H, stride_um, stride_uh)
         dgate, dup = _gradients(dh, gate, up)
         gradient = from_f32(tl.where(of_up, dup, dgate), dtype)
         if ROWWISE:
             store_rowwise(
-                to_f32(gradient), q_ptr, s_ptr, tile_c, offs_m, offs_c, M, 2 * H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2
+                to_f32(gradient), q_ptr, s_ptr, tile_c, offs_m, offs_c, M, 2 * H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, end
             )  # fmt: skip
         if COLUMNWISE:
             largest = tl.maximum(largest, magnitude_bits(to_f32(gradient)))
@@ -182,25 +217,36 @@ def _swiglu_backward_kernel(
             store_plain(dgate_ptr, from_f32(dgate, dtype), offs_m, offs_h, M, H)
             store_plain(dup_ptr, from_f32(dup, dtype), offs_m, offs_h, M, H)
     if COLUMNWISE:
+        padded, columns = _columnwise_size(blocks_ptr, tile_m, M, P, 2 * H, TILE_M)
         store_columnwise(
-            gradients, largest, qt_ptr, st_ptr, tile_m, offs_c, M, 2 * H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK
+            gradients, largest, qt_ptr, st_ptr, tile_m, offs_c, padded, columns,
+            ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK,
         )  # fmt: skip
 
 
-def _launch(kernel, inputs, plain, fmt, copies, rowwise, columnwise, power_of_2_scales, width, **flags) -> None:
+def _launch(
+    kernel, inputs, plain, fmt, copies, rowwise, columnwise, power_of_2_scales, width, group_ends=None, **flags
+) -> None:
     """Run `kernel` on `inputs` [M, H]; its copies are of an [M, width]."""
     M, H = inputs[0].shape
     if M == 0 or H == 0:
         return
+    blocks = P = None
+    if group_ends is not None:
+        blocks = group_blocks(group_ends, M, fmt.block[1])
+        P = padded_tokens(M, group_ends.shape[0], fmt.block[1])
     # Of gradients too: three inputs, two of them computed, leave no registers to read ahead.
-    if columnwise and not rowwise and (columnwise_needs_rowwise(M, H) or len(inputs) > 2):
+    if columnwise and not rowwise and (columnwise_needs_rowwise(P or M, H) or len(inputs) > 2):
         copies, rowwise = [*fmt.new_empty(inputs[0], M, width), *copies], True
     options = options_of(fmt, rowwise, columnwise, power_of_2_scales)
-    tiles = ceil_div(M, options["TILE_M"]) * ceil_div(width, options["BLOCK"])
+    # Each group begins a tile where blocks are columns.
+    in_blocks = columnwise and blocks is not None
+    tiles_m = blocks.shape[0] - 1 if in_blocks else ceil_div(M, options["TILE_M"])
+    tiles = tiles_m * ceil_div(width, options["BLOCK"])
     strides = [stride for x in inputs for stride in x.stride()]
     launch(
         kernel, tiles,
-        *inputs, *plain, *pointers(copies, rowwise, columnwise), M, H, *strides, **flags, **options,
+        *inputs, *plain, *pointers(copies, rowwise, columnwise), blocks, M, P, H, *strides, **flags, **options,
     )  # fmt: skip
 
 
@@ -212,10 +258,13 @@ def swiglu_quantize(
     rowwise: bool,
     columnwise: bool,
     power_of_2_scales: bool,
+    group_ends: torch.Tensor | None = None,
 ) -> None:
-    """Fill `copies`, (qdata, scale) of each copy asked for, with silu(gate) · up quantised."""
+    """Fill `copies`, (qdata, scale) of each copy asked for, with silu(gate) · up quantised, in those groups."""
     width = gate.shape[1]
-    _launch(_swiglu_kernel, (gate, up), (None,), fmt, copies, rowwise, columnwise, power_of_2_scales, width)
+    _launch(
+        _swiglu_kernel, (gate, up), (None,), fmt, copies, rowwise, columnwise, power_of_2_scales, width, group_ends
+    )  # fmt: skip
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -234,12 +283,13 @@ def swiglu_backward_quantize(
     rowwise: bool,
     columnwise: bool,
     power_of_2_scales: bool,
+    group_ends: torch.Tensor | None = None,
 ) -> None:
-    """Fill `copies` with the [M, 2H] gradient (dgate | dup) quantised."""
+    """Fill `copies` with the [M, 2H] gradient (dgate | dup) quantised, in those groups."""
     H = gate.shape[1]
     _launch(
         _swiglu_backward_kernel, (dh, gate, up), (None, None), fmt, copies, rowwise, columnwise, power_of_2_scales,
-        2 * H, WHOLE_BLOCKS=H % fmt.block[1] == 0,
+        2 * H, group_ends, WHOLE_BLOCKS=H % fmt.block[1] == 0,
     )  # fmt: skip
 
 

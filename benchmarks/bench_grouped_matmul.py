@@ -1,0 +1,335 @@
+"""The grouped products of a mixture's experts, each backend of ours beside its peers, under several routings.
+
+Products, each of all experts of one GPU together, for the weights [E, out, in] of both layers of their MLPs:
+    output, grad_input     groups of rows: x · wᵀ, dy · w
+    grad_weight            groups of the contraction: dyᵀ · x for each expert, from quantised operands
+    grad_weight_quantised  the same from bf16 dy and x: both columnwise quantisers and the product
+Checks first: corners of the largest, the smallest and the last expert that has tokens, against the fp64 product of what
+the operands decode to, and zeros for those that have none. Times are of CUDA graph replays with a cold cache. Floor:
+the greater of bytes that must move over copy bandwidth, and operations over the rate of cuBLASLt's tensorwise fp8, both
+measured here; only experts with tokens count. A ratio to a peer is the peer's time over ours: above 1 we win.
+Writes benchmarks/results/grouped_matmul_<device>.json, .md and .png.
+
+    python benchmarks/bench_grouped_matmul.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed]
+                                              [--only grad_weight] [--backends triton gluon] [--peers bf16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+import experts
+import grouped_peers
+import peers
+import report
+import torch
+from experts import ROUTINGS, Experts, group_ends
+from report import Report
+from roofline import Series
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops import Backend
+from torchao_blockwise.ops.grouped_matmul import candidates
+from torchao_blockwise.tuning import Timing, error_budget, input_sets, product_error, time_runs
+from torchao_blockwise.tuning.products import RECIPES
+from torchao_blockwise.tuning.timing import reason
+
+KINDS = ("output", "grad_input", "grad_weight", "grad_weight_quantised")
+COLUMNS = (
+    *("product", "shape", "weight", "routing", "recipe", "by", "us", "spread %", "TFLOP/s", "roofline us"),
+    *("of roofline", "error"),
+)
+# Peers that quantise in their own way, or not at all, are as far off as our quantisation is.
+_OTHERS_BUDGET = {"fp8": 0.1, "nvfp4": 0.25}
+# A rate above the measured peak times this is not believed.
+_TOO_FAST = 1.5
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """One grouped product of experts whose weights are [experts, out_features, in_features].
+
+    kind: of KINDS. sizes: tokens of each expert. recipe: "fp8" or "nvfp4".
+    """
+
+    kind: str
+    sizes: tuple[int, ...]
+    out_features: int
+    in_features: int
+    recipe: str = "fp8"
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def along(self) -> str:
+        return "k" if self.kind.startswith("grad_weight") else "m"
+
+    @property
+    def quantises(self) -> bool:
+        return self.kind == "grad_weight_quantised"
+
+    @property
+    def formats(self) -> tuple[BlockFormat, BlockFormat]:
+        activations, weights = RECIPES[self.recipe]
+        return activations, weights if self.along == "m" else activations
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.tokens * self.out_features * self.in_features
+
+    def nbytes(self) -> int:
+        """Bytes that must move: what experts with tokens read, and all of what is written, in bf16."""
+        t, n, k = self.tokens, self.out_features, self.in_features
+        a_fmt, b_fmt = self.formats
+        weights, size = sum(size > 0 for size in self.sizes), torch.bfloat16.itemsize
+        if self.along == "m":
+            contraction, out = (k, n) if self.kind == "output" else (n, k)
+            return a_fmt.nbytes(t, contraction) + weights * b_fmt.nbytes(n, k) + t * out * size
+        read = (n + k) * t * size if self.quantises else a_fmt.nbytes(n, t) + b_fmt.nbytes(k, t)
+        return read + len(self.sizes) * n * k * size
+
+    def high_precision(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fresh random bf16 tensors: x or dy, and the weights or x."""
+
+        def random(*shape):
+            return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+        t, n, k = self.tokens, self.out_features, self.in_features
+        first = random(t, k if self.kind == "output" else n)
+        return first, random(len(self.sizes), n, k) if self.along == "m" else random(t, k)
+
+    def quantize(self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor):
+        """The operands that the product takes."""
+        a_fmt, b_fmt = self.formats
+        if self.along == "k":
+            columnwise = {"rowwise": False, "columnwise": True}
+            return tuple(ops.grouped_quantize(x, ends, a_fmt, **columnwise) for x in (first, second))
+        transposed = self.kind == "grad_input"
+        weights = ops.quantize(second, b_fmt, rowwise=not transposed, columnwise=transposed)
+        return ops.quantize(first, a_fmt), weights
+
+    def error(self, out: torch.Tensor, a, b) -> float:
+        """Largest `product_error` of three experts' products; inf where one without tokens has no zeros."""
+        ends = list(itertools.accumulate(self.sizes))
+        with_tokens = [g for g, size in enumerate(self.sizes) if size]
+        order = sorted(with_tokens, key=self.sizes.__getitem__)
+        empty = [g for g, size in enumerate(self.sizes) if not size]
+        if self.along == "k" and empty and bool((out[empty] != 0).any()):
+            return math.inf
+        errors = [0.0]
+        for g in dict.fromkeys((*order[-1:], *order[:1], *with_tokens[-1:])):
+            if self.along == "m":
+                rows = slice(ends[g] - self.sizes[g], ends[g])
+                weight = b._replace(qdata=b.qdata[g], scale=b.scale[g])
+                errors.append(product_error(out[rows], _rows(a, rows), weight))
+            else:
+                block = a.fmt.block[1]
+                first = sum(-(-size // block) for size in self.sizes[:g])
+                blocks = slice(first, first - (-self.sizes[g] // block))
+                errors.append(product_error(out[g], _blocks(a, blocks), _blocks(b, blocks)))
+        return max(errors)
+
+
+def _rows(x, rows: slice):
+    return x._replace(qdata=x.qdata[rows], scale=x.scale[:, rows] if x.fmt.transposed_scales else x.scale[rows])
+
+
+def _blocks(x, blocks: slice):
+    """These blocks of an operand's contraction."""
+    width = x.fmt.block[1] // x.fmt.element.per_byte
+    scale = x.scale[blocks] if x.fmt.transposed_scales else x.scale[:, blocks]
+    return x._replace(qdata=x.qdata[:, blocks.start * width : blocks.stop * width], scale=scale)
+
+
+def our_runs(product: GroupedProduct, backends: Sequence[str] | None, a, b) -> dict[str, Callable | str]:
+    """(first, second, ends, a, b) -> product by each backend that can, or why not; the reference named or alone."""
+    reasons = candidates(a.qdata, b.qdata, *product.formats, product.along, torch.bfloat16)
+    able = [x for x, why in reasons.items() if why is None and x is not Backend.REFERENCE] or [Backend.REFERENCE]
+
+    def run_on(backend):
+        def run(first, second, ends, a, b):
+            if product.quantises:
+                a, b = product.quantize(first, second, ends)
+            return ops.grouped_matmul(a, b, ends, along=product.along, out_dtype=torch.bfloat16, backend=backend)
+
+        return run
+
+    found: dict[str, Callable | str] = {}
+    for backend, why in reasons.items():
+        if backend.value in backends if backends else backend in able or why is not None:
+            found[backend.value] = why if why is not None else run_on(backend)
+    return found
+
+
+def prepare(product: GroupedProduct, backends, names: Sequence[str], device: torch.device) -> tuple[dict, dict, dict]:
+    """What is checked and can be timed: ({name: (run, sets)}, {name: error}, {name: why it is left out})."""
+    ends = torch.tensor(product.sizes).cumsum(0).to(device, torch.int32)
+
+    def make():
+        first, second = product.high_precision(device)
+        return first, second, ends, *product.quantize(first, second, ends)
+
+    sets = input_sets(make, device, product.nbytes())
+    a, b = sets[0][3:]
+    contraction = product.in_features if product.kind == "output" else product.out_features
+    budget = error_budget(contraction if product.along == "m" else max(product.sizes))
+    runs, errors, left_out = {}, {}, {}
+
+    def add(name: str, run: Callable, prepare: Callable, finish: Callable, budget: float) -> None:
+        try:
+            arguments = [prepare(*arguments) for arguments in sets]
+            # What accumulates has a place of its own for the check.
+            check = prepare(*sets[0])
+            out = run(*check)
+            error = product.error(finish(check[-1] if out is None else out, ends), a, b)
+        except Exception as failure:
+            left_out[name] = reason(failure)
+            return
+        if error > budget:
+            left_out[name] = f"WRONG, relative error {error:.2g} above {budget:.2g}"
+        else:
+            runs[name], errors[name] = (run, arguments), error
+
+    for name, run in our_runs(product, backends, a, b).items():
+        if isinstance(run, str):
+            left_out[name] = run
+        else:
+            add(name, run, lambda *arguments: arguments, lambda out, ends: out, budget)
+    for name in names:
+        try:
+            peer = grouped_peers.grouped_peer(name, product, device)
+        except peers.Unavailable as why:
+            left_out[f"peer {name}"] = str(why)
+            continue
+        peer_budget = budget if peer.same_operands else _OTHERS_BUDGET[product.recipe]
+        add(f"peer {name}", peer.run, peer.prepare, peer.finish, peer_budget)
+    return runs, errors, left_out
+
+
+def measure(product: GroupedProduct, backends, names: Sequence[str], labels: dict[str, str], results: Report) -> None:
+    """Check and time one product, and add a row for each backend of ours."""
+    ceilings = results.ceilings
+    where = f"{product.kind} {' '.join(labels.values())}"
+    runs, errors, left_out = prepare(product, backends, names, results.device)
+    times = time_runs(runs, results.device)
+    fastest = product.flops / (_TOO_FAST * max(ceilings.fp8, ceilings.bf16) * 1e6)
+    good: dict[str, Timing] = {}
+    for name, t in times.items():
+        if isinstance(t, str):
+            left_out[name] = t
+        elif t.us < fastest and results.device.type == "cuda":
+            left_out[name] = f"not believed: {t.us:.3g} us are above {_TOO_FAST} times the measured peak"
+        else:
+            good[name] = t
+    for name, why in left_out.items():
+        results.leave_out(name, where, why)
+    others = {name.removeprefix("peer "): t.us for name, t in good.items() if name.startswith("peer ")}
+    floor = ceilings.floor_us(product.nbytes(), product.flops)
+    for name, t in good.items():
+        if name.startswith("peer "):
+            continue
+        results.add(
+            {
+                "product": product.kind,
+                **labels,
+                "recipe": product.recipe,
+                "by": name,
+                "us": t.us,
+                "spread %": 100 * (t.high - t.low) / t.us,
+                "TFLOP/s": product.flops / t.us / 1e6,
+                "roofline us": floor,
+                "of roofline": floor / t.us,
+                "error": errors[name],
+                **report.ratios(t.us, others),
+                "sizes": list(product.sizes),
+                "intensity": product.flops / product.nbytes(),
+                "timing": t._asdict(),
+                "peers us": others,
+                "peers TFLOP/s": {name: product.flops / us / 1e6 for name, us in others.items()},
+            }
+        )
+
+
+def picture(results: Report) -> dict:
+    """TFLOP/s over operations a byte."""
+    ours = sorted({(row["by"], row["product"]) for row in results.rows})
+    theirs = sorted({name for row in results.rows for name in row["peers us"]})
+    series = []
+    for by, kind in ours:
+        points = [(r["intensity"], r["TFLOP/s"]) for r in results.rows if (r["by"], r["product"]) == (by, kind)]
+        series.append(Series(f"{by}, {kind}", points, True))
+    for name in theirs:
+        points = {(r["intensity"], r["peers TFLOP/s"][name]) for r in results.rows if name in r["peers us"]}
+        series.append(Series(name, sorted(points), False))
+    c = results.ceilings
+    return {
+        "title": "Grouped products of experts: " + ", ".join(results.arguments["only"]),
+        "subtitle": f"{results.device_name} · cold cache, random data, CUDA graph replays",
+        "series": series,
+        "roofs": {"fp8 tensorwise, cuBLASLt": (c.copy, c.fp8), "bf16": (c.copy, c.bf16)},
+        "labels": ("operations a byte that must move", "TFLOP/s"),
+    }
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
+    """Arguments, and the device; leaves with a message where there is no GPU to measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--shapes", nargs="+", type=experts.parse, metavar="SHAPE",
+        help=f"tokens x experts x hidden x dim, all, or of {', '.join(experts.MODELS)}; default all",
+    )  # fmt: skip
+    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="only these products")
+    parser.add_argument("--backends", nargs="+", choices=[b.value for b in Backend if b is not Backend.AUTO])
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["fp8"], help="default fp8")
+    parser.add_argument("--peers", nargs="*", choices=grouped_peers.NAMES, default=list(grouped_peers.NAMES))
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny shapes, on a CPU where there is no GPU: does it run?"
+    )
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
+    args = parser.parse_args(argv)
+    if not args.smoke and not torch.cuda.is_available():
+        parser.exit(2, f"{parser.prog}: needs a CUDA GPU; none found (--smoke tries the script out on a CPU)\n")
+    default = experts.SMOKE if args.smoke else experts.MODELS.values()
+    args.shapes = list(dict.fromkeys(itertools.chain(*args.shapes))) if args.shapes else list(default)
+    return args, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def sizes_of(shape: Experts, routing: str) -> tuple[int, ...]:
+    """Tokens of each expert."""
+    ends = [0, *group_ends(routing, shape.tokens, shape.experts, torch.device("cpu")).tolist()]
+    return tuple(end - start for start, end in itertools.pairwise(ends))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, device = parse(argv)
+    arguments = report.plain(vars(args)) | {"shapes": [str(shape) for shape in args.shapes]}
+    results = Report("grouped_matmul", device, [*COLUMNS, *(f"x {name}" for name in args.peers)], arguments)
+    results.measure_ceilings(smoke=args.smoke)
+    for kind, shape, routing, recipe in itertools.product(args.only, args.shapes, args.routings, args.recipes):
+        for weight, (_, n, k) in shape.weights.items():
+            labels = {"shape": str(shape), "weight": weight, "routing": routing}
+            try:
+                product = GroupedProduct(kind, sizes_of(shape, routing), n, k, recipe)
+                measure(product, args.backends, args.peers, labels, results)
+            except Exception as error:
+                results.leave_out("all", f"{kind} {' '.join(labels.values())}", reason(error))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    results.write(args.out, picture(results))
+    return 0 if results.rows else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

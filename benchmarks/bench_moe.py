@@ -1,0 +1,184 @@
+"""A mixture's experts, forward and backward: time, memory and the quantisers' share, ours beside bf16 and torchao.
+
+The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, quantised once a step. Recipes:
+    fp8, nvfp4       SwiGLUExperts
+    bf16             torch's grouped product, silu and multiply; bf16_compiled: the same by torch.compile
+    torchao          the same with torchao's blockwise FP8 grouped product, which runs DeepGEMM
+Columns as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantise %" is the share of
+device time in kernels that quantise, SwiGLU where it is fused with that.
+Checks first that output and gradients are those of bf16 within the recipe's error. Floor: nine products at the rate of
+cuBLASLt's tensorwise fp8, or the bytes of x, the weights and dy read once and y, dx and their gradients written once.
+Writes benchmarks/results/moe_<device>.json, .md and .png.
+
+    python benchmarks/bench_moe.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed] [--only fp8 bf16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+import experts
+import layers
+import peers
+import report
+import torch
+import torch.nn.functional as F
+from bench_model import KINDS, kernels_of
+from experts import ROUTINGS, Experts, group_ends
+from layers import OURS, Layer
+from report import Report
+from roofline import Series
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
+from torchao_blockwise.conversion import experts as experts_filter
+from torchao_blockwise.nn import SwiGLUExperts
+from torchao_blockwise.tuning import input_sets
+from torchao_blockwise.tuning.timing import reason
+
+RECIPES = ("fp8", "bf16", "bf16_compiled", "torchao", "nvfp4")
+DEFAULT_RECIPES = RECIPES[:-1]
+COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantise %")
+_CONFIGS = {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}
+# Kernels that quantise, among those that do not multiply.
+_QUANTISERS, _PRODUCTS = (re.compile(x, re.IGNORECASE) for x in (KINDS["quantise"] + "|swiglu", KINDS["products"]))
+# Of two products, one on what the other gives.
+_BUDGETS = dict.fromkeys(RECIPES, 0.15) | {"nvfp4": 0.6, "bf16_compiled": 0.02}
+
+
+class PlainExperts(nn.Module):
+    """The same MLP of two grouped products (x, weight [E, K, N], ends) -> [M, N], as frameworks write it."""
+
+    def __init__(self, like: SwiGLUExperts, product: Callable):
+        super().__init__()
+        self.gate_up, self.down, self.product = like.gate_up, like.down, product
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        gate, up = self.product(x, self.gate_up.transpose(-2, -1), ends).chunk(2, 1)
+        return self.product(F.silu(gate) * up, self.down.transpose(-2, -1), ends)
+
+
+def make_layer(shape: Experts, recipe: str, ends: torch.Tensor) -> Layer:
+    """The experts with the same weights for every recipe; raises peers.Unavailable."""
+    device = ends.device
+    torch.manual_seed(0)
+    model: nn.Module = SwiGLUExperts(shape.experts, shape.dim, shape.hidden, device=device, dtype=torch.bfloat16)
+    if recipe in OURS:
+        quantize_(model, _CONFIGS[recipe](), filter_fn=experts_filter())
+    elif recipe == "torchao":
+        model = PlainExperts(model, peers.torchao_grouped_product(device, (2 * shape.hidden, shape.hidden, shape.dim)))
+    else:
+        model = PlainExperts(model, lambda x, weight, ends: F.grouped_mm(x, weight, offs=ends))
+    call = peers.compile_model(model, device) if recipe == "bf16_compiled" else model
+    return Layer(model, lambda x: call(x, ends))
+
+
+def floor_bytes(shape: Experts, ends: torch.Tensor) -> int:
+    """In bf16: x and dy read, y and dx written, weights that have tokens read, gradients of all written."""
+    used = int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
+    weights = 3 * shape.hidden * shape.dim
+    return torch.bfloat16.itemsize * (4 * shape.tokens * shape.dim + (used + shape.experts) * weights)
+
+
+class _Trainer:
+    """What `kernels_of` runs."""
+
+    def __init__(self, layer: Layer, inputs: tuple):
+        self.layer, self.inputs = layer, inputs
+
+    def step(self) -> None:
+        self.layer.change_weights()
+        self.layer.step(*self.inputs)
+
+
+def split(layer: Layer, inputs: tuple) -> dict:
+    """The quantisers' share of a step's device time, of operators' host time on a CPU, and the longest kernels."""
+    kernels = kernels_of(_Trainer(layer, inputs), inputs[0].device)
+    quantise = sum(us for name, us in kernels if _QUANTISERS.search(name) and not _PRODUCTS.search(name))
+    return {
+        "quantise %": 100 * quantise / sum(us for _, us in kernels),
+        "kernels": [{"name": name, "us": us} for name, us in kernels[:40]],
+    }
+
+
+def measure(shape: Experts, routing: str, recipes: Sequence[str], results: Report) -> None:
+    """Check and time every recipe, and add a row for each."""
+    device = results.device
+    ends = group_ends(routing, shape.tokens, shape.experts, device)
+
+    def make():
+        x, dy = (torch.randn(shape.tokens, shape.dim, device=device, dtype=torch.bfloat16) for _ in range(2))
+        return x.requires_grad_(), dy
+
+    nbytes, flops = floor_bytes(shape, ends), 18 * shape.tokens * shape.hidden * shape.dim
+    sets = input_sets(make, device, 2 * nbytes)
+    where = f"{shape} | {routing}"
+    layers.measure(
+        where, recipes, lambda r: make_layer(shape, r, ends), sets, (nbytes, flops), _BUDGETS, results, split
+    )
+
+
+def picture(results: Report) -> dict:
+    """TFLOP/s over operations a byte."""
+    names = list(dict.fromkeys(row["recipe"] for row in results.rows))
+    c = results.ceilings
+    return {
+        "title": "Experts' MLP, forward and backward",
+        "subtitle": f"{results.device_name} · 18 · tokens · hidden · dim over time, random data",
+        "series": [
+            Series(n, [(r["intensity"], r["TFLOP/s"]) for r in results.rows if r["recipe"] == n], n in OURS)
+            for n in names
+        ],
+        "roofs": {"fp8 tensorwise, cuBLASLt": (c.copy, c.fp8), "bf16": (c.copy, c.bf16)},
+        "labels": ("operations a byte of x, weights, dy, y, dx and gradients", "TFLOP/s"),
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--shapes", nargs="+", type=experts.parse, metavar="SHAPE",
+        help="tokens x experts x hidden x dim, a model, or all; default all",
+    )  # fmt: skip
+    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
+    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(DEFAULT_RECIPES), help="only these recipes")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny shapes, on a CPU where there is no GPU: does it run?"
+    )
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if not args.smoke and not torch.cuda.is_available():
+        parser.exit(2, "bench_moe: needs a CUDA GPU; none found (--smoke tries the script out on a CPU)\n")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = args.shapes or [list(experts.SMOKE if args.smoke else experts.MODELS.values())]
+    args.shapes = list(dict.fromkeys(itertools.chain.from_iterable(chosen)))
+    columns = [*COLUMNS, *(f"x {name}" for name in args.only if name not in OURS)]
+    results = Report("moe", device, columns, report.plain(vars(args) | {"shapes": list(map(str, args.shapes))}))
+    results.measure_ceilings(smoke=args.smoke)
+    for shape in args.shapes:
+        for routing in args.routings:
+            try:
+                measure(shape, routing, args.only, results)
+            except Exception as error:
+                results.leave_out("all", f"{shape} | {routing}", reason(error))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    results.write(args.out, picture(results))
+    return 0 if results.rows else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What benchmarks of layers share: a layer that trains, its step checked against bf16's, its time and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import peers
+import report
+import torch
+from report import Report
+from torch import nn
+
+from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise.testing import relative_error
+from torchao_blockwise.tuning import Timing, host_time, time_eager, time_runs
+from torchao_blockwise.tuning.timing import reason, synchronize
+
+OURS = ("fp8", "nvfp4")
+COLUMNS = (
+    *("recipe", "graph us", "eager us", "host us", "TFLOP/s", "roofline us", "of roofline"),
+    *("memory MiB", "error"),
+)
+
+
+class Layer:
+    """A layer that trains, and one step of it.
+
+    call: x -> y by `model`, whose Parameters all get a gradient.
+    """
+
+    def __init__(self, model: nn.Module, call: Callable[[torch.Tensor], torch.Tensor]):
+        self.model, self.call = model, call
+        self.weights = list(model.parameters())
+
+    def step(self, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(y, dx, the weights' gradients)."""
+        y = self.call(x)
+        return y.detach(), *torch.autograd.grad(y, (x, *self.weights), dy)
+
+    def change_weights(self) -> None:
+        """As an optimizer would, for what is kept of them; costs no launch."""
+        for weight in self.weights:
+            hp = weight.detach()
+            torch.autograd.graph.increment_version(hp.hp if isinstance(hp, MasterWeightTensor) else hp)
+
+
+def peak_memory(layer: Layer, x: torch.Tensor, dy: torch.Tensor) -> int | None:
+    """Bytes that a step takes above its start, at the end of which the gradients of the last step still exist."""
+    if x.device.type != "cuda":
+        return None
+
+    def forget():
+        for t in (x, *layer.weights):
+            t.grad = None
+
+    def step():
+        forget()
+        layer.change_weights()
+        layer.call(x).backward(dy)
+
+    for _ in range(2):
+        step()
+    synchronize(x.device)
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    step()
+    synchronize(x.device)
+    peak = torch.cuda.max_memory_allocated() - start
+    forget()
+    return peak
+
+
+def measure(
+    where: str,
+    recipes: Sequence[str],
+    make: Callable[[str], Layer],
+    sets: Sequence[tuple],
+    work: tuple[int, int],
+    budgets: Mapping[str, float],
+    results: Report,
+    more: Callable[[Layer, tuple], dict] | None = None,
+) -> None:
+    """Check and time every recipe's step, and add a row for each.
+
+    where: what the rows' first columns say, with " | " between them. make: recipe -> its layer; may raise.
+    sets: (x, dy) of as many steps as it takes for a cold cache. work: (bytes that must move, operations) of a step.
+    budgets: recipe -> ‖difference to bf16‖ / ‖bf16‖ that it may have. more: (layer, inputs) -> further columns.
+    """
+    device = results.device
+    expected = make("bf16").step(*sets[0])
+    layers: dict[str, Layer] = {}
+    errors: dict[str, float] = {}
+    for recipe in recipes:
+        try:
+            layer = make(recipe)
+            errors[recipe] = max(relative_error(a, b) for a, b in zip(layer.step(*sets[0]), expected, strict=True))
+        except peers.Unavailable as why:
+            results.leave_out(recipe, where, str(why))
+        except Exception as error:
+            results.leave_out(recipe, where, reason(error))
+        else:
+            if not errors[recipe] <= budgets[recipe]:
+                results.leave_out(recipe, where, f"WRONG, relative error {errors[recipe]:.2g}")
+            else:
+                layers[recipe] = layer
+    del expected
+    # Together, for the same clocks; the rest one by one, so that only one layer's gradients live.
+    graphs = time_runs({recipe: (layer.step, sets) for recipe, layer in layers.items()}, device)
+    rows = {}
+    for recipe, layer in layers.items():
+        graph = graphs[recipe]
+        if isinstance(graph, str) or not graph.captured:
+            results.leave_out(f"{recipe}, graph", where, graph if isinstance(graph, str) else "was not captured")
+            graph = None
+        try:
+            rows[recipe] = _row(recipe, layer, graph, sets[0], work, results) | {"error": errors[recipe]}
+            if more is not None:
+                rows[recipe] |= more(layer, sets[0])
+        except Exception as error:
+            results.leave_out(recipe, where, reason(error))
+    for recipe, row in rows.items():
+        others = {name: other["us"] for name, other in rows.items() if name != recipe}
+        places = dict(zip(results.columns, where.split(" | ")))
+        results.add(places | row | (report.ratios(row["us"], others) if recipe in OURS else {}))
+
+
+def _row(
+    recipe: str, layer: Layer, graph: Timing | None, inputs: tuple, work: tuple[int, int], results: Report
+) -> dict:
+    """What was measured of one recipe."""
+
+    def step():
+        layer.change_weights()
+        layer.step(*inputs)
+
+    eager, host = time_eager(step, results.device), host_time(step, results.device)
+    memory = peak_memory(layer, *inputs)
+    us = min(eager.us, graph.us) if graph else eager.us
+    nbytes, flops = work
+    floor = results.ceilings.floor_us(nbytes, flops, "bf16" if recipe.startswith("bf16") else "fp8")
+    return {
+        "recipe": recipe,
+        "graph us": graph.us if graph else None,
+        "eager us": eager.us,
+        "host us": host.us,
+        "TFLOP/s": flops / us / 1e6,
+        "roofline us": floor,
+        "of roofline": floor / us,
+        "memory MiB": None if memory is None else memory / 2**20,
+        "us": us,
+        "intensity": flops / nbytes,
+        "timing": {"graph": graph._asdict() if graph else None, "eager": eager._asdict(), "host": host._asdict()},
+    }

@@ -1,0 +1,435 @@
+"""Experts: which modules and Parameters are converted, by filter and by name, what is refused, reports and copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from helpers import FP8, NVFP4, both_formats, every_recipe, replace, saved_and_loaded, weight
+from torch import nn
+from torchao.quantization import FqnToConfig, quantize_
+
+from torchao_blockwise import (
+    BlockwiseFP8Tensor,
+    MasterWeightTensor,
+    NVFP4Tensor,
+    conversion_report,
+    dry_run,
+    experts,
+    is_linear,
+    keep_last_blocks,
+    linears_and_experts,
+    min_features,
+    skip_fqns,
+    skip_lm_head,
+    skip_routers,
+)
+from torchao_blockwise.conversion import convert_module, why_not_convertible
+from torchao_blockwise.conversion.filters import skip_reason
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+
+class Experts(nn.Module):
+    """Experts' weights, a bias an expert, one for all, and a router's matrix."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.up = nn.Parameter(weight(4, 96, 64, seed=1).to(dtype) / 512)
+        self.down = nn.Parameter(weight(4, 64, 96, seed=2).to(dtype) / 512)
+        self.bias = nn.Parameter(torch.zeros(4, 64))
+        self.row_bias = nn.Parameter(torch.zeros(4, 1, 64))
+        self.absent = None
+
+    def forward(self, x, ends):
+        return F.grouped_mm(F.relu(F.grouped_mm(x, self.up.mT, offs=ends)), self.down.mT, offs=ends)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.Linear(64, 64)
+        self.router = nn.Linear(64, 4)
+        self.experts = Experts()
+
+    def forward(self, x, ends):
+        return self.experts(self.attention(x), ends) + self.router(x).sum()
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 2):
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(1, 8, 64))
+        self.conv = nn.Conv1d(64, 64, 3)
+        self.bilinear = nn.Bilinear(8, 8, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.lm_head = nn.Linear(64, 16)
+
+    def forward(self, x, ends):
+        for layer in self.layers:
+            x = layer(x, ends)
+        return self.lm_head(x)
+
+
+X, ENDS = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)), torch.tensor([4, 4, 7, 9]).int()
+EXPERTS = [f"layers.{i}.experts" for i in range(2)]
+LINEARS = [f"layers.{i}.{name}" for i in range(2) for name in ("attention", "router")] + ["lm_head"]
+
+
+def accepted(filter_fn, model=None) -> list[str]:
+    model = Model() if model is None else model
+    return [fqn for fqn, m in model.named_modules() if filter_fn(m, fqn)]
+
+
+def kinds(model) -> dict[str, type]:
+    return {n: type(p) for n, p in model.named_parameters() if type(p) is not nn.Parameter}
+
+
+def named(*names: str, kind=MasterWeightTensor, blocks: int = 2) -> dict[str, type]:
+    return {f"layers.{i}.experts.{name}": kind for i in range(blocks) for name in names}
+
+
+# --- filters ----------------------------------------------------------------------------------------------------------
+
+
+def test_experts_are_what_holds_stacks_of_matrices():
+    assert accepted(experts()) == EXPERTS and accepted(is_linear()) == LINEARS
+    assert not experts()(nn.Conv1d(4, 4, 3), "conv") and not experts()(nn.Embedding(4, 4), "embed")
+    assert not experts()(nn.LazyLinear(4), "lazy") and not experts()(nn.LazyConv1d(4, 3), "lazy")
+    quantised = Experts()
+    quantize_(quantised, FP8, experts())
+    assert experts()(quantised, "")
+
+
+@pytest.mark.parametrize(
+    ("make", "left"),
+    [
+        (lambda m: is_linear() | experts(), [*LINEARS, *EXPERTS]),
+        (lambda m: linears_and_experts(), [*EXPERTS, "layers.0.attention", "layers.1.attention", "lm_head"]),
+        (lambda m: linears_and_experts() & skip_lm_head(), [*EXPERTS, "layers.0.attention", "layers.1.attention"]),
+        (lambda m: experts() & skip_fqns("layers.0.*"), EXPERTS[1:]),
+        (lambda m: skip_fqns("layers.0.*") & experts(), EXPERTS[1:]),
+        (lambda m: skip_fqns("layers.0.*"), LINEARS[2:]),
+        (lambda m: (experts() & keep_last_blocks(m, 1)) | (is_linear() & skip_routers()),
+         [EXPERTS[0], "layers.0.attention", "layers.1.attention", "lm_head"]),
+        (lambda m: experts() | skip_routers(), [*EXPERTS, "layers.0.attention", "layers.1.attention", "lm_head"]),
+        (lambda m: experts() & is_linear(), []),
+        (lambda m: experts() & min_features(65), []),
+        (lambda m: experts() & min_features(64), EXPERTS),
+        (lambda m: experts() | (lambda module, fqn: fqn == "lm_head"), [*EXPERTS, "lm_head"]),
+        (lambda m: (lambda module, fqn: fqn == "lm_head") | experts(), [*EXPERTS, "lm_head"]),
+        (lambda m: experts() & (lambda module, fqn: "1" in fqn), EXPERTS[1:]),
+    ],
+    ids=("or", "both", "no_head", "and_skip", "skip_and", "skip_alone", "each_its_own", "or_skip", "nothing_is_both",
+         "too_small", "large_enough", "or_function", "function_or", "and_function"),
+)  # fmt: skip
+def test_filters_combine(make, left):
+    model = Model()
+    assert sorted(accepted(make(model), model)) == sorted(left)
+
+
+@pytest.mark.parametrize(
+    ("fqn", "shape", "is_router"),
+    [
+        ("layers.0.router", (64, 8), True),
+        ("layers.0.mlp.gate", (64, 8), True),
+        ("moe.router.gate", (64, 8), True),
+        ("router.proj", (64, 8), True),
+        ("mlp.shared_expert_gate", (64, 1), True),
+        ("mlp.gate", (64, 128), False),
+        ("mlp.gate_proj", (64, 8), False),
+        ("router.attention.out", (64, 8), False),
+        ("lm_head", (64, 8), False),
+    ],
+)
+def test_skip_routers(fqn, shape, is_router):
+    assert skip_routers()(nn.Linear(*shape), fqn) is not is_router
+
+
+def test_composed_filters_print_and_remember():
+    model = Model()
+    f = linears_and_experts() & min_features(65) & skip_fqns("a")
+    assert repr(f) == "Filter((is_linear() | experts()) & skip_routers() & min_features(65) & skip_fqns('a',))"
+    accepted(f, model)
+    assert skip_reason(model.layers[0].experts) == "min_features: 64 < 65"
+    assert skip_reason(model.layers[0].router) == "skip_routers: chooses experts"
+    accepted(experts(), model)
+    assert skip_reason(model.layers[0].experts) is None
+
+
+# --- conversion -------------------------------------------------------------------------------------------------------
+
+
+@every_recipe
+@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantised"))
+def test_experts_are_converted_and_nothing_else(config, master_weights):
+    config, model = replace(config, master_weights=master_weights), Model()
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    classes = [type(m) for m in model.modules()]
+    quantize_(model, config, experts())
+    quantised = BlockwiseFP8Tensor if config.quantized_activations == "fp8" else NVFP4Tensor
+    assert kinds(model) == named("up", "down", kind=MasterWeightTensor if master_weights else quantised)
+    assert [type(m) for m in model.modules()] == classes
+    for name, p in model.named_parameters():
+        if name in kinds(model):
+            assert p.config == config and p.shape == values[name].shape and p.requires_grad
+        hp = p.hp if isinstance(p, MasterWeightTensor) else p.dequantize() if name in kinds(model) else p
+        assert torch.equal(hp, values[name]) or not master_weights
+    model(X, ENDS).sum().backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "experts.up" in n or "experts.down" in n)
+
+
+def test_the_default_filter_leaves_experts():
+    model = Model()
+    quantize_(model, FP8)
+    assert not [n for n in kinds(model) if "experts" in n] and len(kinds(model)) == len(LINEARS)
+
+
+def test_both_in_one_call():
+    model = Model()
+    quantize_(model, FP8, linears_and_experts() & skip_lm_head())
+    attention = {f"layers.{i}.attention.weight": MasterWeightTensor for i in range(2)}
+    assert kinds(model) == named("up", "down") | attention
+
+
+def test_by_the_name_of_a_parameter():
+    model = Model()
+    by_name = {"layers.0.experts.up": FP8, r"re:layers\.1\.experts\.(up|down)": NVFP4, "lm_head.weight": FP8}
+    quantize_(model, FqnToConfig(by_name), filter_fn=None)
+    configs = {n: p.config for n, p in model.named_parameters() if n in kinds(model)}
+    assert configs == {"layers.0.experts.up": FP8, "layers.1.experts.up": NVFP4, "layers.1.experts.down": NVFP4,
+                       "lm_head.weight": FP8}  # fmt: skip
+    assert all(type(v) is torch.Tensor for v in model.state_dict().values())
+    model = Model()
+    quantize_(model, FqnToConfig({"layers.0.experts": FP8}), filter_fn=None)
+    assert kinds(model) == named("up", "down", blocks=1)
+    assert convert_module(model.layers[1].experts, NVFP4, parameter_name="down") is model.layers[1].experts
+    assert kinds(model.layers[1]) == {"experts.down": MasterWeightTensor}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("layers.0.experts.bias", r"bias: a Parameter of shape \[4, 64\] is no weight \[E, N, K\]; leave it out"),
+        ("lm_head.bias", r"a Parameter of shape \[16\] is no weight \[N, K\]; leave it out"),
+    ],
+)
+def test_names_of_no_weights_are_refused(name, message):
+    model = Model()
+    with pytest.raises(ValueError, match=message):
+        quantize_(model, FqnToConfig({name: FP8}), filter_fn=None)
+    assert kinds(model) == {}
+
+
+def test_identity_gradients_hooks_and_optimizers_stay():
+    model, fired = Model(), []
+    up = model.layers[0].experts.up
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    up.register_post_accumulate_grad_hook(lambda p: fired.append(p))
+    up.tag = "mine"
+    for config in (FP8, NVFP4):
+        quantize_(model, config, experts())
+        assert model.layers[0].experts.up is up and up.tag == "mine" and up.config == config
+    before = up.hp.clone()
+    model(X, ENDS).sum().backward()
+    optimizer.step()
+    assert fired == [up] and not torch.equal(up.hp, before)
+
+
+def test_shared_experts_stay_shared():
+    model = Model()
+    model.layers[1].experts.up = model.layers[0].experts.up
+    quantize_(model, FP8, experts())
+    assert model.layers[1].experts.up is model.layers[0].experts.up
+    assert conversion_report(model).totals["bytes_before"] == 4 * (3 * 4 * 96 * 64) + sum(
+        m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear)
+    )
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _with(change):
+    model = Model()
+    change(model.layers[1].experts)
+    return model
+
+
+def _hold_weakly(module):
+    module.held = weakref.ref(module.down)
+
+
+def _hold_view(module):
+    module.held = module.down.mT
+
+
+def _double(module):
+    module.down = nn.Parameter(module.down.data.double())
+
+
+def _subclass(module):
+    module.down = type("OwnParameter", (nn.Parameter,), {})(module.down.data)
+
+
+FAILURES = {
+    "double": (_double, FP8, r"down: its weight is torch.float64; cast it to bfloat16"),
+    "weak_reference": (_hold_weakly, FP8, r"down: something holds a weak reference to its weight"),
+    "view": (_hold_view, FP8, r"down: a view of its weight or the graph of a forward pass is alive"),
+    "own_parameter": (_subclass, FP8, r"down: its weight is a OwnParameter; convert first"),
+    "quantised": (lambda m: quantize_(m, replace(FP8, master_weights=False), experts()), FP8,
+                  "up: its weight is a BlockwiseFP8Tensor already; convert it once"),
+    "cublas": (lambda m: None, replace(FP8, backend="cublas"), r"up: cuBLAS has no products of experts; take"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "config", "reason"), FAILURES.values(), ids=FAILURES)
+def test_a_failing_conversion_names_the_parameter_and_changes_nothing(change, config, reason):
+    model = _with(change)
+    before = kinds(model), {n: id(p) for n, p in model.named_parameters()}
+    count = 2 if config.backend.value == "cublas" else 1
+    with pytest.raises(ValueError, match=f"(?s){count} of 2 layers cannot .*\n  layers.1.experts: {reason}"):
+        quantize_(model, config, experts())
+    assert before == (kinds(model), {n: id(p) for n, p in model.named_parameters()})
+    report = dry_run(model, config, experts())
+    failing = [r.fqn for r in report.layers if r.status == "cannot convert"]
+    assert failing == [f"layers.{i}.experts.{name}" for i in range(2 - count, 2) for name in ("up", "down")]
+
+
+def test_a_module_without_experts_is_refused():
+    module = nn.Module()
+    module.bias = nn.Parameter(torch.zeros(4, 8))
+    reason = why_not_convertible(module, FP8)
+    assert reason == "a Module is no nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
+
+
+def test_quantised_experts_are_not_shared_with_other_modules():
+    model = Model()
+    model.conv.weight = model.layers[0].experts.up
+    with pytest.raises(ValueError, match="shared with another module, Conv1d, which cannot use a quantised tensor"):
+        quantize_(model, replace(FP8, master_weights=False), experts())
+
+
+# --- state dicts, copies, reports -------------------------------------------------------------------------------------
+
+
+@both_formats
+@pytest.mark.parametrize("assign", (False, True), ids=("copy", "assign"))
+@pytest.mark.parametrize("direction", ("to_plain", "to_converted"))
+def test_state_dicts_are_plain_and_move_both_ways(config, assign, direction):
+    converted, plain = Model(), Model()
+    quantize_(converted, config, linears_and_experts())
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.add_(0.5)
+    target, source = (plain, converted) if direction == "to_plain" else (converted, plain)
+    saved = saved_and_loaded(source.state_dict())
+    assert list(saved) == list(plain.state_dict()) and {type(v) for v in saved.values()} == {torch.Tensor}
+    target.load_state_dict(saved, assign=assign)
+    for name, p in target.state_dict().items():
+        assert_bitwise_equal(p, saved[name], name)
+    assert (kinds(converted) != {}) and kinds(plain) == {}
+    expected = copy.deepcopy(plain)
+    quantize_(expected, config, linears_and_experts())
+    if direction == "to_converted":
+        assert_bitwise_equal(converted(X, ENDS).detach(), expected(X, ENDS).detach())
+
+
+@both_formats
+@pytest.mark.parametrize("copied", (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))), ids=("deepcopy", "pickle"))
+@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantised"))
+def test_copies_of_converted_models(config, copied, master_weights):
+    model = Model()
+    quantize_(model, replace(config, master_weights=master_weights), linears_and_experts())
+    other = copied(model)
+    assert kinds(other) == kinds(model)
+    assert_bitwise_equal(other(X, ENDS).detach(), model(X, ENDS).detach())
+
+
+def test_a_model_that_is_cast_after_its_conversion():
+    model = Model()
+    expected = copy.deepcopy(model).bfloat16()
+    for m in (model, expected):
+        quantize_(m, FP8, experts())
+    model.bfloat16()
+    assert model.layers[0].experts.up.hp.dtype == torch.bfloat16
+    assert_bitwise_equal(model(X.bfloat16(), ENDS).detach(), expected(X.bfloat16(), ENDS).detach())
+
+
+def test_the_report():
+    model = Model(blocks=1)
+    quantize_(model, NVFP4, linears_and_experts() & skip_lm_head())
+    assert_expected_inline(
+        str(conversion_report(model)),
+        """\
+layer                  status     why / format                     shape    dtype       before      after  quantised
+---------------------  ---------  -------------------------------  -------  -------  ---------  ---------  ---------
+layers.0.attention     converted  nvfp4_16x16                      64×64    float32   16.0 KiB   18.0 KiB    2.0 KiB
+layers.0.router        skipped    skip_routers: chooses experts    4×64     float32    1.0 KiB    1.0 KiB          -
+layers.0.experts.up    converted  nvfp4_16x16                      4×96×64  float32   96.0 KiB  108.1 KiB   12.1 KiB
+layers.0.experts.down  converted  nvfp4_16x16                      4×64×96  float32   96.0 KiB  108.1 KiB   12.1 KiB
+lm_head                skipped    skip_lm_head: output projection  16×64    float32    4.0 KiB    4.0 KiB          -
+---------------------  ---------  -------------------------------  -------  -------  ---------  ---------  ---------
+total                  3 of 5     converted                                          213.0 KiB  239.2 KiB   26.2 KiB""",
+    )
+
+
+@every_recipe
+@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantised"))
+@pytest.mark.parametrize("make", (experts, linears_and_experts, is_linear), ids=("experts", "both", "linears"))
+def test_a_dry_run_predicts_the_report_and_bytes(config, master_weights, make):
+    model, config = Model(), replace(config, master_weights=master_weights)
+    predicted = dry_run(model, config, make())
+    assert kinds(model) == {}
+    quantize_(model, config, make())
+    real = conversion_report(model)
+    assert real.layers == predicted.layers and real.totals == predicted.totals
+    model(X.clone().requires_grad_(), ENDS).sum().backward()
+    weights = dict(model.named_parameters())
+    rows = {r.fqn: r for r in real.layers if "experts" in r.fqn}
+    assert list(rows) == list(named("up", "down")) and all(r.shape == tuple(weights[n].shape) for n, r in rows.items())
+    for name, row in rows.items():
+        kept = getattr(weights[name], "quantized_bytes", weights[name].nbytes if name in kinds(model) else 0)
+        assert row.quantized_bytes == kept
+
+
+def test_a_module_of_experts_that_is_the_model_itself():
+    module = Experts()
+    quantize_(module, FP8, experts())
+    assert kinds(module) == {"up": MasterWeightTensor, "down": MasterWeightTensor}
+    assert [r.fqn for r in conversion_report(module).layers] == ["up", "down"]
+
+
+@both_formats
+def test_an_optimizer_with_the_masters_of_experts_trains_as_master_weights_do(config):
+    from torchao_blockwise.distributed import MasterWeightOptimizer
+
+    torch.manual_seed(0)
+    masters = Model()
+    quantised = copy.deepcopy(masters)
+    quantize_(masters, config, linears_and_experts())
+    quantize_(quantised, replace(config, master_weights=False), linears_and_experts())
+    optimizers = (
+        torch.optim.AdamW(masters.parameters(), lr=1e-2),
+        MasterWeightOptimizer(torch.optim.AdamW, quantised, lr=1e-2),
+    )
+    before = quantised.layers[0].experts.up.qdata.clone()
+    for step in range(3):
+        losses = []
+        for model, optimizer in zip((masters, quantised), optimizers):
+            loss = model(X, (ENDS + step).clamp(max=9)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    up = quantised.layers[0].experts.up
+    assert type(up) is (BlockwiseFP8Tensor if config is FP8 else NVFP4Tensor) and not torch.equal(up.qdata, before)
+    assert_bitwise_equal(up.qdata, masters.layers[0].experts.up.quantized().qdata)
+    saved = optimizers[1].model_state_dict()["layers.0.experts.up"]
+    assert_bitwise_equal(saved, masters.state_dict()["layers.0.experts.up"])

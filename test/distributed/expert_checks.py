@@ -1,0 +1,231 @@
+"""Checks of test_expert_parallel.py: experts spread over ranks, sharded by FSDP2, and both; each runs on every rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import adamw, assert_gathers_exactly
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torchao.quantization import quantize_
+
+from torchao_blockwise import experts
+from torchao_blockwise.distributed import ExpertParallel
+from torchao_blockwise.nn import SwiGLUExperts
+from torchao_blockwise.tensors import MasterWeightTensor
+from torchao_blockwise.testing import assert_bitwise_equal, relative_error
+
+# Experts that every number of ranks here splits unevenly, and leaves one for the last.
+EXPERTS, WIDTH, HIDDEN = 7, 144, 48
+
+
+def layer(config, count: int = EXPERTS) -> SwiGLUExperts:
+    torch.manual_seed(0)
+    module = SwiGLUExperts(count, WIDTH, HIDDEN)
+    if config is not None:
+        quantize_(module, config, filter_fn=experts())
+        assert all(isinstance(p, MasterWeightTensor) for p in module.parameters())
+    return module
+
+
+class Tokens(NamedTuple):
+    """A rank's tokens sorted by expert, some of no expert behind them, what their results' gradients are, and ends."""
+
+    x: torch.Tensor
+    dy: torch.Tensor
+    group_ends: torch.Tensor
+
+    def of_expert(self, expert: int) -> slice:
+        ends = [0, *self.group_ends.tolist()]
+        return slice(ends[expert], ends[expert + 1])
+
+
+def tokens(rank: int, count: int = EXPERTS, routing: str = "ragged") -> Tokens:
+    g = torch.Generator().manual_seed(rank)
+    sizes = torch.randint(0, 200, (count,), generator=g)
+    if routing == "one expert":
+        sizes = torch.where(torch.arange(count) == count - 1, 150, 0)
+    elif routing == "rank 0 has none":
+        sizes = sizes * min(rank, 1)
+    rows = int(sizes.sum()) + (0 if routing == "rank 0 has none" else 3)
+    x, dy = (torch.randn(rows, WIDTH, generator=g) for _ in range(2))
+    return Tokens(x, dy, sizes.cumsum(0).int())
+
+
+def all_by_expert(parts: list[Tokens], values: list[torch.Tensor]) -> torch.Tensor:
+    """The rows of all ranks sorted by expert, rank by rank within one."""
+    count = len(parts[0].group_ends)
+    return torch.cat([value[part.of_expert(e)] for e in range(count) for part, value in zip(parts, values)])
+
+
+def on_one_device(module, parts: list[Tokens]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(results, gradients of tokens) of all ranks' tokens together; gradients of weights are left in `module`."""
+    x = all_by_expert(parts, [part.x for part in parts]).requires_grad_()
+    out = module(x, sum(part.group_ends for part in parts))
+    out.backward(all_by_expert(parts, [part.dy for part in parts]))
+    return out.detach(), x.grad
+
+
+def on_this_rank(module, part: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    x = part.x.clone().requires_grad_()
+    out = module(x, part.group_ends)
+    out.backward(part.dy)
+    tail = slice(int(part.group_ends[-1]), None)
+    assert not out[tail].any() and not x.grad[tail].any(), "tokens of no expert"
+    return out.detach(), x.grad
+
+
+def gathered_by_expert(parts: list[Tokens], own: torch.Tensor, group) -> torch.Tensor:
+    values = [None] * group.size()
+    dist.all_gather_object(values, own, group=group)
+    return all_by_expert(parts, values)
+
+
+def computes_as_one_device(mesh, config):
+    """Results and all gradients; in NVFP4 the bits of weights, and errors of the same size."""
+    group = mesh.get_group()
+    one_each = max(mesh.size(), 2)
+    for count, routing in (
+        (EXPERTS, "ragged"),
+        (EXPERTS, "one expert"),
+        (EXPERTS, "rank 0 has none"),
+        (one_each, "ragged"),
+    ):
+        what = f"{count} experts, {routing}"
+        parts = [tokens(rank, count, routing) for rank in range(mesh.size())]
+        one, spread = layer(config, count), layer(config, count)
+        parallelize_module(spread, mesh, ExpertParallel())
+        wanted = on_one_device(one, parts)
+        got = [gathered_by_expert(parts, own, group) for own in on_this_rank(spread, parts[mesh.get_local_rank()])]
+        gradients = {
+            name: (p.grad, spread.get_parameter(name).grad.full_tensor()) for name, p in one.named_parameters()
+        }
+        if config.weight_format.has_global_scale:
+            _has_bits_of(one, spread, what)
+            precise = layer(None, count)
+            exact = (*on_one_device(precise, parts), *(p.grad for p in precise.parameters()))
+            pairs = zip(
+                (*wanted, *(a for a, _ in gradients.values())), (*got, *(b for _, b in gradients.values())), exact
+            )
+            for on_one, on_ranks, truth in pairs:
+                assert relative_error(on_ranks, truth) < 1.1 * relative_error(on_one, truth) + 1e-6, what
+            continue
+        for name, on_one, on_ranks in zip(("results", "gradients of tokens"), wanted, got):
+            assert_bitwise_equal(on_ranks, on_one, f"{what}: {name}")
+        for name, (on_one, on_ranks) in gradients.items():
+            assert_bitwise_equal(on_ranks, on_one, f"{what}: {name}")
+
+
+def _has_bits_of(one, spread, what: str) -> None:
+    """Each rank's quantised experts are a part of all of them quantised."""
+    for name, whole in one.named_parameters():
+        parameter = spread.get_parameter(name)
+        own = parameter._local_tensor
+        first = -(-whole.shape[0] // parameter.device_mesh.size()) * parameter.device_mesh.get_local_rank()
+        for field in ("qdata", "scale"):
+            of_all = getattr(whole.quantized(), field)[first : first + own.shape[0]]
+            assert_bitwise_equal(getattr(own.quantized(), field), of_all, f"{what}: {name}.{field}")
+
+
+def quantizes_once(mesh, config):
+    """A rank's experts keep their quantised copy from one microbatch to the next, and not beyond a step."""
+    spread = parallelize_module(layer(config), mesh, ExpertParallel())
+    optimizer = adamw(spread)
+    part = tokens(mesh.get_local_rank())
+    own = [p._local_tensor for p in spread.parameters()]
+
+    def copies():
+        on_this_rank(spread, part)
+        return [weight.quantized().qdata.data_ptr() for weight in own]
+
+    first = copies()
+    assert copies() == first
+    before = [weight.quantized().qdata.clone() for weight in own]
+    optimizer.step()
+    on_this_rank(spread, part)
+    for weight, old in zip(own, before):
+        assert not weight.shape[0] or not weight.quantized().qdata.view(torch.uint8).equal(old.view(torch.uint8))
+
+
+def shards_experts(mesh, config):
+    """FSDP2 alone, by expert and by rows of each: whole weights have the bits of one device."""
+    for dim in (0, 1):
+        module = layer(config)
+        fully_shard(module, mesh=mesh, shard_placement_fn=lambda p, dim=dim: Shard(dim))
+        assert_gathers_exactly(module, config)
+
+
+def trains_sharded_experts(mesh, config):
+    """FSDP2 alone: results, and gradients averaged over ranks, of one device that takes the ranks one by one."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    parts = [tokens(r) for r in range(ranks)]
+    for dim in (0, 1):
+        one = layer(config)
+        results = [on_this_rank(one, part)[0] for part in parts]
+        module = fully_shard(layer(config), mesh=mesh, shard_placement_fn=lambda p, dim=dim: Shard(dim))
+        seen = []
+        hook = module.register_forward_hook(lambda m, *_, seen=seen: seen.extend(type(p) for p in m.parameters()))
+        out, _ = on_this_rank(module, parts[rank])
+        hook.remove()
+        assert MasterWeightTensor not in seen and len(seen) == 2, seen
+        assert_bitwise_equal(out, results[rank], f"dim {dim}")
+        for name, p in one.named_parameters():
+            got = module.get_parameter(name).grad.full_tensor()
+            assert relative_error(got, p.grad / ranks) < 1e-6, f"dim {dim}: {name}"
+
+
+def spreads_and_shards(mesh, config):
+    """Experts over one dim of the mesh, FSDP2 over the other, by expert and by rows: as experts alone, averaged."""
+    both = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("data", "experts"))
+    over_data, over_experts = both["data"], both["experts"]
+    group = over_experts.get_group()
+    teams = mesh.mesh.tolist()
+    team = over_data.get_local_rank()
+    for dim in (0, 1):
+        one = layer(config, 4)
+        outs = [on_one_device(one, [tokens(rank, 4) for rank in ranks]) for ranks in teams]
+        module = parallelize_module(layer(config, 4), over_experts, ExpertParallel())
+        fully_shard(module, mesh=over_data, shard_placement_fn=lambda p, dim=dim: Shard(dim))
+        parts = [tokens(rank, 4) for rank in teams[team]]
+        got = [gathered_by_expert(parts, x, group) for x in on_this_rank(module, parts[over_experts.get_local_rank()])]
+        if not config.weight_format.has_global_scale:
+            for on_one, on_ranks in zip(outs[team], got):
+                assert_bitwise_equal(on_ranks, on_one, f"dim {dim}")
+        for name, p in one.named_parameters():
+            mean = module.get_parameter(name).grad.full_tensor()
+            limit = 0.3 if config.weight_format.has_global_scale else 1e-6
+            assert relative_error(mean, p.grad / len(teams)) < limit, f"dim {dim}: {name}"
+
+
+def saves_whole_experts(mesh, config):
+    """A full state dict of spread experts is that of one device, in high precision, and loads there."""
+    one = layer(config)
+    spread = parallelize_module(layer(config), mesh, ExpertParallel())
+    state = get_model_state_dict(spread, options=StateDictOptions(full_state_dict=True))
+    if mesh.get_local_rank() == 0:
+        for name, x in one.state_dict().items():
+            assert type(state[name]) is torch.Tensor
+            assert_bitwise_equal(state[name], x, name)
+        one.load_state_dict(state)
+
+
+def refuses_other_modules(mesh, config):
+    with pytest.raises(ValueError, match="of the same E experts and no others, got"):
+        parallelize_module(nn.Linear(32, 32, bias=False), mesh, ExpertParallel())
+    with pytest.raises(ValueError, match="must hold parameters"):
+        parallelize_module(nn.ReLU(), mesh, ExpertParallel())
+    with pytest.raises(ValueError, match="1 experts over 2 ranks leave ranks with none"):
+        parallelize_module(layer(None, 1), mesh, ExpertParallel())
+    spread = parallelize_module(layer(config), mesh, ExpertParallel())
+    with pytest.raises(TypeError, match="group_ends must be int32"):
+        spread(torch.zeros(4, WIDTH), torch.zeros(EXPERTS, dtype=torch.int64))
+    decreasing = torch.tensor([4, 3, 4, 4, 4, 4, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="group_ends"):
+        spread(torch.zeros(4, WIDTH), decreasing)

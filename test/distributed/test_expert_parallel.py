@@ -1,0 +1,35 @@
+"""Experts over ranks, by expert parallelism, by FSDP2 and by both: the bits of one device that had all tokens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from helpers import selected_cases
+
+sys.path.append(str(Path(__file__).parent))
+
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+
+from fsdp_run import EXPERT_CHECKS, cases, run_checks
+from ranks import spawn
+from test_fsdp import RANKS, case_id, size_of
+
+CASES = cases(EXPERT_CHECKS)
+
+
+@pytest.fixture(scope="module")
+def raised(request, tmp_path_factory) -> list[dict | None]:
+    """What each rank raised in each selected case: all run in one set of processes."""
+    chosen = selected_cases(request)
+    return spawn(run_checks, RANKS, tmp_path_factory.mktemp("experts"), chosen)
+
+
+@pytest.mark.parametrize("case", CASES, ids=map(case_id, CASES))
+def test_experts(case, raised):
+    results = [(of_rank or {}).get(case, "not reached") for of_rank in raised[: size_of(case)]]
+    failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if result is not None]
+    assert not failures, "\n".join(failures)

@@ -1,0 +1,448 @@
+"""The grouped linear layer: its results bit by bit, every routing, dtypes, autocast, frozen parts, and refusals."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FP8, NVFP4, both_formats, cache_calls, every_recipe, replace, weight
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, ops
+from torchao_blockwise.nn import grouped_linear
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, sqnr
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+NAMES = ("output", "grad_input", "grad_weight")
+# Sizes of the groups, and tokens after the last one.
+ROUTINGS = {
+    "one_block_each": ([128, 128, 128], 0), "ragged": ([5, 130, 41], 0), "empty_experts": ([0, 40, 0], 0),
+    "one_token_each": ([1, 1, 1], 0), "all_to_one": ([0, 0, 300], 0), "tail": ([10, 0, 7], 30),
+    "nothing_but_tail": ([0, 0, 0], 20), "no_tokens": ([0, 0, 0], 0), "one_token": ([0, 1, 0], 0),
+}  # fmt: skip
+every_routing = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+
+
+def tokens(*shape: int, dtype=torch.float32, seed: int = 3, device="cpu") -> torch.Tensor:
+    return random_tensor(1, *shape, dtype=dtype, seed=seed, device=device)[0] / 64
+
+
+def ends_of(sizes, device="cpu") -> torch.Tensor:
+    return torch.tensor(sizes, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+
+
+def experts(config, e: int = 3, n: int = 40, k: int = 72, dtype=torch.float32, device="cpu") -> nn.Parameter:
+    hp = (weight(e, n, k, seed=1) / 64).to(device=device, dtype=dtype)
+    return nn.Parameter(MasterWeightTensor(hp, config))
+
+
+def by_hand(x, hp, ends, dy, config):
+    """(output, grad_input, grad_weight), composed of the operations that the layer promises."""
+
+    def quantize(t, **kwargs):
+        options = {"power_of_2_scales": config.power_of_2_scales, **kwargs}
+        return ops.grouped_quantize(t, ends, config.activation_format, **options)
+
+    w = ops.quantize(hp, config.weight_format, power_of_2_scales=config.power_of_2_scales)
+    output = ops.grouped_matmul(quantize(x), w, ends, out_dtype=config.out_dtype or x.dtype)
+    w_columnwise = ops.transpose(w, columns=hp.shape[2])
+    grad_input = ops.grouped_matmul(quantize(dy), w_columnwise, ends, out_dtype=x.dtype)
+    columnwise = (quantize(t, rowwise=False, columnwise=True) for t in (dy, x))
+    return output, grad_input, ops.grouped_matmul(*columnwise, ends, along="k", out_dtype=hp.dtype)
+
+
+def run(call, x, w, ends, dy):
+    """(output, grad_input, grad_weight) of one pass of `call(x, w, ends)` from fresh gradients."""
+    w.grad, x = None, x.detach().requires_grad_()
+    out = call(x, w, ends)
+    out.backward(dy)
+    return out.detach(), x.grad, w.grad
+
+
+def transposed_mm(x, w, ends):
+    return F.grouped_mm(x, w.transpose(-2, -1), offs=ends)
+
+
+def assert_by_hand(config, sizes, tail=0, call=grouped_linear, n=40, k=72, dtype=torch.float32, device="cpu") -> None:
+    count = sum(sizes) + tail
+    w, ends = experts(config, len(sizes), n, k, dtype, device), ends_of(sizes, device)
+    x, dy = (tokens(count, f, dtype=dtype, seed=s, device=device) for f, s in ((k, 3), (n, 7)))
+    if tail:
+        # What no group has may hold anything.
+        x[-tail:], dy[-tail:] = float("nan"), float("inf")
+    got = run(call, x, w, ends, dy.to(config.out_dtype or dtype))
+    for name, a, b in zip(NAMES, got, by_hand(x, w.hp, ends, dy.to(config.out_dtype or dtype), config)):
+        assert_bitwise_equal(a, b, name)
+    for result in got[:2]:
+        assert not result[count - tail :].any()
+    for size, grad in zip(sizes, got[2]):
+        assert size or not grad.any()
+
+
+@every_recipe
+@every_routing
+def test_results_are_the_composed_operations(config, routing, device):
+    assert_by_hand(config, *routing, device=device)
+
+
+@every_recipe
+@settings(max_examples=10, deadline=None)
+@given(sizes=st.lists(st.integers(0, 140), min_size=1, max_size=5), tail=st.integers(0, 9),
+       n=st.integers(1, 140), k=st.integers(1, 140))  # fmt: skip
+def test_any_shape(config, sizes, tail, n, k):
+    assert_by_hand(config, sizes, tail, n=n, k=k)
+
+
+CALLS = {
+    "transpose": transposed_mm,
+    "mT": lambda x, w, ends: torch._grouped_mm(x, w.mT, ends),
+    "positional": lambda x, w, ends: torch._grouped_mm(x, w.permute(0, 2, 1), ends, None, None),
+    "cast_transposed": lambda x, w, ends: F.grouped_mm(x, w.mT.to(x.dtype), offs=ends),
+    "cast": lambda x, w, ends: F.grouped_mm(x, w.to(x.dtype).mT, offs=ends),
+    "view": lambda x, w, ends: F.grouped_mm(x, w.view_as(w).mT, offs=ends),
+}
+
+
+@every_recipe
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_grouped_mm_comes_here(config, call, dtype):
+    assert_by_hand(config, [5, 0, 41], 3, call, dtype=dtype)
+
+
+@every_recipe
+@pytest.mark.parametrize("routing", ([5, 130, 41], [0, 0, 7]), ids=str)
+def test_experts_stored_transposed(config, routing):
+    """[E, K, N], as GPT-OSS has them, give what [E, N, K] give: blocks are square."""
+    w, ends = experts(config), ends_of(routing)
+    stored = nn.Parameter(MasterWeightTensor(w.hp.mT.contiguous(), config))
+    x, dy = tokens(sum(routing), 72), tokens(sum(routing), 40, seed=7)
+    expected = by_hand(x, w.hp, ends, dy, config)
+    got = run(lambda x, w, ends: F.grouped_mm(x, w, offs=ends), x, stored, ends, dy)
+    for name, a, b in zip(NAMES, (got[0], got[1], got[2].mT), expected):
+        # The reference's products sum in another order along "k".
+        assert sqnr(a, b) > 120 if name == "grad_weight" else torch.equal(a, b), name
+
+
+@every_recipe
+@pytest.mark.parametrize("out_dtype", (None, torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("x_dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_dtypes(config, x_dtype, out_dtype):
+    assert_by_hand(replace(config, out_dtype=out_dtype), [9, 0, 5], dtype=x_dtype)
+
+
+@every_recipe
+def test_the_dtype_that_is_asked_for_comes_first(config):
+    w, x = experts(replace(config, out_dtype=torch.float16)), tokens(9, 72, dtype=torch.bfloat16)
+    out = F.grouped_mm(x, w.mT, offs=ends_of([4, 0, 5]), out_dtype=torch.float32)
+    assert out.dtype == torch.float32
+    assert_bitwise_equal(out.half(), grouped_linear(x, w, ends_of([4, 0, 5])))
+
+
+@every_recipe
+def test_a_cast_weight_is_rounded_before_it_is_quantised(config):
+    """As torchtitan does on every use; the copy that is kept hangs on the weight and serves forward and backward."""
+    w, x, dy, ends = experts(config), tokens(9, 72).bfloat16(), tokens(9, 40, seed=7).bfloat16(), ends_of([4, 0, 5])
+    expected = by_hand(x, w.hp.bfloat16(), ends, dy, config)
+    saved = []
+    with cache_calls() as calls, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        for _ in range(3):
+            got = run(lambda x, w, ends: F.grouped_mm(x, w.bfloat16().mT, offs=ends), x, w, ends, dy)
+    assert (calls.quantize, calls.transpose) == (1, 3)
+    for name, a, b in zip(NAMES, got, expected):
+        assert_bitwise_equal(a, b.to(a.dtype), name)
+    # Not the cast copy.
+    assert not any(t.shape == w.shape and t.dtype == torch.bfloat16 for t in saved)
+
+
+@every_recipe
+def test_non_contiguous_inputs_and_expanded_gradients(config):
+    w, x, ends = experts(config), tokens(72, 9), ends_of([4, 0, 5])
+    got = run(grouped_linear, x.t(), w, ends, torch.ones(()).expand(9, 40))
+    for name, a, b in zip(NAMES, got, by_hand(x.t().contiguous(), w.hp, ends, torch.ones(9, 40), config)):
+        assert_bitwise_equal(a.contiguous(), b, name)
+
+
+VARIANTS = {
+    "cached": {"columnwise": "cached"},
+    "high_precision": {"save_activations": "high_precision"},
+    "reference": {"backend": "reference"},
+}
+
+
+@every_recipe
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@every_routing
+def test_options_do_not_change_bits(config, variant, routing):
+    assert_by_hand(replace(config, **variant), *routing, call=transposed_mm)
+
+
+@every_recipe
+@pytest.mark.parametrize("save", ("quantised", "high_precision"))
+def test_what_is_saved_of_the_tokens(config, save):
+    if save == "high_precision":
+        config = replace(config, save_activations=save)
+    w, x, saved = experts(config), tokens(9, 72), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        transposed_mm(x, w, ends_of([4, 0, 5]))
+    itself = [t for t in saved if t.data_ptr() == x.data_ptr()]
+    along_tokens = [t for t in saved if t.dim() == 2 and t.shape[0] == 72]
+    assert (len(itself), bool(along_tokens)) == ((1, False) if save == "high_precision" else (0, True))
+
+
+@every_recipe
+def test_autocast_is_a_cast_of_the_input(config):
+    w, ends = experts(config), ends_of([4, 0, 5])
+    x, dy = tokens(9, 72).requires_grad_(), tokens(9, 40, dtype=torch.bfloat16, seed=7)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = transposed_mm(x, w, ends)
+        out.backward(dy)
+    assert out.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
+    expected = by_hand(x.detach().bfloat16(), w.hp, ends, dy, config)
+    for name, a, b in zip(NAMES, (out, x.grad, w.grad), expected):
+        assert_bitwise_equal(a.detach(), b.to(a.dtype), name)
+
+
+# Two quantised operands each; e2m1 has one mantissa bit, e4m3 three. Measured 27.5 to 28.6 dB and 14.7 to 16.7 dB.
+FLOORS = {"fp8": 26.0, "fp8_pow2": 25.0, "nvfp4": 13.0}
+
+
+@pytest.mark.parametrize(("name", "config"), (("fp8", FP8), ("fp8_pow2", replace(FP8, power_of_2_scales=True)),
+                                              ("nvfp4", NVFP4)), ids=FLOORS)  # fmt: skip
+def test_against_high_precision(name, config):
+    torch.manual_seed(0)
+    sizes, hp = [130, 0, 41, 300], torch.randn(4, 160, 192)
+    x, dy, ends = torch.randn(471, 192), torch.randn(471, 160), ends_of(sizes)
+    got = run(transposed_mm, x, nn.Parameter(MasterWeightTensor(hp, config)), ends, dy)
+    expected = run(transposed_mm, x, nn.Parameter(hp), ends, dy)
+    for what, a, b in zip(NAMES, got, expected):
+        assert sqnr(a, b) > FLOORS[name], what
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@every_recipe
+def test_gradients_accumulate_and_the_weight_is_quantised_once(config):
+    w, parts = experts(config), [(tokens(9, 72, seed=s), ends_of(e)) for s, e in ((1, [4, 0, 5]), (2, [0, 9, 0]))]
+    parts = [(x.requires_grad_(), ends) for x, ends in parts]
+    grads = [run(transposed_mm, x, w, ends, torch.ones(9, 40))[2] for x, ends in parts]
+    w.grad = None
+    with cache_calls() as calls:
+        outputs = [transposed_mm(x, w, ends) for x, ends in parts]
+        for out in reversed(outputs):
+            out.backward(torch.ones_like(out))
+        grouped_linear(parts[0][0], w, parts[0][1])
+        F.grouped_mm(parts[0][0], w.detach().mT, offs=parts[0][1])
+    assert (calls.quantize, calls.transpose) == (0, 2)
+    assert_bitwise_equal(w.grad, grads[1] + grads[0])
+    with cache_calls() as calls, torch.no_grad():
+        w.mul_(2)
+        for x, ends in parts:
+            transposed_mm(x, w, ends)
+    assert calls.quantize == 1
+
+
+@every_recipe
+@pytest.mark.parametrize("columnwise", ("on_demand", "cached"))
+def test_the_columnwise_copy_lives_as_long_as_it_is_needed(config, columnwise):
+    w, x, refs = experts(replace(config, columnwise=columnwise)), tokens(9, 72), []
+    with cache_calls() as calls:
+        calls.on_transpose = lambda copy: refs.append(weakref.ref(copy.qdata))
+        for _ in range(2):
+            run(transposed_mm, x, w, ends_of([4, 0, 5]), tokens(9, 40, seed=7))
+    assert [ref() is not None for ref in refs] == ([True] if columnwise == "cached" else [False, False])
+    assert (w.quantized_bytes > 1.5 * sum(t.nbytes for t in w.quantized()[:2])) == (columnwise == "cached")
+
+
+@every_recipe
+def test_one_weight_used_twice(config):
+    w, x, ends = experts(config, n=72), tokens(9, 72).requires_grad_(), ends_of([4, 0, 5])
+    twice = transposed_mm(transposed_mm(x, w, ends), w, ends)
+    twice.sum().backward()
+    first = by_hand(x.detach(), w.hp, ends, torch.zeros(9, 72), config)[0]
+    _, dy, outer = by_hand(first, w.hp, ends, torch.ones(9, 72), config)
+    _, dx, inner = by_hand(x.detach(), w.hp, ends, dy, config)
+    assert_bitwise_equal(x.grad, dx)
+    assert_bitwise_equal(w.grad, outer + inner)
+
+
+@every_recipe
+@pytest.mark.parametrize("needs", ("x", "weight", "none"))
+def test_only_the_gradients_that_are_needed(config, needs):
+    w, x, dy, ends = experts(config), tokens(9, 72), tokens(9, 40, seed=7), ends_of([4, 0, 5])
+    expected = by_hand(x, w.hp, ends, dy, config)
+    w.requires_grad_(needs == "weight")
+    x.requires_grad_(needs == "x")
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        out = transposed_mm(x, w, ends)
+    assert_bitwise_equal(out.detach(), expected[0])
+    assert out.requires_grad == (needs != "none")
+    if needs == "none":
+        return
+    # For its own gradient a weight needs the copy of x along tokens, for that of x nothing of x.
+    assert (len(saved) > 2) == (needs == "weight") and x.shape not in saved
+    out.backward(dy)
+    for t, name, want in ((x, "x", expected[1]), (w, "weight", expected[2])):
+        assert (t.grad is not None) == (name == needs)
+        if name == needs:
+            assert_bitwise_equal(t.grad, want, name)
+
+
+@every_recipe
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode), ids=("no_grad", "inference_mode"))
+def test_without_gradients(config, mode):
+    w, x, ends = experts(config), tokens(9, 72), ends_of([4, 0, 5])
+    expected = transposed_mm(x, w, ends).detach()
+    with mode():
+        for call in (transposed_mm, lambda x, w, ends: torch._grouped_mm(x, w.mT, offs=ends), grouped_linear):
+            assert_bitwise_equal(call(x, w, ends), expected)
+
+
+@every_recipe
+@pytest.mark.parametrize("use_reentrant", (False, True), ids=("non_reentrant", "reentrant"))
+def test_checkpointing(config, use_reentrant):
+    w, x, dy, ends = experts(config), tokens(9, 72), tokens(9, 40, seed=7), ends_of([4, 0, 5])
+    expected = run(transposed_mm, x, w, ends, dy)
+    with cache_calls() as calls:
+        got = run(lambda *a: checkpoint(transposed_mm, *a, use_reentrant=use_reentrant), x, w, ends, dy)
+    assert calls.quantize == 0
+    for name, a, b in zip(NAMES, got, expected):
+        assert_bitwise_equal(a, b, name)
+
+
+QUANTIZED = {"fp8": (BlockwiseFP8Tensor, FP8), "nvfp4": (NVFP4Tensor, NVFP4)}
+kinds = pytest.mark.parametrize(("kind", "config"), QUANTIZED.values(), ids=QUANTIZED)
+
+
+@kinds
+@pytest.mark.parametrize("requires_grad", (True, False), ids=("trained", "frozen"))
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_quantised_parameter_trains_like_a_master_weight(kind, config, requires_grad, call):
+    if call is CALLS["view"] and kind is NVFP4Tensor:
+        call = transposed_mm
+    w, x, dy, ends = experts(config), tokens(9, 72), tokens(9, 40, seed=7), ends_of([4, 0, 5])
+    expected = run(grouped_linear, x, w, ends, dy)
+    quantised = nn.Parameter(kind.from_hp(w.hp), requires_grad=requires_grad)
+    got = run(call, x, quantised, ends, dy)
+    for name, a, b in zip(NAMES, got, expected):
+        assert a is None if name == "grad_weight" and not requires_grad else torch.equal(a, b), name
+
+
+@both_formats
+@pytest.mark.parametrize("stored", ("nk", "kn"))
+def test_main_grad_takes_the_gradients_of_all_microbatches(config, stored, device):
+    """Added in fp32, in place; `.grad` is left alone, and empty experts' gradients too."""
+    w = experts(config, device=device)
+    if stored == "kn":
+        w = nn.Parameter(MasterWeightTensor(w.hp.mT.contiguous(), config))
+
+    def call(x, w, ends):
+        return F.grouped_mm(x, w if stored == "kn" else w.mT, offs=ends)
+
+    total = torch.full(w.shape, 0.5, device=device)
+    parts = [(tokens(9, 72, seed=s, device=device), ends_of(e, device)) for s, e in ((1, [4, 0, 5]), (2, [9, 0, 0]))]
+    dy = tokens(9, 40, seed=7, device=device)
+    grads = [run(call, x, w, ends, dy)[1:] for x, ends in parts]
+    w.grad, w.main_grad = None, total.clone()
+    for (x, ends), (grad_x, grad_w) in zip(parts, grads):
+        got = run(call, x, w, ends, dy)
+        total += grad_w
+        assert torch.equal(got[1], grad_x) and got[2] is None
+    assert w.grad_added_to_main_grad and (w.main_grad[1] == 0.5).all()
+    torch.testing.assert_close(w.main_grad, total, rtol=1e-6, atol=1e-5)
+
+
+@both_formats
+@pytest.mark.parametrize("where", ("x", "weight", "dy"))
+def test_nan_stays_with_its_expert(config, where):
+    if config is NVFP4 and where != "weight":
+        pytest.skip("one NaN makes NVFP4's scale of the tensor NaN")
+    w, x, dy, ends = experts(config), tokens(9, 72), tokens(9, 40, seed=7), ends_of([4, 0, 5])
+    clean = run(transposed_mm, x, w, ends, dy)
+    if where == "weight":
+        with torch.no_grad():
+            w[1, 5, 3] = float("nan")
+    else:
+        {"x": x, "dy": dy}[where][1, 6] = float("nan")
+    output, grad_x, grad_w = run(transposed_mm, x, w, ends, dy)
+    if where == "weight" and config is FP8:
+        assert_bitwise_equal(output, clean[0])
+    elif where == "weight":
+        assert not output.isfinite().any()
+    else:
+        assert not (output[1] if where == "x" else grad_x[1]).isfinite().any() and not grad_w[0].isfinite().all()
+        assert_bitwise_equal(output[4:], clean[0][4:])
+        assert_bitwise_equal(grad_x[4:], clean[1][4:])
+        assert_bitwise_equal(grad_w[1:], clean[2][1:])
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+X, ENDS = torch.zeros(9, 72), torch.tensor([4, 4, 9], dtype=torch.int32)
+ERRORS = {
+    "k": (lambda w: F.grouped_mm(X[:, 1:], w.mT, offs=ENDS), ValueError, r"weight \[E, K, N\] must agree"),
+    "k_stored": (lambda w: F.grouped_mm(X, w, offs=ENDS), ValueError, r"got \[9, 72\] and \[3, 40, 72\]"),
+    "k_function": (lambda w: grouped_linear(X[:, 1:], w, ENDS), ValueError, r"weight \[E, N, K\] must agree in K, got"),
+    "int_x": (lambda w: F.grouped_mm(X.int(), w.mT, offs=ENDS), TypeError, "x must be bfloat16, float16 or float32"),
+    "x_3d": (lambda w: F.grouped_mm(X[None].expand(3, 9, 72), w.mT), NotImplementedError,
+             r"tokens \[M, K\], experts \[E, K, N\] and offs \[E\], got \[3, 9, 72\], \[3, 72, 40\] without offs"),
+    "no_offs": (lambda w: F.grouped_mm(X, w.mT), NotImplementedError, "without offs; flatten tokens"),
+    "matrix": (lambda w: F.grouped_mm(X, w[0].mT, offs=ENDS), NotImplementedError, r"\[9, 72\], \[72, 40\] and offs"),
+    "bias": (lambda w: F.grouped_mm(X, w.mT, offs=ENDS, bias=torch.zeros(3, 40)), NotImplementedError, "by row"),
+    "weight_first": (lambda w: F.grouped_mm(w, torch.zeros(3, 72, 5)), TypeError, "quantised tensors are weights"),
+    "plain_weight": (lambda w: grouped_linear(X, torch.zeros(3, 40, 72), ENDS), TypeError,
+                     "must be a MasterWeightTensor or a quantised tensor, got Tensor; wrap or quantise it, or call"),
+    "linear_weight": (lambda w: grouped_linear(X, w[0], ENDS), ValueError, r"weight must be \[E, N, K\], got shape"),
+    "device": (lambda w: F.grouped_mm(X.to("meta"), w.mT, offs=ENDS), ValueError, "x is on meta, weight on cpu; move"),
+    "ends_dtype": (lambda w: F.grouped_mm(X, w.mT, offs=ENDS.long()), TypeError, "group_ends must be int32"),
+    "ends_2d": (lambda w: F.grouped_mm(X, w.mT, offs=ENDS[None]), ValueError, r"group_ends must be \[E\]"),
+    "ends_values": (lambda w: F.grouped_mm(X, w.mT, offs=ENDS.flip(0).contiguous()), ValueError, "must not decrease"),
+    "ends_beyond": (lambda w: F.grouped_mm(X[:8], w.mT, offs=ENDS), ValueError, r"must lie in \[0, 8\]"),
+    "experts": (lambda w: F.grouped_mm(X, w.mT, offs=ENDS[1:]), ValueError, "3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize("kind", ("master", "fp8"))
+def test_wrong_inputs(call, error, message, kind):
+    hp = weight(3, 40, 72)
+    with pytest.raises(error, match=message):
+        call(MasterWeightTensor(hp, FP8) if kind == "master" else BlockwiseFP8Tensor.from_hp(hp))
+
+
+def test_one_row_blocks_are_no_weight():
+    w = NVFP4Tensor.from_hp(weight(3, 40, 72), block_size=(1, 16))
+    with pytest.raises(ValueError, match=r"blocks of \(1, 16\) cannot be transposed .* block_size=\(16, 16\)"):
+        F.grouped_mm(X, w.mT, offs=ENDS)
+
+
+def test_gradients_of_gradients_raise():
+    x = X.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"grouped_linear: .*create_graph=True\) is not defined"):
+        torch.autograd.grad(grouped_linear(x, experts(FP8), ENDS).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("cast", (lambda w: w, lambda w: w.bfloat16()), ids=("as_is", "cast"))
+def test_a_weight_changed_between_forward_and_backward_raises(cast):
+    w = experts(FP8)
+    out = F.grouped_mm(X.clone().requires_grad_(), cast(w).mT, offs=ENDS)
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@both_formats
+def test_shapes_alone_on_meta(config):
+    w = experts(config, device="meta")
+    x, ends = torch.empty(9, 72, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
+    got = run(transposed_mm, x, w, ends, torch.empty(9, 40, device="meta"))
+    assert [tuple(t.shape) for t in got] == [(9, 40), (9, 72), (3, 40, 72)] and got[2].device.type == "meta"

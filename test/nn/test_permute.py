@@ -1,0 +1,103 @@
+"""nn.permute and nn.unpermute: gradients by autograd's own formulas, under torch.compile, and what is saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from torchao_blockwise import ops
+from torchao_blockwise.nn import permute, unpermute
+from torchao_blockwise.testing import assert_bitwise_equal
+
+EXPERTS, TOP_K, WIDTH = 6, 3, 24
+
+
+def routing(tokens: int, seed: int = 0):
+    """(x, expert ids with one of no expert, router weights)."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K, 1).indices
+    ids[::5, 1] = EXPERTS
+    return torch.randn(tokens, WIDTH, generator=generator), ids, torch.rand(tokens, TOP_K, generator=generator)
+
+
+def layer(x, ids, weights):
+    """A mixture whose expert is a tanh."""
+    tokens, source, _ = permute(x, ids, EXPERTS)
+    return unpermute(tokens.tanh(), source, ids.shape[1], weights)
+
+
+def gradients(function, x, ids, weights):
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    for t in (x, ids, weights):
+        torch._dynamo.maybe_mark_dynamic(t, 0)
+    out = function(x, ids, weights)
+    (out * torch.arange(1.0, 1 + out.shape[1])).sum().backward()
+    return out.detach(), x.grad, weights.grad
+
+
+@pytest.mark.parametrize("tokens", (0, 1, 33), ids=str)
+def test_gradients_are_those_of_indexing(tokens):
+    x, ids, weights = (t.double() if t.is_floating_point() else t for t in routing(tokens))
+
+    def by_indexing(x, ids, weights):
+        return (x.tanh()[:, None] * weights[..., None]).sum(1)
+
+    expected = gradients(by_indexing, x, ids, weights)
+    for got, want in zip(gradients(layer, x.float(), ids, weights.float()), expected):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradients_are_the_ops_alone():
+    x, ids, weights = routing(17)
+    tokens, source, _ = ops.permute(x, ids, EXPERTS)
+    leaf = tokens.clone().requires_grad_()
+    weights.requires_grad_()
+    dy = torch.randn(17, WIDTH)
+    unpermute(leaf, source, TOP_K, weights).backward(dy)
+    grad_y, grad_weights = ops.unpermute_backward(dy, tokens, source, TOP_K, weights)
+    assert_bitwise_equal(leaf.grad, grad_y)
+    assert_bitwise_equal(weights.grad, grad_weights)
+    x.requires_grad_()
+    permute(x, ids, EXPERTS)[0].backward(grad_y)
+    assert_bitwise_equal(x.grad, ops.unpermute(grad_y, source, TOP_K))
+
+
+def test_dtypes_of_gradients_are_those_of_what_they_belong_to():
+    x, ids, weights = routing(9)
+    out, dx, dweights = gradients(layer, x.bfloat16(), ids, weights.half())
+    assert (out.dtype, dx.dtype, dweights.dtype) == (torch.bfloat16, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("weighted", (False, True), ids=("constant", "learned"))
+def test_y_is_saved_for_weights_that_learn_alone(weighted):
+    x, ids, weights = routing(11)
+    tokens, source, _ = ops.permute(x, ids, EXPERTS)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        unpermute(tokens.requires_grad_(), source, TOP_K, weights.requires_grad_(weighted))
+    assert (tokens.shape in saved) == weighted
+
+
+def test_group_ends_and_source_have_no_gradient():
+    x, ids, _ = routing(4)
+    _, source, group_ends = permute(x.requires_grad_(), ids, EXPERTS)
+    assert not source.requires_grad and not group_ends.requires_grad
+
+
+def test_second_derivatives_are_refused():
+    x, ids, weights = routing(4)
+    out = layer(x.requires_grad_(), ids, weights)
+    with pytest.raises(NotImplementedError, match="unpermute: backward through backward"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_one_graph_for_every_routing_and_token_count():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for tokens, seed in ((40, 0), (40, 1), (23, 2), (57, 3)):
+        x, ids, weights = routing(tokens, seed)
+        for got, want in zip(gradients(compiled, x, ids, weights), gradients(layer, x, ids, weights)):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    assert counter.frame_count == 1

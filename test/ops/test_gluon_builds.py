@@ -1,0 +1,159 @@
+"""The Hopper kernels of products, plain and grouped, built as test_kernel_builds.py builds others: no GPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchao_blockwise import _compat
+
+if not _compat.has_gluon():
+    pytest.skip("needs Gluon, which Triton has from 3.6 on", allow_module_level=True)
+
+sys.path.append(str(Path(__file__).parent))
+import test_kernel_builds as kernel_builds
+
+TARGET = 90
+
+
+def _cases(target: int):
+    """(label, call of a launcher) for every variant of every kernel."""
+    from torchao_blockwise.formats import FP8_1X128, FP8_128X128
+    from torchao_blockwise.ops.matmul.builds import BUILDS
+    from torchao_blockwise.ops.matmul.gluon_pipeline import MAX_CTAS
+
+    for build in BUILDS:
+        if build.ctas <= MAX_CTAS:
+            for b_fmt in (FP8_128X128, FP8_1X128):
+                yield from _plain_cases(build, b_fmt)
+            yield from _grouped_cases(build)
+
+
+def _tile(build) -> str:
+    return f"{build.tile_m}x{build.width}x{build.splits}"
+
+
+def _plain_cases(build, b_fmt):
+    import torch
+
+    from torchao_blockwise.formats import FP8_1X128
+    from torchao_blockwise.ops.matmul import gluon
+
+    gluon.multiprocessors = lambda device: 132
+
+    def case(m, n, k, out_dtype, bias=None):
+        a, b = kernel_builds._operand(FP8_1X128, m, k), kernel_builds._operand(b_fmt, n, k)
+        label = f"plain {_tile(build)} {b_fmt.name} {m}x{n}x{k} {str(out_dtype)[6:]}" + " bias" * (bias is not None)
+        return label, lambda: gluon.matmul(*a, None, *b, None, FP8_1X128, b_fmt, out_dtype, bias, build)
+
+    for out_dtype in (torch.bfloat16, torch.float32):
+        yield case(512, 512, 1024, out_dtype)
+    yield case(512, 512, 1024, torch.bfloat16, torch.zeros(512))
+    # Token counts that change, in M and in K.
+    yield case(528, 512, 1024, torch.bfloat16)
+    yield case(531, 512, 1003, torch.bfloat16)
+    yield case(512, 509, 1024, torch.bfloat16)
+    a, b = kernel_builds._operand(FP8_1X128, 512, 1024), kernel_builds._operand(b_fmt, 512, 1024)
+    out = torch.zeros(512, 512)
+    label = f"plain {_tile(build)} {b_fmt.name} adding"
+    yield label, lambda: gluon.add_matmul(out, *a, None, *b, None, FP8_1X128, b_fmt, build)
+
+
+def _grouped_cases(build):
+    import torch
+
+    from torchao_blockwise.formats import FP8_1X128, FP8_128X128
+    from torchao_blockwise.ops.grouped_matmul import gluon
+    from torchao_blockwise.ops.groups import padded_tokens
+
+    gluon.multiprocessors = lambda device: 132
+
+    def case(along, m, n, k, groups, out_dtype, accumulate=False):
+        ends = torch.zeros(groups, dtype=torch.int32)
+        dtype = "adding" if accumulate else str(out_dtype)[6:]
+        label = f"grouped_{along} {_tile(build)} {m}x{n}x{k} E{groups} {dtype}"
+        if along == "m":
+            b, scale = kernel_builds._operand(FP8_128X128, n, k)
+            b = b.view(torch.uint8).expand(groups, n, k).contiguous().view(b.dtype)
+            operands = *kernel_builds._operand(FP8_1X128, m, k), None, b, scale.expand(groups, *scale.shape), None
+            return label, lambda: gluon.grouped_matmul(
+                *operands, ends, FP8_1X128, FP8_128X128, "m", out_dtype, build
+            )  # fmt: skip
+        columns = padded_tokens(m, groups, FP8_1X128.block[1])
+        formats = FP8_1X128, FP8_1X128
+        operands = [x for size in (n, k) for x in (*kernel_builds._operand(FP8_1X128, size, columns), None)]
+        if accumulate:
+            return label, lambda: gluon.add_grouped_matmul(
+                torch.zeros(groups, n, k), *operands, ends, *formats, build
+            )  # fmt: skip
+        return label, lambda: gluon.grouped_matmul(*operands, ends, *formats, "k", out_dtype, build)
+
+    bf16, f32 = torch.bfloat16, torch.float32
+    for along in ("m", "k"):
+        for m in (1024, 1040, 1043):
+            yield case(along, m, 512, 1024, 4, bf16)
+        yield case(along, 1024, 512, 1024, 4, f32)
+        yield case(along, 1024, 509, 1003, 4, bf16)
+    yield case("k", 1024, 512, 1024, 4, f32, accumulate=True)
+
+
+@pytest.fixture(scope="module")
+def builds():
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, __file__, str(TARGET)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def products(builds, *words):
+    return [row for row in kernel_builds._of(builds, *words) if row["kernel"].endswith("matmul_fp8_kernel")]
+
+
+KINDS = ("plain", "grouped_m", "grouped_k")
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def test_nothing_spills(builds):
+    assert [(row["label"], row["kernel"]) for row in builds if row["STACK"] + row["LOCAL"]] == []
+
+
+@kinds
+def test_products_run_on_fp8_tensor_cores(builds, kind):
+    for row in products(builds, kind):
+        assert any(re.match(r"wgmma\.mma_async\S*e4m3\.e4m3", i) for i in row["instructions"]), row["label"]
+
+
+@kinds
+def test_products_fit_in_shared_memory(builds, kind):
+    for row in products(builds, kind):
+        assert row["SHARED"] <= 227 * 1024, row["label"]
+
+
+def test_token_counts_do_not_rebuild_products(builds):
+    for tile in {row["label"].split()[1] for row in products(builds, "plain")}:
+        for fmt in ("fp8_128x128", "fp8_1x128"):
+            shapes = ("512x512x1024", "528x512x1024", "531x512x1003")
+            rows = [products(builds, "plain", tile, fmt, shape, "bfloat16")[0] for shape in shapes]
+            assert len({row["build"] for row in rows}) == 1
+
+
+@pytest.mark.parametrize("along", ("m", "k"))
+def test_token_counts_do_not_rebuild_grouped_products_or_schedules(builds, along):
+    kind = f"grouped_{along}"
+    for tile in {row["label"].split()[1] for row in products(builds, kind)}:
+        rows = [
+            row
+            for m in (1024, 1040, 1043)
+            for row in kernel_builds._of(builds, kind, tile, f"{m}x512x1024", "E4", "bfloat16")
+        ]
+        assert len({row["build"] for row in rows}) == len({row["kernel"] for row in rows}) == 2
+
+
+if __name__ == "__main__":
+    kernel_builds._cases = _cases
+    kernel_builds._main(int(sys.argv[1]))

@@ -1,0 +1,144 @@
+"""Grouped products built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+sys.path.append(str(Path(__file__).parent))
+import test_kernel_builds as kernel_builds
+
+TARGETS = (80, 90, 100)
+# Copies to shared memory that do not pass through registers: "cg" of 16 bytes, "ca" of 4 or 8.
+_INSTRUCTIONS = re.compile(kernel_builds._INSTRUCTIONS.pattern + r"|cp\.async\.c[ag]")
+
+
+def _cases(target: int):
+    """(label, call of a launcher) for every variant of every kernel: shapes are [tokens, N, K] and groups."""
+    import torch
+
+    from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+    from torchao_blockwise.ops.grouped_matmul import triton as grouped
+    from torchao_blockwise.ops.groups import padded_tokens
+    from torchao_blockwise.ops.matmul import triton as matmul
+
+    matmul.compute_capability = grouped.compute_capability = lambda device: divmod(target, 10)
+
+    def operand(fmt, *shape):
+        qdata = torch.zeros(fmt.qdata_shape(*shape), dtype=torch.uint8).view(fmt.element.storage_dtype)
+        scale = torch.zeros(fmt.scale_shape(*shape)).to(fmt.scale_dtype)
+        return qdata, scale, torch.ones(()) if fmt.has_global_scale else None
+
+    def case(along, a_fmt, b_fmt, m, n, k, groups, out_dtype, accumulate=False):
+        dtype = "accumulate" if accumulate else str(out_dtype)[6:]
+        label = f"grouped_{along} {a_fmt.name}·{b_fmt.name} {m}x{n}x{k} E{groups} {dtype}"
+        ends = torch.zeros(groups, dtype=torch.int32)
+        if along == "m":
+            operands = *operand(a_fmt, m, k), *operand(b_fmt, groups, n, k)
+        else:
+            tokens = padded_tokens(m, groups, a_fmt.block[1])
+            operands = *operand(a_fmt, n, tokens), *operand(b_fmt, k, tokens)
+        if accumulate:
+            out = torch.zeros(groups, n, k)
+            return label, lambda: grouped.add_grouped_matmul(out, *operands, ends, a_fmt, b_fmt)
+        return label, lambda: grouped.grouped_matmul(*operands, ends, a_fmt, b_fmt, along, out_dtype)
+
+    bf16, f32 = torch.bfloat16, torch.float32
+    for a_fmt, b_fmts in ((FP8_1X128, (FP8_128X128, FP8_1X128)), (NVFP4_1X16, (NVFP4_16X16, NVFP4_1X16))):
+        for b_fmt in b_fmts:
+            # 16, 64 and 512 tokens a group.
+            for m in (128, 512, 4096):
+                yield case("m", a_fmt, b_fmt, m, 512, 1024, 8, bf16)
+            yield case("m", a_fmt, b_fmt, 4096, 512, 1024, 8, f32)
+            yield case("m", a_fmt, b_fmt, 4096, 500, 500, 8, bf16)
+            yield case("m", a_fmt, b_fmt, 4096, 512, 1024, 300, bf16)
+            for m in (4112, 4099):
+                yield case("m", a_fmt, b_fmt, m, 512, 1024, 8, bf16)
+        one_row = a_fmt, a_fmt
+        for m in (1, 4096, 4112, 4099):
+            yield case("k", *one_row, m, 512, 1024, 8, bf16)
+        yield case("k", *one_row, 4096, 512, 1024, 8, f32)
+        yield case("k", *one_row, 4096, 512, 1024, 8, f32, accumulate=True)
+        yield case("k", *one_row, 4096, 500, 500, 300, bf16)
+        # Sizes of 1 become constants.
+        yield case("m", a_fmt, b_fmts[0], 4096, 1, 500, 1, bf16)
+        yield case("k", *one_row, 4096, 500, 1, 1, bf16)
+        yield case("k", *one_row, 4096, 1, 500, 1, bf16)
+
+
+@pytest.fixture(scope="module")
+def builds():
+    """{target: builds}; the targets compile side by side."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    running = {
+        target: subprocess.Popen(
+            [sys.executable, __file__, str(target)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )
+        for target in TARGETS
+    }  # fmt: skip
+    results = {}
+    for target, process in running.items():
+        output, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
+        results[target] = json.loads(output)
+    return results
+
+
+targets = pytest.mark.parametrize("target", TARGETS)
+ALONG = ("grouped_m", "grouped_k")
+
+
+@targets
+def test_nothing_spills(builds, target):
+    assert [(row["label"], row["STACK"]) for row in builds[target] if row["STACK"] + row["LOCAL"]] == []
+
+
+TENSOR_CORES = {
+    # Decoded to f16.
+    80: {"fp8": r"mma\.sync\S*f16\.f16", "nvfp4": r"mma\.sync\S*f16\.f16"},
+    90: {"fp8": r"wgmma\.mma_async\S*e4m3\.e4m3", "nvfp4": r"wgmma\.mma_async\S*f16\.f16"},
+    100: {"fp8": r"tcgen05\.mma\S*kind::f8f6f4", "nvfp4": r"tcgen05\.mma\S*kind::f16"},
+}
+
+
+@targets
+@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("element", ("fp8", "nvfp4"))
+def test_products_run_on_tensor_cores(builds, target, along, element):
+    rows = [row for row in kernel_builds._of(builds[target], along) if row["label"].split()[1].startswith(element)]
+    for row in rows:
+        # Tiles of 16 rows are too low for the wide instructions.
+        low = any(word in row["label"] for word in ((" 128x", "E300") if along == "grouped_m" else ("x1x",)))
+        instruction = TENSOR_CORES[80 if low else target][element]
+        assert any(re.match(instruction, i) for i in row["instructions"]), row["label"]
+
+
+@targets
+@pytest.mark.parametrize("along", ALONG)
+def test_fp8_payload_is_copied_16_bytes_at_a_time(builds, target, along):
+    for row in kernel_builds._of(builds[target], along):
+        if " fp8" in row["label"]:
+            assert "cp.async.cg" in row["instructions"], row["label"]
+            # On Blackwell scales are copied so, too.
+            assert target == 100 or "cp.async.ca" not in row["instructions"], row["label"]
+
+
+@targets
+@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("pair", ("fp8_1x128·fp8_1x128", "nvfp4_1x16·nvfp4_1x16"))
+def test_token_counts_do_not_recompile(builds, target, along, pair):
+    shapes = (f"{m}x512x1024" for m in (4096, 4112, 4099))
+    rows = [kernel_builds._of(builds[target], along, pair, shape, "E8", "bfloat16")[0] for shape in shapes]
+    assert len({row["build"] for row in rows}) == 1
+
+
+if __name__ == "__main__":
+    kernel_builds._cases, kernel_builds._INSTRUCTIONS = _cases, _INSTRUCTIONS
+    kernel_builds._main(int(sys.argv[1]))

@@ -1,0 +1,361 @@
+"""The Hopper kernels of grouped products: simulated on any machine, and as they are on the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import gluon_simulator as simulator
+import pytest
+import torch
+from grouped_cases import FORMATS, OPERANDS, ROUTINGS, TOLERANCE, ends_of, relative_error
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import NVFP4_1X16
+from torchao_blockwise.ops.groups import clamped_ends
+from torchao_blockwise.ops.matmul.builds import BUILDS as ALL_BUILDS
+
+gluon = pytest.importorskip("torchao_blockwise.ops.grouped_matmul.gluon")
+pipeline = pytest.importorskip("torchao_blockwise.ops.matmul.gluon_pipeline")
+tiles = pytest.importorskip("torchao_blockwise.ops.matmul.gluon_tiles")
+schedule = pytest.importorskip("torchao_blockwise.ops.grouped_matmul.schedule")
+
+every_routing = pytest.mark.parametrize("routing", ROUTINGS)
+BUILDS = dict(zip(("256x128-pair", "256x128", "128x128", "64x64"), ALL_BUILDS))
+every_build = pytest.mark.parametrize("build", BUILDS)
+
+
+def product(a, b, group_ends, along: str, dtype=torch.float32, build=None):
+    return gluon.grouped_matmul(*a, *b, group_ends, *FORMATS[along], along, dtype, build)
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    return simulate(monkeypatch)
+
+
+def simulate(monkeypatch, kernel=pipeline.grouped_matmul_fp8_kernel) -> simulator.Launcher:
+    launcher = simulator.Launcher(kernel, output=6)
+    monkeypatch.setattr(gluon, "grouped_matmul_fp8_kernel", launcher)
+    monkeypatch.setattr(gluon, "multiprocessors", launcher.multiprocessors)
+    for name in ("schedule_rows", "schedule_groups"):
+        monkeypatch.setattr(gluon, name, scheduled_by(getattr(schedule, name)))
+    return launcher
+
+
+def scheduled_by(function):
+    """Where there is a GPU, Triton's kernels run there, and the simulator here."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return lambda group_ends, *sizes: function(group_ends.to(device), *sizes).cpu()
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@every_routing
+@every_build
+def test_simulated_product_along_m(simulated, build, routing):
+    group_ends, tokens = ends_of(routing)
+    a, b = OPERANDS["m"](group_ends, tokens, 130, 400)
+    out = product(a, b, group_ends, "m", build=BUILDS[build])
+    assert relative_error(out, a, b, group_ends, "m") < TOLERANCE[torch.float32]
+    # Bits, so that -0 and NaN are seen.
+    assert not out[group_ends[-1] :].view(torch.int32).any()
+
+
+@every_routing
+@every_build
+def test_simulated_product_along_k(simulated, build, routing):
+    group_ends, tokens = ends_of(routing)
+    a, b = OPERANDS["k"](group_ends, tokens, 130, 272)
+    out = product(a, b, group_ends, "k", build=BUILDS[build])
+    assert relative_error(out, a, b, group_ends, "k") < TOLERANCE[torch.float32]
+    assert not out[group_ends.diff(prepend=group_ends.new_zeros(1)) == 0].view(torch.int32).any()
+
+
+@every_build
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("along", FORMATS)
+@pytest.mark.parametrize("n", [136, 131, 192], ids=lambda n: f"n{n}")
+@pytest.mark.parametrize("k", [264, 257], ids=lambda k: f"k{k}")
+def test_simulated_output_by_the_copy_engine_and_by_stores(simulated, k, n, along, dtype, build):
+    """Rows of 16 bits that fill 16 bytes are copied out, but for what ends inside a wave; others are stored."""
+    group_ends, tokens = ends_of("tail")
+    a, b = OPERANDS[along](group_ends, tokens, n, k)
+    a = a._replace(scale=a.scale / 100)
+    out = product(a, b, group_ends, along, dtype, BUILDS[build])
+    assert out.dtype is dtype
+    assert relative_error(out, a, b, group_ends, along) < TOLERANCE[dtype]
+
+
+@every_routing
+@every_build
+def test_simulated_product_adds_to_gradients(simulated, build, routing):
+    group_ends, tokens = ends_of(routing)
+    a, b = OPERANDS["k"](group_ends, tokens, 72, 144)
+    start = 100 * torch.randn(group_ends.numel(), 72, 144)
+    empty = group_ends.diff(prepend=group_ends.new_zeros(1)) == 0
+    start[empty, 0, :2] = torch.tensor([-0.0, float("nan")])
+    out = start.clone()
+    gluon.add_grouped_matmul(out, *a, *b, group_ends, *FORMATS["k"], BUILDS[build])
+    assert torch.equal(out[empty].view(torch.int32), start[empty].view(torch.int32))
+    if not empty.all():
+        out[empty] = start[empty] = 0.0
+        assert relative_error(out, a, b, group_ends, "k", start) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("along", FORMATS)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_any_order_of_the_partitions_gives_the_same_bits(simulated, programs, seed, along):
+    group_ends, tokens = ends_of("long and short")
+    a, b = OPERANDS[along](group_ends, tokens, 264, 300)
+    wanted = product(a, b, group_ends, along, torch.bfloat16, BUILDS["256x128"])
+    simulated.programs, simulated.seed = programs, 1000 * (seed + 1)
+    for build in ("256x128", "256x128-pair"):
+        assert torch.equal(product(a, b, group_ends, along, torch.bfloat16, BUILDS[build]), wanted)
+
+
+@pytest.mark.parametrize("along", FORMATS)
+@pytest.mark.parametrize("ends", [(200, 100, 300), (-5, 130, 131), (60, 2**31 - 1, 0), (-(2**31), -1, -7)], ids=str)
+def test_malformed_ends_reach_no_other_memory(simulated, ends, along):
+    """As a GPU takes them, which does not look at their values; the simulator refuses what lies outside of tensors."""
+    tokens = 300
+    malformed = torch.tensor(ends, dtype=torch.int32)
+    meant = clamped_ends(malformed, tokens)
+    a, b = OPERANDS[along](meant, tokens, 130, 257)
+    out = product(a, b, malformed, along, build=BUILDS["64x64"])
+    assert torch.equal(out, product(a, b, meant, along, build=BUILDS["64x64"]))
+    assert relative_error(out, a, b, meant, along) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("along", FORMATS)
+def test_nan_and_inf_stay_in_their_group(simulated, along):
+    group_ends, tokens = ends_of("ragged")
+    a, b = OPERANDS[along](group_ends, tokens, 140, 300)
+    first, last = (70, 71) if along == "m" else (128, 256)
+    (a.qdata[first:last] if along == "m" else a.qdata[:, first:last]).view(torch.uint8).fill_(0x7F)
+    out = product(a, b, group_ends, along, build=BUILDS["256x128"])
+    bad = torch.zeros(out.shape, dtype=torch.bool)
+    bad[70 if along == "m" else 1] = True
+    assert torch.equal(out.isnan(), bad)
+
+
+@every_build
+@pytest.mark.parametrize("along", FORMATS)
+def test_shared_memory_suffices(simulated, along, build):
+    group_ends, tokens = ends_of("aligned")
+    for dtype in (torch.bfloat16, torch.float32):
+        product(*OPERANDS[along](group_ends, tokens, 128, 128), group_ends, along, dtype, BUILDS[build])
+    # 227 KiB, less what barriers and the compiler take.
+    assert max(simulated.shared) <= 226 * 1024
+
+
+FAULTS = {
+    "b is the first group's": ("b_row = part * N + column if B", 'b_row = column if B.along == "m" else column if B'),
+    "b's scales are the first group's": ("block_n += part * gl.cdiv(N, B.block)", "pass"),
+    "rows of no group are multiplied": ("gl.where(part < 0, 0, blocks)", "blocks"),
+    "the copy engine writes into the next group": ("elif row >= start and row + _WAVE <= end:", "elif row >= start and row < end:"),
+    "stores run into the next group": ("own = rows < end\n", "own = rows < end + 1\n"),
+    "a ragged wave is not written": ("elif row < end:", "elif end < 0:"),
+    "a group's tiles are counted from the first group's": ("_tile_of(tile) - first_row * tiles_n", "_tile_of(tile)"),
+    "a group's rows begin at the first group's": ("part, begin + row, start", "part, row, start"),
+    "all groups write to the first's gradient": ("base = part * M", "base = 0"),
+    "a group's tokens begin at the first's": (
+        "first, last, _ = entry\n",
+        "first, last, _ = entry\n        first = first * 0\n",
+    ),
+    "a group's last block is left out": (
+        "first, last, _ = entry\n",
+        "first, last, _ = entry\n        last = last - 1\n",
+    ),
+    "the last round is not gone back": (
+        "rounds + (_tile_of(rounds) < tiles)",
+        "rounds + (_tile_of(0) < tiles % gl.num_programs(0))",
+    ),
+    "the entry is of the tile before": ("= load_entry(tile + step,", "= load_entry(tile,"),
+    "entries behind the schedule are read": (
+        ", entries)\n        return gl.load(entry)",
+        ", 9**9)\n        return gl.load(entry)",
+    ),
+    "a stage is freed before its only wave is read": (
+        "            partial = warpgroup_mma_wait(0, deps=[partial])\n"
+        "        if LIVE < 2:\n            _free(empty, pair_empty, stage, B)\n",
+        "            if LIVE < 2:\n                _free(empty, pair_empty, stage, B)\n"
+        "            partial = warpgroup_mma_wait(0, deps=[partial])\n",
+    ),
+    "rows before a group are written": ("own &= rows >= start", "own = own"),
+    "a wave that begins before its group is copied whole": ("elif row >= start and row", "elif row"),
+    "a wave that is used is left out": ("if B.all_live or row + WAVE * _WAVE + LAST < end:", "if B.all_live:"),
+    "consumers take the same waves": ("row += B.stride * _WAVE", "row += _WAVE"),
+    "a consumer without work frees nothing": ("if LIVE < 2:", "if LIVE == 1:"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_simulator_sees(monkeypatch, tmp_path, fault):
+    """The kernel with one fault: it must fail or give another product."""
+    old, new = FAULTS[fault]
+    if old in Path(tiles.__file__).read_text():
+        faulty = simulator.with_fault(tiles, old, new, tmp_path)
+        for name in ("load_entry", "locate_tile", "turns_of_program"):
+            monkeypatch.setattr(pipeline, name, getattr(faulty, name))
+        launcher = simulate(monkeypatch)
+    else:
+        faulty = simulator.with_fault(pipeline, old, new, tmp_path)
+        launcher = simulate(monkeypatch, faulty.grouped_matmul_fp8_kernel)
+    # Along "k" one round of tiles and a part of the next.
+    launcher.programs = 6
+    group_ends, tokens = ends_of("tail")
+
+    def differs(along: str, seed: int) -> bool:
+        launcher.seed = seed
+        # More blocks than stages, so that the ring goes round.
+        a, b = OPERANDS[along](group_ends, tokens, 200, 520)
+        out = product(a, b, group_ends, along, torch.bfloat16, BUILDS["256x128"])
+        return relative_error(out, a, b, group_ends, along) > TOLERANCE[torch.bfloat16]
+
+    with contextlib.suppress(simulator.SimulationError):
+        assert any(differs(along, seed) for along in FORMATS for seed in range(3))
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+def test_choice_of_build():
+    """High tiles where groups are long, low ones where most of a high tile would be empty."""
+    for along, sizes in (("m", (32768, 2048, 7168)), ("k", (2048, 7168, 1024))):
+        build = gluon.choose_build(along, 32768, 32, *sizes, 132, 1)
+        assert (build.tile_m, build.tile_n) == (256, 128)
+        assert gluon.choose_build(along, 32768, 32, *sizes, 132, 2).ctas == 2
+    assert gluon.choose_build("m", 4096, 256, 4096, 2048, 7168, 132, 1).tile_m == 128
+    assert gluon.choose_build("m", 1, 8, 1, 64, 128, 132, 1).tile_m == 64
+
+
+def test_why_not(monkeypatch):
+    a, b = torch.zeros(64, 256), torch.zeros(4, 128, 256)
+    assert gluon._why_not_these(a, b, *FORMATS["m"], "m") is None
+    assert gluon._why_not_these(a, b[0], *FORMATS["k"], "k") is None
+    reasons = (
+        gluon._why_not_these(a, b, *FORMATS["k"], "m"),
+        gluon._why_not_these(a, b, NVFP4_1X16, NVFP4_1X16, "k"),
+        gluon._why_not_these(a[:0], b, *FORMATS["m"], "m"),
+        gluon._why_not_these(a, b[:, :0], *FORMATS["m"], "m"),
+    )
+    assert reasons == (
+        'along "m" the kernels multiply fp8_1x128 · fp8_128x128, got fp8_1x128 · fp8_1x128',
+        'along "k" the kernels multiply fp8_1x128 · fp8_1x128, got nvfp4_1x16 · nvfp4_1x16',
+        "the copy engine has no empty tensors, got payloads of shape [0, 256] and [4, 128, 256]",
+        "the copy engine has no empty tensors, got payloads of shape [64, 256] and [4, 0, 256]",
+    )
+    monkeypatch.setattr(gluon, "interpreting", lambda: True)
+    assert gluon.why_not(a, b, *FORMATS["m"], "m") == "Triton's interpreter does not know Gluon"
+
+
+def test_backend_by_name_says_why_it_cannot_run():
+    group_ends, tokens = ends_of("aligned")
+    a, b = OPERANDS["m"](group_ends, tokens, 128, 128)
+    with pytest.raises(ValueError, match="gluon cannot run: the kernels are for Hopper GPUs"):
+        ops.grouped_matmul(a, b, group_ends, out_dtype=torch.bfloat16, backend="gluon")
+
+
+# --- on the GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+GPU_BUILDS = [name for name, build in BUILDS.items() if build.ctas <= gluon.MAX_CTAS]
+GPU_ROUTINGS = {
+    **ROUTINGS,
+    "mixed": ((1000, 0, 3, 517, 2048, 128, 64, 1), 300),
+    "90 experts": ((1, 0, 130) * 30, 5),
+}
+
+
+def on_gpu(*quantized):
+    return [x._replace(qdata=x.qdata.cuda(), scale=x.scale.cuda()) for x in quantized]
+
+
+@pytest.fixture(params=GPU_ROUTINGS)
+def gpu_routing(request, monkeypatch):
+    monkeypatch.setitem(ROUTINGS, request.param, GPU_ROUTINGS[request.param])
+    return ends_of(request.param)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("along", FORMATS)
+@pytest.mark.parametrize("build", GPU_BUILDS)
+@pytest.mark.parametrize("n, k", [(256, 512), (130, 400), (576, 1100)], ids=str)
+def test_product_on_the_gpu(hopper, gpu_routing, n, k, build, along):
+    """Against the reference, within what wgmma's 14 bits a block leave: 2^-13 of the magnitudes a step of K = 32."""
+    group_ends, tokens = gpu_routing
+    a, b = OPERANDS[along](group_ends, tokens, n, k)
+    for dtype in (torch.float32, torch.bfloat16):
+        # What the kernel leaves out shows as what was there before.
+        torch.full((group_ends.numel() * n * k + tokens * n,), float("nan"), device="cuda")
+        out = product(*on_gpu(a, b), group_ends.cuda(), along, dtype, BUILDS[build]).cpu()
+        assert relative_error(out, a, b, group_ends, along) < 4 * 2**-13 + TOLERANCE[dtype]
+        if along == "m":
+            assert not out[group_ends[-1] :].float().view(torch.int32).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("along", FORMATS)
+def test_backend_by_name_agrees_with_triton_on_the_gpu(hopper, gpu_routing, along):
+    group_ends, tokens = gpu_routing
+    a, b = OPERANDS[along](group_ends, tokens, 576, 1100)
+    options = {"along": along, "out_dtype": torch.float32}
+    operands, ends = on_gpu(a, b), group_ends.cuda()
+    out, again, triton = (
+        ops.grouped_matmul(*operands, ends, **options, backend=backend) for backend in ("gluon", "gluon", "triton")
+    )
+    assert torch.equal(out, again)
+    for x in (out, triton):
+        assert relative_error(x.cpu(), a, b, group_ends, along) < 4 * 2**-13
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("build", GPU_BUILDS)
+def test_adding_to_gradients_on_the_gpu(hopper, gpu_routing, build):
+    group_ends, tokens = gpu_routing
+    a, b = OPERANDS["k"](group_ends, tokens, 264, 272)
+    start = 100 * torch.randn(group_ends.numel(), 264, 272)
+    out = start.cuda()
+    gluon.add_grouped_matmul(out, *on_gpu(a, b)[0], *on_gpu(a, b)[1], group_ends.cuda(), *FORMATS["k"], BUILDS[build])
+    empty = group_ends.diff(prepend=group_ends.new_zeros(1)) == 0
+    assert torch.equal(out.cpu()[empty], start[empty])
+    assert relative_error(out.cpu(), a, b, group_ends, "k", start) < 4 * 2**-13
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("along", FORMATS)
+@pytest.mark.parametrize("ends", [(200, 100, 300), (-5, 130, 131), (60, 2**31 - 1, 0), (-(2**31), -1, -7)], ids=str)
+def test_malformed_ends_on_the_gpu(hopper, ends, along):
+    """Run this one under compute-sanitizer too."""
+    malformed = torch.tensor(ends, dtype=torch.int32)
+    meant = clamped_ends(malformed, 300)
+    a, b = OPERANDS[along](meant, 300, 130, 257)
+    out = product(*on_gpu(a, b), malformed.cuda(), along).cpu()
+    assert relative_error(out, a, b, meant, along) < 4 * 2**-13
+
+
+@pytest.mark.gpu
+def test_a_captured_product_follows_the_ends(hopper):
+    """Another routing in the same memory: a replay reads the ends anew, without a host sync."""
+    group_ends, tokens = ends_of("tail")
+    a, b = OPERANDS["m"](group_ends, tokens, 136, 256)
+    a.qdata.view(torch.uint8).fill_(0x38), a.scale.fill_(1.0)
+    operands, ends = on_gpu(a, b), group_ends.cuda()
+    product(*operands, ends, "m")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = product(*operands, ends, "m")
+    other = torch.tensor([100, 120, 121], dtype=torch.int32)
+    ends.copy_(other)
+    graph.replay()
+    assert relative_error(out.cpu(), a, b, other, "m") < 4 * 2**-13

@@ -1,0 +1,177 @@
+"""Kernels that quantise tokens in groups, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+sys.path.append(str(Path(__file__).parent))
+import test_fused_kernel_builds as fused_builds
+import test_kernel_builds as kernel_builds
+
+TARGETS = (90, 100)
+COPIES = {"rowwise": (True, False), "columnwise": (False, True), "rowwise+columnwise": (True, True)}
+
+
+def _cases(target: int):
+    """(label, call of a launcher) for every variant of every kernel, and beside it the one without groups."""
+    import torch
+
+    from torchao_blockwise import _compat
+    from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16
+    from torchao_blockwise.ops.fused import new_copies
+    from torchao_blockwise.ops.grouped_quantize import triton as grouped
+    from torchao_blockwise.ops.groups import padded_tokens
+    from torchao_blockwise.ops.quantize import triton as quantize
+    from torchao_blockwise.ops.swiglu_quantize import triton as swiglu
+
+    def quantize_case(fmt, m, k, groups, dtype=torch.bfloat16):
+        x, ends = torch.zeros(m, k, dtype=dtype), torch.zeros(groups, dtype=torch.int32)
+        amax = torch.ones(()) if fmt.has_global_scale else None
+        for name, copies in list(COPIES.items())[:2]:
+            label = f"{fmt.name} {m}x{k} {str(dtype)[6:]} {name}"
+            yield f"quantize plain {label}", lambda copies=copies: quantize.quantize(x, fmt, amax, *copies, False)
+            yield (
+                f"quantize E{groups} {label}",
+                lambda copies=copies: grouped.quantize(x, ends, fmt, amax, *copies, False),
+            )
+
+    def swiglu_case(m, k, groups, dtype=torch.bfloat16):
+        dh, (gate, up) = torch.zeros(m, k, dtype=dtype), torch.zeros(m, 2 * k, dtype=dtype).chunk(2, 1)
+        ends = torch.zeros(groups, dtype=torch.int32)
+        for name, copies in COPIES.items():
+            for of, group_ends in (("plain", None), (f"E{groups}", ends)):
+                label = f"{of} {m}x{k} {str(dtype)[6:]} {name}"
+                forward, backward = (
+                    (
+                        FP8_1X128,
+                        new_copies(gate, FP8_1X128, (m, n * k), *copies, group_ends),
+                        *copies,
+                        False,
+                        group_ends,
+                    )
+                    for n in (1, 2)
+                )
+                yield f"swiglu {label}", lambda forward=forward: swiglu.swiglu_quantize(gate, up, *forward)
+                yield (
+                    f"swiglu_backward {label}",
+                    lambda backward=backward: swiglu.swiglu_backward_quantize(dh, gate, up, *backward),
+                )
+
+    for fmt in (FP8_1X128, NVFP4_1X16):
+        yield from quantize_case(fmt, 512, 1024, 8)
+        yield from quantize_case(fmt, 512, 1024, 257)
+        yield from quantize_case(fmt, 512, 1024, 8, torch.float32)
+        yield from quantize_case(fmt, 300, 500, 8)
+        # Token counts that change.
+        for m in (528, 531, 533):
+            yield from quantize_case(fmt, m, 1024, 8)
+    if _compat.has_gluon():
+        from torchao_blockwise.ops.quantize import gluon
+        from torchao_blockwise.ops.triton_group_blocks import group_blocks
+
+        for m in (512, 531):
+            x, ends = torch.zeros(m, 1024, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
+            rows = padded_tokens(m, 8, FP8_1X128.block[1])
+            for warps in (4, 8, 16):
+                yield (
+                    f"one_read E8 {m}x1024 bfloat16 {warps} warps",
+                    lambda x=x, ends=ends, rows=rows, warps=warps: gluon.quantize_both(
+                        x, FP8_1X128, False, warps, group_blocks(ends, len(x), FP8_1X128.block[1]), rows
+                    ),
+                )
+    for m, k in ((512, 1024), (512, 1040), (528, 1024), (531, 1024), (533, 1024)):
+        yield from swiglu_case(m, k, 8)
+    yield from swiglu_case(512, 1024, 8, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def builds():
+    """{target: builds}; the targets compile side by side."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    running = {
+        target: subprocess.Popen(
+            [sys.executable, __file__, str(target)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )
+        for target in TARGETS
+    }  # fmt: skip
+    results = {}
+    for target, process in running.items():
+        output, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
+        results[target] = json.loads(output)
+    return results
+
+
+targets = pytest.mark.parametrize("target", TARGETS)
+QUANTIZERS = (
+    "_quantize_both_kernel",
+    "_quantize_fp8_kernel",
+    "_quantize_nvfp4_kernel",
+    "_swiglu_kernel",
+    "_swiglu_backward_kernel",
+)
+
+
+def rows_of(builds, target, *words, kernels=QUANTIZERS):
+    return [row for row in kernel_builds._of(builds[target], *words) if row["kernel"] in kernels]
+
+
+@targets
+def test_nothing_spills(builds, target):
+    assert [(row["label"], row["STACK"]) for row in builds[target] if row["STACK"] + row["LOCAL"]] == []
+
+
+@targets
+def test_each_step_is_rounded_by_itself(builds, target):
+    for row in rows_of(builds, target):
+        names = row["instructions"]
+        assert {i for i in names if i.startswith("div")} == {"div.rn.f32"}, row["label"]
+        assert not [i for i in names if ".ftz" in i or i.startswith("fma")], row["label"]
+        assert row["half_defined_words"] == [], row["label"]
+
+
+@targets
+def test_payload_is_stored_16_bytes_at_a_time_whatever_the_tokens_are(builds, target):
+    """Padded tokens are whole blocks: 531 are stored as 512 are. In NVFP4 a block of them is 8 bytes."""
+    for m in (512, 528, 531, 533):
+        for row in rows_of(builds, target, "E8", f"{m}x1024"):
+            halves = "nvfp4" in row["label"] and "columnwise" in row["label"]
+            assert f"st.global.v{2 if halves else 4}.b32" in row["instructions"], row["label"]
+
+
+@targets
+def test_groups_cost_no_room(builds, target):
+    """As many programs of FP8 fit in a multiprocessor with groups as without: registers are given out 8 at a time."""
+    for words in (("quantize", "rowwise"), ("quantize", "columnwise"), ("swiglu", "rowwise+columnwise")):
+        words = (*words, "512x1024", "bfloat16")
+        plain, grouped = (rows_of(builds, target, of, *words)[0] for of in ("plain", "E8"))
+        assert "nvfp4" not in plain["label"] and -(-grouped["REG"] // 8) <= -(-plain["REG"] // 8), words
+
+
+@targets
+def test_token_counts_do_not_recompile(builds, target):
+    """Of a columnwise copy alone one build; where rows are written as they lie multiples of 16 and all others."""
+    shapes = ("512x1024", "528x1024", "531x1024", "533x1024")
+
+    def count(kernel, *words):
+        rows = [rows_of(builds, target, "E8", shape, "bfloat16", *words, kernels=(kernel,)) for shape in shapes]
+        return len({row["build"] for found in rows for row in found})
+
+    assert count("_group_blocks_kernel", "fp8_1x128") == 1
+    for kernel, fmt in (("_quantize_fp8_kernel", "fp8_1x128"), ("_quantize_nvfp4_kernel", "nvfp4_1x16")):
+        assert count(kernel, fmt, "columnwise") == 1
+        assert count(kernel, fmt, "rowwise") <= 2
+    for kernel in ("_swiglu_kernel", "_swiglu_backward_kernel"):
+        assert count(kernel, "rowwise+columnwise") <= 2
+
+
+if __name__ == "__main__":
+    kernel_builds._cases, kernel_builds._INSTRUCTIONS = _cases, fused_builds._INSTRUCTIONS
+    kernel_builds._main(int(sys.argv[1]))

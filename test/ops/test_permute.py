@@ -1,0 +1,272 @@
+"""ops.permute and ops.unpermute: sorted by hand, bits of each backend, every routing, gradients, no sync."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise.ops.permute import triton as kernels
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+backends = pytest.mark.parametrize("backend", ("reference", "triton"))
+EXPERTS = 5
+
+
+def chosen(tokens: int, top_k: int, experts: int = EXPERTS, seed: int = 0) -> torch.Tensor:
+    """Different experts for each token, as a router gives them."""
+    scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    return scores.topk(top_k, 1).indices
+
+
+ROUTINGS = {
+    "random": chosen(37, 2),
+    "top1": chosen(19, 1),
+    "top5": chosen(8, 5),
+    "one_expert": torch.full((12, 1), 3),
+    "ends_empty": torch.full((9, 2), 1),
+    "no_expert": torch.tensor([[0, 7], [-1, 4], [EXPERTS, EXPERTS], [2, -(2**40)]]),
+    "the_same_twice": torch.tensor([[2, 2], [0, 0], [4, 2]]),
+    "one_token": torch.tensor([[4, 0, 2]]),
+    "no_token": torch.zeros(0, 3, dtype=torch.int64),
+    "int32": chosen(37, 3).int(),
+}
+routings = pytest.mark.parametrize("ids", ROUTINGS.values(), ids=ROUTINGS)
+
+
+def sorted_by_hand(ids: torch.Tensor, experts: int = EXPERTS) -> tuple[list[int], list[int]]:
+    """(source, group_ends) by Python's stable sort."""
+    keys = [i if 0 <= i < experts else experts for i in ids.flatten().tolist()]
+    source = sorted(range(len(keys)), key=keys.__getitem__)
+    return source, [sum(key <= g for key in keys) for g in range(experts)]
+
+
+def routed(ids: torch.Tensor, width: int = 40, dtype=torch.bfloat16, device="cpu"):
+    """(x, y, source, weights) of random values."""
+    tokens, top_k = ids.shape
+    x = random_tensor(tokens, width, dtype=dtype, device=device) if tokens else torch.empty(0, width, dtype=dtype)
+    _, source, _ = ops.permute(x.to(device), ids.to(device), EXPERTS)
+    y = torch.randn(tokens * top_k, width, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    weights = torch.rand(tokens, top_k, generator=torch.Generator().manual_seed(2)).to(device)
+    return x.to(device), y, source, weights
+
+
+@backends
+@dtypes
+@routings
+def test_rows_are_sorted_by_expert_and_stable(ids, dtype, backend, device):
+    x, *_ = routed(ids, dtype=dtype, device=device)
+    tokens, source, group_ends = ops.permute(x, ids.to(device), EXPERTS, backend=backend)
+    expected, ends = sorted_by_hand(ids)
+    assert source.dtype == group_ends.dtype == torch.int32
+    assert (source.tolist(), group_ends.tolist()) == (expected, ends)
+    assert_bitwise_equal(tokens, x[[i // ids.shape[1] for i in expected]])
+
+
+@backends
+@pytest.mark.parametrize("experts", (1, 300, 2**15 - 2, 2**15 - 1, 2**15, 40_000), ids=str)
+def test_any_number_of_experts(experts, backend, device):
+    """Ids are sorted in 16 bits as far as they fit."""
+    ids = torch.randint(-2, experts + 2, (21, 3), generator=torch.Generator().manual_seed(experts))
+    ids[0], ids[1, 0], ids[2, 1] = experts - 1, experts, -1
+    _, source, group_ends = ops.permute(torch.zeros(21, 8, device=device), ids.to(device), experts, backend=backend)
+    expected, ends = sorted_by_hand(ids, experts)
+    assert (source.tolist(), group_ends.tolist()) == (expected, ends)
+
+
+def sum_by_hand(y, source, top_k, weights):
+    """Token by token, one fp32 rounding an operation."""
+    rows = dict(zip(source.tolist(), y.float().unbind()))
+    out = []
+    for t in range(len(rows) // top_k):
+        terms = [rows[t * top_k + k] * (1 if weights is None else weights[t, k].float()) for k in range(top_k)]
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        out.append(total)
+    return (torch.stack(out) if out else y.new_empty(0, y.shape[1])).to(y.dtype)
+
+
+@backends
+@dtypes
+@routings
+@pytest.mark.parametrize("weighted", (False, True), ids=("plain", "weighted"))
+def test_unpermute_sums_in_order(ids, dtype, backend, weighted, device):
+    _, y, source, weights = routed(ids, dtype=dtype, device=device)
+    weights = weights if weighted else None
+    out = ops.unpermute(y, source, ids.shape[1], weights, backend=backend)
+    assert_bitwise_equal(out, sum_by_hand(y, source, ids.shape[1], weights))
+
+
+@backends
+@dtypes
+@routings
+def test_gradients_of_unpermute(ids, dtype, backend, device):
+    grad, y, source, weights = routed(ids, dtype=dtype, device=device)
+    grad_y, grad_weights = ops.unpermute_backward(grad, y, source, ids.shape[1], weights, backend=backend)
+    index = source.long()
+    rows = grad[index // ids.shape[1]]
+    assert_bitwise_equal(grad_y, (rows.float() * weights.flatten()[index, None]).to(dtype))
+    dots = torch.empty(len(index), dtype=torch.float64, device=device)
+    dots[index] = (rows.double() * y.double()).sum(1)
+    assert grad_weights.dtype == torch.float32 and grad_weights.shape == weights.shape
+    magnitude = torch.empty_like(dots)
+    magnitude[index] = (rows.double() * y.double()).abs().sum(1)
+    assert ((grad_weights.flatten() - dots).abs() <= 1e-6 * magnitude).all()
+
+
+@backends
+@pytest.mark.parametrize("width", (1, 3, 8, 500, 1024, 1030, 2056), ids=str)
+def test_any_width(width, backend, device):
+    """Ragged strips, one element, several strips."""
+    ids = ROUTINGS["random"]
+    x, y, source, weights = routed(ids, width, device=device)
+    tokens, *_ = ops.permute(x, ids.to(device), EXPERTS, backend=backend)
+    assert_bitwise_equal(tokens, x[source.long() // 2])
+    out = ops.unpermute(y, source, 2, weights, backend=backend)
+    assert_bitwise_equal(out, sum_by_hand(y, source, 2, weights))
+    gradients = ops.unpermute_backward(x, y, source, 2, weights, backend=backend)
+    expected = ops.unpermute_backward(x, y, source, 2, weights, backend="reference")
+    assert_bitwise_equal(gradients[0], expected[0])
+    assert relative_error(gradients[1], expected[1]) < 1e-6
+
+
+@backends
+def test_no_width(backend, device):
+    x, ids = torch.zeros(3, 0, device=device), torch.zeros(3, 2, dtype=torch.int64, device=device)
+    tokens, source, group_ends = ops.permute(x, ids, 2, backend=backend)
+    assert tokens.shape == (6, 0) and group_ends.tolist() == [6, 6]
+    assert ops.unpermute(tokens, source, 2, backend=backend).shape == (3, 0)
+    _, dots = ops.unpermute_backward(x, tokens, source, 2, torch.ones(3, 2, device=device), backend=backend)
+    assert dots.tolist() == [[0, 0]] * 3
+
+
+@backends
+def test_signs_and_values_that_are_not_finite_are_kept(backend, device):
+    ids = torch.tensor([[1], [0]], device=device)
+    x = torch.tensor([[-0.0, float("nan"), float("inf")], [1e-40, -0.0, -float("inf")]], device=device)
+    tokens, source, _ = ops.permute(x, ids, 2, backend=backend)
+    assert_bitwise_equal(tokens, x[[1, 0]])
+    assert_bitwise_equal(ops.unpermute(tokens, source, 1, backend=backend), x)
+    scaled = ops.unpermute(tokens, source, 1, torch.full((2, 1), 0.5, device=device), backend=backend)
+    assert_bitwise_equal(scaled, x * 0.5)
+
+
+@backends
+def test_any_strides(backend, device):
+    ids = ROUTINGS["random"].to(device)
+    x, y, source, weights = routed(ROUTINGS["random"], device=device)
+    wide = torch.cat((x, x + 1), 1)
+    twisted = ids.t().contiguous().t()
+    for got in (wide[:, :40], x.t().contiguous().t()):
+        tokens, *_ = ops.permute(got, twisted, EXPERTS, backend=backend)
+        assert_bitwise_equal(tokens, x[source.long() // 2])
+    constant = torch.ones(1, device=device, dtype=x.dtype).expand(37, 40)
+    gradients = ops.unpermute_backward(constant, y, source, 2, weights.t().contiguous().t(), backend=backend)
+    expected = ops.unpermute_backward(constant.contiguous(), y, source, 2, weights, backend=backend)
+    for got, want in zip(gradients, expected):
+        assert_bitwise_equal(got, want)
+
+
+@pytest.mark.parametrize("weights_dtype", (torch.float32, torch.bfloat16), ids=lambda d: str(d)[6:])
+def test_backends_agree_on_weights_of_any_dtype(weights_dtype, device):
+    _, y, source, weights = routed(ROUTINGS["random"], device=device)
+    weights = weights.to(weights_dtype)
+    outs = [ops.unpermute(y, source, 2, weights, backend=backend) for backend in ("reference", "triton")]
+    assert_bitwise_equal(outs[1], outs[0])
+    assert_bitwise_equal(outs[0], sum_by_hand(y, source, 2, weights.float()))
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+X, IDS = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64)
+Y, SOURCE, WEIGHTS = torch.zeros(8, 8), torch.arange(8, dtype=torch.int32), torch.zeros(4, 2)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    (
+        (lambda: ops.permute(X.int(), IDS, 2), TypeError, "permute: x must be bfloat16, float16 or float32, got"),
+        (lambda: ops.permute(X[0], IDS, 2), ValueError, r"x must be \[rows, H\], got shape \[8\]"),
+        (lambda: ops.permute(X, IDS.float(), 2), TypeError, "expert_ids must be int32 or int64, got torch.float32"),
+        (lambda: ops.permute(X, IDS[:3], 2), ValueError, r"must agree in T, got \[4, 8\] and \[3, 2\]"),
+        (lambda: ops.permute(X, IDS[:, 0], 2), ValueError, r"expert_ids \[T, top_k\], top_k >= 1"),
+        (lambda: ops.permute(X, IDS[:, :0], 2), ValueError, r"top_k >= 1"),
+        (lambda: ops.permute(X, IDS, 0), ValueError, "experts must be from 1 to 2147483646, got 0"),
+        (lambda: ops.permute(X, IDS.to("meta"), 2), ValueError, "x is on cpu, expert_ids on meta"),
+        (lambda: ops.permute(X, IDS, 2, backend="cublas"), ValueError, "backend cublas has no implementation"),
+        (lambda: ops.unpermute(Y, SOURCE, 0), ValueError, r"top_k >= 1, got \[8, 8\] and top_k=0"),
+        (lambda: ops.unpermute(Y, SOURCE, 3), ValueError, r"y must be \[T · top_k, H\]"),
+        (lambda: ops.unpermute(Y, SOURCE[:6], 2), ValueError, r"source must be \[T · top_k\] .* got \[6\]"),
+        (lambda: ops.unpermute(Y, SOURCE.long(), 2), TypeError, "source must be int32, as permute returns it"),
+        (lambda: ops.unpermute(Y, SOURCE, 2, WEIGHTS.t()), ValueError, r"\[T, top_k\] = \[4, 2\], got shape \[2, 4\]"),
+        (lambda: ops.unpermute(Y, SOURCE, 2, WEIGHTS.long()), TypeError, "weights must be bfloat16, float16 or"),
+        (lambda: ops.unpermute(Y, SOURCE, 2, WEIGHTS.to("meta")), ValueError, "weights must be on the rows' device"),
+        (lambda: ops.unpermute_backward(X, Y[:, :4], SOURCE, 2), ValueError, r"y must be torch.float32 \[8, 8\]"),
+        (lambda: ops.unpermute_backward(X, Y.half(), SOURCE, 2), ValueError, "got torch.float16"),
+        (lambda: ops.unpermute(Y, SOURCE - 1, 2), ValueError, r"source must hold each of 0 .. 7 once"),
+        (lambda: ops.unpermute(Y, SOURCE // 2, 2), ValueError, r"source must hold each of 0 .. 7 once"),
+        (lambda: ops.unpermute_backward(X, Y, SOURCE + 1, 2), ValueError, "pass what permute returned"),
+    ),
+)  # fmt: skip
+def test_refusals(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("source", ([0, 9, -1, 3, 2**31 - 1, 5, -(2**31), 7], [0] * 8, [8] * 8), ids=("wild", "0", "8"))
+def test_kernels_reach_no_memory_outside_whatever_the_source(source, device):
+    """Canaries around every tensor that is written; rows that are read lie inside, or are not."""
+    guarded = {name: torch.full((3 * n,), 7.0, device=device) for name, n in (("y", 64), ("out", 32), ("dots", 8))}
+    source = torch.tensor(source, dtype=torch.int32, device=device)
+    row_of = kernels._inverse(source)
+    y, out, dots = guarded["y"][64:128].view(8, 8), guarded["out"][32:64].view(4, 8), guarded["dots"][8:16]
+    options = kernels._options(2)
+    kernels.launch(kernels._gather_kernel, 4, y, None, row_of, out, 8, 8, **options)
+    kernels.launch(kernels._scatter_kernel, 8, out, y.clone(), None, row_of, y, dots, 8, 8, **options)
+    for name, whole in guarded.items():
+        third = whole.numel() // 3
+        assert (whole[:third] == 7).all() and (whole[2 * third :] == 7).all(), name
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_look():
+    ids, x = chosen(512, 4, 16).cuda(), torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    weights = torch.rand(512, 4, device="cuda")
+
+    def step():
+        tokens, source, group_ends = ops.permute(x, ids, 16)
+        out = ops.unpermute(tokens, source, 4, weights)
+        return out, *ops.unpermute_backward(out, tokens, source, 4, weights), group_ends
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    ids.copy_(chosen(512, 4, 16, seed=1))
+    graph.replay()
+    for got, expected in zip(captured, step()):
+        assert_bitwise_equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_large_offsets():
+    """More than 2^31 elements."""
+    width, tokens = 2**16, 2**15 + 8
+    x = torch.zeros(tokens, width, device="cuda", dtype=torch.bfloat16)
+    x[:, 0] = torch.arange(tokens, device="cuda") % 256
+    ids = torch.zeros(tokens, 1, device="cuda", dtype=torch.int64)
+    ids[0] = 1
+    rows, source, _ = ops.permute(x, ids, 2)
+    assert_bitwise_equal(rows[:, 0].contiguous(), x[:, 0].roll(-1))
+    assert_bitwise_equal(ops.unpermute(rows, source, 1), x)

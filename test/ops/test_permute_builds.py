@@ -1,0 +1,87 @@
+"""The kernels of permute, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+sys.path.append(str(Path(__file__).parent))
+import test_kernel_builds as kernel_builds
+
+targets = pytest.mark.parametrize("target", kernel_builds.TARGETS)
+
+
+def _cases(target: int):
+    """(label, call of a launcher) for every variant of every kernel."""
+    import torch
+
+    from torchao_blockwise.ops.permute import triton as permute
+
+    def cases(tokens, width, top_k, dtype=torch.bfloat16):
+        x, y = torch.zeros(tokens, width, dtype=dtype), torch.zeros(tokens * top_k, width, dtype=dtype)
+        source, weights = torch.zeros(tokens * top_k, dtype=torch.int32), torch.zeros(tokens, top_k)
+        where = f"{tokens}x{width} top{top_k} {str(dtype)[6:]}"
+        yield f"permute {where}", lambda: permute.unpermute_backward(x, None, source, top_k, None)
+        yield f"backward {where}", lambda: permute.unpermute_backward(x, y, source, top_k, weights)
+        yield f"sum {where}", lambda: permute.unpermute(y, source, top_k, None)
+        yield f"unpermute {where}", lambda: permute.unpermute(y, source, top_k, weights)
+
+    for width in (2048, 500):
+        for dtype in (torch.bfloat16, torch.float32):
+            yield from cases(512, width, 2, dtype)
+    yield from cases(512, 7168, 8)
+    # Token counts that change.
+    for tokens in (528, 531, 1):
+        yield from cases(tokens, 2048, 2)
+
+
+@pytest.fixture(scope="module")
+def builds():
+    """{target: builds}."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    results = {}
+    for target in kernel_builds.TARGETS:
+        command = [sys.executable, __file__, str(target)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+        results[target] = json.loads(done.stdout)
+    return results
+
+
+@targets
+def test_nothing_spills(builds, target):
+    assert [(row["label"], row["STACK"]) for row in builds[target] if row["STACK"] + row["LOCAL"]] == []
+
+
+@targets
+def test_each_step_is_rounded_by_itself(builds, target):
+    """In bf16 x · 1 + y may stand for x + y: rounded in fp32 before, the sum is the same."""
+    for row in builds[target]:
+        names = row["instructions"]
+        assert not [i for i in names if ".ftz" in i or re.match(r"fma\..*f32", i)], row["label"]
+
+
+@targets
+def test_rows_move_16_bytes_at_a_time(builds, target):
+    for row in builds[target]:
+        if row["kernel"] != "_invert_kernel" and "x500" not in row["label"]:
+            assert "st.global.v4.b32" in row["instructions"], row["label"]
+
+
+@targets
+@pytest.mark.parametrize("case", ("permute", "backward", "sum", "unpermute"))
+def test_token_counts_do_not_rebuild(builds, target, case):
+    rows = [kernel_builds._of(builds[target], case, f"{n}x2048", "bfloat16") for n in (512, 528, 531, 1)]
+    for launches in zip(*rows, strict=True):
+        assert len({row["build"] for row in launches}) == 1
+
+
+if __name__ == "__main__":
+    kernel_builds._cases = _cases
+    kernel_builds._main(int(sys.argv[1]))

@@ -1,0 +1,138 @@
+"""QuantizedShard: the rows of a quantised weight that one rank holds, without ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FP8, both_formats, replace, saved_and_loaded, weight
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat
+from torchao_blockwise.tensors import QuantizedShard
+from torchao_blockwise.tensors.quantized_shard import shard_of
+from torchao_blockwise.testing import assert_bitwise_equal
+
+SPLITS = [(rows, ranks) for rows in (300, 64, 5, 1) for ranks in (1, 3, 4)]
+
+
+def converted(config, rows: int, columns: int = 33, dtype=torch.float32) -> nn.Parameter:
+    layer = nn.Linear(columns, rows, bias=False, dtype=dtype)
+    layer.weight.data = weight(rows, columns, dtype=dtype)
+    quantize_(layer, replace(config, master_weights=False))
+    return layer.weight
+
+
+def part(rank: int, ranks: int, dtype=torch.float32, dim: int = 0, offloaded: bool = False) -> _compat.FsdpRows:
+    return _compat.FsdpRows("weight", dim, rank, ranks, dtype, offloaded)
+
+
+@both_formats
+@pytest.mark.parametrize(("rows", "ranks"), SPLITS)
+def test_rows_stand_for_the_values_of_the_whole(config, rows, ranks):
+    whole = converted(config, rows)
+    shards = [shard_of(whole, part(rank, ranks)) for rank in range(ranks)]
+    for x in shards:
+        assert type(x) is QuantizedShard and x.dtype == torch.float32 and x.whole_shape == whole.shape
+        assert_bitwise_equal(x.scale, whole.scale)
+        assert x.start == x.part.start * 33 and x.original.awaits_cast
+    assert_bitwise_equal(torch.cat([x.qdata.view(torch.uint8) for x in shards]), whole.qdata.view(torch.uint8))
+    assert_bitwise_equal(torch.cat([x.dequantize() for x in shards]), whole.dequantize())
+    assert_bitwise_equal(torch.cat([x.values() for x in shards]), weight(rows, 33))
+    assert_bitwise_equal(torch.cat([x.dequantize(torch.bfloat16) for x in shards]), whole.dequantize(torch.bfloat16))
+
+
+@both_formats
+@pytest.mark.parametrize(("rows", "ranks"), SPLITS)
+def test_what_is_sent_makes_the_whole(config, rows, ranks):
+    """Padded to the largest shard, packed where rows split evenly."""
+    whole, sent = converted(config, rows), []
+    for rank in range(ranks):
+        shard = shard_of(whole, part(rank, ranks))
+        shard.original.cast_is_done()
+        (payload,), state = shard.fsdp_pre_all_gather(None, None, None, None, None)
+        assert payload.dtype == torch.uint8 and payload.shape == state.layout.payload_shape and payload.is_contiguous()
+        sent.append(payload)
+    gathered, _ = shard.fsdp_post_all_gather((torch.cat(sent),), state, torch.float32)
+    assert type(gathered) is type(whole.detach()) and torch.equal(gathered, whole)
+
+
+@both_formats
+def test_experts_are_split_by_the_expert(config):
+    kind = NVFP4Tensor if config.weight_format.has_global_scale else BlockwiseFP8Tensor
+    whole = kind.from_hp(weight(6, 150, 40), config=config)
+    shards = [shard_of(whole, part(rank, 4)) for rank in range(4)]
+    assert [x.shape[0] for x in shards] == [2, 2, 2, 0]
+    assert_bitwise_equal(torch.cat([x.dequantize() for x in shards]), whole.dequantize())
+
+
+def test_values_wait_for_a_cast():
+    x = shard_of(converted(FP8, 40), part(0, 2))
+    x.original.cast_is_done()
+    assert x.original.hp is None
+    values = weight(20, 33, dtype=torch.bfloat16, seed=3)
+    for y in (x, x.detach().clone(), x.to(torch.bfloat16)):
+        with torch.no_grad():
+            y.copy_(values)
+        assert y.original.awaits_cast
+        assert_bitwise_equal(y.values(), values)
+        with pytest.raises(
+            RuntimeError, match=r"gathers a weight of Linear\(.*sync_weight_scales\(model\) on all ranks"
+        ):
+            y.fsdp_pre_all_gather(None, None, None, nn.Linear(33, 40), None)
+        copy = y.clone()
+        assert copy.original is not y.original and copy.original.awaits_cast
+        assert_bitwise_equal(copy.values(), values)
+    assert x.original is x.detach().original is nn.Parameter(x, requires_grad=False).original
+
+
+@both_formats
+def test_another_dtype(config):
+    """A cast to another dtype rounds what is cast from now on; under a policy that has one, nothing changes."""
+    x = shard_of(converted(config, 40), part(0, 2))
+    assert x.to(torch.bfloat16).values_dtype == x.to(torch.bfloat16).dtype == torch.bfloat16
+    x = shard_of(converted(config, 40), part(0, 2, torch.float16))
+    assert x.to(torch.bfloat16).values_dtype == torch.float16
+
+
+@both_formats
+def test_is_saved_and_copied_by_its_bytes(config):
+    whole = converted(config, 40)
+    x, other = (shard_of(whole, part(rank, 2)) for rank in range(2))
+    x.original.cast_is_done()
+    loaded = saved_and_loaded(x)
+    assert type(loaded) is QuantizedShard and torch.equal(loaded, x) and loaded.part == x.part
+    empty = torch.empty_like(x)
+    with torch.no_grad():
+        empty.copy_(x)
+    assert torch.equal(empty, x) and not empty.original.awaits_cast
+    with pytest.raises(ValueError, match="the source other rows"), torch.no_grad():
+        x.copy_(other)
+    with pytest.raises(ValueError, match=r"the target has shape \[20, 33\], the source \[3, 33\]"), torch.no_grad():
+        x.copy_(weight(3, 33))
+    with pytest.raises(NotImplementedError, match="copy its values"), torch.no_grad():
+        weight(20, 33).copy_(x)
+    assert type(torch.zeros_like(x)) is torch.Tensor
+
+
+def test_refuses_what_rows_are_not():
+    whole = converted(FP8, 40)
+    x = shard_of(whole, part(0, 2))
+    for refused in (
+        lambda: x.t(),
+        lambda: x[:4],
+        lambda: x + 1,
+        lambda: x.view(-1),
+        lambda: nn.functional.linear(x, x),
+    ):
+        with pytest.raises(NotImplementedError, match=r"convert with master_weights=True|quantised"):
+            refused()
+    for changes, message in (
+        ({"dim": 1}, r"Shard\(1\) would cut its rows; shard dim 0"),
+        ({"offloaded": True}, "leave CPUOffloadPolicy out"),
+    ):
+        with pytest.raises(ValueError, match=r"fully_shard: weight \[40, 33\] is quantised itself, and .*" + message):
+            shard_of(whole, part(0, 2)._replace(**changes))
+    no_config = type(whole.detach()).from_hp(weight(40, 33))
+    with pytest.raises(ValueError, match="has no config to train by"):
+        shard_of(no_config, part(0, 2))

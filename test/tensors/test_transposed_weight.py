@@ -1,0 +1,238 @@
+"""TransposedWeight: experts as grouped products ask for them, exact in all else; and the source of a cast copy."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from helpers import FP8, NVFP4, both_formats, cache_calls, master, replace, weight
+from torch import nn
+
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
+from torchao_blockwise.tensors import TransposedWeight
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+SHAPE = (3, 40, 72)
+KINDS = {
+    "master": lambda: MasterWeightTensor(weight(*SHAPE), FP8),
+    "master_bf16": lambda: MasterWeightTensor(weight(*SHAPE).bfloat16(), NVFP4),
+    "fp8": lambda: BlockwiseFP8Tensor.from_hp(weight(*SHAPE)),
+    "nvfp4": lambda: NVFP4Tensor.from_hp(weight(*SHAPE)),
+}
+every_weight = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+TRANSPOSES = {
+    "transpose": lambda w: w.transpose(-2, -1), "transpose_1_2": lambda w: w.transpose(1, 2),
+    "transpose_2_1": lambda w: w.transpose(2, 1), "mT": lambda w: w.mT, "swapaxes": lambda w: w.swapaxes(-1, -2),
+    "permute": lambda w: w.permute(0, 2, 1), "permute_negative": lambda w: w.permute(-3, -1, -2),
+    "mH": lambda w: w.mH,
+}  # fmt: skip
+
+
+def values(w) -> torch.Tensor:
+    """The values that `w` stands for, as a plain tensor."""
+    return w.dequantize() if not isinstance(w, MasterWeightTensor) else w.hp
+
+
+@every_weight
+@pytest.mark.parametrize("transpose", TRANSPOSES.values(), ids=TRANSPOSES)
+def test_a_transpose_of_the_last_two_dims_leads_to_the_weight(make, transpose):
+    w = make()
+    t = transpose(w)
+    assert type(t) is TransposedWeight and t.weight is w
+    assert t.shape == (3, 72, 40) and t.stride() == (40 * 72, 1, 72) and not t.is_contiguous()
+    assert (t.dtype, t.device, t.requires_grad) == (w.dtype, w.device, False)
+    assert repr(t) == f"TransposedWeight(shape=(3, 72, 40), of {w!r})"
+
+
+@every_weight
+@pytest.mark.parametrize("transpose", TRANSPOSES.values(), ids=TRANSPOSES)
+def test_in_inference_mode_too(make, transpose):
+    with torch.inference_mode():
+        w = make()
+        assert type(transpose(w)) is TransposedWeight and type(transpose(w.to(torch.float16))) is TransposedWeight
+        assert type(transpose(w).to(torch.float16)) is TransposedWeight
+
+
+@every_weight
+def test_views_of_a_parameter_in_inference_mode(make):
+    w = nn.Parameter(make())
+    with torch.inference_mode():
+        for view in (w.mT, w.transpose(-2, -1), w[1], w.detach(), w.mT.detach()):
+            assert not view.is_inference() and view.dtype == w.dtype
+        assert w.to(torch.float16).is_inference()
+
+
+@every_weight
+def test_a_second_transpose_is_the_weight(make):
+    w = make()
+    back = w.mT.mT
+    assert type(back) is type(w) and back.shape == w.shape
+    if isinstance(w, MasterWeightTensor):
+        assert back.hp is w.hp
+    else:
+        assert back.qdata.data_ptr() == w.qdata.data_ptr()
+
+
+def test_transposes_of_matrices_and_of_four_dims_are_what_they_were():
+    for shape in ((40, 72), (2, 3, 40, 72)):
+        w = MasterWeightTensor(weight(*shape), FP8)
+        assert type(w.mT) is MasterWeightTensor and w.mT.hp.data_ptr() == w.hp.data_ptr()
+    w = MasterWeightTensor(weight(*SHAPE), FP8)
+    for t in (w.transpose(0, 1), w.permute(2, 0, 1)):
+        assert type(t) is MasterWeightTensor
+    assert_bitwise_equal(w.transpose(0, 1).hp, w.hp.transpose(0, 1))
+
+
+@every_weight
+def test_copies_casts_and_aliases_stay_transposed_weights(make):
+    t = make().mT
+    for copy in (t.detach(), t.clone(), t.to(torch.float16), t.bfloat16(), t.data):
+        assert type(copy) is TransposedWeight and type(copy.weight) is type(t.weight) and copy.shape == t.shape
+    cast = t.to(torch.float16)
+    assert cast.dtype == torch.float16 == cast.weight.dtype and t.clone().weight is not t.weight
+
+
+PLAIN = {
+    "add": lambda t: t + 1, "norm": lambda t: t.norm(), "sum": lambda t: t.sum(1), "row": lambda t: t[1, 5],
+    "index": lambda t: t[torch.tensor([2, 0])], "stack": lambda t: torch.stack([t, t]), "float": lambda t: t.float(),
+    "zeros_like": torch.zeros_like, "equal": lambda t: torch.tensor(torch.equal(t, t)), "slice": lambda t: t[:, 3:9],
+    "expert": lambda t: t[1], "contiguous": lambda t: t.contiguous(), "unbind": lambda t: t.unbind(0)[2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", PLAIN.values(), ids=PLAIN)
+def test_of_a_master_weight_everything_else_is_done_to_the_values(op):
+    w = MasterWeightTensor(weight(*SHAPE), FP8)
+    got, expected = op(w.mT), op(w.hp.mT)
+    got = got.weight.mT if isinstance(got, TransposedWeight) else got
+    assert_bitwise_equal(getattr(got, "hp", got), expected)
+
+
+def test_changes_reach_the_weight_and_are_counted():
+    w, plain = nn.Parameter(KINDS["master"]()), weight(*SHAPE)
+    before = w.quantized()
+    with torch.no_grad():
+        t = w.mT
+        assert t.mul_(3) is t
+        nn.init.normal_(w.mT[1], generator=torch.Generator().manual_seed(0))
+        plain.mul_(3)
+        nn.init.normal_(plain.mT[1], generator=torch.Generator().manual_seed(0))
+    assert_bitwise_equal(w.hp, plain)
+    assert not torch.equal(w.quantized().scale, before.scale)
+    assert_bitwise_equal(w.quantized().qdata, MasterWeightTensor(plain, FP8).quantized().qdata)
+
+
+def test_of_a_quantised_weight_what_is_not_exact_raises():
+    fp8, nvfp4 = KINDS["fp8"]().mT, KINDS["nvfp4"]().mT
+    expert = BlockwiseFP8Tensor.from_hp(weight(*SHAPE)).mT[1]
+    assert_bitwise_equal(expert.dequantize(), fp8.dequantize()[1])
+    for t in (fp8, nvfp4):
+        assert_bitwise_equal(t.dequantize(), t.weight.dequantize().mT)
+        assert t.dequantize(torch.bfloat16).dtype == torch.bfloat16
+    with pytest.raises(NotImplementedError, match=r"not exact on quantised data .* call .dequantize"):
+        fp8 + 1
+    with pytest.raises(NotImplementedError, match="packs two elements a byte, so a transpose is no view"):
+        nvfp4[1]
+    with pytest.raises(NotImplementedError, match="products with quantised weights go through"):
+        torch.zeros(3, 5, 72).bmm(fp8)
+
+
+@pytest.mark.parametrize("op", (lambda t: torch.zeros(3, 5, 72) @ t, lambda t: torch.zeros(3, 5, 72).bmm(t),
+                                lambda t: torch.einsum("emk,ekn->emn", torch.zeros(3, 5, 72), t)),
+                         ids=("matmul", "bmm", "einsum"))  # fmt: skip
+@pytest.mark.parametrize("inference", (False, True), ids=("training", "inference"))
+def test_products_in_high_precision_raise_with_a_remedy(op, inference):
+    for w in (KINDS["master"](), nn.Parameter(KINDS["master"]())):
+        with (
+            torch.inference_mode(inference),
+            pytest.raises(NotImplementedError, match=r"use torch.nn.functional.linear .* grouped_mm for experts"),
+        ):
+            op(w.mT)
+
+
+@every_weight
+def test_products_of_others_raise(make):
+    @torch.library.custom_op("torchao_blockwise_test::product", mutates_args=())
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w
+
+    with pytest.raises(
+        NotImplementedError, match=r"test.product.default: a product of others with a transposed weight"
+    ):
+        product(torch.zeros(3, 5, 72), make().mT)
+
+
+@every_weight
+def test_gradients_pass_to_the_weight(make):
+    w = nn.Parameter(make())
+    t = w.mT
+    assert t.requires_grad and not t.detach().requires_grad and not t.is_leaf
+    dy = torch.randn(3, 72, 40).to(t.dtype)
+    t.backward(dy)
+    assert type(w.grad) is torch.Tensor and torch.equal(w.grad, dy.mT)
+
+
+# --- copies in another dtype ------------------------------------------------------------------------------------------
+
+
+@both_formats
+@pytest.mark.parametrize("cast", (lambda w: w.bfloat16(), lambda w: w.to(torch.float16), lambda w: w.mT.bfloat16().mT),
+                         ids=("bfloat16", "float16", "transposed"))  # fmt: skip
+def test_a_cast_copy_knows_its_source_as_long_as_both_stand(config, cast):
+    w = master(*SHAPE, config=config)
+    copy = cast(w)
+    assert_bitwise_equal(copy.hp, w.hp.to(copy.dtype))
+    copy = w.to(copy.dtype)
+    assert copy.source[0] is w.hp and copy.source[1] == copy.dtype
+    assert w.source == (w.hp, None) and w.detach().source[1] is None
+    changed = w.bfloat16()
+    with torch.no_grad():
+        changed.add_(1)
+    assert changed.source == (changed.hp, None)
+    with torch.no_grad():
+        w.add_(1)
+    assert copy.source == (copy.hp, None)
+
+
+def test_a_cast_copy_outlives_its_source():
+    w = MasterWeightTensor(weight(*SHAPE), FP8)
+    copy = w.bfloat16()
+    del w
+    gc.collect()
+    assert copy.source == (copy.hp, None)
+
+
+def test_no_cast_is_no_copy():
+    w = MasterWeightTensor(weight(*SHAPE).bfloat16(), FP8)
+    assert w.bfloat16() is w and w.to(torch.bfloat16) is w
+    with torch.inference_mode():
+        made = MasterWeightTensor(weight(*SHAPE), FP8).bfloat16()
+        assert made.source == (made.hp, None)
+
+
+@both_formats
+def test_the_kept_copy_of_rounded_values_is_theirs(config):
+    from torchao_blockwise.tensors.weight_cache import quantized_weight
+
+    w = master(*SHAPE, config=config)
+    fmt, power = config.weight_format, {"power_of_2_scales": config.power_of_2_scales}
+    with cache_calls() as calls:
+        for _ in range(2):
+            rounded = quantized_weight(w.hp, fmt, columnwise=False, rounded_to=torch.bfloat16, **power)
+        assert calls.quantize == 1
+        own = quantized_weight(w.hp, fmt, columnwise=False, **power)
+        assert calls.quantize == 2
+    expected = MasterWeightTensor(w.hp.bfloat16(), config).quantized()
+    assert_bitwise_equal(rounded.qdata, expected.qdata)
+    assert_bitwise_equal(rounded.scale, expected.scale)
+    assert not torch.equal(rounded.scale, own.scale)
+
+
+def test_a_view_of_the_same_shape_is_found_again():
+    """What `DTensor.to_local` makes."""
+    w = MasterWeightTensor(weight(*SHAPE), replace(FP8, columnwise="cached"))
+    assert w.view_as(w).hp is w.hp and w.view(3, 40, 72).hp is w.hp
+    assert w.view(3, 72, 40).hp is not w.hp

@@ -1,0 +1,164 @@
+"""Expert parallel: each rank holds some of the experts, and tokens travel to the ranks that hold theirs.
+
+    tokens of a rank, sorted by expert   | expert 0 | 1 | 2 | 3 |
+    all-to-all: a run of experts a rank    to rank 0 ─┴┘  └─┴─ to rank 1
+    sorted by expert again                 rank 1: | 2 of rank 0 | 2 of rank 1 | 3 of rank 0 | 3 of rank 1 |
+    its experts, then the same way back
+
+Every rank's tokens of an expert lie one behind another, rank by rank, so an expert sees what it would see on one device
+that had the ranks' tokens one behind another.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from torchao_blockwise import _compat
+from torchao_blockwise.nn import permute, unpermute
+from torchao_blockwise.ops.groups import check_group_ends, clamped_ends
+from torchao_blockwise.tensors import MasterWeightTensor, weight_cache
+
+
+class Journey(NamedTuple):
+    """How a rank's tokens travelled, which is how results travel back.
+
+    source: where each received row lay before rows were sorted by expert. sent, received: rows to and from each rank.
+    tokens: rows that the rank had, those of no expert included.
+    """
+
+    source: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    tokens: int
+
+
+def dispatch_tokens(
+    x: torch.Tensor, group_ends: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, Journey]:
+    """Send each row to the rank that holds its expert; a collective, differentiable in `x`.
+
+    x: [M, H], sorted by expert. group_ends: [E] int32, cumulative; rows after the last group stay at home.
+    group: ranks that hold ⌈E / ranks⌉ experts each, the last ones fewer: as `torch.chunk` deals them out.
+    Returns the rows of this rank's experts [M', H], sorted by expert and then by the rank that they come from, their
+    group ends [E'], and what `combine_tokens` needs. The sizes of the exchange are read by the host once: as tensors of
+    unknown size cannot be allocated, this is the one sync of an expert layer.
+    Raises TypeError or ValueError for group ends that are none.
+    """
+    ranks, experts = group.size(), group_ends.shape[0]
+    check_group_ends("dispatch_tokens", group_ends, x.shape[0], x.device)
+    most = -(-experts // ranks)
+    own = max(0, min(most, experts - group.rank() * most))
+    ends = clamped_ends(group_ends, x.shape[0])
+    counts = ends.new_zeros(ranks * most)
+    counts[:experts] = ends.diff(prepend=ends.new_zeros(1))
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    counts, arriving = counts.view(ranks, most), arriving.view(ranks, most)
+    sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+    rows = _AllToAll.apply(x[: sum(sent)], sent, received, group)
+    # Rows come rank by rank, each rank's sorted by expert.
+    expert_of_run = torch.arange(most, device=x.device).repeat(ranks)
+    ids = torch.repeat_interleave(expert_of_run, arriving.flatten(), output_size=sum(received))
+    tokens, source, own_ends = permute(rows, ids[:, None], most)
+    return tokens, own_ends[:own], Journey(source, sent, received, x.shape[0])
+
+
+def combine_tokens(y: torch.Tensor, journey: Journey, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send each row of `y` [M', H] back to where `dispatch_tokens` had it from; a collective, differentiable.
+
+    Returns [M, H] in the order of before; rows of no expert are zeros.
+    """
+    rows = unpermute(y, journey.source, 1)
+    back = _AllToAll.apply(rows, journey.received, journey.sent, group)
+    stayed = journey.tokens - back.shape[0]
+    return back if not stayed else torch.cat([back, back.new_zeros(stayed, back.shape[1])])
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sent, received, group):
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return _exchange(grad_output, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange(x, sent: list[int], received: list[int], group) -> torch.Tensor:
+    out = x.new_empty(sum(received), x.shape[1])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
+
+
+class ExpertParallel(ParallelStyle):
+    """A `parallelize_module` style for modules of experts: their 3D parameters, sharded by expert, and an exchange.
+
+    For a module whose parameters are [E, ..], and which is called with tokens [M, H], sorted by expert, and group ends
+    [E]: `SwiGLUExperts` is one. After it, a rank holds E / ranks of the experts as DTensors, the module is still called
+    with a rank's tokens of all experts, and returns their results. `quantize_` comes first, `fully_shard` after it.
+
+    What an expert computes does not depend on the ranks, bit for bit, in FP8. In NVFP4 the tensor scale of a weight is
+    that of all experts, that of activations comes from the tokens that a rank has received.
+    Raises ValueError for a parameter that is not [E, ..], a mesh of several dims, or fewer experts than all ranks need.
+    Source: GShard (arXiv 2006.16668), §3.2.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"ExpertParallel: the mesh must have one dim, got {device_mesh}; take the slice whose ranks hold the "
+                "experts, mesh['ep']"
+            )
+        parameters = dict(module.named_parameters(recurse=False))
+        counts = {p.shape[0] for p in parameters.values() if p.dim() == 3}
+        if len(counts) != 1 or any(p.dim() != 3 for p in parameters.values()):
+            shapes = {name: list(p.shape) for name, p in parameters.items()}
+            raise ValueError(
+                f"ExpertParallel: a {type(module).__name__} must hold parameters [E, .., ..] of the same E experts and "
+                f"no others, got {shapes}; name the module of experts in the plan"
+            )
+        (count,), ranks = counts, device_mesh.size()
+        most = -(-count // ranks)
+        if most * (ranks - 1) >= count:
+            raise ValueError(
+                f"ExpertParallel: {count} experts over {ranks} ranks leave ranks with none, where each of the others "
+                f"takes {most}; take fewer ranks for the experts"
+            )
+        for name, parameter in parameters.items():
+            sharded = distribute_tensor(parameter, device_mesh, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        exchange = _Exchange(device_mesh)
+        module.register_forward_pre_hook(exchange.before)
+        module.register_forward_hook(exchange.after)
+        return module
+
+
+class _Exchange:
+    """The hooks of a module of experts around its forward pass."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+        self.journey: Journey | None = None
+
+    def before(self, module: nn.Module, args):
+        x, group_ends = args
+        group = self.mesh.get_group()
+        for parameter in module.parameters(recurse=False):
+            local = _compat.local_of(parameter)
+            if isinstance(local, MasterWeightTensor) and local.config.weight_format.has_global_scale:
+                weight_cache.split_over(local.hp, group.group_name)
+        tokens, own_ends, self.journey = dispatch_tokens(x, group_ends, group)
+        return tokens, own_ends
+
+    def after(self, module: nn.Module, args, output: torch.Tensor) -> torch.Tensor:
+        assert self.journey is not None
+        journey, self.journey = self.journey, None
+        return combine_tokens(output, journey, self.mesh.get_group())

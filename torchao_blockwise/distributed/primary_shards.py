@@ -1,0 +1,75 @@
+"""Shards of weights that are quantised themselves: their cast, and what ranks must have in common.
+
+A cast is a collective, so that only what the program does alike on all ranks may lead to one: a step of their
+optimizer, and, where a forward pass of a root begins, values that were loaded or copied in since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchao_blockwise import _compat
+from torchao_blockwise.distributed.agreement import check_same
+from torchao_blockwise.distributed.master_weights import ALONE, cast_master_weights
+
+
+@torch.no_grad()
+def cast_shards(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Quantise what ranks hold of weights; one all-reduce of amaxes a shard group.
+
+    shards: (Parameter, a DTensor around a QuantizedShard; this rank's values of it, flat). Bit for bit what quantising
+        the whole weight gives.
+    """
+    by_group: dict = {}
+    for weight, values in shards:
+        by_group.setdefault((shard_group(weight), weight.device), []).append((_compat.local_of(weight), values))
+    for (group, _), members in by_group.items():
+        held = [shard for shard, _ in members]
+        starts, targets = [shard.start for shard in held], [shard.own_bytes for shard in held]
+        cast_master_weights(held, [values for _, values in members], starts, group or ALONE, targets)
+        for shard in held:
+            shard.original.cast_is_done()
+
+
+def cast_loaded(parameters: Sequence[_compat.FsdpParameter]) -> None:
+    """Cast the weights whose values were loaded or copied in; a collective where there are any."""
+    loaded = [p for p in parameters if p.local.original.awaits_cast]  # type: ignore[attr-defined]
+    for ranks in dict.fromkeys(p.mesh_ranks for p in loaded):
+        # By position: values that a rank alone has changed would be cast into another rank's weights.
+        names = [p.name for p in loaded if p.mesh_ranks == ranks]
+        check_same("sync_weight_scales of loaded weights", sorted(ranks), names)
+    shards = []
+    for p in loaded:
+        shard: Any = p.local
+        master = shard.original.master(p.parameter) if shard.original.hp is None else None
+        values = shard.values() if master is None else _compat.local_of(master)
+        shards.append((p.parameter, values.to(shard.device).reshape(-1)))
+    cast_shards(shards)
+
+
+def check_shards_alike(parameters: Sequence[_compat.FsdpParameter]) -> None:
+    """Raise on all ranks if they differ in their weights, or in scales that no cast has made; once for a model."""
+    for ranks in dict.fromkeys(p.mesh_ranks for p in parameters):
+        check_same("fully_shard", sorted(ranks), [_described(p) for p in parameters if p.mesh_ranks == ranks])
+
+
+def _described(p: _compat.FsdpParameter) -> str:
+    shard: Any = p.local
+    known = "scales to be made"
+    if not shard.original.awaits_cast:
+        scales = [x for x in (shard.scale, shard.global_scale) if x is not None]
+        data = b"".join(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for x in scales)
+        known = f"scales {hashlib.blake2b(data, digest_size=4).hexdigest()}"
+    kind = f"{shard.fmt.name}, {shard.config}, gathered from {shard.values_dtype}"
+    return f"{p.name} {list(p.shape)} {shard.dtype} ({kind}), over {p.ranks} ranks, {known}"
+
+
+def shard_group(weight: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks over which FSDP2 has split a weight; None where each has all of it."""
+    dims = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]  # type: ignore[attr-defined]
+    return weight.device_mesh.get_group(dims[-1]) if dims else None  # type: ignore[attr-defined]

@@ -1,0 +1,185 @@
+"""The grouped linear layer of experts: three products in low precision for all experts, as one autograd function.
+
+    forward    x → rowwise [M, K] (· wᵀ of each row's expert = output), and columnwise [K, P], saved
+    backward   dy → rowwise [M, N] (· w columnwise = grad_input), and columnwise [N, P] (· x columnwise = grad_weight)
+
+Tokens lie sorted by expert, and where each expert's end is known on the device alone. Blocks of the columnwise copies
+run along tokens and start where an expert's tokens do. Tokens after the last group count as zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
+from torchao_blockwise.nn import fused, steps
+from torchao_blockwise.nn.linear import WEIGHTS, config_of
+from torchao_blockwise.nn.weight_product import weight_gradient, weight_product
+from torchao_blockwise.tensors import (
+    BlockwiseFP8Tensor,
+    MasterWeightTensor,
+    NVFP4Tensor,
+    TransposedWeight,
+)
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: MasterWeightTensor | BlockwiseFP8Tensor | NVFP4Tensor,
+    group_ends: torch.Tensor,
+) -> torch.Tensor:
+    """out[m] = x[m] @ weight[g].T for the rows m of each group g; three products in the weight's low precision.
+
+    x: [M, K] bf16 | f16 | f32, sorted by expert. weight: [E, N, K], one of ours.
+    group_ends: [E] int32, cumulative, on the device of x: group g is rows [group_ends[g-1], group_ends[g]). Any sizes,
+        which are never read by the host: see `ops.grouped_matmul`.
+    Returns [M, N] of config.out_dtype, else of autocast's dtype, else of x's; rows after the last group are zeros, as
+    are their gradients and those of experts without tokens. Gradients: x's dtype, the weight's. `F.grouped_mm(x,
+    weight.transpose(-2, -1), offs=group_ends)` comes here by itself, also on a weight stored as [E, K, N]. A bias is
+    added by the caller, by row.
+    A weight with an attribute `main_grad` [E, N, K] f32 has its gradient added there and not to `.grad`; in eager mode.
+    Raises TypeError for a dtype or another weight, ValueError for shapes, devices, group ends, or a weight whose blocks
+    cannot be transposed.
+    Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
+    """
+    if not isinstance(weight, WEIGHTS):
+        raise TypeError(
+            f"grouped_linear: weight must be a MasterWeightTensor or a quantised tensor, got {type(weight).__name__}; "
+            "wrap or quantise it, or call torch.nn.functional.grouped_mm"
+        )
+    return _grouped_linear(x, weight, group_ends, True, None)
+
+
+def _grouped_linear(x, weight, group_ends, contracts_columns: bool, out_dtype: torch.dtype | None) -> torch.Tensor:
+    """contracts_columns: whether K, the contraction of `output`, is the last dim in which the weight is stored."""
+    with _compat.no_torch_function():
+        if x.is_floating_point():
+            x = x.to(steps.compute_dtype(x))
+        _check(x, weight, contracts_columns and not isinstance(weight, TransposedWeight))
+        return _GroupedLinear.apply(x, weight, group_ends, contracts_columns, out_dtype)
+
+
+def _check(x, weight, contracts_columns: bool) -> None:
+    """contracts_columns: whether K is the last dim of the shape that `weight` reports."""
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"grouped_linear: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+    if weight.dim() != 3:
+        raise ValueError(f"grouped_linear: weight must be [E, N, K], got shape {list(weight.shape)}")
+    if x.dim() != 2 or x.shape[1] != weight.shape[2 if contracts_columns else 1]:
+        named = "[E, N, K]" if contracts_columns else "[E, K, N]"
+        got = f"{list(x.shape)} and {list(weight.shape)}"
+        raise ValueError(f"grouped_linear: x [M, K] and weight {named} must agree in K, got {got}")
+    if x.device != weight.device:
+        raise ValueError(f"grouped_linear: x is on {x.device}, weight on {weight.device}; move one of them")
+    stored = _stored(weight)
+    if isinstance(stored, NVFP4Tensor) and not stored.fmt.is_square:
+        raise ValueError(
+            f"grouped_linear: a weight with blocks of {stored.block_size} cannot be transposed for grad_input; "
+            "make it with block_size=(16, 16)"
+        )
+
+
+def _stored(weight):
+    """The weight as it lies in memory."""
+    return weight.weight if isinstance(weight, TransposedWeight) else weight
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, group_ends, contracts_columns, out_dtype):
+        stored = _stored(weight)
+        config, rounded_to = config_of(stored), None
+        if isinstance(stored, MasterWeightTensor):
+            # Of a cast copy the weight that it was made of: it has the quantised copy, and the cast one can go.
+            hp, rounded_to = stored.source
+            stored = stored if rounded_to is None else MasterWeightTensor(hp, stored.config)
+        needs_weight = ctx.needs_input_grad[1]
+        save_quantized = needs_weight and config.saves_quantized_activations
+        rowwise, columnwise = fused.quantized_tokens(x, group_ends, config, rowwise=True, columnwise=save_quantized)
+        out = weight_product(
+            rowwise,
+            stored,
+            config,
+            columnwise=not contracts_columns,
+            out_dtype=out_dtype or config.out_dtype or x.dtype,
+            group_ends=group_ends,
+            rounded_to=rounded_to,
+        )
+        saved_x = x if needs_weight and not save_quantized else None
+        saved_weight = stored if rounded_to is None else stored.hp
+        ctx.save_for_backward(saved_weight, group_ends, saved_x, *fused.fields(columnwise))
+        ctx.config, ctx.rounded_to, ctx.contracts_columns = config, rounded_to, contracts_columns
+        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        ctx.is_transposed = isinstance(weight, TransposedWeight)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        steps.refuse_second_order("grouped_linear")
+        config = ctx.config
+        weight, group_ends, x, *columnwise = ctx.saved_tensors
+        weight = weight if ctx.rounded_to is None else MasterWeightTensor(weight, config)
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = None
+        dy_rowwise, dy_columnwise = fused.quantized_tokens(
+            grad_output, group_ends, config, rowwise=needs_x, columnwise=needs_weight
+        )
+        if needs_x:
+            grad_x = weight_product(
+                dy_rowwise,
+                weight,
+                config,
+                columnwise=ctx.contracts_columns,
+                out_dtype=ctx.x_dtype,
+                group_ends=group_ends,
+                rounded_to=ctx.rounded_to,
+            )
+        if needs_weight:
+            if x is None:
+                x_columnwise = ops.operand(config.activation_format, *columnwise)
+            else:
+                _, x_columnwise = fused.quantized_tokens(x, group_ends, config, rowwise=False, columnwise=True)
+            sides = (dy_columnwise, x_columnwise) if ctx.contracts_columns else (x_columnwise, dy_columnwise)
+            grad_weight = weight_gradient(*sides, weight, config, ctx.weight_dtype, group_ends)
+            if grad_weight is not None and ctx.is_transposed:
+                grad_weight = grad_weight.transpose(-2, -1)
+        return grad_x, grad_weight, None, None, None
+
+
+def _take(functions: list) -> None:
+    """Have the grouped products `functions` of our weights computed here."""
+    for kind in (*WEIGHTS, TransposedWeight):
+        kind.implements_torch_function(functions)(_grouped_mm_function)
+
+
+def take_products_of_others() -> None:
+    """Compute the grouped products of libraries in use here; called where experts are converted.
+
+    Else transformers, which compiles weights in float32 by an operation of its own, would compute in high precision.
+    """
+    _take(_compat.grouped_products_of_others())
+
+
+def _grouped_mm_function(func, types, args, kwargs):
+    return _grouped_mm(*args, **(kwargs or {}))
+
+
+def _grouped_mm(input, mat2, offs=None, bias=None, out_dtype=None):
+    """`F.grouped_mm` of tokens [M, K] and experts [E, K, N] of ours, transposed or stored so."""
+    if not isinstance(mat2, (*WEIGHTS, TransposedWeight)):
+        raise TypeError(
+            f"grouped_mm: x is a {type(input).__name__}, the weight a plain tensor; quantised tensors are weights"
+        )
+    if input.dim() != 2 or mat2.dim() != 3 or offs is None:
+        got = f"{list(input.shape)}, {list(mat2.shape)} {'without' if offs is None else 'and'} offs"
+        raise NotImplementedError(
+            f"grouped_mm: low precision takes tokens [M, K], experts [E, K, N] and offs [E], got {got}; flatten tokens "
+            "that are batched by expert, and pass where each expert's end"
+        )
+    if bias is not None:
+        raise NotImplementedError("grouped_mm: PyTorch adds no bias in it either; add it to the output, by row")
+    return _grouped_linear(input, mat2, offs, isinstance(mat2, TransposedWeight), out_dtype)
+
+
+_take([_compat.grouped_mm])

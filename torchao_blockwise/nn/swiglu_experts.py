@@ -1,0 +1,119 @@
+"""Experts with SwiGLU: what `SwiGLUMLP` is to a dense model, for tokens that are sorted by expert.
+
+    x [M, K] ─quantise─▶ rowwise · gate_upᵀ = (gate | up) ─SwiGLU and quantise─▶ rowwise · downᵀ = out [M, K]
+                     └─▶ columnwise, saved        saved                      └─▶ columnwise, saved
+
+Backward computes the gradient of (gate | up) and quantises it in the one pass. Copies along tokens start each expert on
+a block border, and no step asks on the host how many tokens an expert has.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchao_blockwise import _compat
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
+from torchao_blockwise.nn import fused, steps
+from torchao_blockwise.nn.swiglu_linear import SwiGLUFunction
+from torchao_blockwise.ops.groups import check_group_ends, clamped_ends
+from torchao_blockwise.tensors import NVFP4Tensor
+
+
+def swiglu_experts(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_ends: torch.Tensor
+) -> torch.Tensor:
+    """(silu(gate) · up) @ down[g].T with (gate | up) = x @ gate_up[g].T, for the rows of each group g.
+
+    x: [M, K] bf16 | f16 | f32, rows sorted by expert, as `permute` does it. gate_up: [E, 2H, K], whose first H rows are
+        the gate's. down: [E, K, H].
+    group_ends: int32 [E], cumulative, on x's device; rows after the last group count as zeros.
+    Returns [M, K], zeros after the last group, of the dtype that `grouped_linear` returns.
+    With weights that train in low precision, both of them, this is one autograd function, with the bits of
+    `grouped_linear`, `ops.swiglu` and `grouped_linear`; saved are columnwise copies of x and h, and (gate | up).
+    Other weights run F.grouped_mm and F.silu; compiled, and without a sync, PyTorch multiplies in bf16 alone.
+    Raises TypeError for dtypes, ValueError for shapes, devices or group ends.
+    Source: DeepSeek-V3 report (arXiv 2412.19437), §2.1.2 and §3.3.
+    """
+    # Else each shape, dtype and device that is read of a weight goes through Python.
+    with _compat.no_torch_function():
+        _check(x, gate_up, down, group_ends)
+        if fused.is_quantized_weight(gate_up) and fused.is_quantized_weight(down) and fused.are_plain(x):
+            return SwiGLUFunction.apply(x.to(steps.compute_dtype(x)), gate_up, down, None, group_ends)
+    return _by_products(x, gate_up, down, group_ends)
+
+
+class SwiGLUExperts(nn.Module):
+    """`swiglu_experts` with its weights: `gate_up` [experts, 2 · hidden, dim] and `down` [experts, dim, hidden].
+
+    forward(x [M, dim], group_ends int32 [experts]) -> [M, dim]. `quantize_` converts it with the filter `experts()`,
+    `distributed.ExpertParallel` spreads the experts over ranks.
+    Before, it runs in the weights' precision, or autocast's. Initial values are those of `nn.Linear`, expert by expert.
+    """
+
+    def __init__(self, experts: int, dim: int, hidden: int, *, device=None, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, dim, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(experts, dim, hidden, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in ±1/√(inputs), as `nn.Linear`."""
+        for weight in (self.gate_up, self.down):
+            bound = weight.shape[-1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, x: torch.Tensor, group_ends: torch.Tensor) -> torch.Tensor:
+        return swiglu_experts(x, _own(self.gate_up), _own(self.down), group_ends)
+
+    def extra_repr(self) -> str:
+        experts, dim, hidden = self.down.shape
+        return f"experts={experts}, dim={dim}, hidden={hidden}"
+
+
+def _own(weight: torch.Tensor) -> torch.Tensor:
+    """The experts that this rank holds."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def _check(x, gate_up, down, group_ends) -> None:
+    op = "swiglu_experts"
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+    if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
+        got = f"{list(x.shape)}, {list(gate_up.shape)} and {list(down.shape)}"
+        raise ValueError(f"{op}: x must be [M, K], gate_up [E, 2H, K] and down [E, K, H], got {got}")
+    experts, width, hidden = down.shape
+    if tuple(gate_up.shape) != (experts, 2 * hidden, width) or x.shape[1] != width:
+        got = f"{list(x.shape)}, {list(gate_up.shape)} and {list(down.shape)}"
+        raise ValueError(f"{op}: x [M, K], gate_up [E, 2H, K] and down [E, K, H] must agree, got {got}")
+    if x.device != gate_up.device or x.device != down.device:
+        devices = f"{x.device}, gate_up on {gate_up.device}, down on {down.device}"
+        raise ValueError(f"{op}: x is on {devices}; move them together")
+    if tuple(group_ends.shape) != (experts,):
+        raise ValueError(f"{op}: group_ends must be [E] = [{experts}], got shape {list(group_ends.shape)}")
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if isinstance(weight, NVFP4Tensor) and not weight.fmt.is_square:
+            raise ValueError(
+                f"{op}: {name} with blocks of {weight.block_size} cannot be transposed for gradients; "
+                "make it with block_size=(16, 16)"
+            )
+
+
+def _by_products(x, gate_up, down, group_ends) -> torch.Tensor:
+    """In the precision of the weights; what F.grouped_mm leaves in rows of no group is set to zero, both ways."""
+    x = x.to(steps.compute_dtype(x))
+    check_group_ends("swiglu_experts", group_ends, x.shape[0], x.device)
+    # On a GPU the values are unknown, and PyTorch's product follows them anywhere.
+    group_ends = clamped_ends(group_ends, x.shape[0])
+    in_groups = (torch.arange(x.shape[0], device=x.device) < group_ends[-1])[:, None]
+    gate, up = _product(torch.where(in_groups, x, 0), gate_up, group_ends).chunk(2, 1)
+    out = _product(F.silu(gate) * up, down, group_ends)
+    return torch.where(in_groups, out, 0)
+
+
+def _product(x, weight, group_ends) -> torch.Tensor:
+    if not fused.is_quantized_weight(weight):
+        weight = weight.to(x.dtype)
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)

@@ -1,0 +1,251 @@
+"""Grouped matmul: a product of two block-scaled operands for each expert, in one launch, accumulated in fp32.
+
+    along "m"   output, grad_input    rows of a belong to experts, each of which has a matrix in b
+
+                    a [M, K]    ·    b [E, N, K]ᵀ    =    out [M, N]         out[m] = a[m] @ b[g].T   for m in group g
+
+    along "k"   grad_weight           the contraction runs over the tokens of one expert
+
+                    a [N, P]    ·    b [K, P]ᵀ       =    out [E, N, K]      out[g] = a[:, group g] @ b[:, group g].T
+
+Where groups end is known on the device alone: shapes and launches depend on the number of tokens and of experts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise import _compat
+from torchao_blockwise.formats import (
+    FP8_1X128,
+    FP8_128X128,
+    HIGH_PRECISION_DTYPES,
+    NVFP4_1X16,
+    NVFP4_16X16,
+    BlockFormat,
+    get_format,
+)
+from torchao_blockwise.ops.backend import Backend, compute_capability, get_backend, pick, why_no_triton
+from torchao_blockwise.ops.grouped_matmul import deep_gemm, reference
+from torchao_blockwise.ops.groups import check_group_ends
+from torchao_blockwise.ops.library import define_op
+from torchao_blockwise.ops.matmul import choice
+from torchao_blockwise.ops.operand import format_of, is_operand
+
+_ALONG = ("m", "k")
+_KERNEL_PAIRS = {
+    "m": {
+        (FP8_1X128.name, FP8_128X128.name),
+        (FP8_1X128.name, FP8_1X128.name),
+        (NVFP4_1X16.name, NVFP4_16X16.name),
+        (NVFP4_1X16.name, NVFP4_1X16.name),
+    },
+    "k": {(FP8_1X128.name, FP8_1X128.name), (NVFP4_1X16.name, NVFP4_1X16.name)},
+}
+
+
+def grouped_matmul(
+    a,
+    b,
+    group_ends: torch.Tensor,
+    *,
+    along: str = "m",
+    out_dtype: torch.dtype,
+    backend: Backend | str | None = None,
+) -> torch.Tensor:
+    """out[m] = a[m] @ b[g].T for the rows m of each group g (along "m"), or out[g] = a[:, g] @ b[:, g].T (along "k").
+
+    Sums and scales as in `matmul`, with one-row blocks in a.
+    group_ends: [E] int32, cumulative, on the operands' device: group g is tokens [group_ends[g-1], group_ends[g]), and
+        tokens after the last group belong to none. Any sizes. On a CPU the values are checked; on a GPU they are never
+        read by the host, and clamped to max over i <= g of clamp(group_ends[i], 0, M).
+    along "m": a is a result of `quantize` or `grouped_quantize`, qdata [M, K], and b of a [E, N, K], of the same
+        element and block length. Returns [M, N] `out_dtype`; rows after the last group are zeros, whatever a holds.
+    along "k": a and b are columnwise results of `grouped_quantize` with the same group_ends, of a [M, N] and a [M, K]:
+        qdata [N, P] and [K, P], where P tokens hold each group padded to whole blocks. Returns [E, N, K] `out_dtype`;
+        that of an empty group is zeros.
+    out_dtype: bf16 | f16 | f32. backend: AUTO (default), or one by name.
+    NaN and Inf propagate inside their group. Not differentiable.
+
+    Raises TypeError for an operand or dtype, ValueError for shapes, devices, group ends or a backend that cannot run.
+    Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2 for the promotion of partial sums to fp32.
+    """
+    _check("grouped_matmul", a, b, along, out_dtype)
+    backend = get_backend(backend).value
+    return grouped_matmul_op(*a, *b, group_ends, a.format_name, b.format_name, along, out_dtype, backend)
+
+
+def add_grouped_matmul_(
+    out: torch.Tensor, a, b, group_ends: torch.Tensor, *, backend: Backend | str | None = None
+) -> torch.Tensor:
+    """out[g] += a[:, g] @ b[:, g].T, in fp32: experts' gradients added to what other microbatches left.
+
+    out: [E, N, K] f32, contiguous, changed in place and returned; that of an empty group is neither read nor written.
+    a, b, group_ends: as in `grouped_matmul` along "k".
+    Gluon and Triton kernels read and write `out` once, where a tile ends; other backends make the product first.
+    Raises TypeError and ValueError like `grouped_matmul`, and for another `out`.
+    """
+    _check("add_grouped_matmul_", a, b, "k", torch.float32)
+    wanted = [group_ends.numel(), a.qdata.shape[0], b.qdata.shape[0]]
+    if (
+        out.dtype != torch.float32
+        or list(out.shape) != wanted
+        or not out.is_contiguous()
+        or out.device != a.qdata.device
+    ):
+        got = f"{out.dtype} of shape {list(out.shape)} on {out.device}" + ", not contiguous" * (not out.is_contiguous())
+        raise ValueError(
+            f"add_grouped_matmul_: out must be a contiguous float32 tensor of shape {wanted} on {a.qdata.device},"
+            f" got {got}"
+        )
+    add_grouped_matmul_op(out, *a, *b, group_ends, a.format_name, b.format_name, get_backend(backend).value)
+    if not (torch.compiler.is_compiling() or out.is_inference()):
+        # Below autograd, where operations run, nothing counts changes.
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+def _check(op: str, a, b, along: str, out_dtype: torch.dtype) -> None:
+    for name, x in (("a", a), ("b", b)):
+        if not is_operand(x):
+            raise TypeError(f"{op}: {name} must be a result of quantize, got {type(x).__name__}; quantize it first")
+    if out_dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    if along not in _ALONG:
+        raise ValueError(f'{op}: along must be "m" (groups of rows) or "k" (groups of the contraction), got {along!r}')
+    a_fmt, b_fmt = format_of(a), format_of(b)
+    if a_fmt.element is not b_fmt.element or a_fmt.block[1] != b_fmt.block[1]:
+        raise ValueError(f"{op}: {a_fmt.name} · {b_fmt.name} differ in element or block length along the contraction")
+    for name, fmt in (("a", a_fmt), ("b", b_fmt))[: 1 if along == "m" else 2]:
+        if fmt.block[0] > 1:
+            raise ValueError(
+                f'{op}: along "{along}" groups end anywhere, and would cut blocks of {fmt.block[0]} rows; quantize'
+                f" {name} in one-row blocks, got {fmt.name}"
+            )
+    b_dims, b_shape = (3, "[E, N, K]") if along == "m" else (2, "[K, P]")
+    for name, x, dims, shape in (("a", a, 2, "[M, K]" if along == "m" else "[N, P]"), ("b", b, b_dims, b_shape)):
+        if x.qdata.dim() != dims:
+            got = f"payload of shape {list(x.qdata.shape)}"
+            raise ValueError(f'{op}: along "{along}" {name} must be {shape}, got {got}')
+    if a.qdata.shape[-1] != b.qdata.shape[-1]:
+        got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
+        raise ValueError(f"{op}: a and b must agree in their last dim, the contraction, got payloads {got}")
+    if along == "k" and a.qdata.shape[1] * a_fmt.element.per_byte % a_fmt.block[1]:
+        raise ValueError(
+            f'{op}: along "k" tokens are padded to whole blocks of {a_fmt.block[1]}, got payloads of'
+            f" {a.qdata.shape[1]} columns; quantize a and b by grouped_quantize(..., columnwise=True)"
+        )
+    if a.qdata.device != b.qdata.device:
+        raise ValueError(f"{op}: a is on {a.qdata.device}, b on {b.qdata.device}; move one of them")
+
+
+def _check_ends(op: str, a, b, group_ends, a_fmt: BlockFormat, along: str) -> None:
+    """In operations and their fakes: what has values is here, and what is traced is not."""
+    # Along "k" the tokens are padded, and the number of columns is a bound of the ends.
+    tokens = a.shape[0] if along == "m" else a.shape[1] * a_fmt.element.per_byte
+    check_group_ends(op, group_ends, tokens, a.device)
+    if along == "m" and group_ends.shape[0] != b.shape[0]:
+        got = f"{group_ends.shape[0]} ends for payload of shape {list(b.shape)}"
+        raise ValueError(f"{op}: group_ends must have one end for each matrix of b [E, N, K], got {got}")
+
+
+def candidates(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str, out_dtype) -> dict[Backend, str | None]:
+    """The backends of a product of these payloads, in AUTO's fixed order, each with why it cannot run, or None."""
+    why_triton = why_no_triton(a.device)
+    if why_triton is None and (a_fmt.name, b_fmt.name) not in _KERNEL_PAIRS[along]:
+        why_triton = f'{a_fmt.name} · {b_fmt.name} has no kernel along "{along}"'
+    # Behind the reference, which always can, are those that run by name only.
+    return {
+        Backend.TRITON: why_triton,
+        Backend.REFERENCE: None,
+        Backend.GLUON: _why_no_gluon(a, b, a_fmt, b_fmt, along),
+        Backend.DEEP_GEMM: deep_gemm.why_not(a, b, a_fmt, b_fmt, along, out_dtype),
+    }
+
+
+def _why_no_gluon(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str) -> str | None:
+    capability = compute_capability(a.device)
+    if capability != (9, 0):
+        got = f"sm_{capability[0]}{capability[1]}" if a.is_cuda else a.device.type
+        return f"the kernels are for Hopper GPUs (sm_90), got {got}"
+    if not _compat.has_gluon():
+        return "they need Gluon, which Triton has from 3.6 on (pip install -U triton)"
+    from torchao_blockwise.ops.grouped_matmul import gluon
+
+    return gluon.why_not(a, b, a_fmt, b_fmt, along)
+
+
+def _pick(op: str, a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str, out_dtype, backend: str) -> Backend:
+    def find() -> Backend:
+        reasons = candidates(a, b, a_fmt, b_fmt, along, out_dtype)
+        return pick(op, backend, reasons, expected=Backend.TRITON if a.is_cuda else None)
+
+    if not a.is_cuda:
+        return find()
+    # All that the choice depends on, where somebody waits for it.
+    return choice.remember((op, a.device, a.shape, b.shape, a_fmt.name, b_fmt.name, along, out_dtype, backend), find)
+
+
+def _grouped_matmul(
+    a, a_scale, a_global, b, b_scale, b_global, group_ends, a_format, b_format, along, out_dtype, backend
+):
+    a_fmt, b_fmt = get_format(a_format), get_format(b_format)
+    _check_ends("grouped_matmul", a, b, group_ends, a_fmt, along)
+    chosen = _pick("grouped_matmul", a, b, a_fmt, b_fmt, along, out_dtype, backend)
+    if chosen is Backend.TRITON:
+        from torchao_blockwise.ops.grouped_matmul import triton
+
+        implementation = triton.grouped_matmul
+    elif chosen is Backend.GLUON:
+        from torchao_blockwise.ops.grouped_matmul import gluon
+
+        implementation = gluon.grouped_matmul
+    else:
+        implementation = deep_gemm.grouped_matmul if chosen is Backend.DEEP_GEMM else reference.grouped_matmul
+    operands = a, a_scale, a_global, b, b_scale, b_global
+    return implementation(*operands, group_ends, a_fmt, b_fmt, along, out_dtype)
+
+
+def _add_grouped_matmul(out, a, a_scale, a_global, b, b_scale, b_global, group_ends, a_format, b_format, backend):
+    a_fmt, b_fmt = get_format(a_format), get_format(b_format)
+    _check_ends("add_grouped_matmul_", a, b, group_ends, a_fmt, "k")
+    chosen = _pick("add_grouped_matmul_", a, b, a_fmt, b_fmt, "k", torch.float32, backend)
+    arguments = a, a_scale, a_global, b, b_scale, b_global, group_ends, a_fmt, b_fmt
+    if chosen is Backend.GLUON:
+        from torchao_blockwise.ops.grouped_matmul import gluon
+
+        gluon.add_grouped_matmul(out, *arguments)
+    elif chosen is Backend.TRITON:
+        from torchao_blockwise.ops.grouped_matmul import triton
+
+        triton.add_grouped_matmul(out, *arguments)
+    elif chosen is Backend.DEEP_GEMM:
+        deep_gemm.add_grouped_matmul(out, *arguments)
+    else:
+        reference.add_grouped_matmul(out, *arguments)
+
+
+def _grouped_matmul_fake(
+    a, a_scale, a_global, b, b_scale, b_global, group_ends, a_format, b_format, along, out_dtype, backend
+):
+    _check_ends("grouped_matmul", a, b, group_ends, get_format(a_format), along)
+    shape = (a.shape[0], b.shape[1]) if along == "m" else (group_ends.shape[0], a.shape[0], b.shape[0])
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+def _add_grouped_matmul_fake(out, a, a_scale, a_global, b, b_scale, b_global, group_ends, a_format, b_format, backend):
+    _check_ends("add_grouped_matmul_", a, b, group_ends, get_format(a_format), "k")
+
+
+grouped_matmul_op = define_op(
+    "grouped_matmul(Tensor a, Tensor a_scale, Tensor? a_global, Tensor b, Tensor b_scale, Tensor? b_global,"
+    " Tensor group_ends, str a_format, str b_format, str along, ScalarType out_dtype, str backend) -> Tensor",
+    _grouped_matmul,
+    _grouped_matmul_fake,
+)
+add_grouped_matmul_op = define_op(
+    "add_grouped_matmul_(Tensor(a!) out, Tensor a, Tensor a_scale, Tensor? a_global, Tensor b, Tensor b_scale,"
+    " Tensor? b_global, Tensor group_ends, str a_format, str b_format, str backend) -> ()",
+    _add_grouped_matmul,
+    _add_grouped_matmul_fake,
+)

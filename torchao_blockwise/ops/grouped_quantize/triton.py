@@ -1,0 +1,42 @@
+"""Grouped quantisation in Triton: a launch makes the table of blocks, then a launch a copy, by the kernels of quantize.
+
+Where both copies come from one read without groups (gluon.py of quantize), they do with groups.
+
+tokens [M, K]          rowwise     tiles of tokens, as without groups; zeros from the end of the last group on
+  │ ▒▒▒▒▒▒▒▒▒ │        columnwise  tiles of padded tokens: a tile starts at any token, as a group does, and is written
+  │ ▓▓▓▓▓▓▓   │                    to columns from a multiple of B on
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.groups import padded_tokens
+from torchao_blockwise.ops.quantize import triton
+from torchao_blockwise.ops.triton_group_blocks import group_blocks
+
+
+def quantize(
+    x: torch.Tensor,
+    group_ends: torch.Tensor,
+    fmt: BlockFormat,
+    tensor_amax: torch.Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_2_scales: bool,
+) -> list[torch.Tensor]:
+    """(qdata, scale) of each copy of `x` [M, K] that is asked for, rowwise first, as the reference makes them."""
+    tokens, block = x.shape[0], fmt.block[1]
+    blocks, rows = group_blocks(group_ends, tokens, block), padded_tokens(tokens, group_ends.shape[0], block)
+    warps = triton._FP8_BOTH_GLUON_WARPS
+    if warps is not None and rowwise and columnwise and triton.why_not_gluon(x, fmt, grouped=True) is None:
+        from torchao_blockwise.ops.quantize import gluon
+
+        return [*gluon.quantize_both(x, fmt, power_of_2_scales, warps, blocks, rows)]
+    copies: list[torch.Tensor] = []
+    if rowwise:
+        copies += triton.quantize(x, fmt, tensor_amax, True, False, power_of_2_scales, blocks)
+    if columnwise:
+        copies += triton.quantize(x, fmt, tensor_amax, False, True, power_of_2_scales, blocks, rows)
+    return copies

@@ -1,0 +1,82 @@
+"""Groups of tokens: consecutive rows that belong to one expert each, known by where they end, and only on the device.
+
+    rows        0 ───────── group_ends[0] ── group_ends[1] = group_ends[2] ──── group_ends[3] ──── M
+    groups      │     0          │     1      (2 is empty)        3                 │    none    │
+
+No size of a group is known on the host: shapes and launches depend on the number of tokens and of groups alone. Copies
+whose blocks run along tokens start each group on a block border; what that adds is bounded by `padded_tokens`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def check_group_ends(op: str, group_ends: torch.Tensor, tokens: int, device: torch.device) -> None:
+    """Raise unless `group_ends` is int32 [E], contiguous, on `device`, E >= 1; on a CPU also its values.
+
+    For implementations and fakes of operations: what has no values (a fake, a meta tensor) passes without that check.
+    A GPU's values are never read by the host; kernels read them as `clamped_ends` does.
+    Raises TypeError for a dtype, ValueError for a shape, a device, or values that decrease or lie outside [0, tokens].
+    """
+    if group_ends.dtype != torch.int32:
+        raise TypeError(f"{op}: group_ends must be int32, got {group_ends.dtype}; use group_ends.int()")
+    if group_ends.dim() != 1 or group_ends.shape[0] == 0:
+        shape = list(group_ends.shape)
+        raise ValueError(f"{op}: group_ends must be [E] with at least one group, got shape {shape}")
+    if not group_ends.is_contiguous():
+        raise ValueError(f"{op}: group_ends must be contiguous, got stride {group_ends.stride()}; use .contiguous()")
+    if group_ends.device != device:
+        raise ValueError(f"{op}: group_ends must be on the tokens' device {device}, got {group_ends.device}; move it")
+    if device.type == "cpu" and type(group_ends) in _PLAIN and not torch.compiler.is_compiling():
+        _check_values(op, group_ends.tolist(), tokens)
+
+
+def _check_values(op: str, ends: list[int], tokens: int) -> None:
+    previous = 0
+    for i, end in enumerate(ends):
+        if not previous <= end <= tokens:
+            raise ValueError(
+                f"{op}: group_ends must not decrease and must lie in [0, {tokens}], the number of tokens,"
+                f" got group_ends[{i}] = {end} after {previous}; pass the cumulative sum of the groups' sizes"
+            )
+        previous = end
+
+
+def clamped_ends(group_ends: torch.Tensor, tokens: int) -> torch.Tensor:
+    """max over i <= g of clamp(group_ends[i], 0, tokens), int32 [E]: ends that reach no memory but the tokens'."""
+    return group_ends.clamp(0, tokens).cummax(0).values
+
+
+def padded_tokens(tokens: int, groups: int, block: int) -> int:
+    """Upper bound of Σ ⌈m_g / block⌉ · block over all sizes m_g >= 0 of `groups` groups with Σ m_g <= tokens.
+
+    (tokens + min(groups, tokens) · (block - 1)) rounded down to a multiple of `block`: no more groups than that have
+    tokens, and a group is padded by block - 1 at most. Numbers may be symbolic.
+    """
+    # Of plain numbers it takes 4 µs, and every launch asks.
+    least = min if type(tokens) is type(groups) is int else torch.sym_min
+    return (tokens + least(groups, tokens) * (block - 1)) // block * block
+
+
+def padded_ends(group_ends: torch.Tensor, tokens: int, block: int) -> torch.Tensor:
+    """Σ over i <= g of ⌈m_i / block⌉ · block, int32 [E]: ends of the groups when each is padded to whole blocks."""
+    ends = clamped_ends(group_ends, tokens)
+    sizes = ends - _starts(ends)
+    return ((sizes + (block - 1)) // block * block).cumsum(0, dtype=torch.int32)
+
+
+def padded_rows(group_ends: torch.Tensor, tokens: int, block: int) -> torch.Tensor:
+    """The token that each padded row holds, int64 [padded_tokens(..)]; `tokens`, past the last one, if none."""
+    ends, padded = clamped_ends(group_ends, tokens), padded_ends(group_ends, tokens, block)
+    rows = torch.arange(padded_tokens(tokens, ends.numel(), block), dtype=torch.int32, device=ends.device)
+    # An empty group ends where the one before does: `right` steps over it. Rows behind all groups overrun the last one.
+    group = torch.searchsorted(padded, rows, right=True).clamp(max=ends.numel() - 1)
+    source = rows - _starts(padded)[group] + _starts(ends)[group]
+    return torch.where(source < ends[group], source, tokens).long()
+
+
+def _starts(ends: torch.Tensor) -> torch.Tensor:
+    return torch.cat((ends.new_zeros(1), ends[:-1]))

@@ -1,0 +1,99 @@
+"""What builds of the Hopper kernels there are, and which of them a product takes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+from torchao_blockwise.ops.launch import ceil_div
+
+# Rows of a wgmma, and so of the tiles that the copy engine moves.
+WAVE_ROWS = 64
+# Tokens of 16 bytes of scales, which is where the copy engine can begin.
+TOKEN_ALIGNMENT = 4
+# int32 fields of an entry of a schedule of groups, of which the first is its header.
+SCHEDULE_FIELDS = 4
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a build of the kernel is specialised on."""
+
+    tile_n: int  # columns of a multiprocessor
+    consumers: int  # warpgroups that multiply
+    waves: int  # of 64 rows, that a consumer takes in turn: 1 or 2
+    stages: int
+    group: int  # rows of tiles whose programs run side by side and share tiles of b in the L2 cache
+    ctas: int = 1  # multiprocessors of a program: 1, or 2 from Triton 3.8 on
+    block: int = 0
+    splits: int = 1  # of K; their products are added afterwards
+    along: str = ""  # where groups of tokens lie: "m" for rows of a, "k" for the contraction, "" for no groups
+    b_square: bool = False
+    copy_out: bool = False  # whole tiles leave through shared memory and the copy engine
+    accumulate: bool = False
+    has_bias: bool = False
+
+    @property
+    def all_waves(self) -> int:
+        return self.consumers * self.waves
+
+    @property
+    def tile_m(self) -> int:
+        return self.all_waves * WAVE_ROWS
+
+    @property
+    def all_live(self) -> bool:
+        """Whether every wave is multiplied. With groups, one that lies wholly beyond its group is not."""
+        return not self.along or self.all_waves == 1 or (self.along == "k" and self.copy_out)
+
+    @property
+    def stride(self) -> int:
+        """Waves from one of a consumer to its next: they take turns, so that both have work in a tile half used."""
+        return 1 if self.all_live else self.consumers
+
+    @property
+    def width(self) -> int:
+        """Columns of a program."""
+        return self.tile_n * self.ctas
+
+
+BUILDS = (
+    Build(tile_n=128, consumers=2, waves=2, stages=3, group=4, ctas=2),
+    Build(tile_n=128, consumers=2, waves=2, stages=3, group=4),
+    Build(tile_n=128, consumers=2, waves=1, stages=5, group=8),
+    # Few rows: bound by reading b from memory, so many stages in flight and many programs.
+    Build(tile_n=64, consumers=1, waves=1, stages=8, group=1),
+)
+# What a second launch takes, in bytes that a multiprocessor would read in that time: 4 µs.
+_SPLIT_BYTES = 200_000
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_build(m: int, n: int, k: int, block: int, multiprocessors: int, max_ctas: int) -> Build:
+    """The build whose programs should read the fewest bytes, one after the other, from the L2 cache.
+
+    A tile reads (tile_m + tile_n) · K bytes; programs take tiles in rounds. Splitting K fills rounds that few tiles
+    leave empty, and costs a launch and a write and a read of each split's fp32 product.
+    """
+    blocks = ceil_div(k, block)
+
+    def bytes_read(build: Build) -> float:
+        tiles = ceil_div(m, build.tile_m) * ceil_div(n, build.width) * build.splits
+        read = bytes_of_rounds(build, tiles, ceil_div(blocks, build.splits) * block, multiprocessors)
+        return read + (build.splits > 1) * (_SPLIT_BYTES + build.splits * m * n * 8 / multiprocessors)
+
+    builds = builds_for(multiprocessors, max_ctas)
+    candidates = [replace(b, splits=s) for b in builds for s in (1, 2, 4, 8) if s == 1 or 2 * s <= blocks]
+    return min(candidates, key=bytes_read)
+
+
+def builds_for(multiprocessors: int, max_ctas: int) -> list[Build]:
+    """Those whose programs have room on the GPU and a compiler that knows pairs."""
+    return [b for b in BUILDS if b.ctas <= min(max_ctas, multiprocessors)]
+
+
+def bytes_of_rounds(build: Build, tiles: float, k: float, multiprocessors: int) -> float:
+    """Bytes that a program reads for its share of `tiles` tiles of a contraction over k."""
+    rounds = math.ceil(tiles / (multiprocessors // build.ctas))
+    return rounds * (build.tile_m / build.ctas + build.tile_n) * k

@@ -1,0 +1,93 @@
+"""Which tiles a persistent program of `gluon_pipeline.py` takes, in which order, and where each lies.
+
+Without groups (B.along == "") a program takes every num_programs-th tile. With groups a schedule in device memory
+(ops/grouped_matmul/schedule.py) lists rows of tiles, or groups, and programs go through its tiles back and forth:
+
+    programs    0   1   2   3          tiles differ in length: a program that gets the longest of one round gets the
+    round 0     0   1   2   3          shortest of the next
+    round 1     7   6   5   4
+    round 2     8   9
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torchao_blockwise.ops.matmul.builds import SCHEDULE_FIELDS, TOKEN_ALIGNMENT
+
+_FIELDS: gl.constexpr = gl.constexpr(SCHEDULE_FIELDS)
+_ALIGNMENT: gl.constexpr = gl.constexpr(TOKEN_ALIGNMENT)
+
+
+@gluon.jit
+def turns_of_program(groups, M, N, B: gl.constexpr):
+    """(first, end, step) of what this program counts its tiles by, and how many entries the schedule has."""
+    if B.along == "":
+        tiles = gl.cdiv(M, B.tile_m) * gl.cdiv(N, B.width) * B.splits
+        return gl.program_id(0), tiles, gl.num_programs(0), 0
+    else:
+        entries = gl.load(groups[0])
+        tiles = entries * _tiles_of_entry(M, N, B)
+        rounds = tiles // gl.num_programs(0)
+        return 0, rounds + (_tile_of(rounds) < tiles).to(gl.int32), 1, entries
+
+
+@gluon.jit
+def _tile_of(turn):
+    """Which tile is this program's. Who has the longest of one round has the shortest of the next."""
+    back = gl.num_programs(0) - 1 - gl.program_id(0)
+    return turn * gl.num_programs(0) + gl.where(turn % 2 == 0, gl.program_id(0), back)
+
+
+@gluon.jit
+def _tiles_of_entry(M, N, B: gl.constexpr):
+    if B.along == "m":
+        return gl.cdiv(N, B.width)
+    else:
+        return gl.cdiv(M, B.tile_m) * gl.cdiv(N, B.width)
+
+
+@gluon.jit
+def load_entry(turn, entries, groups, M, N, B: gl.constexpr):
+    """What the schedule says of a tile; where there is no such tile, of another.
+
+    "m"   an entry for each row of tiles: group, the group's first row of tiles, its first token, its end
+    "k"   an entry for each group, the longest first: group, its first block, its last block and one, 0
+    """
+    if B.along == "":
+        return ()
+    else:
+        entry = groups[0] + _FIELDS * gl.minimum(1 + _tile_of(turn) // _tiles_of_entry(M, N, B), entries)
+        return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+
+
+@gluon.jit
+def locate_tile(tile, entry, M, N, K, B: gl.constexpr):
+    """(part, row, start, end, column, first, last) of a tile, or turn; B.group rows of tiles, column by column.
+
+    part: which of the splits of K, or which group. row, column: where the tile begins in an output of N columns, of
+    which only rows from `start` to `end` are its own. first, last: its blocks of K, without the last.
+    """
+    tiles_m, tiles_n, blocks = gl.cdiv(M, B.tile_m), gl.cdiv(N, B.width), gl.cdiv(K, B.block)
+    start, begin, end = 0, 0, M
+    if B.along == "m":
+        part, first_row, start, end = entry
+        tile = _tile_of(tile) - first_row * tiles_n
+        begin = start // _ALIGNMENT * _ALIGNMENT
+        tiles_m = gl.cdiv(end - begin, B.tile_m)
+    elif B.along == "k":
+        part, first, last, _ = entry
+        tile = _tile_of(tile) % (tiles_m * tiles_n)
+    else:
+        part = tile // (tiles_m * tiles_n)
+        tile -= part * tiles_m * tiles_n
+    first_m = tile // (B.group * tiles_n) * B.group
+    rows = gl.minimum(tiles_m - first_m, B.group)
+    in_group = tile % (B.group * tiles_n)
+    if B.along == "m":
+        # The tokens of no group, -1, have no products.
+        first, last = 0, gl.where(part < 0, 0, blocks)
+    elif B.along == "":
+        share = gl.cdiv(blocks, B.splits)
+        first, last = part * share, gl.minimum((part + 1) * share, blocks)
+    row, column = (first_m + in_group % rows) * B.tile_m, in_group // rows * B.width
+    return part, begin + row, start, end, column, first, last

@@ -1,0 +1,212 @@
+"""Permute: tokens sorted by the expert that each goes to, and results summed back, with sizes only the device knows.
+
+    x [T, H]                 t0  t1  t2                  top_k experts each: [T, top_k] assignments, numbered row by row
+    permute    tokens        t0 t2 | t0 t1 | t1 t2       [T · top_k, H]: all of expert 0, then all of expert 1, ..
+               source         0  4 |  1  2 |  3  5       the assignment in each row; its token is source // top_k
+               group_ends     2        4       6
+    unpermute  Σ over a token's assignments of weight · y
+
+Groups have any size: nothing is padded, because the grouped products here take groups as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
+from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
+from torchao_blockwise.ops.fused import without_grad
+from torchao_blockwise.ops.library import define_op
+from torchao_blockwise.ops.permute import reference
+
+_ID_DTYPES = (torch.int32, torch.int64)
+_INT16_MAX, _INT32_MAX = torch.iinfo(torch.int16).max, torch.iinfo(torch.int32).max
+
+
+def permute(
+    x: torch.Tensor, expert_ids: torch.Tensor, experts: int, *, backend: Backend | str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of `x` sorted by expert: tokens[i] = x[source[i] // top_k], in the order of `expert_ids` within an expert.
+
+    x: [T, H] bf16 | f16 | f32. experts: how many there are, E.
+    expert_ids: [T, top_k] int32 | int64; an id outside [0, experts) is of no expert, and comes after the last group.
+    Returns tokens [T · top_k, H], source int32 [T · top_k] and group_ends int32 [E], cumulative, all on x's device.
+    Stable, deterministic, without padding and without a look at the values by the host. Not differentiable:
+    `nn.permute` is.
+    Raises TypeError for a dtype, ValueError for shapes, devices, `experts` or a backend.
+    """
+    op = "permute"
+    _check_rows(op, "x", x)
+    if expert_ids.dtype not in _ID_DTYPES:
+        raise TypeError(f"{op}: expert_ids must be int32 or int64, got {expert_ids.dtype}; cast them")
+    if expert_ids.dim() != 2 or expert_ids.shape[0] != x.shape[0] or expert_ids.shape[1] == 0:
+        got = f"{list(x.shape)} and {list(expert_ids.shape)}"
+        raise ValueError(f"{op}: x [T, H] and expert_ids [T, top_k], top_k >= 1, must agree in T, got {got}")
+    if expert_ids.device != x.device:
+        raise ValueError(f"{op}: x is on {x.device}, expert_ids on {expert_ids.device}; move one of them")
+    if not 1 <= experts < _INT32_MAX:
+        raise ValueError(f"{op}: experts must be from 1 to {_INT32_MAX - 1}, got {experts}")
+    return permute_op(*without_grad(x), expert_ids, experts, get_backend(backend).value)
+
+
+def unpermute(
+    y: torch.Tensor,
+    source: torch.Tensor,
+    top_k: int,
+    weights: torch.Tensor | None = None,
+    *,
+    backend: Backend | str | None = None,
+) -> torch.Tensor:
+    """out[t] = Σ over k of weights[t, k] · y[i] with source[i] = t · top_k + k: what `permute` sorted, summed by token.
+
+    y: [T · top_k, H] bf16 | f16 | f32. source: int32 [T · top_k], as `permute` returns it. weights: [T, top_k] in high
+    precision; None counts as ones. Returns [T, H] of y's dtype.
+    Products and sums, k ascending, are fp32, each rounded, and rounded once more to y's dtype: the same bits on every
+    backend. Rows after the last group take part like all others; the grouped products give zeros there.
+    A `source` that is no permutation raises on a CPU. On a GPU the host does not look: values are then undefined, and
+    no memory outside of the tensors is touched. Not differentiable: `nn.unpermute` is.
+    Raises TypeError for a dtype, ValueError for shapes, devices, `source` or a backend.
+    """
+    op = "unpermute"
+    _check_rows(op, "y", y)
+    if top_k < 1 or y.shape[0] % top_k:
+        raise ValueError(f"{op}: y must be [T · top_k, H] with top_k >= 1, got {list(y.shape)} and top_k={top_k}")
+    _check_routing(op, y.shape[0] // top_k, y.device, source, top_k, weights)
+    return unpermute_op(*without_grad(y), source, top_k, *without_grad(weights), get_backend(backend).value)
+
+
+def unpermute_backward(
+    grad_output: torch.Tensor,
+    y: torch.Tensor | None,
+    source: torch.Tensor,
+    top_k: int,
+    weights: torch.Tensor | None = None,
+    *,
+    backend: Backend | str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """grad_y[i] = weights.flat[source[i]] · grad_output[source[i] // top_k], and grad_weights = ⟨y, grad_output⟩.
+
+    grad_output: [T, H] bf16 | f16 | f32. source, top_k, weights: as in `unpermute`.
+    y: [T · top_k, H] of grad_output's dtype, where the gradient of `weights` is wanted, or None.
+    Returns grad_y [T · top_k, H] of grad_output's dtype, rounded once, and grad_weights [T, top_k] f32, or None: for
+    each assignment the dot product of its row of y and its token's grad_output, in fp32, in the backend's order.
+    Both come of one pass. Without y and weights this is `permute` by a `source` that is known.
+    Raises as `unpermute` does.
+    """
+    op = "unpermute_backward"
+    _check_rows(op, "grad_output", grad_output)
+    tokens, width = grad_output.shape
+    _check_routing(op, tokens, grad_output.device, source, top_k, weights)
+    if y is not None and (tuple(y.shape) != (tokens * top_k, width) or y.dtype != grad_output.dtype):
+        wanted = f"{grad_output.dtype} {[tokens * top_k, width]}"
+        raise ValueError(f"{op}: y must be {wanted}, as its gradient is, got {y.dtype} {list(y.shape)}")
+    inputs = *without_grad(grad_output, y), source, top_k, *without_grad(weights)
+    grad_y, *grad_weights = unpermute_backward_op(*inputs, get_backend(backend).value)
+    return grad_y, grad_weights[0] if grad_weights else None
+
+
+def _check_rows(op: str, name: str, x: torch.Tensor) -> None:
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"{op}: {name} must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+    if x.dim() != 2:
+        raise ValueError(f"{op}: {name} must be [rows, H], got shape {list(x.shape)}; reshape it")
+
+
+def _check_routing(op: str, tokens: int, device: torch.device, source, top_k: int, weights) -> None:
+    if source.dtype != torch.int32:
+        raise TypeError(f"{op}: source must be int32, as permute returns it, got {source.dtype}")
+    if top_k < 1 or tuple(source.shape) != (tokens * top_k,):
+        got = f"{list(source.shape)}, T={tokens} and top_k={top_k}"
+        raise ValueError(f"{op}: source must be [T · top_k] with top_k >= 1, got {got}")
+    if weights is not None and weights.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"{op}: weights must be bfloat16, float16 or float32, got {weights.dtype}; cast them")
+    if weights is not None and tuple(weights.shape) != (tokens, top_k):
+        raise ValueError(f"{op}: weights must be [T, top_k] = {[tokens, top_k]}, got shape {list(weights.shape)}")
+    for name, tensor in (("source", source), ("weights", weights)):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{op}: {name} must be on the rows' device {device}, got {tensor.device}; move it")
+
+
+def _check_source(op: str, source: torch.Tensor) -> None:
+    """Raise ValueError unless `source`, on a CPU, is a permutation; a GPU's values are not read by the host."""
+    if source.device.type == "cpu" and not torch.equal(source.sort().values, reference.numbers_like(source)):
+        raise ValueError(f"{op}: source must hold each of 0 .. {source.numel() - 1} once; pass what permute returned")
+
+
+def _route(expert_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(source, group_ends): assignments in the order of their experts, and where each expert's end."""
+    # Half the bits, half the passes of a radix sort.
+    dtype = torch.int16 if experts <= _INT16_MAX else torch.int32
+    # Of no expert, below or above: -1 and `experts` leave the same remainder, `experts`.
+    ids = expert_ids.flatten().clamp(-1, experts).remainder(experts + 1).to(dtype)
+    ids, source = ids.sort(stable=True)
+    numbers = torch.arange(experts, dtype=dtype, device=ids.device)
+    return source.int(), torch.searchsorted(ids, numbers, right=True, out_int32=True)
+
+
+def _pick(op: str, x: torch.Tensor, backend: str) -> Backend:
+    reasons = {Backend.TRITON: why_no_triton(x.device), Backend.REFERENCE: None}
+    return pick(op, backend, reasons, expected=Backend.TRITON if x.is_cuda else None)
+
+
+def _kernels(op: str, x: torch.Tensor, backend: str):
+    """The module that computes: of Triton, or the reference."""
+    if _pick(op, x, backend) is not Backend.TRITON:
+        return reference
+    from torchao_blockwise.ops.permute import triton
+
+    return triton
+
+
+def _permute(x, expert_ids, experts, backend):
+    kernels = _kernels("permute", x, backend)
+    source, group_ends = _route(expert_ids, experts)
+    tokens, _ = kernels.unpermute_backward(x, None, source, expert_ids.shape[1], None)
+    return tokens, source, group_ends
+
+
+def _permute_fake(x, expert_ids, experts, backend):
+    assignments = expert_ids.shape[0] * expert_ids.shape[1]
+    source = expert_ids.new_empty(assignments, dtype=torch.int32)
+    return x.new_empty(assignments, x.shape[1]), source, expert_ids.new_empty(experts, dtype=torch.int32)
+
+
+def _unpermute(y, source, top_k, weights, backend):
+    kernels = _kernels("unpermute", y, backend)
+    _check_source("unpermute", source)
+    return kernels.unpermute(y, source, top_k, weights)
+
+
+def _unpermute_fake(y, source, top_k, weights, backend):
+    return y.new_empty(y.shape[0] // top_k, y.shape[1])
+
+
+def _unpermute_backward(grad_output, y, source, top_k, weights, backend):
+    kernels = _kernels("unpermute_backward", grad_output, backend)
+    _check_source("unpermute_backward", source)
+    grad_y, grad_weights = kernels.unpermute_backward(grad_output, y, source, top_k, weights)
+    return [grad_y] if grad_weights is None else [grad_y, grad_weights]
+
+
+def _unpermute_backward_fake(grad_output, y, source, top_k, weights, backend):
+    tokens, width = grad_output.shape
+    grad_y = grad_output.new_empty(tokens * top_k, width)
+    return [grad_y] if y is None else [grad_y, grad_output.new_empty(tokens, top_k, dtype=torch.float32)]
+
+
+permute_op = define_op(
+    "permute(Tensor x, Tensor expert_ids, SymInt experts, str backend) -> (Tensor, Tensor, Tensor)",
+    _permute,
+    _permute_fake,
+)
+unpermute_op = define_op(
+    "unpermute(Tensor y, Tensor source, int top_k, Tensor? weights, str backend) -> Tensor",
+    _unpermute,
+    _unpermute_fake,
+)
+unpermute_backward_op = define_op(
+    "unpermute_backward(Tensor grad_output, Tensor? y, Tensor source, int top_k, Tensor? weights, str backend)"
+    " -> Tensor[]",
+    _unpermute_backward,
+    _unpermute_backward_fake,
+)

@@ -1,0 +1,37 @@
+"""Permute and unpermute in eager torch: the bit oracle."""
+
+from __future__ import annotations
+
+import torch
+
+
+def numbers_like(source: torch.Tensor) -> torch.Tensor:
+    """0, 1, 2, .. of the length, dtype and device of `source`."""
+    return torch.arange(source.numel(), dtype=source.dtype, device=source.device)
+
+
+def unpermute(y: torch.Tensor, source: torch.Tensor, top_k: int, weights: torch.Tensor | None) -> torch.Tensor:
+    """out[t] = Σ_k weights[t, k] · y[row of assignment t · top_k + k], in fp32, one k after the other."""
+    row_of = torch.empty_like(source).scatter_(0, source.long(), numbers_like(source))
+    terms = y[row_of.view(-1, top_k)].float()  # [T, top_k, H]
+    if weights is not None:
+        terms = terms * weights.float()[..., None]
+    out = terms[:, 0]
+    for k in range(1, top_k):
+        out = out + terms[:, k]
+    return out.to(y.dtype)
+
+
+def unpermute_backward(
+    grad_output: torch.Tensor, y: torch.Tensor | None, source: torch.Tensor, top_k: int, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """grad_y and, where there is a y, grad_weights; see `ops.unpermute_backward`."""
+    grad_y = grad_output[source // top_k]
+    grad_weights = None
+    if y is not None:
+        dots = (grad_y.float() * y.float()).sum(1)
+        grad_weights = torch.empty_like(dots).scatter_(0, source.long(), dots).view(-1, top_k)
+    if weights is not None:
+        scale = weights.float().flatten()[source]
+        grad_y = (grad_y.float() * scale[:, None]).to(grad_output.dtype)
+    return grad_y, grad_weights

@@ -1,0 +1,77 @@
+"""Groups of tokens in Triton kernels: a program finds the group of its tile in the ends, which only the device knows.
+
+    tiles       0   1   2   3 │ 4 │ 5   6 │ 7          each group in tiles of its own; tiles behind the last group hold
+    group       0   0   0   0 │ 2 │ 3   3 │ E          the tokens of no group, E, and those behind these hold no token
+
+A program loads all ends at once and clamps them: those of group g become max over i <= g of clamp(ends[i], 0, tokens),
+so that no ends, whatever they are, lead outside the tensors. No host, no loop over groups, no table between launches.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _larger_of_pairs(a, b, c, d):
+    return tl.maximum(a, c), tl.maximum(b, d)
+
+
+@triton.jit
+def _merge_tiles(before_a, start_a, first_a, end_a, before_b, start_b, first_b, end_b):
+    start, first_tile = tl.maximum(start_a, start_b), tl.maximum(first_a, first_b)
+    return before_a + before_b, start, first_tile, tl.minimum(end_a, end_b)
+
+
+@triton.jit
+def _sum_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def load_ends(ends_ptr, tokens, groups, E_PAD: tl.constexpr):
+    """(groups, their ends, their sizes), int32 [E_PAD]; groups from `groups` on are empty and lie at the last end."""
+    index = tl.arange(0, E_PAD)
+    ends = tl.load(ends_ptr + index, mask=index < groups, other=0)
+    starts = tl.load(ends_ptr + index - 1, mask=(index > 0) & (index <= groups), other=0)
+    # One scan for both, where a shift between lanes would be another.
+    ends, starts = tl.associative_scan((tl.minimum(ends, tokens), tl.minimum(starts, tokens)), 0, _larger_of_pairs)
+    ends, starts = tl.maximum(ends, 0), tl.maximum(starts, 0)
+    return index, ends, ends - starts
+
+
+@triton.jit
+def locate_tile_of_groups(ends_ptr, tile, tokens, groups, TILE: tl.constexpr, E_PAD: tl.constexpr):
+    """(group, first token, end of the group) of tile number `tile`, where each group begins a tile of TILE tokens.
+
+    ends_ptr: [groups] int32. E_PAD: a power of two, at least `groups`.
+    Tiles behind those of the last group hold tokens of no group: group = groups, up to `tokens`. Still later ones are
+    empty: first token >= end. There are no more than `padded_tokens(tokens, groups + 1, TILE) / TILE` that are not.
+    """
+    _, ends, sizes = load_ends(ends_ptr, tokens, groups, E_PAD)
+    tile_ends = tl.cumsum((sizes + (TILE - 1)) // TILE, 0)
+    # Of the groups that end before this tile: their number, the last one's end in tokens and tiles. Of the others: the
+    # first one's end.
+    earlier = tile_ends <= tile
+    group, start, first_tile, end = tl.reduce(
+        (
+            earlier.to(tl.int32),
+            tl.where(earlier, ends, 0),
+            tl.where(earlier, tile_ends, 0),
+            tl.where(earlier, tokens, ends),
+        ),
+        0,
+        _merge_tiles,
+    )
+    return min(group, groups), start + (tile - first_tile) * TILE, end
+
+
+@triton.jit
+def locate_padded_group(ends_ptr, group, tokens, groups, BLOCK: tl.constexpr, E_PAD: tl.constexpr):
+    """(first, end) block of group number `group` where each group is padded to whole blocks of BLOCK tokens.
+
+    ends_ptr: [groups] int32, of tokens that are not padded. E_PAD: a power of two, at least `groups`.
+    """
+    index, _, sizes = load_ends(ends_ptr, tokens, groups, E_PAD)
+    blocks = (sizes + (BLOCK - 1)) // BLOCK
+    first, count = tl.reduce((tl.where(index < group, blocks, 0), tl.where(index == group, blocks, 0)), 0, _sum_pairs)
+    return first, first + count

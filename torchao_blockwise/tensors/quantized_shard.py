@@ -1,0 +1,237 @@
+"""What a rank of FSDP2 holds of a Parameter that is quantised itself: its rows' payload, and the scales of all rows.
+
+    fully_shard: quantised Parameter ─ rows ─▶ QuantizedShard        (values, where it trains: its rows, until taken)
+    a change of values: shards of masters ─ cast, amaxes over ranks ─▶ payload of the rows, scales of the whole
+    gather: payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
+
+Rows may end anywhere in a block: no payload lies across two ranks, and every rank has every scale. High-precision
+values that are copied in cannot be quantised by a rank alone; they wait for a cast, which all ranks make together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.tensors import fsdp
+from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
+from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.quantized import QuantizedTensor
+
+aten = torch.ops.aten
+
+# What is the same for the rows as for all of the weight: copies, moves, and plain tensors like it.
+_ROW_BY_ROW = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.equal.default,
+    aten.full_like.default,
+    aten.is_pinned.default,
+    aten.lift_fresh.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.ones_like.default,
+    aten.rand_like.default,
+    aten.zeros_like.default,
+    aten._to_copy.default,
+}
+
+
+class QuantizedShard(QuantizedTensor):
+    """Rows of a quantised weight: qdata of these, scale and global_scale of the whole weight, alike on every rank.
+
+    qdata: [rows, .., K] of the format's storage. scale: grid of part.shape. global_scale: f32 scalar or None.
+    part: which rows of which weight. dtype: that of the Parameter; values are rounded to part.dtype.
+    """
+
+    tensor_data_names = ["qdata", "scale"]  # noqa: RUF012  # torchao copies it as a list
+    tensor_attribute_names = ["part", "dtype"]  # noqa: RUF012
+    optional_tensor_data_names = ["global_scale"]  # noqa: RUF012
+
+    original: Original
+
+    @staticmethod
+    def __new__(
+        cls,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        part: ShardLayout,
+        dtype: torch.dtype,
+        global_scale: torch.Tensor | None = None,
+    ):
+        return _compat.make_wrapper(cls, part.local_shape, dtype=dtype, device=qdata.device)
+
+    def __init__(self, qdata, scale, part, dtype, global_scale=None):
+        self.qdata = qdata
+        self.scale = scale
+        self.part = part
+        self.global_scale = global_scale
+        self.config = part.config
+        self.original = Original()
+
+    @property
+    def fmt(self) -> BlockFormat:
+        return self.part.config.weight_format
+
+    @property
+    def power_of_2_scales(self) -> bool:
+        return self.part.config.power_of_2_scales
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        return torch.Size(self.part.shape)
+
+    @property
+    def values_dtype(self) -> torch.dtype:
+        return self.part.dtype
+
+    @property
+    def start(self) -> int:
+        """Flat index in the whole weight of the first element."""
+        return self.part.start * math.prod(self.part.shape[1:])
+
+    @property
+    def own_bytes(self) -> torch.Tensor:
+        """The payload, flat, for casts to write."""
+        return self.qdata.view(torch.uint8).view(-1)
+
+    def values(self) -> torch.Tensor:
+        """The rows' values, f32 or as they were loaded: what waits for a cast, or what the payload stands for."""
+        return self.dequantize(torch.float32) if self.original.hp is None else self.original.hp
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """qdata · scale [· global_scale] of the rows."""
+        block = self.fmt.block[0] if self.dim() == 2 else 1
+        border, end = self.part.start % block, self.part.start + self.shape[0]
+        # Begun at a block's border, by zeros, so that rows meet their scales.
+        framed = torch.cat([self.qdata.new_zeros(border, *self.qdata.shape[1:]), self.qdata]) if border else self.qdata
+        scale = self.scale[self.part.start // block : -(-end // block)]
+        if not self.numel():
+            return torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+        operand = ops.operand(self.fmt, framed, scale, self.global_scale)
+        return ops.dequantize(operand, dtype=dtype or self.dtype, columns=self.shape[-1])[border:]
+
+    def with_values(self, values: torch.Tensor) -> QuantizedShard:
+        """A shard of the same rows and of other values, which wait for a cast."""
+        other = self.detach().clone()
+        other.original.take_over(values.to(self.device))
+        return other
+
+    def _make(self, qdata, scale, *, columns=None, dtype=None):
+        part = self.part
+        if dtype is not None and part.dtype == self.dtype:
+            part = dataclasses.replace(part, dtype=dtype)
+        return type(self)(qdata, scale, part, dtype or self.dtype, self.global_scale)
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """FSDP2 calls it for what this rank sends: the payload, and the scales beside it, which do not travel."""
+        if self.original.awaits_cast:
+            raise RuntimeError(
+                f"FSDP2 gathers a weight of {module}, whose values were loaded or copied in after its last cast; call "
+                "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks after changing weights by hand "
+                "between microbatches of a step, or before gathering by hand"
+            )
+        return (self._sent(),), WeightShard(self.part, scale=self.scale, global_scale=self.global_scale)
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        """FSDP2 calls it for the weight that layers use until it is sharded again: a quantised tensor."""
+        return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
+
+    def _sent(self) -> torch.Tensor:
+        """The payload in bytes, padded to the size of the largest shard; one code a byte where rows split unevenly."""
+        layout, payload = self.part, self.qdata.view(torch.uint8)
+        if not layout.packs:
+            payload = self.fmt.element.unpack(payload, self.shape[-1]).contiguous()
+        if payload.shape == layout.payload_shape:
+            return payload
+        padded = payload.new_zeros(layout.payload_shape)
+        padded[: payload.shape[0]] = payload
+        return padded
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        if func is aten.copy_.default:
+            return _copy_(*args, **(kwargs or {}))
+        if func is aten.view.default and list(args[1]) == list(args[0].shape):
+            # How a DTensor gives what it holds.
+            func, args = aten.alias.default, args[:1]
+        if func not in _ROW_BY_ROW:
+            raise NotImplementedError(
+                f"{func}: not exact on the rows of a quantised weight that FSDP2 shards, so it is not done; copy "
+                "values into the parameter, or convert with master_weights=True"
+            )
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(out, QuantizedShard) and out.original is None:
+            # A copy's own: an optimizer has the master of the weight that was copied.
+            out.original = Original()
+            if args[0].original.awaits_cast:
+                out.original.take_over(args[0].values())
+        return out
+
+
+def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """From rows of the same layout: payload and scales. From high precision: values, which wait for a cast."""
+    if not isinstance(x, QuantizedShard):
+        raise NotImplementedError("copy_: the source is a QuantizedShard, the target a plain tensor; copy its values()")
+    if x.shape != src.shape:
+        raise ValueError(f"copy_: the target has shape {list(x.shape)}, the source {list(src.shape)}")
+    if not isinstance(src, QuantizedTensor):
+        x.original.take_over(src.to(x.device))
+        return x
+    if not isinstance(src, QuantizedShard) or src.part != x.part:
+        raise ValueError(f"copy_: the target holds {x.part}, the source other rows; copy from source.dequantize()")
+    pairs = list(zip(x._tensors(), src._tensors()))
+    x.original.note_copy(None, pairs)
+    for mine, theirs in pairs:
+        mine.copy_(theirs, non_blocking=non_blocking)
+    x.original.awaits_cast = False
+    if src.original.awaits_cast:
+        x.original.take_over(src.values())
+    return x
+
+
+def shard_of(weight: QuantizedTensor, part: _compat.FsdpRows) -> QuantizedShard:
+    """What the rank holds of `weight`; memory of its own, so that the whole is freed.
+
+    Raises ValueError for another dim than rows, for offloading, or where an optimizer has the weight's master.
+    """
+    refusal = _why_not(weight, part)
+    if refusal is not None:
+        raise ValueError(f"fully_shard: {part.name} {list(weight.shape)} is quantised itself, and {refusal}")
+    assert weight.config is not None
+    layout = ShardLayout(part.name, tuple(weight.shape), part.dtype, part.dim, part.rank, part.ranks, weight.config)
+    rows = slice(layout.start, layout.start + layout.local_shape[0])
+    global_scale = None if weight.global_scale is None else weight.global_scale.clone()
+    shard = QuantizedShard(weight.qdata[rows].clone(), weight.scale.clone(), layout, weight.dtype, global_scale)
+    values = None if weight.original is None else weight.original.hp
+    if values is not None:
+        # Scales are of this rank's values; of all ranks' parts they are with the first cast.
+        shard.original.take_over(values.detach()[rows])
+    return shard
+
+
+def _why_not(weight: QuantizedTensor, part: _compat.FsdpRows) -> str | None:
+    """Why a weight cannot be sharded so, with the remedy, or None."""
+    if part.dim:
+        return f"Shard({part.dim}) would cut its rows; shard dim 0, or convert with master_weights=True"
+    if part.offloaded:
+        return "is cast on its device; leave CPUOffloadPolicy out, or convert with master_weights=True"
+    if weight.config is None or weight.fmt is not weight.config.weight_format:
+        return "has no config to train by; make it with quantize_(model, config)"
+    if weight.original is not None and weight.original.is_owned:
+        return "has its master in an optimizer already; make MasterWeightOptimizer after fully_shard"
+    return None
+
+
+if torch.distributed.is_available():
+    _compat.shard_fsdp_parameters(QuantizedTensor, shard_of)
+torch.serialization.add_safe_globals([QuantizedShard, ShardLayout])

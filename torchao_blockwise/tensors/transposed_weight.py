@@ -1,0 +1,95 @@
+"""TransposedWeight: a weight of experts seen with its last two dims swapped, as models hand it to grouped products.
+
+`torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=..)` asks for [E, K, N] where [E, N, K] is stored. A
+view of the values would have another quantised copy than the weight, made on every use; this one leads to the weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torchao.utils import TorchAOBaseTensor
+
+from torchao_blockwise import _compat
+from torchao_blockwise._compat import pytree
+from torchao_blockwise.tensors.caching import stable_hash
+
+aten = torch.ops.aten
+
+# What is done to the weight itself, and seen transposed again.
+_COMMUTES = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten._pin_memory.default,
+    aten._to_copy.default,
+}
+
+
+class TransposedWeight(TorchAOBaseTensor):
+    """`weight` [E, N, K] of ours as [E, K, N]: what its `transpose(-2, -1)`, `.mT` and `permute(0, 2, 1)` give.
+
+    Grouped products take it and use the quantised copies of `weight`. Copies and casts stay transposed weights, a
+    second transpose gives the weight; anything else is done to a transposed view of the values or payload, which is
+    exact, or raises as it does on that: NVFP4 packs two elements a byte and has no such view.
+    weight: a `MasterWeightTensor`, `BlockwiseFP8Tensor` or `NVFP4Tensor`, which has its memory.
+    """
+
+    tensor_data_names = ["weight"]  # noqa: RUF012  # torchao copies it as a list
+    tensor_attribute_names: list[str] = []  # noqa: RUF012
+
+    @staticmethod
+    def __new__(cls, weight: torch.Tensor):
+        *batch, rows, columns = weight.shape
+        *batch_strides, row_stride, column_stride = weight.stride()
+        return _compat.make_wrapper(
+            cls,
+            (*batch, columns, rows),
+            inner=weight,
+            strides=(*batch_strides, column_stride, row_stride),
+            storage_offset=weight.storage_offset(),
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight = weight
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values of a quantised weight as a plain tensor [E, K, N] of `dtype`, default the reported dtype."""
+        return self.weight.dequantize(dtype).transpose(-2, -1)  # type: ignore[attr-defined]
+
+    def _stable_hash_for_caching(self) -> str:
+        return stable_hash(self)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"TransposedWeight(shape={tuple(self.shape)}, of {self.weight!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        kwargs = kwargs or {}
+        if (result := _compat.decomposed(func, args, kwargs)) is not NotImplemented:
+            return result
+        if func.namespace != "aten":
+            raise NotImplementedError(
+                f"{func}: a product of others with a transposed weight of experts would run in high precision; use "
+                "torch.nn.functional.grouped_mm for low precision, or weight.hp.mT for high precision"
+            )
+        if func in _COMMUTES:
+            return cls(func(args[0].weight, *args[1:], **kwargs))
+        if swaps_last_dims(func, args):
+            return args[0].weight.detach()
+        views = pytree.tree_map_only(cls, lambda x: x.weight.transposed_view(), (args, kwargs))
+        out = func(*views[0], **views[1])
+        # In-place operations return the tensor that they were given.
+        return args[0] if _compat.schema_of(func).is_mutable and isinstance(out, torch.Tensor) else out
+
+
+def swaps_last_dims(func, args) -> bool:
+    """Whether the operation `func(*args)` swaps the last two dims of a tensor of three, and does nothing else."""
+    if func is aten.transpose.int:
+        x, dim0, dim1 = args
+        return x.dim() == 3 and {dim0 % 3, dim1 % 3} == {1, 2}
+    if func is aten.permute.default:
+        x, dims = args
+        return x.dim() == 3 and [d % 3 for d in dims] == [0, 2, 1]
+    return False

@@ -1,0 +1,130 @@
+"""Views of quantised tensors: exact on payload and scales, on borders of blocks, or refused with a remedy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from torchao_blockwise.tensors.quantized import _implements, _map
+from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
+
+aten = torch.ops.aten
+
+
+@_implements(aten.slice.Tensor)
+def _slice(func, x, dim=0, start=None, end=None, step=1):
+    dim = dim % x.dim()
+    size = x.shape[dim]
+    start, end, _ = slice(start, end).indices(size)
+    end = max(start, end)
+    if dim < x.dim() - 2:
+        parts = func(x.qdata, dim, start, end, step), func(x.scale, dim, start, end, step)
+        return x._make(*parts)
+    if step != 1:
+        raise NotImplementedError(f"slice: steps other than 1 cut blocks, got step={step}; dequantize() first")
+    axis = dim - x.dim()
+    block = x.fmt.block[axis]
+    if start % block or (end % block and end != size):
+        raise ValueError(
+            f"slice: [{start}:{end}] of dim {dim} (size {size}) cuts blocks of {block}; "
+            f"slice on multiples of {block}, or dequantize() first (fully_shard: convert with master_weights=True)"
+        )
+    per_entry = x.fmt.element.per_byte if axis == -1 else 1
+    packed_end = x.fmt.element.packed(end) if axis == -1 else end
+    qdata = func(x.qdata, dim, start // per_entry, packed_end)
+    scale = func(x.scale, dim, start // block, (end + block - 1) // block)
+    return x._make(qdata, scale, columns=end - start if axis == -1 else None)
+
+
+@_implements(aten.split.Tensor)
+def _split(func, x, size, dim=0):
+    length = x.shape[dim]
+    return [_slice(aten.slice.Tensor, x, dim, start, min(start + size, length)) for start in range(0, length, size)]
+
+
+@_implements(aten.split_with_sizes.default)
+def _split_with_sizes(func, x, sizes, dim=0):
+    ends = list(itertools.accumulate(sizes))
+    return [_slice(aten.slice.Tensor, x, dim, end - size, end) for size, end in zip(sizes, ends)]
+
+
+@_implements(aten.unbind.int)
+def _unbind(func, x, dim=0):
+    return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
+
+
+@_implements(aten.select.int)
+def _select(func, x, dim, index):
+    if dim % x.dim() >= x.dim() - 2:
+        raise NotImplementedError(
+            f"select: dim {dim} runs through blocks; slice on their borders or dequantize() first"
+        )
+    return x._make(func(x.qdata, dim, index), func(x.scale, dim, index))
+
+
+@_implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(func, x, size):
+    """Regroup leading dims; rows may join them where no block straddles, the last dim stays."""
+    size = _infer_size(list(size), x.numel())
+    rows, columns = x.shape[-2:]
+    block_rows = x.fmt.block[0]
+    keeps_columns = len(size) >= 2 and size[-1] == columns and math.prod(size) == x.numel()
+    if not keeps_columns or (size[-2] != rows and (rows % block_rows or size[-2] % block_rows)):
+        raise ValueError(
+            f"view: {list(x.shape)} as {size} would cut blocks of {block_rows}x{x.fmt.block[1]}; keep the last dim, "
+            f"and rows in multiples of {block_rows}, or dequantize() first (DistributedDataParallel: init_sync=False)"
+        )
+    scale_rows = x.fmt.grid(size[-2], columns)[0]
+    qdata = x.qdata.view(*size[:-1], x.qdata.shape[-1])
+    return x._make(qdata, x.scale.view(*size[:-2], scale_rows, x.scale.shape[-1]))
+
+
+def _infer_size(size: list[int], numel: int) -> list[int]:
+    if size.count(-1) == 1:
+        known = math.prod(s for s in size if s != -1)
+        size[size.index(-1)] = numel // known if known else 0
+    return size
+
+
+@_implements(aten.as_strided.default)
+def _as_strided(func, x, size, stride, storage_offset=None):
+    """The same tensor again: FSDP2 asks for it. Other strides would cut blocks."""
+    if list(size) != list(x.shape) or list(stride) != list(x.stride()) or storage_offset:
+        raise NotImplementedError(
+            f"as_strided: only with the tensor's own size {list(x.shape)} and strides {list(x.stride())}, got "
+            f"{list(size)} and {list(stride)}; dequantize() first"
+        )
+    return _map(x, lambda t: t.detach())
+
+
+@_implements(aten.unsqueeze.default)
+def _unsqueeze(func, x, dim):
+    dim = dim % (x.dim() + 1)
+    if dim > x.dim() - 2:
+        raise ValueError(f"unsqueeze: dim {dim} lies inside the blocks; use a dim of at most {x.dim() - 2}")
+    return x._make(func(x.qdata, dim), func(x.scale, dim))
+
+
+@_implements(aten.t.default)
+def _t(func, x):
+    return x.transposed_view()
+
+
+@_implements(aten.transpose.int)
+def _transpose(func, x, dim0, dim1):
+    """A view with the last two dims swapped; of experts a `TransposedWeight`."""
+    if swaps_last_dims(func, (x, dim0, dim1)):
+        return TransposedWeight(x)
+    if {dim0 % x.dim(), dim1 % x.dim()} != {x.dim() - 2, x.dim() - 1}:
+        raise NotImplementedError(f"transpose: only the last two dims can be swapped, got {dim0} and {dim1}")
+    return x.transposed_view()
+
+
+@_implements(aten.permute.default)
+def _permute(func, x, dims):
+    """What `.T` calls."""
+    if [d % x.dim() for d in dims] != [*range(x.dim() - 2), x.dim() - 1, x.dim() - 2]:
+        raise NotImplementedError(f"permute: only the last two dims can be swapped, got {list(dims)}")
+    return _transpose(aten.transpose.int, x, -2, -1)
