@@ -134,8 +134,7 @@ def master(*shape: int, config=FP8, dtype=torch.float32, seed: int = 0) -> nn.Pa
 
 def ddp_worker(rank: int, ranks: int, port: int, file: str, config) -> None:
     """Two steps of data-parallel SGD; leaves the state dict that the rank ends with."""
-    import torch.distributed as dist
-    from ranks import join
+    from ranks import join, leave
     from torch.nn.parallel import DistributedDataParallel
 
     join(rank, ranks, port)
@@ -148,7 +147,7 @@ def ddp_worker(rank: int, ranks: int, port: int, file: str, config) -> None:
         optimizer.step()
         optimizer.zero_grad()
     torch.save(model.state_dict(), file)
-    dist.destroy_process_group()
+    leave()
 
 
 def selected_cases(request) -> list:
@@ -160,7 +159,7 @@ def selected_cases(request) -> list:
 def tensor_scales_worker(rank: int, ranks: int, port: int, file: str, cases) -> None:
     """Leaves the NVFP4 tensor scale of a sharded tensor of ones with one other value, for each (value, row)."""
     import torch.distributed as dist
-    from ranks import join
+    from ranks import join, leave
     from torch.distributed.tensor import Shard, distribute_tensor
 
     join(rank, ranks, port)
@@ -172,4 +171,4 @@ def tensor_scales_worker(rank: int, ranks: int, port: int, file: str, cases) -> 
         q = ops.quantize(distribute_tensor(x, mesh, [Shard(0)]), "nvfp4_1x16", backend="reference")
         scales[value, row] = str(q.global_scale.full_tensor().item())
     torch.save(scales, file)
-    dist.destroy_process_group()
+    leave()

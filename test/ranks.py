@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -28,12 +29,29 @@ def spawn(worker, ranks: int, folder: Path, *args) -> list:
 def _start(rank: int, worker, ranks: int, port: int, files: list[Path], args) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*view tensor.*")
-    worker(rank, ranks, port, str(files[rank]), *args)
-    # A thread of gloo may outlive its process group and then ask for the interpreter that is being taken down, which
-    # aborts the process: seen in one of five runs of a DTensor program of PyTorch alone (2.13, Python 3.11).
+    try:
+        worker(rank, ranks, port, str(files[rank]), *args)
+    except BaseException:
+        traceback.print_exc()
+        _end(1)
+    _end(0)
+
+
+def leave() -> None:
+    """End this rank when all others have come here too; the last thing that a worker does.
+
+    Not by returning: a process group that its last object takes along waits for threads of gloo, which may wait for the
+    interpreter, that it holds. And a thread that outlives its group asks for the interpreter that is being taken down,
+    which aborts the process: seen in one of five runs of a DTensor program of PyTorch alone (2.13, Python 3.11).
+    """
+    dist.barrier()
+    _end(0)
+
+
+def _end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def join(rank: int, ranks: int, port: int, *, seconds: float = 60, name: str = "") -> None:

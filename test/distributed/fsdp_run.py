@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, shard, train
 from helpers import replace
-from ranks import join
+from ranks import join, leave
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
 
@@ -131,7 +131,7 @@ def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
             raised[case] = None
         dist.barrier()
     torch.save(raised, file)
-    dist.destroy_process_group()
+    leave()
 
 
 # --- one rank goes wrong ----------------------------------------------------------------------------------------------

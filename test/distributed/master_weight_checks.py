@@ -8,7 +8,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from ranks import join
+from ranks import join, leave
 from shard_cases import framed
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat, ops
@@ -310,5 +310,4 @@ def run_checks(rank: int, world: int, port: int, file: str, chosen: list[str]) -
         except Exception:
             results[case] = traceback.format_exc()
     torch.save(results, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()

@@ -9,7 +9,7 @@ import fsdp_models
 import torch
 import torch.distributed as dist
 from helpers import FP8, FP8_POW2, NVFP4, replace
-from ranks import join
+from ranks import join, leave
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -386,8 +386,7 @@ def run_cases(rank: int, ranks: int, port: int, file: str, chosen) -> None:
                 raise
             finally:
                 torch.save(raised, file)
-        dist.barrier()
-    dist.destroy_process_group()
+        leave()
 
 
 # --- ranks that differ ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import tensor_parallel_life_checks as life
 import torch
 import torch.distributed as dist
 from helpers import FP8, FP8_POW2, NVFP4, replace
-from ranks import join
+from ranks import join, leave
 
 RANKS = 4
 # The same bits as Triton's interpreter, many times faster.
@@ -70,5 +70,4 @@ def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
                 raise
             raised[case] = None
             torch.save(raised, file)
-        dist.barrier()
-    dist.destroy_process_group()
+        leave()
