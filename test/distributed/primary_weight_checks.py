@@ -386,7 +386,8 @@ def run_cases(rank: int, ranks: int, port: int, file: str, chosen) -> None:
                 raise
             finally:
                 torch.save(raised, file)
-        leave()
+        dist.barrier()
+    leave()
 
 
 # --- ranks that differ ------------------------------------------------------------------------------------------------

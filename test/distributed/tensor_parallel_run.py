@@ -70,4 +70,5 @@ def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
                 raise
             raised[case] = None
             torch.save(raised, file)
-        leave()
+        dist.barrier()
+    leave()

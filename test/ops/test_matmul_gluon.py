@@ -168,7 +168,7 @@ FAULTS = {
         "mbarrier.init(pair_empty.index(i), count=B.consumers)",
         "mbarrier.init(pair_empty.index(i), count=1)",
     ),
-    "rows beside the tensor are written": ("mask = (rows < end)[:, None] & (columns < N)[None, :]", "mask = None"),
+    "rows beside the tensor are written": ("mask = own[:, None] & (columns < N)[None, :]", "mask = None"),
 }
 
 
