@@ -248,13 +248,6 @@ def test_activation_checkpointing(use_reentrant, kind):
     assert_same(got, results(layer, x))
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("fresh_dynamo")
 @kinds
 @pytest.mark.parametrize("autocast", (False, True), ids=("plain", "autocast"))

@@ -325,13 +325,6 @@ def step(layer, x, run=None):
     return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("config", (FP8, NVFP4, None), ids=("fp8", "nvfp4", "high_precision"))
 def test_a_layer_compiles_to_one_graph_for_every_routing(config):

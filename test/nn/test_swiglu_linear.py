@@ -274,13 +274,6 @@ def test_activation_checkpointing(use_reentrant):
     assert_same(got, results(mlp, x))
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("autocast", (False, True), ids=("plain", "autocast"))
 def test_compiles_to_one_graph_with_the_same_bits(autocast):

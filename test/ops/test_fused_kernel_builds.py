@@ -1,9 +1,6 @@
 """Kernels that quantise what they compute, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
 
-import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -97,21 +94,7 @@ def _cases(target: int):
 
 @pytest.fixture(scope="module")
 def builds():
-    """{target: builds}; the targets compile side by side."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    running = {
-        target: subprocess.Popen(
-            [sys.executable, __file__, str(target)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True,
-        )
-        for target in TARGETS
-    }  # fmt: skip
-    results = {}
-    for target, process in running.items():
-        output, errors = process.communicate(timeout=600)
-        assert process.returncode == 0, errors
-        results[target] = json.loads(output)
-    return results
+    return kernel_builds.built_for(__file__, TARGETS)
 
 
 targets = pytest.mark.parametrize("target", TARGETS)

@@ -1,9 +1,6 @@
 """The Hopper kernels of products, plain and grouped, built as test_kernel_builds.py builds others: no GPU."""
 
-import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -103,11 +100,7 @@ def _grouped_cases(build):
 
 @pytest.fixture(scope="module")
 def builds():
-    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, __file__, str(TARGET)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return kernel_builds.built_for(__file__, (TARGET,))[TARGET]
 
 
 def products(builds, *words):

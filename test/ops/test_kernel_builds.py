@@ -242,21 +242,22 @@ def _main(target: int) -> None:
     json.dump(rows, sys.stdout)
 
 
-@pytest.fixture(scope="module")
-def builds():
-    """{target: builds}; the targets compile side by side."""
+def built_for(script: str, targets) -> dict[int, list]:
+    """{target: the rows that `script target` prints}; the targets compile side by side."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    commands = {target: [sys.executable, __file__, str(target)] for target in TARGETS}
-    running = {
-        target: subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for target, command in commands.items()
-    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = {t: subprocess.Popen([sys.executable, script, str(t)], env=environment, **pipes) for t in targets}
     results = {}
     for target, process in running.items():
         output, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors
         results[target] = json.loads(output)
     return results
+
+
+@pytest.fixture(scope="module")
+def builds():
+    return built_for(__file__, TARGETS)
 
 
 def _of(rows, *words):

@@ -1,9 +1,6 @@
 """The kernels of permute, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
 
-import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -43,15 +40,7 @@ def _cases(target: int):
 
 @pytest.fixture(scope="module")
 def builds():
-    """{target: builds}."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    results = {}
-    for target in kernel_builds.TARGETS:
-        command = [sys.executable, __file__, str(target)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr
-        results[target] = json.loads(done.stdout)
-    return results
+    return kernel_builds.built_for(__file__, kernel_builds.TARGETS)
 
 
 @targets

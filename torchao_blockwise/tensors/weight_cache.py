@@ -52,7 +52,8 @@ def quantized_weight(
         Their ranks must change it together, as they do a DTensor.
     rounded_to: the dtype that values are rounded to before they are quantised, if another than their own.
     """
-    amax_groups = amax_groups or _splits.get(hp, "")
+    if fmt.has_global_scale:
+        amax_groups = amax_groups or _splits.get(hp, "")
 
     def quantize():
         values = hp if rounded_to is None else hp.to(rounded_to)
