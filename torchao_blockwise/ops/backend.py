@@ -74,6 +74,17 @@ def why_no_triton(device: torch.device, min_capability: tuple[int, int] = (8, 0)
     return f"the kernel needs {want} or newer, got {have}"
 
 
+def why_no_gluon(device: torch.device) -> str | None:
+    """Why the Gluon kernels of products cannot run on `device`, or None if they can, for products that they take."""
+    capability = compute_capability(device)
+    if capability != (9, 0):
+        got = f"sm_{capability[0]}{capability[1]}" if device.type == "cuda" else device.type
+        return f"the kernels are for Hopper GPUs (sm_90), got {got}"
+    if not _compat.has_gluon():
+        return "they need Gluon, which Triton has from 3.6 on (pip install -U triton)"
+    return None
+
+
 def pick(
     op: str, backend: Backend | str, reasons: dict[Backend, str | None], *, expected: Backend | None = None
 ) -> Backend:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise import _compat
 from torchao_blockwise.formats import (
     FP8_1X128,
     FP8_128X128,
@@ -25,11 +24,11 @@ from torchao_blockwise.formats import (
     BlockFormat,
     get_format,
 )
-from torchao_blockwise.ops.backend import Backend, compute_capability, get_backend, pick, why_no_triton
+from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_gluon, why_no_triton
 from torchao_blockwise.ops.grouped_matmul import deep_gemm, reference
 from torchao_blockwise.ops.groups import check_group_ends
 from torchao_blockwise.ops.library import define_op
-from torchao_blockwise.ops.matmul import choice
+from torchao_blockwise.ops.matmul import check_sum, choice, count_change
 from torchao_blockwise.ops.operand import format_of, is_operand
 
 _ALONG = ("m", "k")
@@ -87,21 +86,9 @@ def add_grouped_matmul_(
     """
     _check("add_grouped_matmul_", a, b, "k", torch.float32)
     wanted = [group_ends.numel(), a.qdata.shape[0], b.qdata.shape[0]]
-    if (
-        out.dtype != torch.float32
-        or list(out.shape) != wanted
-        or not out.is_contiguous()
-        or out.device != a.qdata.device
-    ):
-        got = f"{out.dtype} of shape {list(out.shape)} on {out.device}" + ", not contiguous" * (not out.is_contiguous())
-        raise ValueError(
-            f"add_grouped_matmul_: out must be a contiguous float32 tensor of shape {wanted} on {a.qdata.device},"
-            f" got {got}"
-        )
+    check_sum("add_grouped_matmul_", out, wanted, a.qdata.device)
     add_grouped_matmul_op(out, *a, *b, group_ends, a.format_name, b.format_name, get_backend(backend).value)
-    if not (torch.compiler.is_compiling() or out.is_inference()):
-        # Below autograd, where operations run, nothing counts changes.
-        torch.autograd.graph.increment_version(out)
+    count_change(out)
     return out
 
 
@@ -165,12 +152,9 @@ def candidates(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str, out_dty
 
 
 def _why_no_gluon(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str) -> str | None:
-    capability = compute_capability(a.device)
-    if capability != (9, 0):
-        got = f"sm_{capability[0]}{capability[1]}" if a.is_cuda else a.device.type
-        return f"the kernels are for Hopper GPUs (sm_90), got {got}"
-    if not _compat.has_gluon():
-        return "they need Gluon, which Triton has from 3.6 on (pip install -U triton)"
+    reason = why_no_gluon(a.device)
+    if reason is not None:
+        return reason
     from torchao_blockwise.ops.grouped_matmul import gluon
 
     return gluon.why_not(a, b, a_fmt, b_fmt, along)

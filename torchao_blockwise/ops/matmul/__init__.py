@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise import _compat
 from torchao_blockwise.formats import (
     FP8_1X128,
     FP8_128X128,
@@ -14,7 +13,7 @@ from torchao_blockwise.formats import (
     BlockFormat,
     get_format,
 )
-from torchao_blockwise.ops.backend import Backend, compute_capability, get_backend, pick, why_no_triton
+from torchao_blockwise.ops.backend import Backend, compute_capability, get_backend, pick, why_no_gluon, why_no_triton
 from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.ops.matmul import choice, cublas, reference
 from torchao_blockwise.ops.operand import format_of, is_operand
@@ -59,22 +58,23 @@ def add_matmul_(out: torch.Tensor, a, b, *, backend: Backend | str | None = None
     Raises TypeError and ValueError like `matmul`, and for another `out`.
     """
     _check(a, b, torch.float32, None)
-    wanted = [a.qdata.shape[0], b.qdata.shape[0]]
-    if (
-        out.dtype != torch.float32
-        or list(out.shape) != wanted
-        or not out.is_contiguous()
-        or out.device != a.qdata.device
-    ):
-        got = f"{out.dtype} of shape {list(out.shape)} on {out.device}" + ", not contiguous" * (not out.is_contiguous())
-        raise ValueError(
-            f"add_matmul_: out must be a contiguous float32 tensor of shape {wanted} on {a.qdata.device}, got {got}"
-        )
+    check_sum("add_matmul_", out, [a.qdata.shape[0], b.qdata.shape[0]], a.qdata.device)
     add_matmul_op(out, *a, *b, a.format_name, b.format_name, get_backend(backend).value)
-    if not (torch.compiler.is_compiling() or out.is_inference()):
-        # Below autograd, where operations run, nothing counts changes.
-        torch.autograd.graph.increment_version(out)
+    count_change(out)
     return out
+
+
+def check_sum(op: str, out: torch.Tensor, wanted: list[int], device: torch.device) -> None:
+    """Raise ValueError unless products of this shape can be added to `out`."""
+    if out.dtype != torch.float32 or list(out.shape) != wanted or not out.is_contiguous() or out.device != device:
+        got = f"{out.dtype} of shape {list(out.shape)} on {out.device}" + ", not contiguous" * (not out.is_contiguous())
+        raise ValueError(f"{op}: out must be a contiguous float32 tensor of shape {wanted} on {device}, got {got}")
+
+
+def count_change(out: torch.Tensor) -> None:
+    """Let autograd see that `out` was changed: below it, where operations run, nothing counts changes."""
+    if not (torch.compiler.is_compiling() or out.is_inference()):
+        torch.autograd.graph.increment_version(out)
 
 
 def _check(a, b, out_dtype, bias):
@@ -116,12 +116,9 @@ def candidates(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, out_dtype) -> dict[
 
 
 def _why_no_gluon(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat) -> str | None:
-    capability = compute_capability(a.device)
-    if capability != (9, 0):
-        got = f"sm_{capability[0]}{capability[1]}" if a.is_cuda else a.device.type
-        return f"the kernels are for Hopper GPUs (sm_90), got {got}"
-    if not _compat.has_gluon():
-        return "they need Gluon, which Triton has from 3.6 on (pip install -U triton)"
+    reason = why_no_gluon(a.device)
+    if reason is not None:
+        return reason
     from torchao_blockwise.ops.matmul import gluon
 
     return gluon.why_not(a, b, a_fmt, b_fmt)
