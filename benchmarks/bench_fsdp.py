@@ -17,10 +17,11 @@ One process a GPU (NCCL; gloo with --smoke on a CPU), blocks and root fully shar
     loss           mean over ranks of the last step, of output against a fixed random target
     off            its distance from bf16's, as a share of what bf16 learned in these steps
 
-A recipe that fails is named below the table with its reason, and the others go on in fresh processes.
-Writes benchmarks/results/fsdp_<device>.json and .md.
+A recipe that fails is named below the table with its reason, and the others go on in fresh processes. What is
+interrupted (SIGINT) writes the rows that it has.
+Writes benchmarks/results/fsdp_<device>.json and .md, with --compile fsdp_compiled_<device>.
 
-    python benchmarks/bench_fsdp.py [--layers 4 --tokens 8192 --steps 20] [--modes eager] [--only bf16 fp8] [--ranks 2]
+    python benchmarks/bench_fsdp.py [--layers 4 --tokens 8192 --steps 20] [--compile] [--only bf16 fp8] [--ranks 2]
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ import report
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench_model import MODES, SMOKE, Config, Stack
+from bench_model import SMOKE, Config, Stack
 from report import Report
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -69,6 +70,8 @@ _WARM_UP = 3
 # Of what bf16 learned, the share by which a recipe's loss may differ; more is reported as wrong.
 _BUDGET = {"nvfp4": 0.4}
 _FP8_BUDGET = 0.1
+# NVLink multicast is off on shared hosts, whose other GPUs it can put out of service.
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _TIMEOUT = {"cuda": datetime.timedelta(minutes=5), "cpu": datetime.timedelta(minutes=1)}
 
 
@@ -203,6 +206,7 @@ def run_rank(rank: int, plan: Plan, device_type: str, port: int) -> None:
     on_gpu = device_type == "cuda"
     device = torch.device(device_type, rank) if on_gpu else torch.device("cpu")
     if on_gpu:
+        os.environ.update(_NO_MULTICAST)
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
@@ -315,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="that are timed")
     parser.add_argument("--ranks", type=int, help="GPUs; by default all, 2 processes on a CPU")
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), help="only these recipes")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--compile", action="store_true", help="torch.compile each layer")
     parser.add_argument(
         "--smoke", action="store_true", help="a tiny stack, on a CPU where there is no GPU: does it run?"
     )
@@ -329,12 +333,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.smoke:
         args.tokens, args.steps = 2 * config.seq_len, 3
     # bf16 first: the others are compared with it.
-    jobs = [Job(r, mode) for mode in args.modes for r in sorted(args.only, key=lambda recipe: recipe != "bf16")]
-    results = Report("fsdp", device, COLUMNS, report.plain(vars(args)) | vars(config))
+    mode, name = ("compiled", "fsdp_compiled") if args.compile else ("eager", "fsdp")
+    jobs = [Job(recipe, mode) for recipe in sorted(args.only, key=lambda recipe: recipe != "bf16")]
+    results = Report(name, device, COLUMNS, report.plain(vars(args)) | vars(config))
     with tempfile.TemporaryDirectory() as folder:
         plan = Plan(tuple(jobs), config, args.tokens, args.steps, args.ranks, Path(folder))
-        run_all(plan, device, results)
-    results.write(args.out)
+        try:
+            run_all(plan, device, results)
+        finally:
+            results.write(args.out)
     return 0 if results.rows else 1
 
 

@@ -75,7 +75,8 @@ def job(case: str, rows: int, columns: int, recipe: str, device: torch.device) -
             return ops.transpose(ops.operand(fmt, *x), columns=columns, backend=backend)
 
         return Job(case, rows, columns, fmt, quantized, transpose, lambda *x: transpose(*x, backend="reference"))
-    options = {"rowwise": case != "columnwise", "columnwise": case in ("columnwise", "both")}
+    # Padded, as layers ask for it.
+    options = {"rowwise": case != "columnwise", "columnwise": case in ("columnwise", "both"), "padded": True}
 
     def quantize(x, backend=None):
         return ops.quantize(x, fmt, **options, backend=backend)

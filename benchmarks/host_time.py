@@ -1,7 +1,7 @@
 """Host time of a linear layer and of its pieces in eager mode: µs that Python, PyTorch and launchers take.
 
 On a GPU it times the calls of a layer so small that the GPU never is what is waited for. Without one, kernels are
-built for sm_90 and their launch, like cuBLAS, is replaced by nothing, so that the same host code runs.
+built for sm_90 and Triton's extension in C, like cuBLAS, is replaced by nothing, so that the same Python runs.
 
     python benchmarks/host_time.py [--dim 512 --tokens 512 --repeats 200 --profile]
 """
@@ -32,29 +32,43 @@ TARGET = 90
 
 
 def stub_the_gpu() -> None:
-    """Let CPU tensors take the way of a GPU's: kernels are built and not launched, cuBLAS is asked for nothing."""
+    """Let CPU tensors take the way of a Hopper GPU's: kernels are built and not launched, by Triton's own Python."""
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver
 
     from torchao_blockwise.ops import backend
-    from torchao_blockwise.ops.matmul import cublas
+    from torchao_blockwise.ops.matmul import cublas, gluon
+
+    def nothing(*args, **kwargs):
+        return None
 
     class Utils:
         load_binary = staticmethod(lambda name, kernel, shared, device: (object(), 0, 0, 0, 1024))
         get_device_properties = staticmethod(lambda device: {"max_shared_mem": 232448})
+        # What Triton takes from its extension in C, under the names that its versions know.
+        launch = build_signature_metadata = fill_tma_descriptor = fill_tma_descriptor_tiled = staticmethod(nothing)
 
     class Driver:
         utils = Utils
-        launcher_cls = staticmethod(lambda src, metadata: lambda *args: None)
+        launcher_cls = driver.CudaLauncher
         get_current_target = staticmethod(lambda: GPUTarget("cuda", TARGET, 32))
         # What `get_device` of a CPU tensor says.
         get_current_device = staticmethod(lambda: -1)
         get_current_stream = staticmethod(lambda device: 0)
         get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
 
+    driver.library_dirs = list
+    driver.compile_module_from_src = lambda **given: Utils
+    driver.PyKernelArg = nothing
     triton.runtime.driver.set_active(Driver())
-    backend.why_no_triton.__code__ = (lambda device, min_capability=(8, 0): None).__code__
+    # In place, for all who imported the names.
+    backend.compute_capability.__wrapped__.__code__ = (lambda device: divmod(90, 10)).__code__
+    gluon.multiprocessors.__wrapped__.__code__ = (lambda device: 132).__code__
     cublas.why_not.__code__ = (lambda a, b, a_fmt, b_fmt, out_dtype: None).__code__
+    # AUTO's choice is remembered where tensors are a GPU's.
+    asked = {chosen.value: chosen for chosen in backend.Backend} | {"auto": backend.Backend.GLUON}
+    sys.modules[ops.matmul.__module__]._pick = lambda *given: asked[given[-1]]
 
     def scaled_mm(a, b, *args):
         return torch.empty((a.shape[0], b.shape[1]), dtype=args[-3])
@@ -111,8 +125,14 @@ def steps(linear: nn.Module, x: torch.Tensor) -> dict:
         forward()
         backward()
 
+    def both_of_new_weight():
+        # As after an optimizer's step.
+        torch.autograd.graph.increment_version(getattr(linear.weight, "hp", linear.weight))
+        both()
+
     both()
     calls = {"forward without grad": no_grad, "forward": forward, "forward + backward": both}
+    calls["forward + backward, weight changed"] = both_of_new_weight
     # A GPU's backward runs in a thread of autograd's, a CPU's where it is called: each the other way too.
     if x.is_cuda:
 
@@ -156,6 +176,7 @@ def pieces(dim: int, tokens: int, device: str) -> dict:
     return {
         "quantize rowwise": lambda: ops.quantize(x, FP8_1X128),
         "quantize both": lambda: ops.quantize(x, FP8_1X128, columnwise=True),
+        "quantize weight": lambda: ops.quantize(x, FP8_128X128),
         "transpose": lambda: ops.transpose(w),
         "matmul auto": lambda: ops.matmul(a, w, out_dtype=torch.bfloat16),
         "matmul triton": lambda: ops.matmul(a, w, out_dtype=torch.bfloat16, backend="triton"),
@@ -185,7 +206,7 @@ def main() -> None:
     for name, config in configs.items():
         calls = steps(layer(config, args.dim, device), x)
         if args.profile and name == "fp8":
-            profile(calls["forward + backward"])
+            profile(calls["forward + backward, weight changed"])
         rows[name] = {what: microseconds(call, args.repeats) for what, call in calls.items()}
     for what, call in pieces(args.dim, args.tokens, device).items():
         rows.setdefault("pieces", {})[what] = microseconds(call, args.repeats)

@@ -36,7 +36,7 @@ def tile(table: str, rows: int, columns: int, warps: int) -> dict:
     return {table: (rows, columns, warps, *getattr(quantize_kernels, table)[3:])}
 
 
-BY_TRITON = {"_FP8_BOTH_GLUON_WARPS": None}
+BY_TRITON = {"_FP8_BOTH_GLUON_WARPS": None, "_FP8_COLUMNWISE_GLUON": None}
 # Case -> the ways to compute it: values of tables of the kernels, by name.
 WAYS: dict[str, list[dict]] = {
     "rowwise": [
@@ -44,8 +44,11 @@ WAYS: dict[str, list[dict]] = {
         for rows, warps in ((32, 4), (16, 2), (32, 2), (64, 4), (64, 8), (32, 8), (8, 1))
     ],
     "columnwise": [
-        tile("_FP8_COLUMNWISE_TILE", 128, columns, warps)
-        for columns, warps in ((64, 4), (64, 2), (64, 8), (128, 4), (128, 8), (32, 2), (32, 4), (32, 1))
+        *({"_FP8_COLUMNWISE_GLUON": build} for build in ((64, 4), (64, 2), (128, 4), (128, 8))),
+        *(
+            {**BY_TRITON, **tile("_FP8_COLUMNWISE_TILE", 128, columns, warps)}
+            for columns, warps in ((64, 4), (64, 2), (64, 8), (128, 4), (128, 8), (32, 2), (32, 4), (32, 1))
+        ),
     ],
     "both": [
         {"_FP8_BOTH": None, **BY_TRITON, **tile("_FP8_COLUMNWISE_TILE", 128, 64, 4)},
@@ -59,8 +62,11 @@ WAYS: dict[str, list[dict]] = {
     ],
     "weight": [tile("_FP8_SQUARE_TILE", 128, 128, warps) for warps in (8, 4, 16)],
     "transpose": [
-        {"_PAIRS_TILES": transpose_kernels._PAIRS_TILES | {8: (pairs, warps)}}
-        for pairs, warps in ((64, 8), (64, 4), (64, 2), (32, 2), (32, 1), (128, 16))
+        {"_QUADS_TILES": tiles}
+        for tiles in (
+            transpose_kernels._QUADS_TILES,
+            *({0: tile} for tile in ((256, 128, 4), (256, 256, 8), (128, 128, 4), (128, 128, 2), (128, 256, 4))),
+        )
     ],
 }
 
@@ -88,7 +94,7 @@ def in_use(way: dict) -> bool:
 
 def check_is_taken(way: dict, x: torch.Tensor, *_) -> None:
     """Raise ValueError where the package would take another way on this GPU: that would be timed in its place."""
-    if way.get("_FP8_BOTH_GLUON_WARPS") and x.is_cuda:
+    if (way.get("_FP8_BOTH_GLUON_WARPS") or way.get("_FP8_COLUMNWISE_GLUON")) and x.is_cuda:
         against = quantize_kernels.why_not_gluon(x, FP8_1X128)
         if against is not None:
             raise ValueError(against)
@@ -97,13 +103,18 @@ def check_is_taken(way: dict, x: torch.Tensor, *_) -> None:
 def name_of(way: dict) -> str:
     if warps := way.get("_FP8_BOTH_GLUON_WARPS"):
         return f"a read: Gluon, {warps} warps"
+    if build := way.get("_FP8_COLUMNWISE_GLUON"):
+        columns, warps = build
+        return f"Gluon, {FP8_1X128.block[1]}x{columns}, {warps} warps"
     if way.get("_FP8_BOTH"):
         rows, columns, warps, apart = way["_FP8_BOTH"]
         program = "strip" if apart else "tile"
         return f"a launch: strips of {rows} rows or {columns} columns, {warps} warps, a program a {program}"
-    if "_PAIRS_TILES" in way:
-        pairs, warps = way["_PAIRS_TILES"][8]
-        return f"{2 * pairs}x{2 * pairs}, {warps} warps"
+    if tiles := way.get("_QUADS_TILES"):
+        return "; ".join(
+            f"from {least >> 20} Mi elements " * bool(least) + f"{rows}x{columns}, {warps} warps"
+            for least, (rows, columns, warps) in tiles.items()
+        )
     rows, columns, warps, _ = next(value for value in way.values() if value)
     return ("a launch each: columnwise " if "_FP8_BOTH" in way else "") + f"{rows}x{columns}, {warps} warps"
 

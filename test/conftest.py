@@ -1,4 +1,10 @@
-"""Shared set-up: on a machine without a GPU, Triton kernels run in Triton's interpreter."""
+"""Shared set-up: on a machine without a GPU, Triton kernels run in Triton's interpreter.
+
+With one, and many cores, where ranks and what needs one GPU are better kept apart:
+
+    pytest -n 16 --dist loadgroup --ignore test/distributed
+    pytest -n 4 --dist loadgroup test/distributed
+"""
 
 from __future__ import annotations
 
@@ -18,10 +24,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers share the cores; threads of several would wait for each other.
+    # Workers share the cores; threads of several would wait for each other, and so would inductor's compilers.
     torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 warnings.filterwarnings("ignore", message=".*register_constant.*")
+
+# Graphs that inductor keeps on disk know operations by name: they would go on with shapes and strides of old fakes.
+os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 
 # AUTO must choose here as it does everywhere, whatever the tester has measured.
 os.environ["TORCHAO_BLOCKWISE_TABLES"] = os.devnull
@@ -29,6 +39,27 @@ os.environ["TORCHAO_BLOCKWISE_TABLES"] = os.devnull
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
+
+
+def _starts_processes(path: Path) -> bool:
+    """Whether the tests of a file look at what processes left that it started once, to build kernels or as ranks."""
+    once = ("test_compiled_kernels", "test_launch")
+    return path.stem.endswith("_builds") or path.stem in once or "distributed" in path.parts
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """--dist loadgroup: first files that start processes, each on one worker, then test by test where there is room."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::")[0]
+            return path if _starts_processes(Path(path)) else nodeid
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items):

@@ -3,9 +3,11 @@ shared memory, and the barriers in it."""
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -84,8 +86,11 @@ class Shared:
         assert len(shape) == 1
         return Shared(self.data.view(-1))
 
+    def slice(self, start, length, dim):
+        return Shared(self.data.narrow(dim, start, length))
+
     def load(self, layout):
-        return self.data.clone()
+        return Loaded(self.data) if self.data.dim() == 1 else self.data.clone()
 
     def store(self, value):
         self.data.copy_(value)
@@ -97,10 +102,35 @@ class Shared:
         return self.data.contiguous().view(torch.uint8).clone()
 
 
+class Loaded:
+    """What a load of a vector from shared memory brings: read when first used, for a copy may overtake it until then.
+
+    Loads of one thread come in order: with one, all before it.
+    """
+
+    _issued: ClassVar[dict[int, list[Loaded]]] = {}
+
+    def __init__(self, source: torch.Tensor):
+        self._source, self._value = source, None
+        self._before = self._issued.setdefault(threading.get_ident(), [])
+        self._before.append(self)
+
+    def come(self) -> torch.Tensor:
+        while self._value is None:
+            oldest = self._before.pop(0)
+            oldest._value = oldest._source.clone()
+        return self._value
+
+    def __getitem__(self, index):
+        return self.come()[index]
+
+    def __mul__(self, other):
+        return self.come() * other
+
+
 @dataclass
 class Barrier:
-    of_peer: Callable[[int], Barrier]
-    first_only: bool  # lies in the first multiprocessor of a pair, for both
+    of_peer: Callable[[int], Barrier] | None = None
     count: int = 0
     pending: int = 0
     bytes: int = 0

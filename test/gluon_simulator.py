@@ -8,6 +8,7 @@ hardware may take is tried, and what only works in one order fails:
     copies       shared memory is poisoned when a copy into it is issued, and filled at some later time
     wgmma        reads its operands when issued and again when waited for; a change between is an error
     stores       leave shared memory at some time before they are waited for; a change before that is an error
+    loads        of vectors from shared memory come when they are first used: a copy may overtake them until then
     barriers     phases and pending counts as in PTX; partitions that wait for each other are an error, not a hang
     clusters     a pair of multiprocessors runs as two, each on its part of every tile; what one sends to the other when
                  that has ended is an error
@@ -29,6 +30,9 @@ from pathlib import Path
 import torch
 from gluon_memories import Barrier, Barriers, Descriptor, Pointer, Shared, SimulationError, split_dim
 
+# Warps of a partition that arrive one by one.
+WARPGROUP = 4
+
 
 class Scheduler:
     """Runs threads one at a time and draws who is next wherever one pauses."""
@@ -39,6 +43,8 @@ class Scheduler:
         self.waiting: dict[int, object] = {}  # thread -> condition that it waits for, or None
         self.current: int | None = None
         self.copies: list[Callable[[], None]] = []  # issued, not done
+        self.held: int | None = None  # a thread that others overtake for some turns
+        self.turns_held = 0
         self.error: BaseException | None = None
 
     def run(self, functions) -> None:
@@ -81,6 +87,15 @@ class Scheduler:
         if self.error is not None:
             raise SimulationError("another partition failed")
 
+    def _choose(self, choices: list):
+        """One at random; now and then a thread is held up, as one is whose warps wait for memory."""
+        if not self.turns_held and self.random.random() < 0.1:
+            self.held, self.turns_held = self.random.choice(list(self.waiting)), self.random.randrange(40)
+        if self.turns_held:
+            self.turns_held -= 1
+            choices = [choice for choice in choices if choice != self.held] or choices
+        return self.random.choice(choices)
+
     def _pass_on(self) -> None:
         while self.waiting:
             ready = [i for i, until in self.waiting.items() if self.error or until is None or until()]
@@ -88,7 +103,7 @@ class Scheduler:
             if not choices:
                 self.error = SimulationError("deadlock: every partition waits for a barrier that none will complete")
                 continue
-            chosen = self.random.choice(choices)
+            chosen = self._choose(choices)
             if chosen == "copy":
                 self.copies.pop(self.random.randrange(len(self.copies)))()
                 continue
@@ -107,7 +122,7 @@ class _Product:
     a: Shared
     b: Shared
     bytes: tuple
-    acc: torch.Tensor
+    acc: torch.Tensor | _Product
 
 
 @dataclass
@@ -124,6 +139,7 @@ class Multiprocessor:
     partitions: list = field(default_factory=list)
     running: int = 0
     stores: dict = field(default_factory=dict)
+    free_stages: list[Barrier] = field(default_factory=list)
 
     def names(self) -> dict[str, object]:
         return {
@@ -132,9 +148,12 @@ class Multiprocessor:
                 MBarrierLayout=lambda bases: bases,
                 init=self._init,
                 expect=self._expect,
-                arrive=self._arrive,
                 wait=self._wait,
             ),
+            "make_barriers": self._make_barriers,
+            "free_stage": self._free_stage,
+            "free_stage_after": self._free_stage_after,
+            "wait_for_stage": lambda stage, phase, ctas: self._wait(self.free_stages[int(stage)], phase),
             "tma": types.SimpleNamespace(store_wait=self._store_wait),
             "_load_async": self._load_async,
             "_store_async": self._store_async,
@@ -192,14 +211,11 @@ class Multiprocessor:
         return torch.arange(start, end)
 
     def _allocate(self, dtype, shape, layout):
-        i, me = len(self.allocations), self.rank
+        i = len(self.allocations)
         if dtype == torch.int64:
-            first_only = shape[1] < len(self.cluster)
-            if first_only and me > 0:
-                result = self.cluster[0].allocations[i]
-            else:
-                peers = [lambda rank, j=j: self.cluster[rank].allocations[i].index(j) for j in range(shape[0])]
-                result = Barriers([Barrier(of_peer, first_only) for of_peer in peers])
+            assert shape[1] == len(self.cluster), "a barrier a multiprocessor"
+            peers = [lambda rank, j=j: self.cluster[rank].allocations[i].index(j) for j in range(shape[0])]
+            result = Barriers([Barrier(of_peer) for of_peer in peers])
         else:
             data = torch.empty(self._part(shape, layout), dtype=dtype)
             result = Shared(data, lambda rank: self.cluster[rank].allocations[i])
@@ -224,7 +240,7 @@ class Multiprocessor:
 
     # mbarrier
     def _init(self, barrier, count):
-        barrier.count = barrier.pending = count * (len(self.cluster) if barrier.first_only else 1)
+        barrier.count = barrier.pending = count
 
     def _expect(self, barrier, bytes):
         self.scheduler.pause()
@@ -232,8 +248,6 @@ class Multiprocessor:
         self._arrive(barrier)
 
     def _arrive(self, barrier, count=1):
-        if barrier.first_only:
-            self.cluster[0]._check_running()
         barrier.pending -= count
         if barrier.pending < 0:
             raise SimulationError("more arrivals at a barrier than it was made for")
@@ -241,9 +255,25 @@ class Multiprocessor:
         self.scheduler.pause()
 
     def _wait(self, barrier, phase, pred=True):
-        if not pred or (barrier.first_only and self.rank > 0):
-            return
-        self.scheduler.pause(until=lambda: barrier.phase != int(phase))
+        if pred:
+            self.scheduler.pause(until=lambda: barrier.phase != int(phase))
+
+    # gluon_barriers.py
+    def _make_barriers(self, stages, arrivals):
+        self.free_stages = [Barrier() for _ in range(stages)]
+        for barrier in self.free_stages:
+            self._init(barrier, arrivals)
+
+    def _free_stage(self, stage, ctas):
+        for multiprocessor in self.cluster:
+            multiprocessor._check_running()
+            for _ in range(WARPGROUP):
+                self._arrive(multiprocessor.free_stages[int(stage)])
+
+    def _free_stage_after(self, values, per_thread, stage, zero, ctas):
+        assert zero == 0
+        values.come()
+        self._free_stage(stage, ctas)
 
     # tma
     def _load_async(self, descriptor, coordinates, barrier, result, multicast=False):
@@ -293,21 +323,28 @@ class Multiprocessor:
     # tensor cores
     def _warpgroup_mma(self, a, b, acc, *, use_acc, is_async):
         assert is_async
-        start = acc.clone() if bool(use_acc) else torch.zeros_like(acc)
+        if not isinstance(acc, _Product):
+            acc = acc.clone() if bool(use_acc) else torch.zeros_like(acc)
+        elif use_acc is not True:
+            raise SimulationError("a product that is not done is dropped")
         self.scheduler.pause()
-        return _Product(a, b, (a.bytes(), b.bytes()), start)
+        return _Product(a, b, (a.bytes(), b.bytes()), acc)
 
     def _warpgroup_mma_wait(self, outstanding, deps):
-        assert outstanding == 0
         self.scheduler.pause()
+        products = [x for x in deps if isinstance(x, _Product)]
+        if outstanding:
+            assert outstanding == 1 and not any(isinstance(x.acc, _Product) for x in products)
+            return deps[0] if len(deps) == 1 else tuple(deps)
         results = tuple(self._finish(x) if isinstance(x, _Product) else x for x in deps)
         return results[0] if len(results) == 1 else results
 
-    @staticmethod
-    def _finish(product):
+    @classmethod
+    def _finish(cls, product):
         if not (torch.equal(product.bytes[0], product.a.bytes()) and torch.equal(product.bytes[1], product.b.bytes())):
             raise SimulationError("shared memory changed while a wgmma read it")
-        return product.acc + product.a.data.float() @ product.b.data.float()
+        acc = cls._finish(product.acc) if isinstance(product.acc, _Product) else product.acc
+        return acc + product.a.data.float() @ product.b.data.float()
 
 
 def _argument(x):

@@ -91,7 +91,8 @@ def linear_by_hand(x, hp, bias, dy, config):
     output = ops.matmul(quantize(tokens, fmt), w, out_dtype=out_dtype, bias=bias).view(dy.shape)
     w_columnwise = ops.transpose(w, columns=hp.shape[1])
     grad_input = ops.matmul(quantize(gradients, fmt), w_columnwise, out_dtype=x.dtype).view(x.shape)
-    columnwise = (quantize(t, fmt, rowwise=False, columnwise=True) for t in (gradients, tokens))
+    options = {"rowwise": False, "columnwise": True, "padded": True}
+    columnwise = (quantize(t, fmt, **options) for t in (gradients, tokens))
     grad_weight = ops.matmul(*columnwise, out_dtype=hp.dtype)
     grad_bias = None if bias is None else gradients.float().sum(0).to(bias.dtype)
     return output, grad_input, grad_weight, grad_bias

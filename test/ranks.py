@@ -1,4 +1,8 @@
-"""Ranks: how tests start processes, join them in a process group, and end them."""
+"""Ranks: how tests start processes, join them in a process group, and end them.
+
+Ranks compute on the CPU and talk over gloo. With TORCHAO_BLOCKWISE_TEST_DEVICE=cuda, cases that need no more ranks than
+there are GPUs run on those, one a rank, over NCCL; all others stay where they are.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,78 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+_SWITCH = "TORCHAO_BLOCKWISE_TEST_DEVICE"
+# NVLink multicast is off on shared hosts, whose other GPUs it can put out of service.
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+# On a GPU ranks wait for each other while kernels are compiled, each when it is used first.
+_LEAST_SECONDS_ON_GPUS = 180
+_device = torch.device("cpu")
 
-def spawn(worker, ranks: int, folder: Path, *args) -> list:
+
+def device() -> torch.device:
+    """What this rank computes on; the CPU in a process that is no rank."""
+    return _device
+
+
+def gpus() -> int:
+    """How many ranks may have a GPU; raises ValueError for a switch that says neither cpu nor cuda, or lies."""
+    wanted, count = os.environ.get(_SWITCH, "cpu"), torch.cuda.device_count()
+    if wanted not in ("cpu", "cuda") or (wanted == "cuda" and not count):
+        raise ValueError(f"{_SWITCH} must be cpu, or cuda where there are GPUs, got {wanted!r} and {count} GPUs")
+    return count if wanted == "cuda" else 0
+
+
+def spawn_cases(
+    worker, ranks: int, folder: Path, cases: Sequence, size_of: Callable, on_gpus: Callable = lambda case: True
+) -> list[dict]:
+    """Run worker(rank, ranks, port, file, cases) in `ranks` processes; returns {case: what a rank left of it} a rank.
+
+    size_of: of a case, how many ranks it needs. on_gpus: of a case, whether it may run on GPUs.
+    A worker leaves a dict and may end at a case that fails: the ones behind it run in new processes.
+    """
+    left: list[dict] = [{} for _ in range(ranks)]
+    fit = [case for case in cases if size_of(case) <= gpus() and on_gpus(case)]
+    for device_type, waiting in (("cuda", fit), ("cpu", [case for case in cases if case not in fit])):
+        ranks_there = min(ranks, gpus()) if device_type == "cuda" else ranks
+        while waiting:
+            place = folder / f"{device_type}_{len(waiting)}"
+            place.mkdir()
+            for results, of_rank in zip(left, spawn(worker, ranks_there, place, waiting, device_type=device_type)):
+                results.update(of_rank or {})
+            behind = [case for case in waiting if not any(case in results for results in left)]
+            # Where not even one was begun, the next attempt would end as this one did.
+            waiting = behind if len(behind) < len(waiting) else []
+    return left
+
+
+def spawn(worker, ranks: int, folder: Path, *args, device_type: str = "cpu") -> list:
     """Run worker(rank, ranks, port, file, *args) in a process a rank; returns what each left in its file, or None."""
     # Held by this process: no rank takes it along when it dies, and no port is chosen before it is bound.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     files = [folder / f"{rank}.pt" for rank in range(ranks)]
     try:
-        mp.spawn(_start, args=(worker, ranks, store.port, files, args), nprocs=ranks)
+        mp.spawn(_start, args=(worker, ranks, store.port, files, device_type, args), nprocs=ranks)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
         print(e)
     return [torch.load(file, weights_only=True) if file.exists() else None for file in files]
 
 
-def _start(rank: int, worker, ranks: int, port: int, files: list[Path], args) -> None:
+def _start(rank: int, worker, ranks: int, port: int, files: list[Path], device_type: str, args) -> None:
+    global _device
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*view tensor.*")
     try:
+        if device_type == "cuda":
+            os.environ.update(_NO_MULTICAST)
+            _device = torch.device("cuda", rank)
+            torch.cuda.set_device(_device)
         worker(rank, ranks, port, str(files[rank]), *args)
     except BaseException:
         traceback.print_exc()
@@ -60,6 +113,9 @@ def join(rank: int, ranks: int, port: int, *, seconds: float = 60, name: str = "
     # However long each of them takes to come here: `seconds` is for what is tested.
     store.set(f"rank {rank}", "is here")
     store.wait([f"rank {other}" for other in range(ranks)], datetime.timedelta(minutes=5))
-    timeout = datetime.timedelta(seconds=seconds)
+    on_gpu = device().type == "cuda"
+    timeout = datetime.timedelta(seconds=max(seconds, _LEAST_SECONDS_ON_GPUS) if on_gpu else seconds)
     store.set_timeout(timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    # Beside NCCL, gloo takes what lies on the CPU: objects, barriers and the plans of checkpoints.
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)

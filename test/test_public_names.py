@@ -89,7 +89,7 @@ dry_run(model, config, filter_fn)
 keep_last_blocks(model, count)
 min_features(features)
 skip_fqns(patterns)
-ops.quantize(x, fmt, rowwise, columnwise, power_of_2_scales, tensor_amax, backend)
+ops.quantize(x, fmt, rowwise, columnwise, power_of_2_scales, tensor_amax, padded, backend)
 ops.matmul(a, b, out_dtype, bias, backend)
 ops.transpose(x, columns, backend)""",
     )

@@ -185,57 +185,6 @@ def is_watched() -> bool:
     )
 
 
-class _TritonLaunching:
-    """What a launch of a compiled kernel needs from Triton."""
-
-    def __init__(self):
-        from triton import knobs
-        from triton.runtime import driver
-
-        self._knobs, self._driver = knobs.runtime, driver
-
-    def is_watched(self, kernel) -> bool:
-        """Whether hooks want to see launches or builds of `kernel`, or builds are to be debugged."""
-        knobs = self._knobs
-        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
-        # A chain of hooks, or a hook, or None.
-        return bool(
-            getattr(enter, "calls", enter)
-            or getattr(leave, "calls", leave)
-            or knobs.debug
-            or knobs.add_stages_inspection_hook
-            or kernel.pre_run_hooks
-        )
-
-    def current_device(self) -> int:
-        return self._driver.active.get_current_device()
-
-    def current_stream(self, device: int) -> int:
-        return self._driver.active.get_current_stream(device)
-
-    def launcher_of(self, compiled, kernel, runtime_args: int):
-        """(run, function, metadata, constexprs) of a compiled kernel that takes `runtime_args` before its constexprs.
-
-        run(grid x, y, z, stream, function, metadata, None, None, None, *runtime arguments, *constexprs) launches it,
-        without hooks; values of constexprs are not read.
-        """
-        behind = kernel.params[runtime_args:]
-        if not all(parameter.is_constexpr for parameter in behind):
-            return None
-        return compiled.run, compiled.function, compiled.packed_metadata, (None,) * len(behind)
-
-
-@functools.cache
-def triton_launching() -> _TritonLaunching | None:
-    """How compiled kernels are launched without Triton's Python launcher; None where that is not known to work."""
-    import triton
-
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version not in ((3, 6), (3, 7)) or triton.knobs.runtime.interpret:
-        return None
-    return _TritonLaunching() if triton.runtime.driver.active.get_current_target().backend == "cuda" else None
-
-
 def register_sharding(op, rule) -> None:
     """Give `op` a DTensor sharding rule whose answers are cached by all of the op's arguments.
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
+import bench_fsdp
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import bench_fsdp
 from report import Report
+from torch import nn
 from traffic import Observed
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch has no torch.distributed")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch has no torch.distributed"),
+    pytest.mark.usefixtures("without_gpu"),
+]
 CPU = torch.device("cpu")
 # Bytes of an element of a linear layer's weight on its way.
 WIDTHS = {"bf16": 2, "fp8": 1, "nvfp4": 0.5, "torchao_bf16_gather": 2, "torchao_fp8_gather": 1}
@@ -32,12 +30,11 @@ def bytes_of_a_step(config, width: float) -> int:
     return 2 * config.layers * int(linear * width + others * 2)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is smoke-tested here are processes of a CPU")
 def test_gathered_bytes_are_counted_and_a_failing_recipe_kills_nothing(tmp_path, monkeypatch, capfd):
     # AUTO takes the reference in the ranks: the same bits, many times faster than the interpreter.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(bench_fsdp, "RECIPES", (*bench_fsdp.RECIPES, "no_such"))
-    argv = "--smoke --modes eager --only no_such bf16 torchao_fp8_gather fp8 nvfp4"
+    argv = "--smoke --only no_such bf16 torchao_fp8_gather fp8 nvfp4"
     assert bench_fsdp.main([*argv.split(), "--out", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "fsdp_cpu.json").read_text())
     table = (tmp_path / "fsdp_cpu.md").read_text()
@@ -94,7 +91,6 @@ def test_all_gathers_are_observed_only_while_watching(monkeypatch):
     assert observed.gathers == 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys):
     with pytest.raises(SystemExit) as exit_info:
         bench_fsdp.main([])

@@ -1,35 +1,23 @@
-"""bench_grouped_matmul.py on tiny shapes without a GPU: what it checks, measures and leaves out."""
+"""bench_grouped_matmul.py on tiny shapes on the CPU: what it checks, measures and leaves out."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_grouped_matmul as bench
 import experts
 import grouped_peers
+import pytest
+import torch
 from bench_grouped_matmul import KINDS, GroupedProduct
 from experts import ROUTINGS
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
+pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread", "without_gpu")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(folder: Path, *argv: str, code: int = 0) -> dict:
@@ -117,7 +105,6 @@ def test_bytes_that_must_move():
     assert GroupedProduct("grad_weight_quantised", (5, 0, 3), 256, 128).nbytes() == 8 * (256 + 128) * 2 + gradients
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 def test_no_gpu_no_figures(capsys):
     with pytest.raises(SystemExit):
         bench.main([])

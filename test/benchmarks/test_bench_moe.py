@@ -1,36 +1,24 @@
-"""bench_moe.py on tiny shapes without a GPU: what it checks, measures and leaves out."""
+"""bench_moe.py on tiny shapes on the CPU: what it checks, measures and leaves out."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_moe
 import experts
 import peers
+import pytest
+import torch
 from experts import MODELS, ROUTINGS, Experts, group_ends
 
 from torchao_blockwise.testing import relative_error
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
+pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread", "without_gpu")
 CPU = torch.device("cpu")
 SHAPE = Experts(40, 3, 128, 128)
 ARGUMENTS = ("--shapes", str(SHAPE), "--routings", "empty")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(folder: Path, *argv: str) -> dict:
@@ -39,7 +27,6 @@ def run(folder: Path, *argv: str) -> dict:
     return json.loads((folder / "moe_cpu.json").read_text())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the peer is there")
 def test_a_row_for_each_recipe_and_a_reason_for_what_is_not_there(tmp_path):
     content = run(tmp_path, "--only", "fp8", "bf16", "torchao")
     fp8, bf16 = content["rows"]
@@ -115,7 +102,6 @@ def test_the_peer_needs_hopper():
         peers.torchao_grouped_product(CPU, (128,))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
 def test_without_a_gpu_it_says_so(capsys):
     with pytest.raises(SystemExit) as exit_info:
         bench_moe.main([])

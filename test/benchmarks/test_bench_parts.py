@@ -1,27 +1,22 @@
-"""What the benchmarks are made of: shapes, floors, reports, and peers, as far as they go without a GPU."""
+"""What the benchmarks are made of: shapes, floors, reports, and peers, as far as they go on a CPU."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
-
-import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_linear
 import bench_model
 import bench_quantize
 import peers
+import pytest
 import report
 import roofline
 import shapes
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128
@@ -107,7 +102,7 @@ def test_a_report_prints_rows_and_writes_all(tmp_path, capsys):
     assert "| 1x3 | 0.0123 | 2 |" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("bench", (bench_quantize, bench_linear, bench_model), ids=lambda m: m.__name__)
 def test_without_a_gpu_it_says_so(bench, capsys):
     with pytest.raises(SystemExit) as exit_info:
@@ -123,10 +118,10 @@ def any_device(monkeypatch):
     monkeypatch.setattr(peers, "need_capability", lambda *args, **kwargs: None)
 
 
-def problem(kind, tokens=256, n=384, k=256):
+def problem(kind, tokens=256, n=384, k=256, device=CPU):
     torch.manual_seed(0)
     product = Product(kind, tokens, n, k)
-    hp = product.high_precision(CPU)
+    hp = product.high_precision(device)
     return product, hp, product.quantize(*hp)
 
 
@@ -158,16 +153,14 @@ def test_cublaslt_gets_what_our_own_call_gives_it(kind, any_device, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_torchao_multiplies_our_operands(kind, any_device, monkeypatch):
-    """Its kernel, in Triton's interpreter with one tile size, reads our scales as they are laid out."""
-    if "interpreter" not in type(peers.torchao_kernels().triton_fp8_gemm_1x128_128x1_kernel.fn).__module__:
-        pytest.skip("Triton compiles here")
-    product, hp, operands = problem(kind)
+def test_torchao_multiplies_our_operands(kind, any_device, monkeypatch, device):
+    """Its kernel with one tile size, in Triton's interpreter without a GPU, reads our scales as they are laid out."""
+    product, hp, operands = problem(kind, device=torch.device(device))
     kernels = peers.torchao_kernels()
     for name in ("triton_fp8_gemm_1x128_128x128_kernel", "triton_fp8_gemm_1x128_128x1_kernel"):
         kernel = getattr(kernels, name)
         monkeypatch.setattr(kernel, "configs", [c for c in kernel.configs if c.kwargs["BLOCK_SIZE_M"] == 128][:1])
-    peer = peers.product_peer("torchao", product, CPU)
+    peer = peers.product_peer("torchao", product, torch.device(device))
     out = peer.run(*peer.prepare(*hp, *operands))
     # The interpreter rounds to bf16 by cutting off.
     assert product_error(out, *operands) < 2 * error_budget(product.mnk[2])

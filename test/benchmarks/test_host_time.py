@@ -19,8 +19,9 @@ def test_prints_a_time_for_every_way_and_piece():
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     times = {row[0]: float(row[1]) for row in rows[1:]}
-    ways = ("forward without grad", "forward", "forward + backward", "forward + backward, in two threads")
-    pieces = ("quantize rowwise", "quantize both", "transpose", "matmul auto", "matmul triton")
+    ways = ["forward without grad", "forward"]
+    ways += ["forward + backward" + how for how in ("", ", weight changed", ", in two threads")]
+    pieces = ("quantize rowwise", "quantize both", "quantize weight", "transpose", "matmul auto", "matmul triton")
     wanted = {f"{who} {way}" for who in ("bf16", "fp8") for way in ways} | {f"pieces {piece}" for piece in pieces}
     assert times.keys() == wanted
     assert all(time > 0 for time in times.values())

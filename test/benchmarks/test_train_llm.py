@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import train_llm
 from llm import checkpoint, memory, plot, report, training
 from llm.config import PRESETS, RunConfig, UsageError, difference, override
@@ -30,14 +26,9 @@ TEXT = "".join(f"def f{i}(x):\n    return x + {i * i}\n" for i in range(400)).en
 
 
 @pytest.fixture(autouse=True)
-def eager_on_one_thread(monkeypatch):
-    # The eager reference is far faster than Triton's interpreter, and agrees with it bit for bit. Threads only get in
-    # each other's way at this size.
+def eager_on_one_thread(one_thread, monkeypatch):
+    # The eager reference is far faster than Triton's interpreter, and agrees with it bit for bit.
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

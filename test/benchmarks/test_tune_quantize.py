@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import tune_quantize
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
+pytestmark = pytest.mark.usefixtures("no_interpreter", "without_gpu")
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -69,8 +64,6 @@ def test_wrong_bits_and_failures_are_said_and_not_timed(monkeypatch):
 
 
 def test_refuses_a_machine_without_a_gpu(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     with pytest.raises(SystemExit) as error:
         tune_quantize.main([])
     assert error.value.code == 2

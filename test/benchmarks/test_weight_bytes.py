@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import weight_bytes
 
 needs_dist = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")

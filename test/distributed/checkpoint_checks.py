@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_models import CONFIGS, Block, adamw, assert_gathers_exactly, batch, blocks, masters_of, shard, train
-from ranks import join
+from ranks import device, join
 from tensor_parallel_checks import PLANS, block
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
@@ -118,12 +118,12 @@ def resumes(mesh, config):
 
 
 def reshards(mesh, config):
-    """A step on 4 ranks, on 2, on 1, and on 4 again: the losses and the weights of one device, bit for bit."""
+    """A step on all ranks, on 2, on 1, and on all again: the losses and the weights of one device, bit for bit."""
     reference = blocks(config)
     expected = train(reference, adamw(reference), steps=4)
-    meshes = {1: DeviceMesh("cpu", [0]), 2: DeviceMesh("cpu", [0, 1]), 4: mesh}
+    meshes = {n: DeviceMesh(device().type, list(range(n))) for n in (1, 2)} | {mesh.size(): mesh}
     with shared_folder() as folder:
-        for step, ranks in enumerate((4, 2, 1, 4)):
+        for step, ranks in enumerate((mesh.size(), 2, 1, mesh.size())):
             dist.barrier()
             if mesh.get_rank() >= ranks:
                 continue
@@ -190,10 +190,12 @@ def gives_full_state_dicts(mesh, config):
     else:
         assert state == {} and optimizer_state == {}
     losses = train(model, optimizer, steps=2, offset=2)
-    for way in ("broadcast", "everywhere", "to meta"):
+    # Where there is gloo beside NCCL, PyTorch puts what was on no device on the CPU, whatever the mesh.
+    from_meta = ("to meta",) if device().type == "cpu" else ()
+    for way in ("broadcast", "everywhere", *from_meta):
         if way == "to meta":
             with torch.device("meta"):
-                fresh = blocks(config)
+                fresh = blocks(config, where="meta")
             fresh = shard(fresh, mesh)
         else:
             fresh = other_values(shard(blocks(config), mesh))
@@ -268,7 +270,7 @@ def saves_two_dims(mesh, config):
 def saves_shared_weights(mesh, config):
     """A shared weight is saved under both names, as it is unconverted."""
     torch.manual_seed(0)
-    model, target = Sharing(), Sharing()
+    model, target = Sharing().to(device()), Sharing().to(device())
     for m in (model, target):
         quantize_(m, config)
         fully_shard(m, mesh=mesh)
@@ -328,7 +330,7 @@ def die_while_saving(rank: int, ranks: int, port: int, file: str, folder: str, d
     make: of a mesh a sharded model and its optimizer.
     """
     join(rank, ranks, port, seconds=20)
-    model, optimizer = make(DeviceMesh("cpu", list(range(ranks))))
+    model, optimizer = make(DeviceMesh(device().type, list(range(ranks))))
     train(model, optimizer, steps=1)
     dcp.save(state_of(model, optimizer), checkpoint_id=f"{folder}/1")
     torch.save(whole(model.state_dict()), file)

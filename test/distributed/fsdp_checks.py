@@ -18,6 +18,7 @@ from fsdp_models import (
     train,
 )
 from helpers import Tied
+from ranks import device
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -37,7 +38,7 @@ ROWS = (512, 300, 129, 64, 33, 3, 1)
 def gathers_exactly_at_any_split(mesh, config):
     for rows, columns in itertools.product(ROWS, (160, 33)):
         model = nn.Sequential(nn.Linear(columns, rows, bias=False))
-        hp = random_tensor(rows, columns, seed=rows)
+        hp = random_tensor(rows, columns, seed=rows, device=device())
         model[0].weight.data = hp
         quantize_(model, config)
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -48,12 +49,12 @@ def gathers_special_values(mesh, config):
     """One value of one rank decides a block that two ranks share, whichever of them holds it."""
     for value in (float("nan"), float("inf"), 1e-40, torch.finfo(torch.float32).max):
         for row in (90, 110, 140, 230):
-            model = nn.Sequential(nn.Linear(150, 300, bias=False))
+            model = nn.Sequential(nn.Linear(150, 300, bias=False)).to(device())
             model[0].weight.data[row, 130] = value
             quantize_(model, config)
             fully_shard(model, mesh=mesh)
             assert_gathers_exactly(model, config)
-    zeros = nn.Sequential(nn.Linear(150, 300, bias=False))
+    zeros = nn.Sequential(nn.Linear(150, 300, bias=False)).to(device())
     zeros[0].weight.data.zero_()
     quantize_(zeros, config)
     assert_gathers_exactly(fully_shard(zeros, mesh=mesh), config)
@@ -163,7 +164,7 @@ class TiedSequence(Tied):
 def ties_embeddings(mesh, config):
     """The head's weight is gathered in high precision, because the embedding looks rows up in it."""
     torch.manual_seed(0)
-    model = TiedSequence()
+    model = TiedSequence().to(device())
     quantize_(model, config)
     reference = copy.deepcopy(model)
     for block in model.blocks:

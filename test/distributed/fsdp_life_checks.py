@@ -22,6 +22,7 @@ from fsdp_models import (
     shard,
     train,
 )
+from ranks import device
 from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -37,7 +38,7 @@ def starts_on_meta(mesh, config):
         model = nn.Sequential(Block(48, 150), Block(48, 150))
         quantize_(model, config)
     shard(model, mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device())
     reference = blocks(config)
     with torch.no_grad():
         for p, q in zip(model.parameters(), reference.parameters()):
@@ -192,7 +193,7 @@ def synchronises_by_hand(mesh, config):
 
 def gathers_few_bytes(mesh, config):
     for rows in (256, 250):
-        model = nn.Sequential(nn.Linear(128, rows, bias=False))
+        model = nn.Sequential(nn.Linear(128, rows, bias=False)).to(device())
         quantize_(model, config)
         fully_shard(model, mesh=mesh)
         counter = CountingGather()

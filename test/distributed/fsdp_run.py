@@ -12,9 +12,9 @@ import fsdp_life_checks as life
 import primary_shard_checks as primary
 import torch
 import torch.distributed as dist
-from fsdp_models import CONFIGS, adamw, blocks, shard, train
+from fsdp_models import CONFIGS, adamw, blocks, config_of, shard, train
 from helpers import replace
-from ranks import join, leave
+from ranks import device, gpus, join, leave
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
 
@@ -104,9 +104,39 @@ def name_of(check) -> str:
 BY_NAME = {name_of(check): check for check, _, _ in CHECKS + CHECKPOINT_CHECKS + PRIMARY_CHECKS + EXPERT_CHECKS}
 
 
+# What resharding to a part of the ranks means shows on four of them.
+FOUR_ALONE = (checks.reshards_to_fewer_ranks, primary.reshards_to_fewer_ranks)
+# A step on the CPU rounds otherwise than one on a GPU, so that training there has nothing to be compared with.
+CPU_ALONE = (checks.offloads,)
+
+
 def cases(checks=CHECKS) -> list[tuple[str, int | tuple[int, int], str]]:
     """(name of a check, mesh size, name of a config)"""
-    return [(name_of(check), size, config) for check, sizes, configs in checks for size in sizes for config in configs]
+    return [
+        (name_of(check), size, config)
+        for check, sizes, configs in checks
+        for size in _sizes_here(check, sizes)
+        for config in configs
+    ]
+
+
+def _sizes_here(check, sizes) -> tuple:
+    """`sizes`, and as many ranks as there are GPUs, where those are too few for all of them."""
+    scales = check not in FOUR_ALONE + CPU_ALONE and any(isinstance(size, int) for size in sizes)
+    fits = any(1 < ranks_of(size) <= gpus() for size in sizes)
+    return (*sizes, gpus()) if scales and not fits and gpus() > 1 else sizes
+
+
+def ranks_of(size: int | tuple[int, int]) -> int:
+    return size if isinstance(size, int) else size[0] * size[1]
+
+
+def size_of(case) -> int:
+    return ranks_of(case[1])
+
+
+def may_run_on_gpus(case) -> bool:
+    return BY_NAME[case[0]] not in CPU_ALONE
 
 
 def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
@@ -114,8 +144,10 @@ def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     # Optimizers cast by what AUTO finds: the same bits as Triton's interpreter, many times faster.
     backend.interpreting = lambda: False
     join(rank, ranks, port)
-    meshes = {size: DeviceMesh("cpu", list(range(size))) for size in range(1, ranks + 1)}
-    meshes[2, 2] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    kind = device().type
+    meshes = {size: DeviceMesh(kind, list(range(size))) for size in range(1, ranks + 1)}
+    if ranks == 4:
+        meshes[2, 2] = DeviceMesh(kind, [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     raised: dict = {}
     for case in chosen:
         name, size, config = case
@@ -123,7 +155,7 @@ def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
             raised[case] = "did not end"
             torch.save(raised, file)
             try:
-                BY_NAME[name](meshes[size], CONFIGS[config])
+                BY_NAME[name](meshes[size], config_of(config))
             except Exception:
                 raised[case] = traceback.format_exc()
                 torch.save(raised, file)
@@ -135,6 +167,8 @@ def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
 
 
 # --- one rank goes wrong ----------------------------------------------------------------------------------------------
+
+# Over gloo alone: its collectives raise where a rank is missing, those of NCCL end the process.
 
 
 def _other_config(rank, config):
@@ -175,7 +209,7 @@ def go_wrong(rank: int, ranks: int, port: int, file: str, timeout: float) -> Non
         join(rank, ranks, port, seconds=timeout, name=build.__name__)
         start = time.monotonic()
         try:
-            model = shard(build(rank, CONFIGS["fp8"]), DeviceMesh("cpu", list(range(ranks))))
+            model = shard(build(rank, CONFIGS["fp8"]), DeviceMesh(device().type, list(range(ranks))))
             optimizer = adamw(model)
             train(model, optimizer, steps=1)
             if rank == 1:
@@ -194,7 +228,7 @@ def go_wrong(rank: int, ranks: int, port: int, file: str, timeout: float) -> Non
 def fail_later(rank: int, ranks: int, port: int, file: str, seconds: float) -> None:
     """The last rank ends after the first step; leaves what each rank raised."""
     join(rank, ranks, port, seconds=seconds)
-    model = shard(blocks(CONFIGS["fp8"]), DeviceMesh("cpu", list(range(ranks))))
+    model = shard(blocks(CONFIGS["fp8"]), DeviceMesh(device().type, list(range(ranks))))
     optimizer = adamw(model)
     train(model, optimizer, steps=1)
     message = "gave up"

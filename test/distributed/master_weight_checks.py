@@ -8,7 +8,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from ranks import join, leave
+from ranks import device, join, leave
 from shard_cases import framed
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat, ops
@@ -34,15 +34,21 @@ SHAPES = ((40, 70), (33, 51), (1, 1), (130, 150), (0, 16), (2, 20, 33), (64, 64)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def zeros(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device())
+
+
 class Weights:
     """Masters of whole weights, what they are quantised to, and model weights that hold nothing of it yet."""
 
     def __init__(self, kind: str, seed: int = 0):
         makers = QUANTIZERS[kind]
-        self.hp = [random_tensor(*s, dtype=DTYPES[(i + 2) % 3], seed=seed + i) for i, s in enumerate(SHAPES)]
+        self.hp = [
+            random_tensor(*s, dtype=DTYPES[(i + 2) % 3], seed=seed + i, device=device()) for i, s in enumerate(SHAPES)
+        ]
         self.quantizers = [makers[i % len(makers)] for i in range(len(SHAPES))]
         self.dtypes = [DTYPES[i // 2 % 3] for i in range(len(SHAPES))]
-        self.model = [make(torch.zeros(w.shape, dtype=d)) for make, w, d in zip(self.quantizers, self.hp, self.dtypes)]
+        self.model = [make(torch.zeros_like(w, dtype=d)) for make, w, d in zip(self.quantizers, self.hp, self.dtypes)]
         self.forget()
 
     def forget(self) -> None:
@@ -51,7 +57,8 @@ class Weights:
             w.scale.view(torch.uint8).fill_(CANARY)
 
     def expected(self) -> list:
-        return [make(w.to(d)) for make, w, d in zip(self.quantizers, self.hp, self.dtypes)]
+        # On the CPU, whose reference says what the bits are.
+        return [make(w.cpu().to(d)) for make, w, d in zip(self.quantizers, self.hp, self.dtypes)]
 
     def shards(self, bounds, rank: int):
         """(masters, start offsets) of a rank; `bounds`: of each weight, where ranks begin, and its end."""
@@ -122,7 +129,7 @@ def check_shards(kind, group, rank, ranks, one_code_a_byte: bool) -> None:
     buffers, checks = [], []
     for i, (w, master, start) in enumerate(zip(weights.model, masters, starts)):
         size = 0 if master is None else target_size(master.numel(), start, w.shape, w.fmt, into)
-        buffer, check = framed(torch.zeros(size, dtype=torch.uint8))
+        buffer, check = framed(zeros(size, dtype=torch.uint8))
         if w.fmt.element.bits == 8 and i % 2:
             buffer = buffer.view(torch.float8_e4m3fn)
         buffers.append(None if master is None else buffer)
@@ -139,7 +146,7 @@ def check_shards(kind, group, rank, ranks, one_code_a_byte: bool) -> None:
         if one_code_a_byte:
             assert_bitwise_equal(torch.cat(pieces), codes(want), f"codes of weight {i}")
             continue
-        merged = torch.full_like(want.qdata.view(torch.uint8), CANARY)
+        merged = torch.full_like(want.qdata.view(torch.uint8), CANARY, device=device())
         lengths = [end - start for start, end in zip(bounds[i], bounds[i][1:])]
         ops.merge_shards_([merged], [pieces], [bounds[i][:-1]], [lengths], [want.shape[-1]], want.fmt)
         assert_bitwise_equal(merged, want.qdata.view(torch.uint8), f"weight {i}")
@@ -148,9 +155,9 @@ def check_shards(kind, group, rank, ranks, one_code_a_byte: bool) -> None:
 def gather(mine: torch.Tensor, group, ranks: int) -> list[torch.Tensor]:
     pieces = [None] * ranks
     if ranks == 1:
-        return [mine.clone()]
-    dist.all_gather_object(pieces, mine.clone(), group=group)
-    return pieces
+        return [mine.to(device(), copy=True)]
+    dist.all_gather_object(pieces, mine.to("cpu", copy=True), group=group)
+    return [piece.to(device()) for piece in pieces]
 
 
 def check_nan(group, rank, ranks) -> None:
@@ -166,8 +173,8 @@ def check_nan(group, rank, ranks) -> None:
 def check_collectives(group, rank, ranks) -> None:
     """One MAX all-reduce a call, and ranks compare their layouts at the first one alone."""
     weights = Weights("mixed")
-    weights.model.append(fp8(torch.zeros(16, 16 * ranks, dtype=torch.bfloat16)))
-    weights.hp.append(torch.ones(16, 16 * ranks))
+    weights.model.append(fp8(zeros(16, 16 * ranks, dtype=torch.bfloat16)))
+    weights.hp.append(torch.ones(16, 16 * ranks, device=device()))
     bounds = drawn_bounds(weights, ranks, seed=1)
     calls = []
     all_reduce, check_same = dist.all_reduce, master_weights.check_same
@@ -192,14 +199,14 @@ def raised(call) -> str:
 
 def check_mismatch(group, rank, ranks, what: str) -> None:
     """Ranks whose lists differ all raise, naming the rank and the weight; the group works afterwards."""
-    first = [fp8(torch.zeros(8, 15 + MISMATCHES.index(what)))]
+    first = [fp8(zeros(8, 15 + MISMATCHES.index(what)))]
     other = rank == 1
     last = {
-        "shape": lambda: [fp8(torch.zeros(8, 17 if other else 16))],
-        "dtype": lambda: [fp8(torch.zeros(8, 16, dtype=torch.bfloat16 if other else torch.float32))],
-        "format": lambda: [(NVFP4Tensor.from_hp if other else fp8)(torch.zeros(8, 16))],
-        "scales": lambda: [(fp8_pow2 if other else fp8)(torch.zeros(8, 16))],
-        "length": lambda: [] if other else [fp8(torch.zeros(8, 16))],
+        "shape": lambda: [fp8(zeros(8, 17 if other else 16))],
+        "dtype": lambda: [fp8(zeros(8, 16, dtype=torch.bfloat16 if other else torch.float32))],
+        "format": lambda: [(NVFP4Tensor.from_hp if other else fp8)(zeros(8, 16))],
+        "scales": lambda: [(fp8_pow2 if other else fp8)(zeros(8, 16))],
+        "length": lambda: [] if other else [fp8(zeros(8, 16))],
     }[what]()
     theirs = {
         "shape": "weight 1 (fp8_128x128 of torch.float32, shape [8, 17])",
@@ -223,8 +230,8 @@ def check_missing(group, rank, ranks) -> None:
     store = _compat.default_store()
     timeout = store.timeout
     store.set_timeout(datetime.timedelta(seconds=1))
-    model = [fp8(torch.zeros(8, 24))]
-    master = torch.zeros(500 if rank == 1 else 192)
+    model = [fp8(zeros(8, 24))]
+    master = zeros(500 if rank == 1 else 192)
     message = raised(lambda: cast_master_weights_to_fp8(model, [master], [0], group))
     store.set_timeout(timeout)
     if rank == 1:
@@ -239,12 +246,12 @@ def check_missing(group, rank, ranks) -> None:
 
 def check_stale_rank(group, rank, ranks) -> None:
     """A rank that comes with a new list where others repeat an old one: all raise, none waits for ever."""
-    model = [fp8(torch.zeros(8, 40))]
+    model = [fp8(zeros(8, 40))]
     cast_master_weights_to_fp8(model, [None], [None], group)
     store = _compat.default_store()
     timeout = store.timeout
     store.set_timeout(datetime.timedelta(seconds=1))
-    again = [*model, fp8(torch.zeros(8, 8))] if rank == 1 else model
+    again = [*model, fp8(zeros(8, 8))] if rank == 1 else model
     message = raised(lambda: cast_master_weights_to_fp8(again, [None] * len(again), [None] * len(again), group))
     store.set_timeout(timeout)
     if rank == 1:
@@ -252,7 +259,7 @@ def check_stale_rank(group, rank, ranks) -> None:
 
 
 def check_outsider(group, rank, ranks) -> None:
-    message = raised(lambda: cast_master_weights_to_fp8([fp8(torch.zeros(8, 8))], [None], [None], group))
+    message = raised(lambda: cast_master_weights_to_fp8([fp8(zeros(8, 8))], [None], [None], group))
     assert message == (
         f"ValueError: cast_master_weights_to_fp8: rank {rank} is not in the group; call it on the group's ranks alone"
     )
@@ -271,6 +278,16 @@ def cases() -> list[str]:
         names += [f"{ranks}-nan", f"{ranks}-collectives"]
     names += [f"3-differ_in_{what}" for what in MISMATCHES]
     return [*names, "4-default_group", "3-missing", "2-stale", "2-outsider"]
+
+
+def ranks_of(case: str) -> int:
+    """How many ranks a case needs: that of an outsider has one more than the group."""
+    return int(case.split("-")[0]) + case.endswith("outsider")
+
+
+def may_run_on_gpus(case: str) -> bool:
+    """Not where ranks go separate ways: NCCL ends the process of one whose collective is never joined."""
+    return not case.endswith(("missing", "stale"))
 
 
 def _run(case: str, group, rank: int, ranks: int) -> None:
@@ -294,12 +311,14 @@ def run_checks(rank: int, world: int, port: int, file: str, chosen: list[str]) -
     os.environ["TRITON_INTERPRET"] = "0"
     join(rank, world, port)
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(1, world + 1)}
-    stale = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=4))
-    results = {}
+    stale = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=4)) if "2-stale" in chosen else None
+    results: dict[str, str] = {}
     # The one that leaves a group broken comes last.
     for case in sorted(chosen, key=lambda name: name.endswith("stale")):
         ranks = int(case.split("-")[0])
         dist.barrier()
+        results[case] = "did not end"
+        torch.save(results, file)
         try:
             if case.endswith("outsider"):
                 if rank >= ranks:

@@ -12,6 +12,7 @@ from checkpoint_checks import assert_plain_and_equal, load, shared_folder, state
 from fsdp_life_checks import assert_frees_what_it_gathers
 from fsdp_models import (
     CONFIGS,
+    FOR_LOOP,
     Block,
     Counter,
     CountingGather,
@@ -23,6 +24,7 @@ from fsdp_models import (
     train,
 )
 from helpers import replace
+from ranks import device
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dsd
@@ -44,13 +46,13 @@ def primary(config, mesh=None, *, seed: int = 0, count: int = 2, **options) -> n
     if seed:
         with torch.no_grad():
             for p in model.parameters():
-                p.copy_(torch.randn(p.shape))
+                p.copy_(torch.randn(p.shape))  # drawn on the CPU, whatever the device
     quantize_(model, replace(config, master_weights=False))
     return model if mesh is None else shard(model, mesh, **options)
 
 
 def master_adamw(model, **options) -> MasterWeightOptimizer:
-    return MasterWeightOptimizer(torch.optim.AdamW, model, lr=1e-2, **options)
+    return MasterWeightOptimizer(torch.optim.AdamW, model, lr=1e-2, **FOR_LOOP | options)
 
 
 def shards_of(model) -> dict[str, nn.Parameter]:
@@ -103,7 +105,7 @@ def gathers_exactly_at_any_split(mesh, config):
     for rows, columns in itertools.product(ROWS, (160, 33)):
         model = nn.Sequential(nn.Linear(columns, rows, bias=False))
         # Ranks begin with values of their own, of which each keeps its rows.
-        values = [random_tensor(rows, columns, seed=rank) for rank in range(mesh.size())]
+        values = [random_tensor(rows, columns, seed=rank, device=device()) for rank in range(mesh.size())]
         model[0].weight.data = values[mesh.get_rank()].clone()
         quantize_(model, replace(config, master_weights=False))
         fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -189,7 +191,7 @@ def gathers_few_bytes(mesh, config):
     """1 byte an element, or half of one where rows split evenly; and as little at rest, divided by the ranks."""
     fmt, ranks = config.weight_format, mesh.size()
     for rows in (512, 250):
-        model = nn.Sequential(nn.Linear(256, rows, bias=False))
+        model = nn.Sequential(nn.Linear(256, rows, bias=False)).to(device())
         quantize_(model, replace(config, master_weights=False))
         fully_shard(model, mesh=mesh)
         optimizer, counter = master_adamw(model), CountingGather()
@@ -301,7 +303,7 @@ def starts_on_meta(mesh, config):
         model = nn.Sequential(Block(48, 150), Block(48, 150))
         quantize_(model, replace(config, master_weights=False))
     shard(model, mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device())
     reference = shard(blocks(config), mesh)
     model.load_state_dict({name: x.clone() for name, x in reference.state_dict().items()})
     assert len(shards_of(model)) == 4
@@ -313,7 +315,7 @@ def refuses(mesh, config):
     quantized = replace(config, master_weights=False)
 
     def linear(**options):
-        model = nn.Sequential(nn.Linear(64, 64, bias=False))
+        model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(device())
         quantize_(model, quantized)
         return fully_shard(model, mesh=mesh, **options)
 
@@ -381,12 +383,12 @@ def resumes(mesh, config):
 
 
 def reshards(mesh, config):
-    """A step on 4 ranks, on 2, on 1, and on 4 again: the losses and the weights of one process, bit for bit."""
+    """A step on all ranks, on 2, on 1, and on all again: the losses and the weights of one process, bit for bit."""
     reference = blocks(config)
     expected = train(reference, adamw(reference), steps=4)
-    meshes = {1: DeviceMesh("cpu", [0]), 2: DeviceMesh("cpu", [0, 1]), 4: mesh}
+    meshes = {n: DeviceMesh(device().type, list(range(n))) for n in (1, 2)} | {mesh.size(): mesh}
     with shared_folder() as folder:
-        for step, ranks in enumerate((4, 2, 1, 4)):
+        for step, ranks in enumerate((mesh.size(), 2, 1, mesh.size())):
             dist.barrier()
             if mesh.get_rank() >= ranks:
                 continue

@@ -8,8 +8,9 @@ import traceback
 import fsdp_models
 import torch
 import torch.distributed as dist
-from helpers import FP8, FP8_POW2, NVFP4, replace
-from ranks import join, leave
+from fsdp_models import FOR_LOOP, config_of
+from helpers import replace
+from ranks import device, join, leave
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -19,12 +20,6 @@ from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.ops import backend
 from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
-
-# The same bits as Triton's interpreter, many times faster.
-CONFIGS = {
-    name: replace(config, backend="reference")
-    for name, config in (("fp8", FP8), ("fp8_pow2", FP8_POW2), ("nvfp4", NVFP4))
-}
 
 
 class Net(nn.Module):
@@ -47,15 +42,15 @@ class Net(nn.Module):
         return self.down(self.frozen(self.again(self.mid(x))))
 
 
-def net(config: str, master_weights: bool, seed: int = 0, make=Net, dtype=torch.float32) -> nn.Module:
+def net(config: str, master_weights: bool, seed: int = 0, make=Net, dtype=torch.float32, where=None) -> nn.Module:
     torch.manual_seed(seed)
-    model = make().to(dtype)
+    model = make().to(where or device(), dtype)
     if config == "mixed":
         configs = {"up": "fp8", "mid": "nvfp4", "again": "nvfp4", "frozen": "fp8", "idle": "nvfp4", "down": "fp8_pow2"}
-        each = {name: replace(CONFIGS[c], master_weights=master_weights) for name, c in configs.items()}
+        each = {name: replace(config_of(c), master_weights=master_weights) for name, c in configs.items()}
         quantize_(model, FqnToConfig(each), filter_fn=None)
     else:
-        quantize_(model, replace(CONFIGS[config], master_weights=master_weights))
+        quantize_(model, replace(config_of(config), master_weights=master_weights))
     return model
 
 
@@ -66,7 +61,7 @@ def primary(config: str = "mixed", seed: int = 0, dtype=torch.float32):
 
 
 def batch(step: int, rank: int = 0, width: int = 37) -> torch.Tensor:
-    return torch.randn(6, width, generator=torch.Generator().manual_seed(1000 * rank + step))
+    return torch.randn(6, width, generator=torch.Generator().manual_seed(1000 * rank + step)).to(device())
 
 
 def train(model, optimizer, steps: int, rank: int = 0, first: int = 0, clip: bool = True) -> list[float]:
@@ -88,7 +83,7 @@ def parallel(model, group, **options):
 
 
 def adamw(model, **options):
-    return MasterWeightOptimizer(torch.optim.AdamW, model, lr=1e-2, **options)
+    return MasterWeightOptimizer(torch.optim.AdamW, model, lr=1e-2, **FOR_LOOP | options)
 
 
 def quantized(master: torch.Tensor, weight: QuantizedTensor) -> QuantizedTensor:
@@ -112,7 +107,7 @@ def trains_as_high_precision(group, config: str, steps: int, modes) -> None:
     # Ranks begin with different values: DDP and the optimizer both give them the first one's.
     plain = net(config, master_weights=True, seed=rank)
     plain_parallel = parallel(plain, group)
-    expected = train(plain_parallel, torch.optim.AdamW(plain.parameters(), lr=1e-2), steps, rank)
+    expected = train(plain_parallel, torch.optim.AdamW(plain.parameters(), lr=1e-2, **FOR_LOOP), steps, rank)
     values = plain.state_dict()
     for shard in modes:
         model = net(config, master_weights=False, seed=rank)
@@ -196,7 +191,7 @@ def steps_with_nothing(group, config: str) -> None:
     reference = adamw(alone)
     for m, o in ((model, optimizer), (alone, reference)):
         for p in m.parameters():
-            p.grad = torch.ones(p.shape)
+            p.grad = torch.ones(p.shape, device=p.device)
         o.step()
     assert torch.equal(model[0].weight, alone[0].weight)
     full = optimizer.full_state_dict()
@@ -215,9 +210,10 @@ def adds_groups(group, config: str, shard: str | None) -> None:
             {"params": list(model.down.parameters())},
         ]
         if master_weights:
-            wrapped, optimizer = parallel(model, group), torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+            optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, **FOR_LOOP)
+            wrapped = parallel(model, group)
         else:
-            options = {"process_group": group, "shard": shard, "lr": 1e-2, "weight_decay": 0.1}
+            options = {"process_group": group, "shard": shard, "lr": 1e-2, "weight_decay": 0.1, **FOR_LOOP}
             optimizer = MasterWeightOptimizer(torch.optim.AdamW, model, groups, **options)
             wrapped = parallel(model, group, init_sync=False)
         losses = train(wrapped, optimizer, 3, dist.get_rank(group), clip=False)
@@ -270,9 +266,9 @@ def refuses_other_parts(group) -> None:
 
 def steps_what_fsdp2_shards(group, config: str) -> None:
     """FSDP2 shards high-precision parameters, which are their own masters."""
-    mesh, losses = DeviceMesh.from_group(group, "cpu"), []
+    mesh, losses = DeviceMesh.from_group(group, device().type), []
     for make in (adamw, fsdp_models.adamw):
-        model = fsdp_models.shard(fsdp_models.blocks(CONFIGS[config]), mesh)
+        model = fsdp_models.shard(fsdp_models.blocks(config_of(config)), mesh)
         losses.append(fsdp_models.train(model, make(model)))
     assert losses[0] == losses[1]
 

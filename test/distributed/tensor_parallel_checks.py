@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from helpers import replace
+from ranks import device
 from tensor_parallel_tools import (
     HIGH_PRECISION,
     PLANS,
@@ -13,10 +14,12 @@ from tensor_parallel_tools import (
     Watch,
     assert_close,
     assert_grads_close,
+    assert_same_sums,
     block,
     layer,
     own,
     products,
+    random_values,
     run,
     tokens,
     whole,
@@ -33,7 +36,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
+from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 # Of each of the three products, in the order that they run: the dim of operand a and of operand b that is split.
 COLWISE = {"weight": 0, "x": None, "dy": 2, "products": ((None, 0), (1, 1), (0, None))}
@@ -42,11 +45,13 @@ ROWWISE = {"weight": 1, "x": 2, "dy": None, "products": ((1, 1), (None, 0), (Non
 
 def splits_on_the_grid(mesh, config, how, style, n, k, exact) -> None:
     """Every operand of every product has the bits of its part of the unsharded layer's, and so have the results."""
+    # Operands are seen where the reference takes them, which it does on a GPU too.
+    config = replace(config, backend="reference")
     for bias in (True, False):
         alone, split = layer(config, n, k, bias), layer(config, n, k, bias)
         parallelize_module(split, mesh, style)
         assert split.weight.placements == (Shard(how["weight"]),)
-        x, dy = random_tensor(*TOKENS, k, seed=1) / 64, random_tensor(*TOKENS, n, seed=2)
+        x, dy = random_values(*TOKENS, k, seed=1) / 64, random_values(*TOKENS, n, seed=2)
         with products() as expected:
             alone_out, alone_grad = run(alone, x, dy)
         with products() as actual:
@@ -72,7 +77,7 @@ def splits_on_the_grid(mesh, config, how, style, n, k, exact) -> None:
         if bias:
             results["grad_bias"] = whole(split.bias.grad), alone.bias.grad
         for name, (got, wanted) in results.items():
-            compare = assert_bitwise_equal if name in exact else assert_close
+            compare = assert_same_sums if name in exact else assert_close
             compare(got, wanted.contiguous(), name)
 
 
@@ -122,7 +127,7 @@ def sequence_parallel(mesh, config):
                 model.up = nn.Sequential(nn.Identity(), model.up)
                 parallelize_module(model.up[0], mesh, prepare)
             expected = block(config)
-            x, dy = tokens(), random_tensor(*TOKENS, WIDTH, seed=2)
+            x, dy = tokens(), random_values(*TOKENS, WIDTH, seed=2)
             alone_out, alone_grad = run(expected, x, dy)
             own_x = own(x, mesh, 1).clone().requires_grad_()
             inputs = own_x if local else DTensor.from_local(own_x, mesh, [tokens_split])
@@ -139,14 +144,14 @@ def prepares_module_output(mesh, config):
     prepare = PrepareModuleOutput(output_layouts=(Shard(-1),), desired_output_layouts=(Replicate(),))
     parallelize_module(model, mesh, prepare)
     x = tokens()
-    assert_bitwise_equal(model(x), layer(config, 512, 160)(x))
+    assert_same_sums(model(x), layer(config, 512, 160)(x), "output")
 
 
 def loss_in_parallel(mesh, config):
     """Logits stay split by columns, and so does the loss."""
     head, alone = layer(config, 512, 160), layer(config, 512, 160)
     parallelize_module(head, mesh, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
-    x, labels = tokens().flatten(0, 1), torch.arange(120)
+    x, labels = tokens().flatten(0, 1), torch.arange(120, device=device())
     expected = F.cross_entropy(alone(x), labels)
     expected.backward()
     with loss_parallel():
@@ -162,8 +167,8 @@ def loss_in_parallel(mesh, config):
 def splits_tokens_alone(mesh, config):
     """A weight on every rank: each rank brings its tokens, gradients are sums."""
     alone, model = layer(config, 64, 96), layer(config, 64, 96)
-    x = random_tensor(256, 96, seed=1) / 64
-    dy = random_tensor(256, 64, seed=2)
+    x = random_values(256, 96, seed=1) / 64
+    dy = random_values(256, 64, seed=2)
     _, alone_grad = run(alone, x, dy)
     for name, p in list(model.named_parameters()):
         setattr(model, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate()])))
@@ -171,8 +176,8 @@ def splits_tokens_alone(mesh, config):
     out = model(sharded)
     assert out.placements == (Shard(0),)
     out.backward(distribute_tensor(dy, mesh, [Shard(0)]))
-    assert_bitwise_equal(whole(out.detach()), alone(x).detach(), "output")
-    assert_bitwise_equal(whole(sharded.grad), alone_grad, "grad of x")
+    assert_same_sums(out.detach(), alone(x).detach(), "output")
+    assert_same_sums(sharded.grad, alone_grad, "grad of x")
     if mesh.size() == 2:
         # 128 tokens a rank: blocks along tokens begin where shards do.
         assert_grads_close(model, alone)
@@ -182,10 +187,10 @@ def redistributes_what_lies_otherwise(mesh, config):
     """Whatever the placement of x, it is brought to where the weight needs it."""
     x = tokens()
     for style, n, k in ((ColwiseParallel, 512, 160), (RowwiseParallel, 160, 512)):
-        x = random_tensor(*TOKENS, k, seed=1) / 64
+        x = random_values(*TOKENS, k, seed=1) / 64
         alone, model = layer(config, n, k), layer(config, n, k)
         parallelize_module(model, mesh, style())
-        expected, _ = run(alone, x, torch.ones(*TOKENS, n))
+        expected, _ = run(alone, x, torch.ones(*TOKENS, n, device=device()))
         for placement in (Replicate(), Shard(1), Shard(2)):
             sharded = distribute_tensor(x, mesh, [placement]).requires_grad_()
             model.weight.grad = None
@@ -199,7 +204,7 @@ def redistributes_what_lies_otherwise(mesh, config):
 def takes_any_tokens(mesh, config):
     model, expected = parallelize_module(block(config), mesh, PLANS), block(config)
     for shape in ((0,), (1,), (2, 0, 3), (1, 129)):
-        x, dy = random_tensor(1, *shape, WIDTH, seed=1)[0] / 64, torch.ones(*shape, WIDTH)
+        x, dy = random_values(1, *shape, WIDTH, seed=1)[0] / 64, torch.ones(*shape, WIDTH, device=device())
         for m in (model, expected):
             m.zero_grad()
         for a, b in zip(run(model, x, dy), run(expected, x, dy)):
@@ -232,7 +237,7 @@ def holds_quantised_weights(mesh, config):
         local, alone = getattr(model, name).weight.to_local(), getattr(expected, name).weight
         assert_bitwise_equal(local.qdata, own(alone.qdata, mesh, dim).contiguous(), f"{name}.qdata")
         assert_bitwise_equal(local.scale, own(alone.scale, mesh, dim).contiguous(), f"{name}.scale")
-    x, dy = tokens(), random_tensor(*TOKENS, WIDTH)
+    x, dy = tokens(), random_values(*TOKENS, WIDTH)
     for a, b in zip(run(model, x, dy), run(expected, x, dy)):
         assert_close(a, b, "output and grad of x")
     assert_grads_close(model, expected)

@@ -8,15 +8,11 @@ import tensor_parallel_checks as checks
 import tensor_parallel_life_checks as life
 import torch
 import torch.distributed as dist
-from helpers import FP8, FP8_POW2, NVFP4, replace
-from ranks import join, leave
+from fsdp_models import CONFIGS, config_of
+from fsdp_run import size_of
+from ranks import device, join, leave
 
 RANKS = 4
-# The same bits as Triton's interpreter, many times faster.
-CONFIGS = {
-    name: replace(config, backend="reference")
-    for name, config in (("fp8", FP8), ("fp8_pow2", FP8_POW2), ("nvfp4", NVFP4))
-}
 EVERY, BOTH = tuple(CONFIGS), ("fp8", "nvfp4")
 # (check, mesh sizes, configs)
 CHECKS = (
@@ -47,23 +43,21 @@ BY_NAME = {check.__name__: check for check, _, _ in CHECKS}
 CASES = [(check.__name__, size, config) for check, sizes, configs in CHECKS for size in sizes for config in configs]
 
 
-def ranks_of(size: int | tuple[int, int]) -> int:
-    return size if isinstance(size, int) else size[0] * size[1]
-
-
 def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     """Run `chosen` cases on meshes of the first ranks, up to the first that raises; leaves what each raised."""
     join(rank, ranks, port)
-    meshes = {size: dist.device_mesh.DeviceMesh("cpu", list(range(size))) for size in (1, 2, 4)}
-    meshes[2, 2] = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    kind = device().type
+    meshes = {size: dist.device_mesh.DeviceMesh(kind, list(range(size))) for size in (1, 2, 4) if size <= ranks}
+    if ranks == 4:
+        meshes[2, 2] = dist.device_mesh.init_device_mesh(kind, (2, 2), mesh_dim_names=("dp", "tp"))
     raised: dict = {}
     for case in chosen:
         name, size, config = case
-        if rank < ranks_of(size):
+        if rank < size_of(case):
             raised[case] = "did not end"
             torch.save(raised, file)
             try:
-                BY_NAME[name](meshes[size], CONFIGS[config])
+                BY_NAME[name](meshes[size], config_of(config))
             except Exception:
                 raised[case] = traceback.format_exc()
                 torch.save(raised, file)

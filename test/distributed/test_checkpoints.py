@@ -17,9 +17,9 @@ if not dist.is_available():
 import torch.distributed.checkpoint as dcp
 from checkpoint_checks import DEATHS, die_while_saving
 from fsdp_models import CONFIGS, batch, blocks, masters_of, shard
-from fsdp_run import CHECKPOINT_CHECKS, cases, run_checks
-from ranks import spawn
-from test_fsdp import RANKS, case_id, size_of
+from fsdp_run import CHECKPOINT_CHECKS, cases, run_checks, size_of
+from ranks import spawn, spawn_cases
+from test_fsdp import RANKS, case_id
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -28,15 +28,15 @@ CASES = cases(CHECKPOINT_CHECKS)
 
 
 @pytest.fixture(scope="module")
-def raised(request, tmp_path_factory) -> list[dict | None]:
+def raised(request, tmp_path_factory) -> list[dict]:
     """What each rank raised in each selected case: all run in one set of processes."""
-    chosen = selected_cases(request)
-    return spawn(run_checks, RANKS, tmp_path_factory.mktemp("checkpoints"), chosen)
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return spawn_cases(run_checks, RANKS, folder, selected_cases(request), size_of)
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(case_id, CASES))
 def test_checkpoints(case, raised):
-    results = [(of_rank or {}).get(case, "not reached") for of_rank in raised[: size_of(case)]]
+    results = [of_rank.get(case, "not reached") for of_rank in raised[: size_of(case)]]
     failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if result is not None]
     assert not failures, "\n".join(failures)
 

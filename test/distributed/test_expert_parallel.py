@@ -14,22 +14,22 @@ sys.path.append(str(Path(__file__).parent))
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from fsdp_run import EXPERT_CHECKS, cases, run_checks
-from ranks import spawn
-from test_fsdp import RANKS, case_id, size_of
+from fsdp_run import EXPERT_CHECKS, cases, run_checks, size_of
+from ranks import spawn_cases
+from test_fsdp import RANKS, case_id
 
 CASES = cases(EXPERT_CHECKS)
 
 
 @pytest.fixture(scope="module")
-def raised(request, tmp_path_factory) -> list[dict | None]:
+def raised(request, tmp_path_factory) -> list[dict]:
     """What each rank raised in each selected case: all run in one set of processes."""
-    chosen = selected_cases(request)
-    return spawn(run_checks, RANKS, tmp_path_factory.mktemp("experts"), chosen)
+    folder = tmp_path_factory.mktemp("experts")
+    return spawn_cases(run_checks, RANKS, folder, selected_cases(request), size_of)
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(case_id, CASES))
 def test_experts(case, raised):
-    results = [(of_rank or {}).get(case, "not reached") for of_rank in raised[: size_of(case)]]
+    results = [of_rank.get(case, "not reached") for of_rank in raised[: size_of(case)]]
     failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if result is not None]
     assert not failures, "\n".join(failures)

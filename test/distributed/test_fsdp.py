@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parent))
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from fsdp_run import cases, run_checks
-from ranks import spawn
+from fsdp_run import cases, may_run_on_gpus, run_checks, size_of
+from ranks import spawn_cases
 
 RANKS = 4
 CASES = cases()
@@ -27,19 +27,14 @@ def case_id(case) -> str:
 
 
 @pytest.fixture(scope="module")
-def raised(request, tmp_path_factory) -> list[dict | None]:
+def raised(request, tmp_path_factory) -> list[dict]:
     """What each rank raised in each selected case: all run in one set of processes."""
-    chosen = selected_cases(request)
-    return spawn(run_checks, RANKS, tmp_path_factory.mktemp("fsdp"), chosen)
+    folder = tmp_path_factory.mktemp("fsdp")
+    return spawn_cases(run_checks, RANKS, folder, selected_cases(request), size_of, may_run_on_gpus)
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(case_id, CASES))
 def test_fsdp(case, raised):
-    results = [(of_rank or {}).get(case, "not reached") for of_rank in raised[: size_of(case)]]
+    results = [of_rank.get(case, "not reached") for of_rank in raised[: size_of(case)]]
     failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if result is not None]
     assert not failures, "\n".join(failures)
-
-
-def size_of(case) -> int:
-    size = case[1]
-    return size if isinstance(size, int) else size[0] * size[1]

@@ -17,8 +17,9 @@ sys.path.append(str(Path(__file__).parent))
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
+from fsdp_models import CONFIGS
 from helpers import both_formats, mlp, replace
-from primary_weight_checks import CONFIGS, adamw, assert_holds_masters, batch, net, primary, quantized, train
+from primary_weight_checks import adamw, assert_holds_masters, batch, net, primary, quantized, train
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor

@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).parent))
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from master_weight_checks import Weights, cases, check_scales, codes, run_checks
-from ranks import spawn
+from master_weight_checks import Weights, cases, check_scales, codes, may_run_on_gpus, ranks_of, run_checks
+from ranks import spawn_cases
 from shard_cases import framed
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat
@@ -35,13 +35,14 @@ CASES = cases()
 @pytest.fixture(scope="module")
 def raised(request, tmp_path_factory) -> list[dict]:
     """What each rank raised in each selected case: all run in one set of processes."""
-    chosen = selected_cases(request)
-    return spawn(run_checks, RANKS, tmp_path_factory.mktemp("master_weights"), chosen)
+    folder = tmp_path_factory.mktemp("master_weights")
+    return spawn_cases(run_checks, RANKS, folder, selected_cases(request), ranks_of, may_run_on_gpus)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks(case, raised):
-    failures = [f"rank {rank}:\n{results[case]}" for rank, results in enumerate(raised) if results[case]]
+    results = [of_rank.get(case, "not reached") for of_rank in raised[: ranks_of(case)]]
+    failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if result]
     assert not failures, "\n".join(failures)
 
 

@@ -17,25 +17,25 @@ if not dist.is_available():
 import torch.distributed.checkpoint as dcp
 from checkpoint_checks import assert_plain_and_equal, die_while_saving, state_of
 from fsdp_models import CONFIGS, train
-from fsdp_run import PRIMARY_CHECKS, cases, run_checks
+from fsdp_run import PRIMARY_CHECKS, cases, run_checks, size_of
 from primary_shard_checks import master_adamw, primary, with_primary_weights
-from ranks import spawn
-from test_fsdp import RANKS, case_id, size_of
+from ranks import spawn, spawn_cases
+from test_fsdp import RANKS, case_id
 from torch.distributed.checkpoint import state_dict as dsd
 
 CASES = cases(PRIMARY_CHECKS)
 
 
 @pytest.fixture(scope="module")
-def raised(request, tmp_path_factory) -> list[dict | None]:
+def raised(request, tmp_path_factory) -> list[dict]:
     """What each rank raised in each selected case: all run in one set of processes."""
-    chosen = selected_cases(request)
-    return spawn(run_checks, RANKS, tmp_path_factory.mktemp("primary_shards"), chosen)
+    folder = tmp_path_factory.mktemp("primary_shards")
+    return spawn_cases(run_checks, RANKS, folder, selected_cases(request), size_of)
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(case_id, CASES))
 def test_primary_shards(case, raised):
-    results = [(of_rank or {}).get(case, "not reached") for of_rank in raised[: size_of(case)]]
+    results = [of_rank.get(case, "not reached") for of_rank in raised[: size_of(case)]]
     failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if result is not None]
     assert not failures, "\n".join(failures)
 

@@ -21,8 +21,9 @@ sys.path.append(str(Path(__file__).parent))
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
+from fsdp_models import CONFIGS
 from helpers import RECIPES, Tied, both_formats, every_recipe, replace, saved_and_loaded
-from primary_weight_checks import CONFIGS, adamw, assert_holds_masters, net, primary, quantized, train
+from primary_weight_checks import adamw, assert_holds_masters, net, primary, quantized, train
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, is_linear, skip_fqns
@@ -140,7 +141,7 @@ def test_loads_before_the_optimizer(config, assign):
 
 def test_made_on_meta_then_loaded():
     with torch.device("meta"):
-        model = net("mixed", master_weights=False)
+        model = net("mixed", master_weights=False, where="meta")
     model.to_empty(device="cpu")
     values = net("mixed", master_weights=True, seed=5).state_dict()
     model.load_state_dict(values)

@@ -15,21 +15,25 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from primary_weight_checks import CASES, go_wrong, run_cases
-from ranks import spawn
+from ranks import spawn, spawn_cases
 
 RANKS = 4
 
 
+def size_of(case: str) -> int:
+    return CASES[case][1] or RANKS
+
+
 @pytest.fixture(scope="module")
-def raised(request, tmp_path_factory) -> list[dict | None]:
+def raised(request, tmp_path_factory) -> list[dict]:
     """What each rank raised in each selected case: all run in one set of processes."""
-    chosen = selected_cases(request)
-    return spawn(run_cases, RANKS, tmp_path_factory.mktemp("primary_weights"), chosen)
+    folder = tmp_path_factory.mktemp("primary_weights")
+    return spawn_cases(run_cases, RANKS, folder, selected_cases(request), size_of)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks(case, raised):
-    results = [(of_rank or {}).get(case, "not reached") for of_rank in raised[: CASES[case][1] or RANKS]]
+    results = [of_rank.get(case, "not reached") for of_rank in raised[: size_of(case)]]
     failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if result is not None]
     assert not failures, "\n".join(failures)
 

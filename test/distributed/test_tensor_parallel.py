@@ -14,8 +14,9 @@ sys.path.append(str(Path(__file__).parent))
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from ranks import spawn
-from tensor_parallel_run import CASES, RANKS, ranks_of, run_checks
+from fsdp_run import size_of
+from ranks import spawn_cases
+from tensor_parallel_run import CASES, RANKS, run_checks
 
 
 def case_id(case) -> str:
@@ -24,14 +25,14 @@ def case_id(case) -> str:
 
 
 @pytest.fixture(scope="module")
-def raised(request, tmp_path_factory) -> list[dict | None]:
+def raised(request, tmp_path_factory) -> list[dict]:
     """What each rank raised in each selected case: all run in one set of processes."""
-    chosen = selected_cases(request)
-    return spawn(run_checks, RANKS, tmp_path_factory.mktemp("tensor_parallel"), chosen)
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    return spawn_cases(run_checks, RANKS, folder, selected_cases(request), size_of)
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(case_id, CASES))
 def test_tensor_parallel(case, raised):
-    results = [(of_rank or {}).get(case, "not reached") for of_rank in raised[: ranks_of(case[1])]]
+    results = [of_rank.get(case, "not reached") for of_rank in raised[: size_of(case)]]
     failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if result is not None]
     assert not failures, "\n".join(failures)

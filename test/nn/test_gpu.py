@@ -1,18 +1,15 @@
 """The layer on a GPU: no host synchronisation, CUDA graphs, inductor, and what backward leaves in memory."""
 
-import copy
-
 import pytest
 import torch
+from gpu_steps import check_captured_training, check_training_without_syncs
+from helpers import FP8, both_formats, replace
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.gpu
-CONFIGS = {"fp8": BlockwiseFP8TrainingConfig(), "nvfp4": NVFP4TrainingConfig()}
-configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def mlp(config, dim: int = 256, hidden: int = 640, dtype=torch.bfloat16) -> nn.Module:
@@ -28,67 +25,17 @@ def batches(count: int, tokens: int = 320, dim: int = 256) -> torch.Tensor:
     return torch.randn(count, tokens, dim, generator=generator, device="cuda", dtype=torch.bfloat16)
 
 
-def train_step(model, optimizer, x) -> torch.Tensor:
-    loss = model(x).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    return loss
-
-
-@configs
+@both_formats
 def test_training_never_waits_for_the_gpu(config):
-    model = mlp(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    xs = batches(3)
-    train_step(model, optimizer, xs[0])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for x in xs[1:]:
-            train_step(model, optimizer, x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    check_training_without_syncs(mlp(config), batches(3))
 
 
-@configs
+@both_formats
 def test_a_captured_training_step_equals_eager(config):
-    xs = batches(6)
-    captured, eager = mlp(config), mlp(config)
-
-    def sgd(model):
-        return torch.optim.SGD(model.parameters(), lr=0.5)
-
-    expected = []
-    optimizer = sgd(eager)
-    for x in xs:
-        expected.append(train_step(eager, optimizer, x).detach().clone())
-
-    optimizer, x = sgd(captured), xs[0].clone()
-    state = copy.deepcopy(captured.state_dict())
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            train_step(captured, optimizer, x)
-    torch.cuda.current_stream().wait_stream(stream)
-    captured.load_state_dict(state)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = train_step(captured, optimizer, x)
-    captured.load_state_dict(state)
-    for batch, want in zip(xs, expected):
-        x.copy_(batch)
-        graph.replay()
-        assert_bitwise_equal(loss.detach(), want, "loss")
-    for got, want in zip(captured.parameters(), eager.parameters()):
-        assert_bitwise_equal(
-            got.detach().hp if hasattr(got, "hp") else got.detach(), want.hp if hasattr(want, "hp") else want
-        )
-    # Replays changed the weights without counting; eager use must see it all the same.
-    assert_bitwise_equal(captured(xs[0]).detach(), eager(xs[0]).detach(), "eager after replays")
+    check_captured_training(lambda: mlp(config), batches(6), lr=0.5)
 
 
-@configs
+@both_formats
 def test_a_captured_forward_follows_an_eager_optimizer(config):
     """Captured where the quantised copy was fresh: a replay must quantise again all the same."""
     model, x = mlp(config), batches(1)[0]
@@ -103,10 +50,10 @@ def test_a_captured_forward_follows_an_eager_optimizer(config):
         assert_bitwise_equal(y, model(x))
 
 
-@configs
+@pytest.mark.usefixtures("fresh_dynamo")
+@both_formats
 def test_inductor_compiles_forward_and_backward(config):
     """A bare layer, so that all that inductor generates is around our operations and not in them."""
-    torch._dynamo.reset()
     layer = nn.Linear(256, 384, bias=False).to(device="cuda", dtype=torch.bfloat16)
     quantize_(layer, config)
     compiled = torch.compile(layer, fullgraph=True)
@@ -131,8 +78,8 @@ def test_on_demand_keeps_one_copy_of_a_weight():
         model.zero_grad(set_to_none=True)
         return torch.cuda.memory_allocated() - before
 
-    resident(CONFIGS["fp8"])  # Libraries take their workspaces at first use.
-    on_demand, cached = resident(CONFIGS["fp8"]), resident(BlockwiseFP8TrainingConfig(columnwise="cached"))
+    resident(FP8)  # Libraries take their workspaces at first use.
+    on_demand, cached = resident(FP8), resident(replace(FP8, columnwise="cached"))
     weights = 2 * 2048 * 4096
     assert weights <= cached - on_demand <= weights * 1.01
 
@@ -143,7 +90,7 @@ def test_saved_activations_are_one_byte_an_element():
 
     def held(save_activations: str) -> int:
         model = nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(layers))).cuda().bfloat16()
-        quantize_(model, BlockwiseFP8TrainingConfig(save_activations=save_activations))
+        quantize_(model, replace(FP8, save_activations=save_activations))
         x = batches(1, tokens, dim)[0]
         model(x).sum().backward()
         before = torch.cuda.memory_allocated()

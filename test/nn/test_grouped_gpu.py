@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, both_formats, replace
+from gpu_steps import check_captured_training, check_training_without_syncs, train_step
+from helpers import FP8, both_formats, replace
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -53,25 +52,9 @@ def batches(count: int, tokens: int = TOKENS) -> torch.Tensor:
     return x + 3 * torch.randn(count, 1, DIM, generator=generator, device="cuda", dtype=torch.bfloat16)
 
 
-def train_step(model, optimizer, x) -> torch.Tensor:
-    loss = model(x).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    return loss
-
-
 @both_formats
 def test_training_never_waits_for_the_gpu(config):
-    model, xs = moe(config), batches(4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    train_step(model, optimizer, xs[0])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for x in xs[1:]:
-            train_step(model, optimizer, x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    check_training_without_syncs(moe(config), batches(4))
 
 
 def test_the_profiler_sees_no_copy_to_the_host():
@@ -88,42 +71,12 @@ def test_the_profiler_sees_no_copy_to_the_host():
 
 @both_formats
 def test_a_captured_step_with_changing_routing_equals_eager(config):
-    xs = batches(5)
-    captured, eager = moe(config), moe(config)
-
-    def sgd(model):
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    expected, optimizer = [], sgd(eager)
-    for x in xs:
-        expected.append(train_step(eager, optimizer, x).detach().clone())
-
-    optimizer, x = sgd(captured), xs[0].clone()
-    state = copy.deepcopy(captured.state_dict())
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            train_step(captured, optimizer, x)
-    torch.cuda.current_stream().wait_stream(stream)
-    captured.load_state_dict(state)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = train_step(captured, optimizer, x)
-    captured.load_state_dict(state)
-    for batch, want in zip(xs, expected):
-        x.copy_(batch)
-        graph.replay()
-        assert_bitwise_equal(loss.detach(), want, "loss")
-    for name, value in captured.state_dict().items():
-        assert_bitwise_equal(value, eager.state_dict()[name], name)
-    # Replays changed the weights without counting; eager use must see it all the same.
-    assert_bitwise_equal(captured(xs[0]).detach(), eager(xs[0]).detach(), "eager after replays")
+    check_captured_training(lambda: moe(config), batches(5), lr=0.1)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @both_formats
 def test_inductor_compiles_products_whose_groups_change(config):
-    torch._dynamo.reset()
     weight = nn.Parameter(MasterWeightTensor(torch.randn(EXPERTS, 384, DIM, device="cuda").bfloat16(), config))
 
     def layer(x, sizes):
@@ -195,7 +148,7 @@ def test_saved_activations_are_a_byte_an_element():
     assert held <= (padded + 4 * -(-padded // 128)) * 1024
 
 
-@pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+@both_formats
 def test_bits_do_not_depend_on_the_backend(config):
     """Quantised bits; the products agree within the error of sums in fp32."""
     hp, x = torch.randn(EXPERTS, 384, DIM, device="cuda").bfloat16(), batches(1)[0]

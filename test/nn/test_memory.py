@@ -11,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torchao.quantization import quantize_
 
+from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.tensors import quantized, weight_cache
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -37,13 +38,11 @@ def test_saved_for_backward_are_the_columnwise_copy_and_the_weight(config, token
     weight, *copies = saved_tensors(lambda: layer(x))
     assert weight.hp is layer.weight.hp and all(type(t) is torch.Tensor for t in copies)
     fmt = config.activation_format
-    expected = [
-        (fmt.qdata_shape(384, tokens), fmt.element.storage_dtype),
-        (fmt.scale_shape(384, tokens), fmt.scale_dtype),
-    ]
+    shape = 384, padded_size(tokens, fmt)
+    expected = [(fmt.qdata_shape(*shape), fmt.element.storage_dtype), (fmt.scale_shape(*shape), fmt.scale_dtype)]
     expected += [((), torch.float32)] * fmt.has_global_scale
     assert [(tuple(t.shape), t.dtype) for t in copies] == expected
-    assert sum(t.nbytes for t in copies) == fmt.nbytes(384, tokens)
+    assert sum(t.nbytes for t in copies) == fmt.nbytes(*shape)
 
 
 @both_formats

@@ -13,6 +13,7 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, NormLinear, ops
 from torchao_blockwise.nn import norm_linear
+from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -225,7 +226,8 @@ def test_saved_are_x_the_statistics_and_one_byte_an_element(kind):
     assert any(s.data_ptr() == x.data_ptr() for s in saved if type(s) is torch.Tensor)
     statistics = 4 * t * (2 if kind == "layer" else 1)
     known = [x, *layer.norm.parameters()]
-    assert plain_bytes(saved, *known) == FP8.activation_format.nbytes(k, t) + statistics
+    fmt = FP8.activation_format
+    assert plain_bytes(saved, *known) == fmt.nbytes(k, padded_size(t, fmt)) + statistics
     high = layer_of(replace(FP8, save_activations="high_precision"), kind, 256, k, torch.bfloat16, bias=False)
     assert plain_bytes(saved_tensors(lambda: high(x)), x, *high.norm.parameters()) == statistics
     frozen = layer.requires_grad_(False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_steps import capture, no_syncs
 from helpers import FP8, FP8_POW2, NVFP4, cache_calls, replace
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -406,20 +407,10 @@ def test_malformed_ends_are_refused_on_a_cpu(config, ends, error, message):
 @pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
 def test_a_layer_step_without_a_sync_and_in_a_cuda_graph(config):
     layer, x = Layer(config, 8, 2, 256, 384).cuda(), torch.randn(1024, 256, device="cuda")
-    for _ in range(3):
+    step(layer, x)
+    with no_syncs():
         step(layer, x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step(layer, x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step(layer, x)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(layer, x)
+    graph, captured = capture(lambda: step(layer, x))
     for seed in range(2):
         x.copy_(torch.randn(1024, 256, generator=torch.Generator().manual_seed(seed)))
         graph.replay()

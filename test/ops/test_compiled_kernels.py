@@ -22,8 +22,8 @@ pytest.importorskip("triton")
 
 TARGET = 90
 SHAPES = ((128, 128), (37, 150))
-# Only whole runs of 16 elements, over the edge of a tile.
-GLUON_SHAPES = ((128, 128), (144, 272))
+# Only whole runs of 16 elements of a row, over the edge of a tile.
+GLUON_SHAPES = ((128, 128), (147, 272))
 
 
 def special_input(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -46,6 +46,7 @@ def _cases() -> dict:
     from torchao_blockwise.ops.grouped_quantize import reference as grouped_reference
     from torchao_blockwise.ops.grouped_quantize import triton as grouped
     from torchao_blockwise.ops.groups import padded_tokens
+    from torchao_blockwise.ops.padding import with_zero_tokens
     from torchao_blockwise.ops.quantize import reference
     from torchao_blockwise.ops.quantize import triton as quantize
     from torchao_blockwise.ops.swiglu_quantize import reference as swiglu_reference
@@ -58,7 +59,7 @@ def _cases() -> dict:
 
     def expected(x, fmt, rowwise, columnwise, power_of_2):
         amax = x.abs().amax().float() if fmt.has_global_scale else None
-        copies = [x] * rowwise + [x.mT] * columnwise
+        copies = [x] * rowwise + [with_zero_tokens(x, fmt).mT] * columnwise
         return sum((reference.quantize(copy, fmt, amax, power_of_2) for copy in copies), ())
 
     def quantize_case(fmt, shape, dtype, rowwise, columnwise, power_of_2=False, both=None):
@@ -107,37 +108,45 @@ def _cases() -> dict:
 
         cases[f"swiglu {tokens}x{width} E{len(ends)}"] = run
 
-    def transpose_case(fmt, rows, columns):
-        qdata = torch.randint(0, 256, fmt.qdata_shape(rows, columns), dtype=torch.uint8)
-        if columns % 2 and fmt.element.bits == 4:
-            qdata[:, -1] &= 0xF
-        operand = qdata.view(fmt.element.storage_dtype), torch.ones(fmt.scale_shape(rows, columns)).to(fmt.scale_dtype)
-        cases[f"transpose {fmt.name} {rows}x{columns}"] = lambda: (
-            transpose.transpose(*operand, fmt, columns),
-            transpose_reference.transpose(*operand, fmt, columns),
-        )
+    def transpose_case(fmt, *shape, tile=None):
+        qdata = torch.randint(0, 256, fmt.qdata_shape(*shape), dtype=torch.uint8)
+        if shape[-1] % 2 and fmt.element.bits == 4:
+            qdata[..., -1] &= 0xF
+        operand = qdata.view(fmt.element.storage_dtype), torch.rand(fmt.scale_shape(*shape)).to(fmt.scale_dtype)
+
+        def run():
+            if tile:
+                transpose._QUADS_TILES = {0: tile}
+            arguments = *operand, fmt, shape[-1]
+            return transpose.transpose(*arguments), transpose_reference.transpose(*arguments)
+
+        name = f"transpose {fmt.name} {'x'.join(map(str, shape))}"
+        cases[name + (f" tile {tile[0]}x{tile[1]}" if tile else "")] = run
 
     def gluon_case(shape, dtype, warps, power_of_2=False, stride=None):
         from torchao_blockwise.ops.quantize import gluon
 
         x = special_input(shape[0], stride or shape[1], dtype)[:, : shape[1]]
+        ends = torch.tensor([0, 37, 36, len(x) - 23], dtype=torch.int32)
 
-        def run():
-            assert gluon._why_not_this(x, FP8_1X128) is None
-            result = gluon.quantize_both(x, FP8_1X128, power_of_2, warps)
-            return result, expected(x, FP8_1X128, True, True, power_of_2)
+        def run(rowwise, in_groups):
+            tokens, table = x, ()
+            if in_groups:
+                tokens = x[:-3]
+                table = group_blocks(ends, len(tokens), 128), padded_tokens(len(tokens), len(ends), 128)
+            assert gluon._why_not_this(tokens, FP8_1X128) is None
+            if rowwise:
+                result = gluon.quantize_both(tokens, FP8_1X128, power_of_2, warps, *table)
+            else:
+                result = gluon.quantize_columnwise(tokens, FP8_1X128, power_of_2, 64, warps, *table)
+            if in_groups:
+                return result, grouped_reference.quantize(tokens, ends, FP8_1X128, None, rowwise, True, power_of_2)
+            return result, expected(tokens, FP8_1X128, rowwise, True, power_of_2)
 
-        def run_grouped():
-            tokens = x[:-3]
-            ends = torch.tensor([0, 37, 36, len(tokens) - 20], dtype=torch.int32)
-            assert gluon._why_not_this(tokens, FP8_1X128, grouped=True) is None
-            blocks, rows = group_blocks(ends, len(tokens), 128), padded_tokens(len(tokens), len(ends), 128)
-            result = gluon.quantize_both(tokens, FP8_1X128, power_of_2, warps, blocks, rows)
-            return result, grouped_reference.quantize(tokens, ends, FP8_1X128, None, True, True, power_of_2)
-
-        name = f"one read {shape[0]}x{shape[1]} {str(dtype)[6:]} {warps} warps"
-        cases[name + " grouped"] = run_grouped
-        cases[name + " power_of_2" * power_of_2 + " strided" * bool(stride)] = run
+        for rowwise, in_groups in ((True, False), (True, True), (False, False), (False, True)):
+            name = f"one read {shape[0]}x{shape[1]} {str(dtype)[6:]} {warps} warps" + " columnwise" * (not rowwise)
+            name += " power_of_2" * power_of_2 + " strided" * bool(stride) + " grouped" * in_groups
+            cases[name] = functools.partial(run, rowwise, in_groups)
 
     for shape in SHAPES:
         for fmt, rowwise, columnwise in (
@@ -150,6 +159,8 @@ def _cases() -> dict:
             quantize_case(fmt, shape, torch.bfloat16, rowwise, columnwise)
         for fmt in (FP8_128X128, NVFP4_16X16):
             transpose_case(fmt, *shape)
+    for tile in transpose._QUADS_TILES.values():
+        transpose_case(FP8_128X128, 2, 272, 144, tile=tile)
     for fmt in (FP8_1X128, NVFP4_1X16):
         grouped_case(fmt, (150, 80), [0, 37, 36, 130])
         grouped_case(fmt, (37, 150), [i // 2 for i in range(1, 41)])

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_steps import no_syncs
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -413,9 +414,6 @@ def test_a_graph_follows_the_routing(fmt):
 def test_large(ends, fmt):
     x = tokens_of(ends, 4100, 2048, fmt, device="cuda")
     group_ends, options = int32(ends, "cuda"), {"columnwise": True}
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_syncs():
         got = ops.grouped_quantize(x, group_ends, fmt, **options, backend="triton")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_copies_equal(got, ops.grouped_quantize(x, group_ends, fmt, **options, backend="reference"))

@@ -94,7 +94,7 @@ def builds():
 
 targets = pytest.mark.parametrize("target", TARGETS)
 QUANTIZERS = (
-    "_quantize_both_kernel",
+    "_quantize_kernel",
     "_quantize_fp8_kernel",
     "_quantize_nvfp4_kernel",
     "_swiglu_kernel",

@@ -93,14 +93,28 @@ def _cases(target: int):
         x = torch.zeros(m, k, dtype=dtype)
         return label, lambda: gluon.quantize_both(x, FP8_1X128, power_of_2, warps)
 
+    def columnwise_read_case(m, k):
+        from torchao_blockwise.ops.quantize import gluon
+
+        columns, warps = quantize._FP8_COLUMNWISE_GLUON
+        label = f"quantize columnwise_read fp8_1x128 {m}x{k}"
+        x = torch.zeros(m, k, dtype=torch.bfloat16)
+        return label, lambda: gluon.quantize_columnwise(x, FP8_1X128, False, columns, warps)
+
     def matmul_case(a_fmt, b_fmt, m, n, k, out_dtype, bias=None):
         label = f"matmul {a_fmt.name}·{b_fmt.name} {m}x{n}x{k} {str(out_dtype)[6:]}"
         scale = amax if a_fmt.has_global_scale else None
         a, b = _operand(a_fmt, m, k), _operand(b_fmt, n, k)
         return label, lambda: matmul.matmul(*a, scale, *b, scale, a_fmt, b_fmt, out_dtype, bias)
 
-    def transpose_case(fmt, m, k):
-        return f"transpose {fmt.name} {m}x{k}", lambda: transpose.transpose(*_operand(fmt, m, k), fmt, k)
+    def transpose_case(fmt, m, k, tiles=None):
+        def launch():
+            before = transpose._QUADS_TILES
+            transpose._QUADS_TILES = tiles or before
+            transpose.transpose(*_operand(fmt, m, k), fmt, k)
+            transpose._QUADS_TILES = before
+
+        return f"transpose {fmt.name} {m}x{k}" + " large" * bool(tiles), launch
 
     # Quantising needs conversions to e4m3 in hardware, from sm_89 on.
     if target >= 89:
@@ -117,13 +131,16 @@ def _cases(target: int):
         if fmt.has_power_of_2_scales:
             yield quantize_case(fmt, 512, 1024, torch.bfloat16, True, True, True)
         # Token counts that change: the first one is built already, the others make one build more.
-        for m in (528, 531, 533) if fmt.element is FP8_1X128.element else ():
+        for m in (528, 531, 533) if fmt.element is FP8_1X128.element else (531,):
             yield quantize_case(fmt, m, 1024, torch.bfloat16, True, True)
     if target >= 90 and _compat.has_gluon():
         for warps in (4, 8, 16):
             yield one_read_case(512, 1024, torch.bfloat16, warps)
         yield one_read_case(512, 1024, torch.float16, 8, True)
-        yield one_read_case(528, 2064, torch.bfloat16, 8)
+        for m, k in ((528, 2064), (531, 1024), (1, 1024)):
+            yield one_read_case(m, k, torch.bfloat16, 8)
+        for m, k in ((512, 1024), (528, 2064), (531, 1024), (1, 1024)):
+            yield columnwise_read_case(m, k)
     pairs = ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16))
     for pair in pairs:
         for m in (16, 64, 512):
@@ -135,8 +152,10 @@ def _cases(target: int):
     for fmt in (FP8_128X128, NVFP4_16X16):
         yield transpose_case(fmt, 512, 1024)
         yield transpose_case(fmt, 301, 501)
-    # Multiples of 16, but not of 16 pairs.
+        yield transpose_case(fmt, 1, 1)
+    # Multiples of 16, but not of 16 words.
     yield transpose_case(FP8_128X128, 528, 1040)
+    yield transpose_case(FP8_128X128, 512, 1024, {0: transpose._QUADS_TILES[max(transpose._QUADS_TILES)]})
     yield from _shard_cases(target)
 
 
@@ -294,8 +313,10 @@ def test_quantize_rounds_as_the_reference_does(builds, target):
 
 @pytest.mark.parametrize("target", TARGETS[1:])
 def test_token_counts_do_not_rebuild_the_one_read(builds, target):
-    rows = [_of(builds[target], "one_read", shape, "bfloat16", "8")[0] for shape in ("512x1024", "528x2064")]
-    assert len({row["build"] for row in rows}) == 1
+    shapes = ("512x1024", "528x2064", "531x1024", "1x1024")
+    for words in (("one_read", "bfloat16", "8"), ("columnwise_read",)):
+        rows = [_of(builds[target], shape, *words)[0] for shape in shapes]
+        assert len({row["build"] for row in rows}) == 1
 
 
 @pytest.mark.parametrize("target", TARGETS[1:])
@@ -309,6 +330,27 @@ def test_payload_is_stored_16_bytes_at_a_time(builds, target):
     for row in _of(builds[target], "quantize") + _of(builds[target], "transpose"):
         if "512x1024" in row["label"] or "transpose fp8_128x128 528x1040" in row["label"]:
             assert "st.global.v4.b32" in row["instructions"], row["label"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_transpose_of_fp8_moves_four_bytes_at_a_time_in_one_build_a_tile(builds, target):
+    rows = _of(builds[target], "transpose", "fp8_128x128")
+    rows = [row for row in rows if "quads" in row["kernel"]]
+    assert [row["label"].split()[2:] for row in rows] == [["512x1024"], ["528x1040"], ["512x1024", "large"]]
+    assert rows[0]["build"] == rows[1]["build"] != rows[2]["build"]
+    assert all("st.global.v4.b32" in row["instructions"] for row in rows)
+
+
+@pytest.mark.parametrize("target", TARGETS[1:])
+def test_payload_of_any_number_of_tokens_is_stored_16_bytes_at_a_time(builds, target):
+    """Scales of NVFP4 are bytes; but for them nothing is stored a byte at a time."""
+    rows = _of(builds[target], "quantize", "531x1024")
+    assert {row["kernel"] for row in rows} == {
+        "_quantize_fp8_kernel", "_quantize_nvfp4_kernel", "_quantize_kernel"
+    }  # fmt: skip
+    for row in rows:
+        assert "st.global.v4.b32" in row["instructions"], row["label"]
+        assert "nvfp4" in row["kernel"] or "st.global.b8" not in row["instructions"], row["label"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

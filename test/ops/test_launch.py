@@ -4,6 +4,7 @@ A subprocess (without the interpreter, which Triton picks once a process) launch
 names a GPU but has none: kernels are built as a GPU would build them, and the launcher writes down what it is given.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -19,14 +20,19 @@ TARGET = 90
 
 
 class Launches:
-    """A Triton driver that launches nothing; `made` lists what each launch was given."""
+    """A Triton driver that launches nothing: in the place of Triton's extension in C, `made` lists what it is given."""
 
     def __init__(self):
         import torch
         from triton.backends.compiler import GPUTarget
+        from triton.backends.nvidia import driver
         from triton.runtime.jit import JITFunction
 
         self.made, self.by_triton, self.seen, self.device = [], 0, 0, torch.zeros(()).get_device()
+        # Triton 3.6 compiles an extension for each signature; others have one for all.
+        driver.library_dirs, driver.compile_module_from_src = list, lambda **given: self.utils
+        driver.PyKernelArg = lambda **given: None
+        self.nvidia = driver
         run = JITFunction.run
 
         def counted(*args, **kwargs):
@@ -43,23 +49,40 @@ class Launches:
     class utils:
         load_binary = staticmethod(lambda name, kernel, shared, device: (object(), name, 0, 0, 1024))
         get_device_properties = staticmethod(lambda device: {"max_shared_mem": 232448})
+        build_signature_metadata = staticmethod(lambda kinds: kinds)
+        # A tensor map is all that it is made of.
+        fill_tma_descriptor = fill_tma_descriptor_tiled = staticmethod(lambda *given: ["map", *given])
 
     def launcher_cls(self, src, metadata):
-        def launcher(x, y, z, stream, function, packed_metadata, launch_metadata, enter, leave, *args):
-            # A tensor is its address to a kernel; values of constexprs are not read.
-            values = [arg if arg is None else getattr(arg, "data_ptr", lambda arg=arg: arg)() for arg in args]
-            for hook in (enter, leave):
-                if hook is not None:
-                    hook(launch_metadata)
-            names = [name for name, kind in zip(src.fn.arg_names, src.signature.values()) if kind != "constexpr"]
-            given = dict(zip(src.fn.arg_names, values))
-            pointers = [name for name, kind in zip(src.fn.arg_names, src.signature.values()) if kind[0] == "*"]
-            row = {"build": metadata.hash, "function": function, "grid": [x, y, z], "stream": stream}
-            row |= {"args": {name: given[name] for name in names}, "pointers": pointers, "count": len(args)}
-            row |= {"packed": list(packed_metadata)}
-            self.made.append(row)
+        """Triton's own launcher, in Python, up to what it calls in C."""
+        self.utils.launch = functools.partial(self._record, src, metadata)
+        return self.nvidia.CudaLauncher(src, metadata)
 
-        return launcher
+    def _record(self, src, metadata, x, y, z, stream, function, *given):
+        if triton.__version__.startswith("3.6"):
+            *flags, scratch, profile_scratch, packed, about, enter, leave = given[:8]
+            args = given[8:]
+        else:
+            *flags, packed, about, enter, leave, scratch, profile_scratch, _, _, args = given
+        # A tensor is its address to a kernel; values of constexprs are not read.
+        values = [getattr(arg, "data_ptr", lambda arg=arg: arg)() for arg in args]
+        for hook in (enter, leave):
+            if hook is not None:
+                hook(about)
+        read, pointers, following = {}, [], iter(values)
+        for name, kind in zip(src.fn.arg_names, src.signature.values()):
+            value = next(following)
+            if kind.startswith("tensordesc"):
+                # The map, two sizes, two strides.
+                read[name] = [value, *(next(following) for _ in range(4))]
+            elif kind != "constexpr":
+                read[name] = value
+            if kind[0] == "*":
+                pointers.append(name)
+        assert next(following, "nothing") == "nothing"
+        row = {"build": metadata.hash, "function": function, "grid": [x, y, z], "stream": stream}
+        row |= {"args": read, "pointers": pointers, "packed": list(packed)}
+        self.made.append(row | {"flags": flags, "scratch": [scratch, profile_scratch]})
 
     def of(self, call) -> dict:
         """What `call` launched, and how many of the launches went through Triton."""
@@ -135,13 +158,13 @@ def _main() -> None:
     from torchao_blockwise.ops import launch as module
 
     launches = Launches()
-    known = module._compat.triton_launching
+    known = module._compat_triton.launching
 
     def three_times(label, call):
         first, again = launches.of(call), launches.of(call)
-        module._compat.triton_launching = lambda: None
+        module._compat_triton.launching = lambda: None
         plain = launches.of(call)
-        module._compat.triton_launching = known
+        module._compat_triton.launching = known
         return {"label": label, "first": first, "again": again, "plain": plain}
 
     kernels = [three_times(label, call) for label, call in _kernel_cases()]
@@ -225,10 +248,10 @@ def test_other_arguments_are_left_to_triton(results, arguments):
 
 
 def test_the_interpreter_launches_by_itself():
-    from torchao_blockwise import _compat
+    from torchao_blockwise import _compat_triton
 
     if triton.knobs.runtime.interpret:
-        assert _compat.triton_launching() is None
+        assert _compat_triton.launching() is None
 
 
 @pytest.mark.parametrize("x, length, expected", ((0, 16, 0), (1, 16, 1), (16, 16, 1), (17, 16, 2)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import warnings
 
 import pytest
@@ -198,59 +199,60 @@ def test_a_broken_table_is_named_once_and_not_used(folders, text):
 
 
 @pytest.fixture
-def computed_by_reference(monkeypatch):
-    """Shapes [M, N] of the products that the reference computed."""
-    calls = []
-    matmul = reference.matmul
-    monkeypatch.setattr(
-        reference, "matmul", lambda a, *args: calls.append((a.shape[0], args[2].shape[0])) or matmul(a, *args)
-    )
+def computed_by(monkeypatch):
+    """(backend, N) of the products on the CPU that were computed. Triton, first in the fixed order, is a stand-in."""
+    triton = pytest.importorskip("torchao_blockwise.ops.matmul.triton")
+    monkeypatch.setattr(sys.modules["torchao_blockwise.ops.matmul"], "why_no_triton", lambda device: None)
+    calls, matmul = [], reference.matmul
+    for name, module in {"reference": reference, "triton": triton}.items():
+
+        def compute(a, a_scale, a_global, b, *args, name=name):
+            calls.append((name, b.shape[0]))
+            return matmul(a, a_scale, a_global, b, *args)
+
+        monkeypatch.setattr(module, "matmul", compute)
     return calls
 
 
 def product(m=64, n=256, k=128, backend=None):
-    a, b = ops.quantize(torch.randn(m, k), FP8_1X128), ops.quantize(torch.randn(n, k), FP8_128X128)
+    x, w = torch.randn(m, k), torch.randn(n, k)
+    a, b = ops.quantize(x, FP8_1X128, backend="reference"), ops.quantize(w, FP8_128X128, backend="reference")
     return matmul_function(a, b, out_dtype=torch.float32, backend=backend)
 
 
-def test_auto_takes_the_fastest_and_without_an_entry_keeps_its_order(folders, computed_by_reference):
-    """Where Triton's interpreter is on, the fixed order takes Triton before the reference."""
+def test_auto_takes_the_fastest_and_without_an_entry_keeps_its_order(folders, computed_by):
     product()
-    assert computed_by_reference == []
     write(folders / "shipped", entry((256, 128), 64, reference=1.0, triton=2.0))
     product()
     product(n=1024)
-    assert computed_by_reference == [(64, 256)]
+    assert computed_by == [("triton", 256), ("reference", 256), ("triton", 1024)]
 
 
-def test_auto_takes_the_next_where_the_fastest_cannot_run(folders, computed_by_reference):
+def test_auto_takes_the_next_where_the_fastest_cannot_run(folders, computed_by):
     write(folders / "shipped", entry((256, 128), 64, cublas=1.0, reference=2.0, triton=3.0))
     with pytest.warns(UserWarning, match="auto uses reference instead of cublas: it needs a CUDA device"):
         ops.backend._warned.clear()
         product()
-    assert computed_by_reference == [(64, 256)]
     write(folders / "shipped", entry((256, 128), 64, cublas=1.0))
     product()
-    assert computed_by_reference == [(64, 256)]
+    assert computed_by == [("reference", 256), ("triton", 256)]
 
 
-def test_a_named_backend_is_not_looked_up(folders, computed_by_reference, monkeypatch):
+def test_a_named_backend_is_not_looked_up(folders, computed_by, monkeypatch):
     write(folders / "shipped", entry((256, 128), 64, reference=1.0))
     product(backend=Backend.AUTO)
-    assert computed_by_reference == [(64, 256)]
     monkeypatch.setattr(choice, "ranking", lambda *args: pytest.fail("looked up"))
     product(backend="triton")
-    assert computed_by_reference == [(64, 256)]
+    assert computed_by == [("reference", 256), ("triton", 256)]
 
 
-def test_a_compiled_graph_chooses_when_it_runs(folders, computed_by_reference):
-    torch._dynamo.reset()
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_graph_chooses_when_it_runs(folders, computed_by):
     compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
     compiled()
-    assert computed_by_reference == []
     write(folders / "shipped", entry((256, 128), 64, reference=1.0))
     compiled()
-    assert computed_by_reference == [(64, 256)]
+    assert computed_by == [("triton", 256), ("reference", 256)]
 
 
 def test_a_choice_is_found_once_until_tables_are_read_again():

@@ -133,25 +133,33 @@ def test_shared_memory_suffices(simulated, build):
 FAULTS = {
     "a stage is freed before it is read": (
         "            second, acc0 = warpgroup_mma_wait(0, deps=[second, acc0])\n"
-        "            _free(empty, pair_empty, stage, B)\n",
-        "            _free(empty, pair_empty, stage, B)\n"
+        "            free_stage_after(a_scale, 2, stage, zero, B.ctas)\n",
+        "            free_stage_after(a_scale, 2, stage, zero, B.ctas)\n"
         "            second, acc0 = warpgroup_mma_wait(0, deps=[second, acc0])\n",
     ),
-    "the producer does not wait": ("            mbarrier.wait(empty.index(stage), phase)\n", ""),
+    # Seen on an H200: rows scaled by what a later block brought.
+    "a stage is freed before its scales have come": (
+        "            free_stage_after(a_scale, 2, stage, zero, B.ctas)\n            # Here",
+        "            free_stage(stage, B.ctas)\n            # Here",
+    ),
+    "the producer does not wait": (
+        "            wait_for_stage(stage, phase, B.ctas)\n            bar",
+        "            bar",
+    ),
     "a consumer does not wait for a tile": ("    mbarrier.wait(full.index(stage), phase, pred=first < last)\n", ""),
     "a consumer does not wait for a block": (
-        "mbarrier.wait(full.index(following), its_phase, pred=k + 1 < last)\n            acc1",
-        "acc1",
+        "mbarrier.wait(full.index(following), its_phase, pred=k + 1 < last)\n            second, b_factor",
+        "second, b_factor",
     ),
     "a consumer waits for a block too many": (
-        "its_phase, pred=k + 1 < last)\n            acc1",
-        "its_phase)\n            acc1",
+        "its_phase, pred=k + 1 < last)\n            second, b_factor",
+        "its_phase)\n            second, b_factor",
     ),
     "a barrier expects too few bytes": ("BYTES: gl.constexpr = (B.tile_m", "BYTES: gl.constexpr = -512 + (B.tile_m"),
     "a barrier expects too many bytes": ("BYTES: gl.constexpr = (B.tile_m", "BYTES: gl.constexpr = 512 + (B.tile_m"),
     "a barrier counts one consumer": (
-        "mbarrier.init(empty.index(i), count=B.consumers)",
-        "mbarrier.init(empty.index(i), count=1)",
+        "make_barriers(B.stages, _WARPS * B.consumers * B.ctas)",
+        "make_barriers(B.stages, _WARPS * B.ctas)",
     ),
     "the phase never turns": ("gl.where(wraps, phase ^ 1, phase)", "phase"),
     "output is staged before the last copy left": (
@@ -159,15 +167,8 @@ FAULTS = {
         "",
     ),
     "the program ends before its copies": ("    if B.copy_out:\n        tma.store_wait(0)\n", ""),
-    "a copy for both waits for one": (
-        "                mbarrier.wait(pair_empty.index(stage), phase)\n            bar",
-        "                pass\n            bar",
-    ),
+    "a copy for both waits for one": ("_WARPS * B.consumers * B.ctas)", "_WARPS * B.consumers)"),
     "one of a pair leaves before the other": ("        for _ in range(B.stages):\n", "        for _ in range(0):\n"),
-    "a barrier of both counts one": (
-        "mbarrier.init(pair_empty.index(i), count=B.consumers)",
-        "mbarrier.init(pair_empty.index(i), count=1)",
-    ),
     "rows beside the tensor are written": ("mask = own[:, None] & (columns < N)[None, :]", "mask = None"),
 }
 
@@ -213,8 +214,8 @@ GPU_BUILDS = [name for name, build in BUILDS.items() if build.ctas <= gluon.MAX_
 GPU_SHAPES = [*SHAPES, (4097, 576, 2048), (64, 4096, 7168), (2048, 1408, 4097), (300, 10944, 512)]
 
 
-def on_gpu(*quantized):
-    return (x._replace(qdata=x.qdata.cuda(), scale=x.scale.cuda()) for x in quantized)
+def gpu_operands(m: int, n: int, k: int, pair: str):
+    return (x._replace(qdata=x.qdata.cuda(), scale=x.scale.cuda()) for x in operands(m, n, k, pair))
 
 
 @pytest.mark.gpu
@@ -223,32 +224,29 @@ def on_gpu(*quantized):
 @pytest.mark.parametrize("m, n, k", GPU_SHAPES, ids=str)
 def test_product_on_the_gpu(hopper, m, n, k, build, pair):
     """Against the reference, within what wgmma's 14 bits a block leave: 2^-13 of the magnitudes a step of K = 32."""
-    a, b = operands(m, n, k, pair)
+    a, b = gpu_operands(m, n, k, pair)
     for out_dtype in (torch.float32, torch.bfloat16):
-        gpu_a, gpu_b = on_gpu(a, b)
-        out = gluon.matmul(*gpu_a, *gpu_b, FP8_1X128, PAIRS[pair], out_dtype, None, build=BUILDS[build])
-        assert relative_error(out.cpu(), a, b) < 4 * 2**-13 + TOLERANCE[out_dtype]
+        out = gluon.matmul(*a, *b, FP8_1X128, PAIRS[pair], out_dtype, None, build=BUILDS[build])
+        assert relative_error(out, a, b) < 4 * 2**-13 + TOLERANCE[out_dtype]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("m, n, k", GPU_SHAPES, ids=str)
 def test_backend_by_name_on_the_gpu(hopper, m, n, k, pair):
-    a, b = operands(m, n, k, pair)
-    gpu_a, gpu_b = on_gpu(a, b)
-    bias = torch.randn(n)
-    options = {"out_dtype": torch.bfloat16, "bias": bias.cuda(), "backend": "gluon"}
-    out = ops.matmul(gpu_a, gpu_b, **options)
-    assert torch.equal(out, ops.matmul(gpu_a, gpu_b, **options))
-    assert relative_error(out.cpu(), a, b, bias) < 4 * 2**-13 + 2**-8
+    a, b = gpu_operands(m, n, k, pair)
+    bias = torch.randn(n, device="cuda")
+    options = {"out_dtype": torch.bfloat16, "bias": bias, "backend": "gluon"}
+    out = ops.matmul(a, b, **options)
+    assert torch.equal(out, ops.matmul(a, b, **options))
+    assert relative_error(out, a, b, bias) < 4 * 2**-13 + TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("build", GPU_BUILDS)
 def test_adding_to_a_gradient_on_the_gpu(hopper, build, pair):
-    a, b = operands(260, 272, 4097, pair)
-    start = 100 * torch.randn(260, 272)
-    gpu_a, gpu_b = on_gpu(a, b)
-    out = gluon.add_matmul(start.cuda(), *gpu_a, *gpu_b, FP8_1X128, PAIRS[pair], build=BUILDS[build])
-    assert relative_error(out.cpu(), a, b, start) < 4 * 2**-13
+    a, b = gpu_operands(260, 272, 4097, pair)
+    start = 100 * torch.randn(260, 272, device="cuda")
+    out = gluon.add_matmul(start.clone(), *a, *b, FP8_1X128, PAIRS[pair], build=BUILDS[build])
+    assert relative_error(out, a, b, start) < 4 * 2**-13 + TOLERANCE[torch.float32]

@@ -154,9 +154,11 @@ def test_normalize_agrees_with_pytorch(dtype, kind):
 def test_shapes(shape, kind, copies, backend, device):
     rowwise, columnwise = copies
     x, statistics, weight, bias = norm_input(*shape, kind=kind, device=device)
-    options = {"rowwise": rowwise, "columnwise": columnwise}
-    expected = ops.quantize(by_hand(x, statistics, weight, bias), FP8_1X128, **options, backend="reference")
-    assert_copies_equal(ops.norm_quantize(x, FP8_1X128, statistics, weight, bias, **options, backend=backend), expected)
+    for padded in (False, True):
+        options = {"rowwise": rowwise, "columnwise": columnwise, "padded": padded}
+        expected = ops.quantize(by_hand(x, statistics, weight, bias), FP8_1X128, **options, backend="reference")
+        got = ops.norm_quantize(x, FP8_1X128, statistics, weight, bias, **options, backend=backend)
+        assert_copies_equal(got, expected)
 
 
 @backends

@@ -51,14 +51,16 @@ def quantize(x: torch.Tensor, fmt):
 @formats
 def test_quantize(fmt, shape, columnwise):
     x = random_tensor(*shape)
-    opcheck(library.quantize.default, (x, amax_of(x, fmt), fmt.name, columnwise, False, "reference"))
+    for padded in (False, True):
+        opcheck(library.quantize.default, (x, amax_of(x, fmt), fmt.name, columnwise, False, "reference", padded))
 
 
 @shapes
 @formats
 def test_quantize_both(fmt, shape):
     x = random_tensor(*shape)
-    opcheck(library.quantize_both.default, (x, amax_of(x, fmt), fmt.name, False, "reference"))
+    for padded in (False, True):
+        opcheck(library.quantize_both.default, (x, amax_of(x, fmt), fmt.name, False, "reference", padded))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=lambda d: str(d)[6:])
@@ -122,7 +124,8 @@ def test_norm_quantize(shape, copies, layer):
     *mean, rstd = library.norm_statistics(x, layer, 1e-5, "reference")
     arguments = (x, mean[0] if mean else None, rstd, weight, None, torch.bfloat16)
     opcheck(library.normalize.default, (*arguments, "reference"))
-    opcheck(library.norm_quantize.default, (*arguments, "fp8_1x128", *copies, False, "reference"))
+    for padded in (False, True):
+        opcheck(library.norm_quantize.default, (*arguments, "fp8_1x128", *copies, False, "reference", padded))
 
 
 @fused_copies
@@ -132,8 +135,9 @@ def test_swiglu_quantize(shape, copies):
     options = ("fp8_1x128", *copies, False, "reference")
     opcheck(library.swiglu.default, (gate, up, "reference"))
     opcheck(library.swiglu_backward.default, (dh, gate, up, "reference"))
-    opcheck(library.swiglu_quantize.default, (gate, up, *options))
-    opcheck(library.swiglu_backward_quantize.default, (dh, gate, up, *options))
+    for padded in (False, True):
+        opcheck(library.swiglu_quantize.default, (gate, up, *options, None, padded))
+        opcheck(library.swiglu_backward_quantize.default, (dh, gate, up, *options, None, padded))
 
 
 GROUP_ENDS = {"ragged": ((3, 3, 20), 33), "a token": ((1,), 1), "none": ((0, 0), 0)}

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from gpu_steps import no_syncs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shard_cases import (
@@ -272,11 +273,8 @@ def test_captured_in_a_cuda_graph_without_syncs(fmt):
 
     cast(master)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_syncs():
         cast(master)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         cast(master)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_steps import no_syncs
 
 from torchao_blockwise import ops
 from torchao_blockwise.ops.permute import triton as kernels
@@ -245,11 +246,8 @@ def test_the_host_does_not_look():
         return out, *ops.unpermute_backward(out, tokens, source, 4, weights), group_ends
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_syncs():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
@@ -268,5 +266,6 @@ def test_large_offsets():
     ids = torch.zeros(tokens, 1, device="cuda", dtype=torch.int64)
     ids[0] = 1
     rows, source, _ = ops.permute(x, ids, 2)
-    assert_bitwise_equal(rows[:, 0].contiguous(), x[:, 0].roll(-1))
-    assert_bitwise_equal(ops.unpermute(rows, source, 1), x)
+    # There, because copies to the host would take longer than all else; no value has several bit patterns.
+    assert torch.equal(rows[:, 0], x[:, 0].roll(-1))
+    assert torch.equal(ops.unpermute(rows, source, 1), x)

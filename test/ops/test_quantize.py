@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat
+from torchao_blockwise.ops.matmul.rows import aligned_rows
 from torchao_blockwise.testing import (
     SHAPES,
     assert_bitwise_equal,
     assert_operands_equal,
     random_tensor,
+    relative_error,
     shape_id,
     with_special_values,
 )
@@ -139,7 +141,7 @@ ALIGNED_SHAPES = ((16, 16), (16, 144), (144, 16), (128, 128), (160, 272), (2, 48
 def set_tables(monkeypatch, **tables) -> None:
     kernels = pytest.importorskip("torchao_blockwise.ops.quantize.triton")
     # The kernel that these tables have no part in would go before them on a Hopper GPU.
-    for name, value in {"_FP8_BOTH_GLUON_WARPS": None, **tables}.items():
+    for name, value in {"_FP8_BOTH_GLUON_WARPS": None, "_FP8_COLUMNWISE_GLUON": None, **tables}.items():
         monkeypatch.setattr(kernels, name, value)
     # What is kept was built from the tables as they were, and must not outlive those of this test.
     monkeypatch.setattr(kernels, "_build", functools.cache(kernels._build.__wrapped__))
@@ -271,9 +273,75 @@ def test_zeros_decode_to_zeros(zero, fmt, backend, device):
 def test_input_is_left_alone_and_outputs_are_contiguous(fmt, backend, device):
     x = random_tensor(40, 144, device=device).mT.contiguous().mT
     before = x.clone()
-    for q in ops.quantize(x, fmt, columnwise=True, backend=backend):
-        assert q.qdata.is_contiguous() and q.scale.is_contiguous()
+    for tokens in (40, 37):
+        for padded in (False, True):
+            for q in ops.quantize(x[:tokens], fmt, columnwise=True, padded=padded, backend=backend):
+                assert q.qdata.is_contiguous() and q.scale.is_contiguous()
     assert torch.equal(x, before)
+
+
+# --- any number of tokens ---------------------------------------------------------------------------------------------
+
+TOKENS = pytest.mark.parametrize("tokens", (1, 15, 16, 17, 127, 129, 4097))
+
+
+@TOKENS
+@formats
+def test_any_number_of_tokens_gives_the_bits_of_the_reference(fmt, tokens, device):
+    check_against_reference(special_input((tokens, 32), fmt, torch.bfloat16, device), fmt, "triton")
+
+
+def quantize_padded(x: torch.Tensor, fmt: BlockFormat):
+    """The columnwise copy of `x` with zero rows behind, by hand."""
+    run = {8: 16, 4: 32}[fmt.element.bits]
+    zeros = x.new_zeros(*x.shape[:-2], -x.shape[-2] % run, x.shape[-1])
+    return ops.quantize(torch.cat((x, zeros), -2), fmt, rowwise=False, columnwise=True, backend="reference")
+
+
+@backends
+@TOKENS
+@formats
+def test_padded_is_quantising_with_zero_tokens_behind(fmt, tokens, backend, device):
+    x = special_input((tokens, 32), fmt, torch.bfloat16, device)
+    rowwise, columnwise = ops.quantize(x, fmt, columnwise=True, padded=True, backend=backend)
+    assert_operands_equal(canonical(rowwise), canonical(ops.quantize(x, fmt, backend="reference")))
+    assert_operands_equal(canonical(columnwise), canonical(quantize_padded(x, fmt)))
+    assert columnwise.qdata.shape[-1] % 16 == 0
+    alone = ops.quantize(x, fmt, rowwise=False, columnwise=True, padded=True, backend=backend)
+    assert_operands_equal(canonical(alone), canonical(columnwise))
+
+
+@backends
+@pytest.mark.parametrize("shape", ((2, 3, 21, 40), (0, 16), (17, 0)), ids=shape_id)
+@pytest.mark.parametrize("value", (1.0, float("nan"), float("inf")), ids=str)
+@formats
+def test_padded_batches_and_special_numbers(fmt, value, shape, backend, device):
+    x = random_tensor(*shape, device=device)
+    if x.numel():
+        x[..., -1, 3] = value
+    got = ops.quantize(x, fmt, rowwise=False, columnwise=True, padded=True, backend=backend)
+    assert_operands_equal(canonical(got), canonical(quantize_padded(x, fmt)))
+
+
+@formats
+def test_padded_payload_goes_into_products_as_it_lies(fmt, device):
+    x = random_tensor(17, 48, device=device)
+    for padded in (False, True):
+        q = ops.quantize(x, fmt, rowwise=False, columnwise=True, padded=padded)
+        assert (aligned_rows(q.qdata) is q.qdata) == padded
+
+
+@pytest.mark.parametrize("tokens", (1, 17, 48, 129))
+@pytest.mark.parametrize("backend", ("reference", "triton"))
+@pytest.mark.parametrize("fmt", (FP8_1X128, NVFP4_1X16), ids=lambda f: f.name)
+def test_padding_adds_nothing_to_a_product(fmt, backend, tokens, device):
+    x, dy = random_tensor(tokens, 40, device=device), random_tensor(tokens, 24, device=device, seed=1)
+
+    def product(padded):
+        options = {"rowwise": False, "columnwise": True, "padded": padded, "backend": backend}
+        return ops.matmul(*(ops.quantize(t, fmt, **options) for t in (dy, x)), out_dtype=torch.float32, backend=backend)
+
+    assert relative_error(product(True), product(False)) < 1e-6
 
 
 @backends

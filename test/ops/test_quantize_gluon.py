@@ -1,4 +1,4 @@
-"""Both copies of one-row FP8 blocks from one read: when the kernel is taken, and its bits on a GPU.
+"""Copies of one-row FP8 blocks by the Gluon kernel: when it is taken, and its bits on a GPU.
 
 Its bits without a GPU: test_compiled_kernels.py.
 """
@@ -25,6 +25,7 @@ from torchao_blockwise.ops.quantize import triton as kernels
 TAKEN = {
     "one run": torch.zeros(16, 16, dtype=torch.bfloat16),
     "f16": torch.zeros(48, 272, dtype=torch.float16),
+    "any number of tokens": torch.zeros(17, 32, dtype=torch.bfloat16),
     "rows apart": torch.zeros(32, 64, dtype=torch.bfloat16)[:, 16:48],
     "no rows": torch.zeros(0, 64, dtype=torch.bfloat16),
 }
@@ -37,7 +38,6 @@ REFUSED = {
     "nvfp4": (torch.zeros(16, 16, dtype=torch.bfloat16), NVFP4_1X16, "the kernel makes fp8_1x128, got nvfp4_1x16"),
     "f32": (torch.zeros(16, 16), FP8_1X128, "the kernel takes elements of 16 bits, got torch.float32"),
     "a batch": (torch.zeros(2, 16, 16).bfloat16(), FP8_1X128, "the kernel takes one matrix, got shape [2, 16, 16]"),
-    "ragged M": (torch.zeros(17, 16).bfloat16(), FP8_1X128, "got shape [17, 16]"),
     "ragged K": (torch.zeros(16, 24).bfloat16(), FP8_1X128, "got shape [16, 24]"),
     "ragged rows apart": (torch.zeros(16, 40).bfloat16()[:, :32], FP8_1X128, "strides [40, 1]"),
     "transposed": (torch.zeros(16, 32).bfloat16().mT, FP8_1X128, "strides [1, 32]"),
@@ -71,21 +71,28 @@ def test_needs_a_gpu_with_its_instructions(monkeypatch):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Calls of the kernel's launcher, which launches nothing; every GPU will do."""
+    """Calls of the kernel's launchers, which launch nothing; every GPU will do."""
     calls = []
 
-    def quantize_both(*arguments):
-        calls.append(arguments)
-        return "rowwise and columnwise"
+    def taken_for(result):
+        def launcher(*arguments):
+            calls.append(arguments)
+            return result
 
-    monkeypatch.setattr(gluon, "quantize_both", quantize_both)
+        return launcher
+
+    monkeypatch.setattr(gluon, "quantize_both", taken_for("rowwise and columnwise"))
+    monkeypatch.setattr(gluon, "quantize_columnwise", taken_for("columnwise"))
     monkeypatch.setattr(gluon, "why_not", gluon._why_not_this)
     return calls
 
 
 def test_is_not_taken_where_the_tables_say_never(taken, monkeypatch, device):
     monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", None)
-    ops.quantize(torch.zeros(16, 16, dtype=torch.bfloat16, device=device), FP8_1X128, columnwise=True, backend="triton")
+    monkeypatch.setattr(kernels, "_FP8_COLUMNWISE_GLUON", None)
+    x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    for rowwise in (True, False):
+        ops.quantize(x, FP8_1X128, rowwise=rowwise, columnwise=True, backend="triton")
     assert taken == []
 
 
@@ -96,11 +103,15 @@ def test_is_taken_where_it_can(taken, monkeypatch, device):
     assert taken == [(x, FP8_1X128, True, 8)]
 
 
-@pytest.mark.parametrize(("rowwise", "columnwise"), ((True, False), (False, True)), ids=("rowwise", "columnwise"))
-def test_is_not_taken_for_one_copy(rowwise, columnwise, taken, monkeypatch, device):
-    monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", 8)
+def test_is_taken_for_the_columnwise_copy_alone(taken, monkeypatch, device):
+    monkeypatch.setattr(kernels, "_FP8_COLUMNWISE_GLUON", (64, 2))
     x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-    kernels.quantize(x, FP8_1X128, None, rowwise, columnwise, False)
+    assert kernels.quantize(x, FP8_1X128, None, False, True, True) == "columnwise"
+    assert taken == [(x, FP8_1X128, True, 64, 2, None, None)]
+
+
+def test_is_not_taken_for_the_rowwise_copy_alone(taken, device):
+    kernels.quantize(torch.zeros(16, 16, dtype=torch.bfloat16, device=device), FP8_1X128, None, True, False, False)
     assert taken == []
 
 
@@ -114,26 +125,28 @@ def test_two_launches_where_it_cannot(taken, monkeypatch, device):
 
 
 def test_is_taken_for_tokens_in_groups(taken, monkeypatch, device):
-    """However many there are: of the columnwise copy each group is padded."""
     monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", 8)
     x = torch.zeros(17, 16, dtype=torch.bfloat16, device=device)
     ends = torch.tensor([5, 15], dtype=torch.int32, device=device)
-    assert gluon._why_not_this(x, FP8_1X128) is not None
     assert "".join(grouped.quantize(x, ends, FP8_1X128, None, True, True, False)) == "rowwise and columnwise"
     ((tokens, *arguments, blocks, rows),) = taken
     assert tokens is x and arguments == [FP8_1X128, False, 8] and rows == 256
     # The tokens as a whole; each group; those of no group.
     assert blocks.tolist() == [[0, 15, 17], [0, 5, 5], [5, 15, 15], [15, 15, 17]]
     grouped.quantize(x.float(), ends, FP8_1X128, None, True, True, False)
-    grouped.quantize(x, ends, FP8_1X128, None, False, True, False)
     assert len(taken) == 1
+    grouped.quantize(x, ends, FP8_1X128, None, False, True, False)
+    assert taken[1][1:5] == (FP8_1X128, False, *kernels._FP8_COLUMNWISE_GLUON)
+    assert taken[1][5].tolist() == blocks.tolist() and taken[1][6] == 256
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("power_of_2_scales", (False, True), ids=("any scale", "power of 2"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("warps", (4, 8, 16))
-@pytest.mark.parametrize("shape", ((16, 16), (128, 128), (144, 272), (1040, 2064), (0, 16), (16, 0)), ids=shape_id)
+@pytest.mark.parametrize(
+    "shape", ((16, 16), (128, 128), (1, 16), (127, 272), (1041, 2064), (0, 16), (16, 0)), ids=shape_id
+)
 def test_bits_on_a_gpu(shape, warps, dtype, power_of_2_scales, monkeypatch):
     x = with_special_values(random_tensor(*shape, dtype=dtype, device="cuda"), FP8_1X128)
     if x.numel() > 2**10:
@@ -142,6 +155,8 @@ def test_bits_on_a_gpu(shape, warps, dtype, power_of_2_scales, monkeypatch):
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", warps)
+    monkeypatch.setattr(kernels, "_FP8_COLUMNWISE_GLUON", (64, warps))
     quantize = functools.partial(ops.quantize, x, FP8_1X128, columnwise=True, power_of_2_scales=power_of_2_scales)
     for copy, expected in zip(quantize(backend="triton"), quantize(backend="reference"), strict=True):
         assert_operands_equal(copy, expected)
+    assert_operands_equal(quantize(rowwise=False, backend="triton"), quantize(rowwise=False, backend="reference"))

@@ -65,12 +65,23 @@ def test_quantize(fmt, shape, placement):
     def check(mesh):
         sharded = distribute_tensor(x, mesh, [placement])
         assert_gathers_to(quantize(sharded, fmt), quantize(x, fmt))
-        columnwise = {"rowwise": False, "columnwise": True}
-        assert_gathers_to(quantize(sharded, fmt, **columnwise), quantize(x, fmt, **columnwise))
+        for padded in (False, True):
+            columnwise = {"rowwise": False, "columnwise": True, "padded": padded}
+            assert_gathers_to(quantize(sharded, fmt, **columnwise), quantize(x, fmt, **columnwise))
         for got, expected in zip(quantize(sharded, fmt, columnwise=True), quantize(x, fmt, columnwise=True)):
             assert_gathers_to(got, expected)
 
     on_ranks(check)
+
+
+@formats
+@pytest.mark.parametrize("rows", (32, 64))
+def test_shards_are_not_padded_one_by_one(fmt, rows):
+    """Shards of 16 rows end on blocks of 16, but their payload of 4 bits fills no 16 bytes."""
+    x, options = random_tensor(rows, 64), {"rowwise": False, "columnwise": True, "padded": True}
+    on_ranks(lambda mesh: assert_gathers_to(
+        quantize(distribute_tensor(x, mesh, [Shard(0)]), fmt, **options), quantize(x, fmt, **options)
+    ))  # fmt: skip
 
 
 @formats

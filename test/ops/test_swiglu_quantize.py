@@ -108,12 +108,13 @@ def test_swiglu_and_its_gradients_are_their_definitions(shape, dtype, backend, d
 @shapes
 def test_quantised_in_the_same_pass(shape, copies, backend, device):
     gate, up, dh = gate_up_dh(*shape, device=device)
-    options = {"rowwise": copies[0], "columnwise": copies[1]}
-    expected = ops.quantize(swiglu_by_hand(gate, up), FP8_1X128, **options, backend="reference")
-    assert_copies_equal(ops.swiglu_quantize(gate, up, FP8_1X128, **options, backend=backend), expected)
     merged = torch.cat(gradients_by_hand(dh, gate, up), 1)
-    expected = ops.quantize(merged, FP8_1X128, **options, backend="reference")
-    assert_copies_equal(ops.swiglu_backward_quantize(dh, gate, up, FP8_1X128, **options, backend=backend), expected)
+    for padded in (False, True):
+        options = {"rowwise": copies[0], "columnwise": copies[1], "padded": padded}
+        expected = ops.quantize(swiglu_by_hand(gate, up), FP8_1X128, **options, backend="reference")
+        assert_copies_equal(ops.swiglu_quantize(gate, up, FP8_1X128, **options, backend=backend), expected)
+        expected = ops.quantize(merged, FP8_1X128, **options, backend="reference")
+        assert_copies_equal(ops.swiglu_backward_quantize(dh, gate, up, FP8_1X128, **options, backend=backend), expected)
 
 
 @backends

@@ -153,7 +153,7 @@ def test_a_dying_master_frees_its_copies(columnwise):
 
 def test_a_stale_copy_goes_before_the_new_one_comes():
     parameter = master(40, 24)
-    kept = weakref.ref(weight_cache._copies[parameter.hp] if parameter.quantized() else None)
+    kept = weakref.ref(parameter.quantized().qdata)
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         real = weight_cache.ops.quantize

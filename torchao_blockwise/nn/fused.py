@@ -29,7 +29,8 @@ def are_plain(*tensors: torch.Tensor | None) -> bool:
 
 def options_of(config) -> dict:
     """How operations that quantise do it for a layer of this config."""
-    return {"power_of_2_scales": config.power_of_2_scales, "backend": ops.casting_backend(config.backend)}
+    backend = ops.casting_backend(config.backend)
+    return {"power_of_2_scales": config.power_of_2_scales, "padded": True, "backend": backend}
 
 
 def quantized(quantize, *args, rowwise: bool, columnwise: bool, **options):
@@ -47,6 +48,9 @@ def quantized_tokens(x, group_ends: torch.Tensor | None, config, *, rowwise: boo
     quantize = ops.quantize if group_ends is None else ops.grouped_quantize
     args = (x,) if group_ends is None else (x, group_ends)
     options = options_of(config)
+    if group_ends is not None:
+        # Each group is padded anyway.
+        del options["padded"]
     return quantized(quantize, *args, config.activation_format, rowwise=rowwise, columnwise=columnwise, **options)
 
 

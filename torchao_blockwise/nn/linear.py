@@ -106,6 +106,7 @@ class _Linear(torch.autograd.Function):
             columnwise=save_quantized,
             power_of_2_scales=config.power_of_2_scales,
             tensor_amax=amax_over(x2d, amax_groups.x),
+            padded=True,
             backend=ops.casting_backend(config.backend),
         )
         rowwise, columnwise = quantized if save_quantized else (quantized, None)
@@ -147,6 +148,7 @@ class _Linear(torch.autograd.Function):
                 columnwise=columnwise,
                 power_of_2_scales=config.power_of_2_scales,
                 tensor_amax=amax_over(x, amax_groups),
+                padded=True,
                 backend=backend,
             )
 

@@ -8,6 +8,7 @@ from torchao_blockwise.formats import FP8_1X128, BlockFormat
 from torchao_blockwise.ops.backend import Backend, pick, why_no_triton
 from torchao_blockwise.ops.groups import padded_tokens
 from torchao_blockwise.ops.operand import operand
+from torchao_blockwise.ops.padding import padded_size, with_zero_tokens, without_padding
 from torchao_blockwise.ops.quantize import reference
 
 # Formats that kernels quantise to as they compute; to others an operation computes first and quantises then. A tensor
@@ -38,30 +39,41 @@ def new_copies(
     rowwise: bool,
     columnwise: bool,
     group_ends: torch.Tensor | None = None,
+    padded: bool = True,
 ) -> list[torch.Tensor]:
     """Uninitialised (qdata, scale) of each copy of a [rows, columns] that is asked for, rowwise first, beside `x`.
 
     group_ends: of rows in groups, each of which the columnwise copy pads to whole blocks.
+    padded: as kernels fill them: the columnwise copy is padded as in `quantize`.
     """
     rows, columns = shape
     copies: list[torch.Tensor] = []
     if rowwise:
         copies += fmt.new_empty(x, rows, columns)
     if columnwise:
-        padded = rows if group_ends is None else padded_tokens(rows, group_ends.shape[0], fmt.block[1])
-        copies += fmt.new_empty(x, columns, padded)
+        tokens = rows if group_ends is None else padded_tokens(rows, group_ends.shape[0], fmt.block[1])
+        copies += fmt.new_empty(x, columns, padded_size(rows, fmt) if padded and group_ends is None else tokens)
     return copies
 
 
 def quantized_copies(
-    y: torch.Tensor, fmt: BlockFormat, rowwise: bool, columnwise: bool, power_of_2_scales: bool
+    y: torch.Tensor, fmt: BlockFormat, rowwise: bool, columnwise: bool, power_of_2_scales: bool, padded: bool
 ) -> list[torch.Tensor]:
     """What `new_copies` allocates, filled from `y` by the reference."""
     copies: list[torch.Tensor] = []
     if rowwise:
         copies += reference.quantize(y, fmt, None, power_of_2_scales)
     if columnwise:
-        copies += reference.quantize(y.mT, fmt, None, power_of_2_scales)
+        copies += reference.quantize((with_zero_tokens(y, fmt) if padded else y).mT, fmt, None, power_of_2_scales)
+    return copies
+
+
+def made_copies(
+    copies: list[torch.Tensor], fmt: BlockFormat, tokens: int, columnwise: bool, padded: bool
+) -> list[torch.Tensor]:
+    """What a kernel made of so many tokens, not in groups, as it was asked for: padded or not."""
+    if columnwise and not padded:
+        copies[-2:] = without_padding(copies[-2:], fmt, tokens)
     return copies
 
 

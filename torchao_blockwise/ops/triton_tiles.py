@@ -52,13 +52,18 @@ def pointers(copies: list[torch.Tensor], rowwise: bool, columnwise: bool) -> lis
     return [next(given) if asked else None for asked in (rowwise, rowwise, columnwise, columnwise)]
 
 
-def columnwise_needs_rowwise(*sizes: int) -> bool:
-    """Whether a kernel that writes a columnwise copy of these sizes alone would spill: it writes both then.
+def width_of_rows(copies: list[torch.Tensor], columnwise: bool) -> int | None:
+    """Bytes of a row of the columnwise payload, of the copies asked for; None where there is none."""
+    return copies[-2].shape[-1] if columnwise else None
+
+
+def columnwise_needs_rowwise(width: int) -> bool:
+    """Whether a kernel that writes a columnwise copy alone, of rows so wide, would spill: it writes both then.
 
     Where rows do not start on 16 bytes every element has an address of its own. The stores of the rowwise copy stand
     between the rows that are computed at a time; without them the compiler reads all rows at once.
     """
-    return any(size % _ALIGNMENT for size in sizes)
+    return width % _ALIGNMENT != 0
 
 
 @triton.jit
@@ -117,11 +122,11 @@ def _stacked_transposed(parts):
 def store_columnwise(
     ys,  # TILE_M / ROWS tensors [ROWS, BLOCK], the tile from top to bottom, zero outside of the matrix
     magnitude,  # [ROWS, BLOCK] the largest `magnitude_bits` of all of them
-    qt_ptr,  # [K, M] e4m3 bytes
+    qt_ptr,  # [K, width_qt] e4m3 bytes
     st_ptr,  # [M/BLOCK, K] f32
     tile_m,
     offs_k,
-    M,
+    width_qt,  # bytes of a row of qt: M and padding
     K,
     ELEMENT_MAX: tl.constexpr,
     MIN_AMAX: tl.constexpr,
@@ -134,5 +139,5 @@ def store_columnwise(
     qs = ()
     for i in tl.static_range(BLOCK // ROWS):
         qs = qs + (encode_e4m3(to_f32(ys[i]) * encode[None, :], ELEMENT_MAX),)  # type: ignore[assignment]  # noqa: RUF005
-    _store_tile(qt_ptr, 0, _stacked_transposed(qs), offs_k, tile_m * BLOCK + tl.arange(0, BLOCK), K, M)
+    _store_tile(qt_ptr, 0, _stacked_transposed(qs), offs_k, tile_m * BLOCK + tl.arange(0, BLOCK), K, width_qt)
     tl.store(st_ptr + tile_m.to(tl.int64) * K + offs_k, scale, mask=offs_k < K)

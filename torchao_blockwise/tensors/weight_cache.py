@@ -22,14 +22,20 @@ from torchao_blockwise.ops.quantize import tensor_amax_bits_op
 
 @dataclass
 class _Copies:
-    version: int
-    recipe: tuple
-    rowwise: Any
+    """Valid at one count of changes, `version`, of values that were quantised as `recipe` says."""
+
+    version: int = -1
+    recipe: tuple = ()
+    rowwise: Any = None
     columnwise: Any = None
+    counted: bool = True  # whether the count can be trusted
+
+    def drop(self) -> None:
+        self.version, self.rowwise, self.columnwise = -1, None, None
 
 
+# One lookup a use: each goes through Python, 0.5 µs.
 _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_changes_uncounted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # Names of the process groups over which the tensor is split that the values are a part of.
 _splits: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -55,34 +61,32 @@ def quantized_weight(
     if fmt.has_global_scale:
         amax_groups = amax_groups or _splits.get(hp, "")
 
-    def quantize():
+    copies = _copies.get(hp)
+    if hp.is_inference() or _compat.is_capturing(hp) or not (copies is None or copies.counted):
+        # Copies for this use alone.
+        copies, version = _Copies(), 0
+    else:
+        version = _compat.version_of(hp)
+        if copies is None:
+            copies = _copies[hp] = _Copies()
+    recipe = fmt.name, power_of_2_scales, amax_groups, rounded_to
+    if copies.version != version or copies.recipe != recipe:
+        # The stale copy goes first, so that two never live together.
+        copies.drop()
         values = hp if rounded_to is None else hp.to(rounded_to)
-        return ops.quantize(
+        copies.rowwise = ops.quantize(
             values,
             fmt,
             power_of_2_scales=power_of_2_scales,
             tensor_amax=amax_over(values, amax_groups),
             backend=backend,
         )
-
-    def transpose(rowwise):
-        return ops.transpose(rowwise, columns=hp.shape[-1], backend=backend)
-
-    if not _is_counted(hp):
-        rowwise = quantize()
-        return transpose(rowwise) if columnwise else rowwise
-    version, recipe = _compat.version_of(hp), (fmt.name, power_of_2_scales, amax_groups, rounded_to)
-    copies = _copies.get(hp)
-    if copies is None or copies.version != version or copies.recipe != recipe:
-        # The stale copy goes first, so that two never live together.
-        _copies.pop(hp, None)
-        del copies
-        copies = _copies[hp] = _Copies(version, recipe, quantize())
+        copies.version, copies.recipe = version, recipe
     if not columnwise:
         return copies.rowwise
     if copies.columnwise is not None:
         return copies.columnwise
-    result = transpose(copies.rowwise)
+    result = ops.transpose(copies.rowwise, columns=hp.shape[-1], backend=backend)
     if keep_columnwise:
         copies.columnwise = result
     return result
@@ -115,13 +119,15 @@ def kept_bytes(hp: torch.Tensor) -> int:
     copies = _copies.get(hp)
     if copies is None:
         return 0
-    kept = [*copies.rowwise, *(copies.columnwise or ())]
+    kept = [*(copies.rowwise or ()), *(copies.columnwise or ())]
     return sum(t.nbytes for t in kept if t is not None)
 
 
 def drop(hp: torch.Tensor) -> None:
     """Forget the copies of `hp`; the next use quantises it again."""
-    _copies.pop(hp, None)
+    copies = _copies.get(hp)
+    if copies is not None:
+        copies.drop()
 
 
 def note_change(hp: torch.Tensor) -> None:
@@ -134,9 +140,4 @@ def note_change(hp: torch.Tensor) -> None:
 
 def keep_nothing(hp: torch.Tensor) -> None:
     """Quantise `hp` on every use from now on: something changes its values without counting."""
-    _changes_uncounted[hp] = True
-    drop(hp)
-
-
-def _is_counted(hp: torch.Tensor) -> bool:
-    return not (hp.is_inference() or hp in _changes_uncounted or _compat.is_capturing(hp))
+    _copies[hp] = _Copies(counted=False)

@@ -16,9 +16,9 @@ import torch
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, BlockFormat
 from torchao_blockwise.ops.backend import interpreting
 from torchao_blockwise.ops.grouped_matmul.schedule import schedule_groups, schedule_rows
-from torchao_blockwise.ops.launch import ceil_div
-from torchao_blockwise.ops.matmul.builds import WAVE_ROWS, Build, builds_for, bytes_of_rounds
-from torchao_blockwise.ops.matmul.gluon import COLUMNS_HALVED, copies_out, describe, describe_operands, multiprocessors
+from torchao_blockwise.ops.launch import Launch, ceil_div
+from torchao_blockwise.ops.matmul.builds import Build, builds_for, bytes_of_rounds
+from torchao_blockwise.ops.matmul.gluon import copies_out, in_tiles, multiprocessors, tiles_of
 from torchao_blockwise.ops.matmul.gluon_pipeline import MAX_CTAS, WARPGROUP, grouped_matmul_fp8_kernel
 from torchao_blockwise.ops.matmul.rows import aligned_rows
 
@@ -29,15 +29,6 @@ def why_not(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str) -> str | N
     """Why these kernels cannot compute this product on a Hopper GPU, or None if they can."""
     if interpreting():
         return "Triton's interpreter does not know Gluon"
-    if along == "k":
-        # On an H200, Triton 3.6: 90 groups of one to three blocks, outputs that are stored directly. Eight rows of a
-        # consumer's second wave, others in each run; with one wave, sums into gradients alone. The simulator sees no
-        # fault, and outputs that leave by the copy engine were right in all runs.
-        return 'along "k" a few rows were wrong in some runs on an H200, and why is not known yet'
-    return _why_not_these(a, b, a_fmt, b_fmt, along)
-
-
-def _why_not_these(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str) -> str | None:
     if (a_fmt, b_fmt) != _PAIRS[along]:
         wanted = " · ".join(fmt.name for fmt in _PAIRS[along])
         return f'along "{along}" the kernels multiply {wanted}, got {a_fmt.name} · {b_fmt.name}'
@@ -112,7 +103,8 @@ def _launch_along_m(out, a, a_scale, b, b_scale, group_ends, a_fmt, build):
     a, b = aligned_rows(a), aligned_rows(b.reshape(groups * N, -1))
     K = a.shape[1]
     build = choose_build("m", M, groups, M, N, K, available) if build is None else build
-    build = replace(build, block=a_fmt.block[1], along="m", b_square=True, copy_out=copies_out(out))
+    copy_out = copies_out(N, out.dtype)
+    build = _complete(build, block=a_fmt.block[1], along="m", b_square=True, copy_out=copy_out)
     schedule = schedule_rows(group_ends, M, build.tile_m)
     # As many as there may be: how many there are, the schedule says.
     tiles = (schedule.shape[0] - 1) * ceil_div(N, build.width)
@@ -126,22 +118,32 @@ def _launch_along_k(out, a, a_scale, b, b_scale, group_ends, a_fmt, accumulate, 
     mean = ceil_div(padded, groups * block) * block
     build = choose_build("k", padded, groups, M, N, mean, available) if build is None else build
     # The copy engine ends where the tensor does; a tile that runs on into the next group's rows is stored.
-    copy_out = not accumulate and copies_out(out) and M % build.tile_m == 0
-    build = replace(build, block=block, along="k", accumulate=accumulate, copy_out=copy_out)
+    copy_out = not accumulate and copies_out(N, out.dtype) and M % build.tile_m == 0
+    build = _complete(build, block=block, along="k", accumulate=accumulate, copy_out=copy_out)
     schedule = schedule_groups(group_ends, padded, block, not accumulate)
     tiles = groups * ceil_div(M, build.tile_m) * ceil_div(N, build.width)
     operands = aligned_rows(a), a_scale, aligned_rows(b), b_scale
     _launch(*operands, schedule, out, out.view(groups * M, N), (M, N, padded), tiles, build)
 
 
-def _launch(a, a_scale, b, b_scale, schedule, out, rows_of_out, sizes, tiles, build):
-    arguments = (
-        *describe_operands(a, a_scale, b, b_scale, build),
+def _launch(a, a_scale, b, b_scale, schedule, out, rows_of_out, sizes, programs, build):
+    tiles = tiles_of(build)
+    _launch_of(build, programs, sizes, multiprocessors(a.device))(
+        grouped_matmul_fp8_kernel,
+        *in_tiles(a, a_scale, b, b_scale, tiles),
         schedule,
-        describe(rows_of_out, WAVE_ROWS, build.width, COLUMNS_HALVED, build) if build.copy_out else out,
+        out if tiles.out is None else (rows_of_out, tiles.out),
         out,
-        *sizes,
     )
-    grid = (min(tiles, multiprocessors(a.device) // build.ctas),)
-    with torch.cuda.device_of(a):
-        grouped_matmul_fp8_kernel[grid](*arguments, B=build, num_warps=WARPGROUP, num_ctas=build.ctas)
+
+
+@functools.cache
+def _complete(build: Build, **decided) -> Build:
+    """`build` with what the operands decide: one object for each, made once and not in every launch (4 µs)."""
+    return replace(build, **decided)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_of(build: Build, programs: int, sizes: tuple[int, int, int], available: int) -> Launch:
+    grid = min(programs, available // build.ctas)
+    return Launch(grid, *sizes, B=build, num_warps=WARPGROUP, num_ctas=build.ctas)

@@ -5,14 +5,14 @@ Which build of the kernel in `gluon_pipeline.py` a product takes, and how its op
 
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, BlockFormat
 from torchao_blockwise.ops.backend import interpreting
-from torchao_blockwise.ops.launch import ceil_div
+from torchao_blockwise.ops.launch import Launch, Tile, ceil_div
 from torchao_blockwise.ops.matmul.builds import WAVE_ROWS, Build, choose_build
 from torchao_blockwise.ops.matmul.gluon_pipeline import MAX_CTAS, WARPGROUP, matmul_fp8_kernel
 from torchao_blockwise.ops.matmul.rows import ROW_BYTES, aligned_rows
@@ -20,7 +20,7 @@ from torchao_blockwise.ops.matmul.rows import ROW_BYTES, aligned_rows
 # Bytes of the widest swizzle, which is also a block of K.
 _SWIZZLE = 128
 # How tiles are dealt out to a pair of multiprocessors: one for both, or a half of its rows or columns to each.
-SHARED, ROWS_HALVED, COLUMNS_HALVED = [[0, 0]], [[1, 0]], [[0, 1]]
+_SHARED, _ROWS_HALVED, _COLUMNS_HALVED = [[0, 0]], [[1, 0]], [[0, 1]]
 
 
 def why_not(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat) -> str | None:
@@ -76,34 +76,18 @@ def add_matmul(
 
 def _launch(a, a_scale, b, b_scale, a_fmt, b_fmt, out, bias, accumulate, build):
     M, N = out.shape
-    block = a_fmt.block[1]
-    a, b = aligned_rows(a), aligned_rows(b)
-    K = a.shape[1]
     available = multiprocessors(a.device)
-    build = choose_build(M, N, K, block, available, MAX_CTAS) if build is None else build
-    split = build.splits > 1
-    target = out.new_empty((build.splits, M, N), dtype=torch.float32) if split else out
-    build = replace(
-        build,
-        block=block,
-        b_square=b_fmt.is_square,
-        has_bias=bias is not None and not split,
-        accumulate=accumulate and not split,
-        copy_out=not (split or accumulate) and copies_out(out),
-    )
-    arguments = (
-        *describe_operands(a, a_scale, b, b_scale, build),
+    key = build, M, N, a.shape[1], a_fmt.block[1], b_fmt.is_square, out.dtype, bias is not None, accumulate, available
+    build, tiles, launch = _plan(*key)
+    splits = build.splits
+    target = out.new_empty((splits, M, N), dtype=torch.float32) if splits > 1 else out
+    launch(
+        matmul_fp8_kernel,
+        *in_tiles(aligned_rows(a), a_scale, aligned_rows(b), b_scale, tiles),
         bias.contiguous() if build.has_bias else out,
-        describe(target, WAVE_ROWS, build.width, COLUMNS_HALVED, build) if build.copy_out else target,
-        M,
-        N,
-        K,
+        target if tiles.out is None else (target, tiles.out),
     )
-    tiles = ceil_div(M, build.tile_m) * ceil_div(N, build.width) * build.splits
-    grid = (min(tiles, available // build.ctas),)
-    with torch.cuda.device_of(a):
-        matmul_fp8_kernel[grid](*arguments, B=build, num_warps=WARPGROUP, num_ctas=build.ctas)
-    if split:
+    if splits > 1:
         product = target.sum(0)
         product = product if bias is None else product.add_(bias)
         if accumulate:
@@ -113,33 +97,74 @@ def _launch(a, a_scale, b, b_scale, a_fmt, b_fmt, out, bias, accumulate, build):
     return out
 
 
-def copies_out(out: torch.Tensor) -> bool:
-    """Whether the copy engine can write `out`: it asks for rows of whole 16 bytes.
+class TilesOf(NamedTuple):
+    """In what tiles the copy engine moves what a product takes; None for what it does not move."""
+
+    a: Tile
+    a_scale: Tile
+    b: Tile
+    b_scale: Tile | None
+    out: Tile | None
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    build: Build | None,
+    M: int,
+    N: int,
+    K: int,
+    block: int,
+    b_square: bool,
+    out_dtype: torch.dtype,
+    has_bias: bool,
+    accumulate: bool,
+    available: int,
+) -> tuple[Build, TilesOf, Launch]:
+    """All that a product's operands settle beside their addresses, which would take each launch 10 µs."""
+    build = choose_build(M, N, K, block, available, MAX_CTAS) if build is None else build
+    split = build.splits > 1
+    build = replace(
+        build,
+        block=block,
+        b_square=b_square,
+        has_bias=has_bias and not split,
+        accumulate=accumulate and not split,
+        copy_out=not (split or accumulate) and copies_out(N, out_dtype),
+    )
+    programs = ceil_div(M, build.tile_m) * ceil_div(N, build.width) * build.splits
+    grid = min(programs, available // build.ctas)
+    return build, tiles_of(build), Launch(grid, M, N, K, B=build, num_warps=WARPGROUP, num_ctas=build.ctas)
+
+
+def copies_out(columns: int, dtype: torch.dtype) -> bool:
+    """Whether the copy engine can write an output of `columns` columns: it asks for rows of whole 16 bytes.
 
     Direct stores of fp32 fill whole sectors as it is.
     """
-    return out.itemsize == 2 and out.shape[-1] * out.itemsize % ROW_BYTES == 0
+    return dtype.itemsize == 2 and columns * dtype.itemsize % ROW_BYTES == 0
 
 
-def describe_operands(a, a_scale, b, b_scale, build: Build) -> tuple:
-    """What the kernels take for matrices a [M, K] and b [N, K] of aligned rows, and their scales."""
-    if build.b_square:
-        b_scale = b_scale.contiguous()
-    else:
-        b_scale = describe(aligned_rows(b_scale), 1, build.width, COLUMNS_HALVED, build)
-    return (
-        describe(a, WAVE_ROWS, build.block, SHARED, build),
-        describe(aligned_rows(a_scale), 1, WAVE_ROWS, SHARED, build),
-        describe(b, build.width, build.block, ROWS_HALVED, build),
-        b_scale,
+@functools.cache
+def tiles_of(build: Build) -> TilesOf:
+    """The tiles in which a build's matrices are moved: payload, fp32 scales, and an output of 16 bits."""
+
+    def tile(rows, columns, dealt, itemsize):
+        # Rows of a tile that fill a swizzle are swizzled; rows of scales are read as they lie.
+        swizzle = _SWIZZLE if rows > 1 else 0
+        halves = {"cga_layout": dealt} if build.ctas == 2 else {}
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=itemsize * 8, rank=2, **halves)
+        return Tile((rows, columns), layout)
+
+    return TilesOf(
+        tile(WAVE_ROWS, build.block, _SHARED, 1),
+        tile(1, WAVE_ROWS, _SHARED, 4),
+        tile(build.width, build.block, _ROWS_HALVED, 1),
+        None if build.b_square else tile(1, build.width, _COLUMNS_HALVED, 4),
+        tile(WAVE_ROWS, build.width, _COLUMNS_HALVED, 2) if build.copy_out else None,
     )
 
 
-def describe(x: torch.Tensor, rows: int, columns: int, dealt: list, build: Build) -> TensorDescriptor:
-    """What the copy engine needs to know to copy tiles of [rows, columns] of the matrix `x`."""
-    # Rows of a tile that fill a swizzle are swizzled; rows of scales are read as they lie.
-    swizzle = _SWIZZLE if rows > 1 else 0
-    halves = {"cga_layout": dealt} if build.ctas == 2 else {}
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=x.itemsize * 8, rank=2, **halves)
-    # The stride of a lone row may be anything.
-    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [rows, columns], layout)
+def in_tiles(a, a_scale, b, b_scale, tiles: TilesOf) -> tuple:
+    """What the kernels take for matrices a [M, K] and b [N, K] of aligned rows, and their scales."""
+    b_scale = b_scale.contiguous() if tiles.b_scale is None else (aligned_rows(b_scale), tiles.b_scale)
+    return (a, tiles.a), (aligned_rows(a_scale), tiles.a_scale), (b, tiles.b), b_scale

@@ -32,6 +32,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchao_blockwise.ops.matmul.builds import WAVE_ROWS
+from torchao_blockwise.ops.matmul.gluon_barriers import (
+    free_stage,
+    free_stage_after,
+    make_barriers,
+    wait_for_stage,
+)
 from torchao_blockwise.ops.matmul.gluon_tiles import load_entry, locate_tile, turns_of_program
 
 # Names of the copies moved in Triton 3.8.
@@ -56,9 +62,15 @@ def _accumulator_layout(tile_n, ctas):
 
 
 @gluon.constexpr_function
-def _barrier_layout(ctas, shared):
-    """Of a barrier a multiprocessor, or of one that a pair shares, which lies in the first's memory."""
-    return mbarrier.MBarrierLayout([[0 if shared else 1]] if ctas == 2 else None)
+def _barrier_layout(ctas):
+    """Of a barrier a multiprocessor."""
+    return mbarrier.MBarrierLayout([[1]] if ctas == 2 else None)
+
+
+@gluon.constexpr_function
+def first_wave(consumer, build):
+    """The first of a consumer's waves in a tile."""
+    return consumer * (build.waves if build.stride == 1 else 1)
 
 
 @gluon.jit
@@ -89,17 +101,10 @@ def _load_shared(descriptor, coordinates, bar, target, B: gl.constexpr):
 
 
 @gluon.jit
-def _free(empty, pair_empty, stage, B: gl.constexpr):
-    mbarrier.arrive(empty.index(stage), count=1)
-    if B.ctas == 2:
-        mbarrier.arrive(pair_empty.index(stage), count=1)
-
-
-@gluon.jit
 def _produce(operands, rings, groups, M, N, K, B: gl.constexpr):
     """Fill the ring, a stage a block of K, for every tile of this program."""
     a, a_scale, b, b_scale = operands
-    a_ring, a_scale_ring, b_ring, b_scale_ring, full, empty, pair_empty = rings
+    a_ring, a_scale_ring, b_ring, b_scale_ring, full = rings
     WAVES: gl.constexpr = B.all_waves
     BYTES: gl.constexpr = (B.tile_m + B.tile_n) * B.block + (B.tile_m + (0 if B.b_square else B.tile_n)) * 4
     turn, turns, step, entries = turns_of_program(groups, M, N, B)
@@ -110,10 +115,7 @@ def _produce(operands, rings, groups, M, N, K, B: gl.constexpr):
         # A group of rows has N rows of b to itself, from which the last tile runs on into the next group's.
         b_row = part * N + column if B.along == "m" else column
         for k in range(first, last):
-            mbarrier.wait(empty.index(stage), phase)
-            if B.ctas == 2:
-                # The first of the pair copies into the other's memory too.
-                mbarrier.wait(pair_empty.index(stage), phase)
+            wait_for_stage(stage, phase, B.ctas)
             bar = full.index(stage)
             mbarrier.expect(bar, BYTES)
             for wave in gl.static_range(WAVES):
@@ -127,19 +129,22 @@ def _produce(operands, rings, groups, M, N, K, B: gl.constexpr):
     if B.ctas == 2:
         # The other's consumers arrive here: stay until the last has.
         for _ in range(B.stages):
-            mbarrier.wait(pair_empty.index(stage), phase)
+            wait_for_stage(stage, phase, B.ctas)
             stage, phase = _next(stage, phase, B.stages)
 
 
 @gluon.jit
-def _promote(acc, partial, a_scale, b_scale, B: gl.constexpr):
-    """acc + partial · a_scale · b_scale."""
+def _scaled(partial, a_scale, b_scale, B: gl.constexpr):
+    """Two factors whose product is partial · a_scale · b_scale, to be added in one FMA an element.
+
+    The first stays in the registers of `partial`, in which the next wave begins: another one's were not to be had, and
+    each multiplication had to wait for the addition before it.
+    """
     if B.b_square:
-        # One FMA an element; scales whose product overflows belong to products that do.
-        acc += partial * (a_scale * b_scale)[:, None]
+        # Scales whose product overflows belong to products that do.
+        return partial, (a_scale * b_scale)[:, None]
     else:
-        acc += (partial * a_scale[:, None]) * b_scale[None, :]
-    return acc
+        return partial * a_scale[:, None], b_scale[None, :]
 
 
 @gluon.jit
@@ -193,18 +198,75 @@ def _write(
 
 
 @gluon.jit
+def _load_scales(ring, index, LENGTH: gl.constexpr, LAYOUT: gl.constexpr):
+    return ring.index(index).reshape([LENGTH]).load(LAYOUT)
+
+
+@gluon.jit
+def _multiply_part(a, b, acc, use_acc, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Issue the product of columns FIRST .. FIRST + COUNT of a wave and of a block of b."""
+    return warpgroup_mma(a.slice(FIRST, COUNT, 1), b.slice(FIRST, COUNT, 0), acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def _multiply_first(LIVE: gl.constexpr, a, b, a_scale_ring, wave, b_scale_ring, stage, b_scale, B: gl.constexpr):
+    """A consumer's first wave of a stage: (product, a's scales, b's).
+
+    Loads from shared memory wait while products read it. The column scales, 16 loads a thread, come after a part of
+    the product has been issued and before the rest is, so that one consumer loads while the other multiplies. Loads
+    come in order: who has b's scales has a's, where a's are asked for first.
+    """
+    MMA: gl.constexpr = _accumulator_layout(B.tile_n, B.ctas)
+    WIDTH: gl.constexpr = B.width
+    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
+    HALF: gl.constexpr = B.block // 2
+    QUARTER: gl.constexpr = B.block // 4
+    acc = gl.zeros((_WAVE, WIDTH), gl.float32, MMA)
+    if B.b_square:
+        acc = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
+        if LIVE == 2:
+            # Waits for nothing; loads stay behind it.
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        a_scale = _load_scales(a_scale_ring, wave, _WAVE, ROWS)
+    elif LIVE == 2:
+        acc = _multiply_part(a, b, acc, False, 0, QUARTER)
+        a_scale = _load_scales(a_scale_ring, wave, _WAVE, ROWS)
+        b_scale = _load_scales(b_scale_ring, stage, WIDTH, COLUMNS)
+        acc = _multiply_part(a, b, acc, True, QUARTER, QUARTER)
+        acc = _multiply_part(a, b, acc, True, HALF, HALF)
+    else:
+        a_scale = _load_scales(a_scale_ring, wave, _WAVE, ROWS)
+        acc = _multiply_part(a, b, acc, False, 0, HALF)
+        b_scale = _load_scales(b_scale_ring, stage, WIDTH, COLUMNS)
+        acc = _multiply_part(a, b, acc, True, HALF, HALF)
+    return warpgroup_mma_wait(0, deps=[acc]), a_scale, b_scale
+
+
+@gluon.jit
 def _accumulate(
-    LIVE: gl.constexpr, WAVE: gl.constexpr, b_scale_ptrs, rings, stage, phase, first, last, M, B: gl.constexpr
+    LIVE: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    b_scale_ptrs,
+    rings,
+    stage,
+    phase,
+    first,
+    last,
+    M,
+    B: gl.constexpr,
 ):
-    """Sums of products over blocks first .. last of K, for the first LIVE waves of a consumer. WAVE: its first one."""
-    a_ring, a_scale_ring, b_ring, b_scale_ring, full, empty, pair_empty = rings
+    """Sums of products over blocks first .. last of K, for the first LIVE waves of a consumer."""
+    a_ring, a_scale_ring, b_ring, b_scale_ring, full = rings
+    WAVE: gl.constexpr = first_wave(CONSUMER, B)
     WIDTH: gl.constexpr = B.width
     MMA: gl.constexpr = _accumulator_layout(B.tile_n, B.ctas)
     # False, which the compiler cannot know: the second wave begins from the first's registers and takes no others.
     from_partial = M < 0
-    zeros = gl.zeros((_WAVE, WIDTH), gl.float32, MMA)
+    zero = gl.where(from_partial, 1, 0)
     acc0 = gl.zeros((_WAVE, WIDTH), gl.float32, MMA)
     acc1 = gl.zeros((_WAVE, WIDTH), gl.float32, MMA)
+    b_scale = 0.0
     if B.b_square:
         # One block ahead: the way from memory takes about as long as a block.
         b_scale_next = gl.load(b_scale_ptrs + first, mask=first < last, other=0.0)
@@ -216,27 +278,33 @@ def _accumulate(
         following, its_phase = _next(stage, phase, B.stages)
         b = b_ring.index(stage).permute((1, 0))
         wave = stage * B.all_waves + WAVE
-        if LIVE > 0:
-            partial = warpgroup_mma(a_ring.index(wave), b, zeros, use_acc=False, is_async=True)
-            a_scale = a_scale_ring.index(wave).reshape([_WAVE]).load(gl.SliceLayout(1, MMA))
-            if not B.b_square:
-                b_scale = b_scale_ring.index(stage).reshape([WIDTH]).load(gl.SliceLayout(0, MMA))
-            partial = warpgroup_mma_wait(0, deps=[partial])
-        if LIVE < 2:
-            _free(empty, pair_empty, stage, B)
+        if LIVE == 0:
+            free_stage(stage, B.ctas)
             mbarrier.wait(full.index(following), its_phase, pred=k + 1 < last)
-        if LIVE > 0:
-            acc0 = _promote(acc0, partial, a_scale, b_scale, B)
+        else:
+            partial, a_scale, block_scale = _multiply_first(
+                LIVE, a_ring.index(wave), b, a_scale_ring, wave, b_scale_ring, stage, b_scale, B
+            )
+            if LIVE == 1:
+                if B.b_square:
+                    free_stage_after(a_scale, 2, stage, zero, B.ctas)
+                else:
+                    free_stage_after(block_scale, B.tile_n // 4, stage, zero, B.ctas)
+                mbarrier.wait(full.index(following), its_phase, pred=k + 1 < last)
+            partial, b_factor = _scaled(partial, a_scale, block_scale, B)
+            acc0 += partial * b_factor
         if LIVE == 2:
             wave += B.stride
             second = warpgroup_mma(a_ring.index(wave), b, partial, use_acc=from_partial, is_async=True)
-            a_scale = a_scale_ring.index(wave).reshape([_WAVE]).load(gl.SliceLayout(1, MMA))
-            # acc0 passes through, so that its promotion cannot sink below this wait.
+            # acc0 passes through, so that its promotion cannot sink below a wait.
+            second, acc0 = warpgroup_mma_wait(1, deps=[second, acc0])
+            a_scale = _load_scales(a_scale_ring, wave, _WAVE, gl.SliceLayout(1, MMA))
             second, acc0 = warpgroup_mma_wait(0, deps=[second, acc0])
-            _free(empty, pair_empty, stage, B)
+            free_stage_after(a_scale, 2, stage, zero, B.ctas)
             # Here and not where the block begins: an `output` is 4 % faster on an H200.
             mbarrier.wait(full.index(following), its_phase, pred=k + 1 < last)
-            acc1 = _promote(acc1, second, a_scale, b_scale, B)
+            second, b_factor = _scaled(second, a_scale, block_scale, B)
+            acc1 += second * b_factor
         stage, phase = following, its_phase
     return acc0, acc1, stage, phase
 
@@ -244,7 +312,7 @@ def _accumulate(
 @gluon.jit
 def _consume(CONSUMER: gl.constexpr, b_scale_ptr, out, out_ring, bias_ptr, rings, groups, M, N, K, B: gl.constexpr):
     """Multiply, promote and write the waves of one consumer, of every tile of this program."""
-    WAVE: gl.constexpr = CONSUMER * (B.waves if B.stride == 1 else 1)
+    WAVE: gl.constexpr = first_wave(CONSUMER, B)
     LAST: gl.constexpr = (B.waves - 1) * B.stride * _WAVE
     MMA: gl.constexpr = _accumulator_layout(B.tile_n, B.ctas)
     turn, turns, step, entries = turns_of_program(groups, M, N, B)
@@ -260,11 +328,13 @@ def _consume(CONSUMER: gl.constexpr, b_scale_ptr, out, out_ring, bias_ptr, rings
                 block_n += part * gl.cdiv(N, B.block)
             b_scale_ptrs = b_scale_ptr + block_n.to(gl.int64) * gl.cdiv(K, B.block)
         if B.all_live or row + WAVE * _WAVE + LAST < end:
-            acc0, acc1, stage, phase = _accumulate(B.waves, WAVE, b_scale_ptrs, rings, stage, phase, first, last, M, B)
+            acc0, acc1, stage, phase = _accumulate(
+                B.waves, CONSUMER, b_scale_ptrs, rings, stage, phase, first, last, M, B
+            )
         elif B.waves == 2 and row + WAVE * _WAVE < end:
-            acc0, acc1, stage, phase = _accumulate(1, WAVE, b_scale_ptrs, rings, stage, phase, first, last, M, B)
+            acc0, acc1, stage, phase = _accumulate(1, CONSUMER, b_scale_ptrs, rings, stage, phase, first, last, M, B)
         else:
-            acc0, acc1, stage, phase = _accumulate(0, WAVE, b_scale_ptrs, rings, stage, phase, first, last, M, B)
+            acc0, acc1, stage, phase = _accumulate(0, CONSUMER, b_scale_ptrs, rings, stage, phase, first, last, M, B)
         # On its way from memory while this tile is written.
         entry = load_entry(tile + step, entries, groups, M, N, B)
         row += WAVE * _WAVE
@@ -282,6 +352,8 @@ def _multiply(a, a_scale, b, b_scale, bias_ptr, out, groups, M, N, K, B: gl.cons
     """Set up the ring and run producer and consumers."""
     # A tile of b has one scale where its blocks are square.
     gl.static_assert(B.block % B.tile_n == 0 or not B.b_square)
+    # The first of a pair copies into the other's memory too, so each waits for the consumers of both.
+    make_barriers(B.stages, _WARPS * B.consumers * B.ctas)
     a_ring = gl.allocate_shared_memory(a.dtype, [B.stages * B.all_waves, _WAVE, B.block], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [B.stages, B.width, B.block], b.layout)
     a_scale_ring = gl.allocate_shared_memory(gl.float32, [B.stages * B.all_waves, 1, _WAVE], a_scale.layout)
@@ -292,18 +364,12 @@ def _multiply(a, a_scale, b, b_scale, bias_ptr, out, groups, M, N, K, B: gl.cons
     out_ring = a_scale_ring
     if B.copy_out:
         out_ring = gl.allocate_shared_memory(out.dtype, [B.consumers, _WAVE, B.width], out.layout)
-    OWN: gl.constexpr = _barrier_layout(B.ctas, False)
-    full = gl.allocate_shared_memory(gl.int64, [B.stages, B.ctas], OWN)
-    empty = gl.allocate_shared_memory(gl.int64, [B.stages, B.ctas], OWN)
-    pair_empty = gl.allocate_shared_memory(gl.int64, [B.stages, 1], _barrier_layout(B.ctas, True))
+    full = gl.allocate_shared_memory(gl.int64, [B.stages, B.ctas], _barrier_layout(B.ctas))
     STAGES: gl.constexpr = B.stages
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=B.consumers)
-        # Triton counts for both of a pair.
-        mbarrier.init(pair_empty.index(i), count=B.consumers)
     fence_async_shared()
-    rings = (a_ring, a_scale_ring, b_ring, b_scale_ring, full, empty, pair_empty)
+    rings = (a_ring, a_scale_ring, b_ring, b_scale_ring, full)
     operands = (a, a_scale, b, b_scale)
     if B.consumers == 1:
         gl.warp_specialize(

@@ -11,6 +11,7 @@ from torchao_blockwise.ops.backend import Backend, get_backend
 from torchao_blockwise.ops.fused import (
     FUSED_FORMATS,
     check_copies,
+    made_copies,
     new_copies,
     operands_of,
     pick_kernel,
@@ -78,13 +79,14 @@ def norm_quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     power_of_2_scales: bool = False,
+    padded: bool = False,
     dtype: torch.dtype | None = None,
     backend: Backend | str | None = None,
 ):
     """`quantize(normalize(x, ..))` in one pass: y = (x - mean) · rstd · weight + bias never goes to memory.
 
     x: [M, K] bf16 | f16 | f32, any strides. statistics: of `norm_statistics`. weight, bias: [K] or None.
-    rowwise, columnwise, power_of_2_scales: as in `quantize`, and so is what is returned.
+    rowwise, columnwise, power_of_2_scales, padded: as in `quantize`, and so is what is returned.
     dtype: what y is rounded to before it is quantised, default the dtype of `x`.
     The same bits as the two operations one after the other, given the statistics. Formats with a tensor scale (NVFP4)
     need all of y before any block of it can be quantised, and 128×128 blocks have no kernel: these do run as the two.
@@ -100,8 +102,8 @@ def norm_quantize(
     arguments = (x, *statistics, weight, bias, dtype or x.dtype)
     copies = {"rowwise": rowwise, "columnwise": columnwise, "power_of_2_scales": power_of_2_scales}
     if fmt not in FUSED_FORMATS:
-        return quantize(normalize_op(*arguments, backend), fmt, **copies, backend=backend)
-    return operands_of(norm_quantize_op(*arguments, fmt.name, rowwise, columnwise, power_of_2_scales, backend), fmt)
+        return quantize(normalize_op(*arguments, backend), fmt, **copies, padded=padded, backend=backend)
+    return operands_of(norm_quantize_op(*arguments, fmt.name, *copies.values(), backend, padded), fmt)
 
 
 def _check_x(op: str, x) -> None:
@@ -153,20 +155,24 @@ def _normalize_fake(x, mean, rstd, weight, bias, dtype, backend):
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _norm_quantize(x, mean, rstd, weight, bias, dtype, format, rowwise, columnwise, power_of_2_scales, backend):
+def _norm_quantize(
+    x, mean, rstd, weight, bias, dtype, format, rowwise, columnwise, power_of_2_scales, backend, padded=False
+):
     fmt = get_format(format)
     if pick_kernel("norm_quantize", x, backend, quantizes=True) is not Backend.TRITON:
         y = reference.normalize(x, mean, rstd, weight, bias, dtype)
-        return quantized_copies(y, fmt, rowwise, columnwise, power_of_2_scales)
+        return quantized_copies(y, fmt, rowwise, columnwise, power_of_2_scales, padded)
     from torchao_blockwise.ops.norm_quantize import triton
 
     copies = new_copies(x, fmt, x.shape, rowwise, columnwise)
     triton.norm_quantize(x, mean, rstd, weight, bias, dtype, fmt, copies, rowwise, columnwise, power_of_2_scales)
-    return copies
+    return made_copies(copies, fmt, x.shape[0], columnwise, padded)
 
 
-def _norm_quantize_fake(x, mean, rstd, weight, bias, dtype, format, rowwise, columnwise, power_of_2_scales, backend):
-    return new_copies(x, get_format(format), x.shape, rowwise, columnwise)
+def _norm_quantize_fake(
+    x, mean, rstd, weight, bias, dtype, format, rowwise, columnwise, power_of_2_scales, backend, padded=False
+):
+    return new_copies(x, get_format(format), x.shape, rowwise, columnwise, padded=padded)
 
 
 norm_statistics_op = define_op(
@@ -180,7 +186,7 @@ normalize_op = define_op(
 )
 norm_quantize_op = define_op(
     "norm_quantize(Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, ScalarType dtype, str format,"
-    " bool rowwise, bool columnwise, bool power_of_2_scales, str backend) -> Tensor[]",
+    " bool rowwise, bool columnwise, bool power_of_2_scales, str backend, bool padded=False) -> Tensor[]",
     _norm_quantize,
     _norm_quantize_fake,
 )

@@ -22,6 +22,7 @@ from torchao_blockwise.ops.triton_tiles import (
     store_columnwise,
     store_plain,
     store_rowwise,
+    width_of_rows,
 )
 
 # Of a program of the statistics: rows, columns that are read at a time, warps.
@@ -94,6 +95,7 @@ def _norm_quantize_kernel(
     st_ptr,
     M,
     K,
+    width_qt,  # bytes of a row of qt, M and padding, or None
     stride_xm,
     stride_xk,
     DTYPE: tl.constexpr,
@@ -138,7 +140,7 @@ def _norm_quantize_kernel(
             store_plain(y_ptr, y, offs_m, offs_k, M, K)
     if COLUMNWISE:
         store_columnwise(
-            ys, largest, qt_ptr, st_ptr, tile_m, offs_k, M, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK
+            ys, largest, qt_ptr, st_ptr, tile_m, offs_k, width_qt, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK
         )  # fmt: skip
 
 
@@ -151,7 +153,7 @@ def _launch(x, mean, rstd, weight, bias, y, dtype, fmt, copies, rowwise, columnw
     vectors = [None if t is None else t.contiguous() for t in (mean, rstd, weight, bias)]
     launch(
         _norm_quantize_kernel, tiles,
-        x, *vectors, y, *pointers(copies, rowwise, columnwise), M, K, *x.stride(),
+        x, *vectors, y, *pointers(copies, rowwise, columnwise), M, K, width_of_rows(copies, columnwise), *x.stride(),
         DTYPE=_TL_DTYPES[dtype], **options,
     )  # fmt: skip
 
@@ -170,7 +172,7 @@ def norm_quantize(
     power_of_2_scales: bool,
 ) -> None:
     """Fill `copies`, (qdata, scale) of each copy asked for, with y = (x - mean) · rstd · weight + bias quantised."""
-    if columnwise and not rowwise and columnwise_needs_rowwise(*x.shape):
+    if columnwise and not rowwise and columnwise_needs_rowwise(x.shape[1]):
         copies, rowwise = [*fmt.new_empty(x, *x.shape), *copies], True
     _launch(x, mean, rstd, weight, bias, None, dtype, fmt, copies, rowwise, columnwise, power_of_2_scales)
 

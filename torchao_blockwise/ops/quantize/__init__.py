@@ -17,6 +17,7 @@ from torchao_blockwise.formats import (
 from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
 from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.ops.operand import operand
+from torchao_blockwise.ops.padding import padded_size, with_zero_tokens, without_padding
 from torchao_blockwise.ops.quantize import reference
 from torchao_blockwise.ops.sharding import shards_on_blocks
 
@@ -31,6 +32,7 @@ def quantize(
     columnwise: bool = False,
     power_of_2_scales: bool = False,
     tensor_amax: torch.Tensor | None = None,
+    padded: bool = False,
     backend: Backend | str | None = None,
 ):
     """Quantise `x` block by block: scale = max(amax, fmt.min_amax) / fmt.element.max, qdata = rne(x / scale).
@@ -42,6 +44,8 @@ def quantize(
         that is the exact transpose of the rowwise result.
     power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
     tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar.
+    padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 16 (FP8) or 32 (NVFP4): for
+        products of two such copies, to which they add nothing. Without it, M that is no such multiple costs a copy.
     backend: AUTO (default), or one by name.
     With rowwise and columnwise both: (rowwise result, columnwise result), from one read of `x`.
     A zero block decodes to zeros. A block with NaN decodes to NaN, one with Inf to no finite number; in NVFP4 either
@@ -60,9 +64,9 @@ def quantize(
         amax_bits = tensor_amax_bits_op(x) if tensor_amax is None else tensor_amax.view(torch.int32)
         global_scale = global_scale_op(amax_bits)
     if rowwise and columnwise:
-        q, s, qt, st = quantize_both_op(x, amax_bits, fmt.name, power_of_2_scales, backend)
+        q, s, qt, st = quantize_both_op(x, amax_bits, fmt.name, power_of_2_scales, backend, padded)
         return operand(fmt, q, s, global_scale), operand(fmt, qt, st, global_scale)
-    q, s = quantize_op(x, amax_bits, fmt.name, columnwise, power_of_2_scales, backend)
+    q, s = quantize_op(x, amax_bits, fmt.name, columnwise, power_of_2_scales, backend, padded)
     return operand(fmt, q, s, global_scale)
 
 
@@ -90,37 +94,50 @@ def _pick(x: torch.Tensor, fmt: BlockFormat, backend: str) -> Backend:
     return pick("quantize", backend, reasons, expected=Backend.TRITON if x.is_cuda else None)
 
 
-def _quantize(x, amax_bits, format, columnwise, power_of_2_scales, backend):
-    fmt = get_format(format)
+def _quantize(x, amax_bits, format, columnwise, power_of_2_scales, backend, padded=False):
+    fmt, amax = get_format(format), _amax(amax_bits)
     if _pick(x, fmt, backend) is Backend.TRITON:
         from torchao_blockwise.ops.quantize import triton
 
-        return triton.quantize(x, fmt, _amax(amax_bits), not columnwise, columnwise, power_of_2_scales)
-    return reference.quantize(x.mT if columnwise else x, fmt, _amax(amax_bits), power_of_2_scales)
+        copy = triton.quantize(x, fmt, amax, not columnwise, columnwise, power_of_2_scales)
+        return copy if padded or not columnwise else without_padding(copy, fmt, x.shape[-2])
+    if columnwise:
+        return reference.quantize(_columns(x, fmt, padded), fmt, amax, power_of_2_scales)
+    return reference.quantize(x, fmt, amax, power_of_2_scales)
 
 
-def _quantize_both(x, amax_bits, format, power_of_2_scales, backend):
-    fmt = get_format(format)
+def _quantize_both(x, amax_bits, format, power_of_2_scales, backend, padded=False):
+    fmt, amax = get_format(format), _amax(amax_bits)
     if _pick(x, fmt, backend) is Backend.TRITON:
         from torchao_blockwise.ops.quantize import triton
 
-        return triton.quantize(x, fmt, _amax(amax_bits), True, True, power_of_2_scales)
-    amax = _amax(amax_bits)
+        q, s, qt, st = triton.quantize(x, fmt, amax, True, True, power_of_2_scales)
+        return q, s, *((qt, st) if padded else without_padding((qt, st), fmt, x.shape[-2]))
     rowwise = reference.quantize(x, fmt, amax, power_of_2_scales)
-    return *rowwise, *reference.quantize(x.mT, fmt, amax, power_of_2_scales)
+    return *rowwise, *reference.quantize(_columns(x, fmt, padded), fmt, amax, power_of_2_scales)
+
+
+def _columns(x: torch.Tensor, fmt: BlockFormat, padded: bool) -> torch.Tensor:
+    return (with_zero_tokens(x, fmt) if padded else x).mT
 
 
 def _amax(bits: torch.Tensor | None) -> torch.Tensor | None:
     return None if bits is None else bits.view(torch.float32)
 
 
-def _quantize_fake(x, amax_bits, format, columnwise, power_of_2_scales, backend):
-    return get_format(format).new_empty(x, *(x.mT if columnwise else x).shape)
-
-
-def _quantize_both_fake(x, amax_bits, format, power_of_2_scales, backend):
+def _quantize_fake(x, amax_bits, format, columnwise, power_of_2_scales, backend, padded=False):
     fmt = get_format(format)
-    return *fmt.new_empty(x, *x.shape), *fmt.new_empty(x, *x.mT.shape)
+    return _new_columnwise(x, fmt, padded) if columnwise else fmt.new_empty(x, *x.shape)
+
+
+def _quantize_both_fake(x, amax_bits, format, power_of_2_scales, backend, padded=False):
+    fmt = get_format(format)
+    return *fmt.new_empty(x, *x.shape), *_new_columnwise(x, fmt, padded)
+
+
+def _new_columnwise(x: torch.Tensor, fmt: BlockFormat, padded: bool):
+    *batch, rows, columns = x.shape
+    return fmt.new_empty(x, *batch, columns, padded_size(rows, fmt) if padded else rows)
 
 
 def _tensor_amax_bits(x):
@@ -166,36 +183,41 @@ def _copy_placements(x, fmt: BlockFormat, columnwise: bool, dim: int):
     return [Shard(dim), Shard(scale_dim)]
 
 
-def _rules(x, amax_bits, fmt: BlockFormat, copies: tuple[bool, ...], options: list):
-    """x replicated, or sharded on a dim whose shards end on block borders; without an amax NVFP4 needs all of x."""
+def _rules(x, amax_bits, fmt: BlockFormat, copies: tuple[bool, ...], padded: tuple[bool, ...], others: int):
+    """x replicated, or sharded on a dim whose shards end on block borders; without an amax NVFP4 needs all of x.
+
+    padded: the argument, which is not there at its default. others: how many arguments are no tensors beside it.
+    """
     from torch.distributed.tensor import Replicate, Shard
 
-    amax = None if amax_bits is None else Replicate()
+    amax, options = None if amax_bits is None else Replicate(), [None] * (others + len(padded))
     rules = [([Replicate()] * 2 * len(copies), [Replicate(), amax, *options])]
     for dim in range(len(x.shape)):
-        if all(shards_on_blocks(x, dim, fmt, columnwise) for columnwise in copies):
+        # A shard that is padded by itself is another one than in the whole.
+        whole = not any(padded) or dim != len(x.shape) - 2 or x.shape[dim] % (padded_size(1, fmt) * x.mesh.size()) == 0
+        if whole and all(shards_on_blocks(x, dim, fmt, columnwise) for columnwise in copies):
             outputs = [p for columnwise in copies for p in _copy_placements(x, fmt, columnwise, dim)]
             rules.append((outputs, [Shard(dim), amax, *options]))
     return rules
 
 
-def _quantize_sharding(x, amax_bits, format, columnwise, power_of_2_scales, backend):
-    return _rules(x, amax_bits, get_format(format), (columnwise,), [None] * 4)
+def _quantize_sharding(x, amax_bits, format, columnwise, power_of_2_scales, backend, *padded):
+    return _rules(x, amax_bits, get_format(format), (columnwise,), padded, 4)
 
 
-def _quantize_both_sharding(x, amax_bits, format, power_of_2_scales, backend):
-    return _rules(x, amax_bits, get_format(format), (False, True), [None] * 3)
+def _quantize_both_sharding(x, amax_bits, format, power_of_2_scales, backend, *padded):
+    return _rules(x, amax_bits, get_format(format), (False, True), padded, 3)
 
 
 quantize_op = define_op(
-    "quantize(Tensor x, Tensor? amax_bits, str format, bool columnwise, bool power_of_2_scales, str backend)"
-    " -> (Tensor, Tensor)",
+    "quantize(Tensor x, Tensor? amax_bits, str format, bool columnwise, bool power_of_2_scales, str backend,"
+    " bool padded=False) -> (Tensor, Tensor)",
     _quantize,
     _quantize_fake,
     _quantize_sharding,
 )
 quantize_both_op = define_op(
-    "quantize_both(Tensor x, Tensor? amax_bits, str format, bool power_of_2_scales, str backend)"
+    "quantize_both(Tensor x, Tensor? amax_bits, str format, bool power_of_2_scales, str backend, bool padded=False)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _quantize_both,
     _quantize_both_fake,

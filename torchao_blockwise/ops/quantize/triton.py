@@ -12,9 +12,12 @@ it, of some rows or of some columns. Where both copies of them come from one lau
 `x` for itself, the second time from a cache: a tile held in registers, with two sets of scaled values, would spill.
 NVFP4: a tile holds many blocks of 16, seen by a reshape; two codes are packed in a byte along each copy's last dim.
 
+Columnwise payload is stored 16 bytes at a time whatever M is: its rows are padded to whole runs
+(ops/padding.py) with the zeros that a tile holds beside its matrix.
+
 Tiles are numbered along grid x alone, whose limit is 2^31 (y and z end at 65535). `M` is specialised on divisibility by
-16, which stores of 16 bytes along M need; so token counts that change make two builds of a kernel (three with M = 1),
-never one a count.
+16, which reads of 16 bytes along M need (of a transposed `x`); so token counts that change make two builds of a kernel
+(three with M = 1), never one a count.
 
 Tokens in groups (ops/grouped_quantize): a table says where the rows of a block lie and which of them count. Of the copy
 that is padded M is the padded size; its blocks read from any row on, and still write on multiples of 16.
@@ -29,14 +32,15 @@ import triton.language as tl
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import E2M1, BlockFormat
 from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.ops.triton_elements import encode_e2m1, encode_e4m3, largest_magnitude, magnitude_bits, to_f32
 from torchao_blockwise.ops.triton_group_blocks import load_block
 from torchao_blockwise.ops.triton_scales import deal_out, fp8_scales, fp8_vector_scales, nvfp4_scales
 
-# (tile rows, tile columns, warps, warps where rows do not start on 16 bytes), measured on an H200 by
+# (tile rows, tile columns, warps, warps where rows of K elements do not start on 16 bytes), measured on an H200 by
 # benchmarks/tune_quantize.py. One-row blocks along K leave the tile's height free, those along M its width. What counts
 # is how many warps a multiprocessor has room for and, where a reduction along M crosses warps, how many rows each sees.
-# Rows off 16 bytes are stored an element at a time, each at an address of its own: more threads for enough registers.
+# Rows off 16 bytes are moved an element at a time, each at an address of its own: more threads for enough registers.
 _FP8_ROWWISE_TILE = (32, 128, 4, 16)
 _FP8_COLUMNWISE_TILE = (128, 64, 4, 8)
 _FP8_SQUARE_TILE = (128, 128, 4, 16)
@@ -47,6 +51,8 @@ _FP8_BOTH: tuple[int, int, int, bool] | None = None
 # Both from one read by the kernel in gluon.py, with so many warps, where it can; None: never. 1.4 times as fast as two
 # launches on an H200.
 _FP8_BOTH_GLUON_WARPS: int | None = 4
+# The same of the columnwise copy alone, in tiles of (columns, warps).
+_FP8_COLUMNWISE_GLUON: tuple[int, int] | None = (64, 4)
 
 
 _ALIGNMENT = 16
@@ -103,7 +109,7 @@ def _quantize_rows(
 
 @triton.jit
 def _quantize_columns(
-    x_ptr, qt_ptr, st_ptr, batch, offs_x, end_x, offs_m, first, M, K, stride_xb, stride_xm, stride_xk,
+    x_ptr, qt_ptr, st_ptr, batch, offs_x, end_x, offs_m, first, width_qt, K, stride_xb, stride_xm, stride_xk,
     ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_2: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Blocks that are columns: COLUMNS of them from column `first` on, at rows `offs_m`.
@@ -114,7 +120,7 @@ def _quantize_columns(
     x = _load_values(x_ptr, batch, offs_x, offs_k, end_x, K, stride_xb, stride_xm, stride_xk)
     encode, scale = fp8_vector_scales(largest_magnitude(x, 0), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
     qt = tl.trans(encode_e4m3(to_f32(x) * encode[None, :], ELEMENT_MAX))
-    _store_tile(qt_ptr, batch, qt, offs_k, offs_m, K, M)
+    _store_tile(qt_ptr, batch, qt, offs_k, offs_m, K, width_qt)
     tl.store(st_ptr + offs_k, scale, mask=offs_k < K)
 
 
@@ -123,11 +129,12 @@ def _quantize_fp8_kernel(
     x_ptr,  # [B, M, K] bf16 | f16 | f32
     q_ptr,  # [B, M, K] e4m3 bytes
     s_ptr,  # [B, K/BLOCK, M] f32, or [B, M/BLOCK, K/BLOCK] where SQUARE
-    qt_ptr,  # [B, K, M] e4m3 bytes
+    qt_ptr,  # [B, K, width_qt] e4m3 bytes
     st_ptr,  # [B, M/BLOCK, K] f32, or [B, K/BLOCK, M/BLOCK] where SQUARE
     blocks_ptr,  # where tokens lie in groups their table, see triton_group_blocks.py; one copy a launch, B = 1
     M,
     K,
+    width_qt,  # bytes of a row of qt, M and padding, or None
     stride_xb,
     stride_xm,
     stride_xk,
@@ -166,7 +173,7 @@ def _quantize_fp8_kernel(
             _store_tile(q_ptr, batch, q, offs_m, offs_k, M, K)
             tl.store(s_ptr + (batch * tiles_m + tile_m) * tiles_k + tile_k, scale)
         if COLUMNWISE:
-            _store_tile(qt_ptr, batch, tl.trans(q), offs_k, offs_m, K, M)
+            _store_tile(qt_ptr, batch, tl.trans(q), offs_k, offs_m, K, width_qt)
             tl.store(st_ptr + (batch * tiles_k + tile_k) * tiles_m + tile_m, scale)
     else:
         if ROWWISE:
@@ -183,7 +190,7 @@ def _quantize_fp8_kernel(
             else:
                 _quantize_columns(
                     x_ptr, qt_ptr, st_ptr, batch, offs_x, end_x, offs_m,
-                    tile_k * TILE_K + (strip - ROW_STRIPS) * COLUMNS, M, K,
+                    tile_k * TILE_K + (strip - ROW_STRIPS) * COLUMNS, width_qt, K,
                     stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, COLUMNS,
                 )  # fmt: skip
         else:
@@ -194,8 +201,8 @@ def _quantize_fp8_kernel(
                 )  # fmt: skip
             for strip in tl.static_range(COLUMN_STRIPS):
                 _quantize_columns(
-                    x_ptr, qt_ptr, st_ptr, batch, offs_x, end_x, offs_m, tile_k * TILE_K + strip * COLUMNS, M, K,
-                    stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, COLUMNS,
+                    x_ptr, qt_ptr, st_ptr, batch, offs_x, end_x, offs_m, tile_k * TILE_K + strip * COLUMNS, width_qt,
+                    K, stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, COLUMNS,
                 )  # fmt: skip
 
 
@@ -219,13 +226,13 @@ def _quantize_nvfp4_kernel(
     tensor_amax_ptr,  # f32 scalar
     q_ptr,  # [B, M, ⌈K/2⌉] two codes a byte
     s_ptr,  # [B, M, K/BLOCK] e4m3 bytes, or [B, M/BLOCK, K/BLOCK] where SQUARE
-    qt_ptr,  # [B, K, ⌈M/2⌉] two codes a byte
+    qt_ptr,  # [B, K, width_qt] two codes a byte
     st_ptr,  # [B, K, M/BLOCK] e4m3 bytes, or [B, K/BLOCK, M/BLOCK] where SQUARE
     blocks_ptr,  # as above
     M,
     K,
-    packed_m,  # ⌈M/2⌉ and ⌈K/2⌉: as arguments their divisibility is known, and with it how wide a store may be
-    packed_k,
+    packed_k,  # ⌈K/2⌉: as an argument its divisibility is known, and with it how wide a store may be
+    width_qt,  # bytes of a row of qt, M and padding, or None
     stride_xb,
     stride_xm,
     stride_xk,
@@ -258,7 +265,7 @@ def _quantize_nvfp4_kernel(
             firsts, end_x, _ = load_block(blocks_ptr, tl.where(offs_m < M, offs_m // BLOCK, -1))
             offs_x = firsts + offs_m % BLOCK
             # Padded tokens are whole blocks, so that packed rows start on 8 bytes.
-            packed_m = M // BLOCK * (BLOCK // 2)
+            width_qt = M // BLOCK * (BLOCK // 2)
         else:
             _, end_x, _ = load_block(blocks_ptr, -1)
 
@@ -275,8 +282,8 @@ def _quantize_nvfp4_kernel(
             _store_tile(q_ptr, batch, _pack(codes, TILE_M, TILE_K), offs_m, pairs_k, M, packed_k)
             _store_tile(s_ptr, batch, scale, blocks_m, blocks_k, grid_m, grid_k)
         if COLUMNWISE:
-            _store_tile(qt_ptr, batch, _pack_transposed(codes, TILE_M, TILE_K), offs_k, pairs_m, K, packed_m)
-            _store_tile(st_ptr, batch, tl.trans(scale), blocks_k, blocks_m, grid_k, grid_m)
+            _store_tile(qt_ptr, batch, _pack_transposed(codes, TILE_M, TILE_K), offs_k, pairs_m, K, width_qt)
+            _store_tile(st_ptr, batch, tl.trans(scale), blocks_k, blocks_m, grid_k, width_qt // (BLOCK // 2))
     else:
         if ROWWISE:
             amax = tl.max(magnitude.reshape(TILE_M, BLOCKS_K, BLOCK), 2)
@@ -289,8 +296,8 @@ def _quantize_nvfp4_kernel(
             encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [BLOCKS_M, TILE_K]
             encode = deal_out(encode)
             codes = encode_e2m1(x.reshape(BLOCKS_M, BLOCK, TILE_K) * encode[:, None, :], ELEMENT_MAX)
-            _store_tile(qt_ptr, batch, _pack_transposed(codes, TILE_M, TILE_K), offs_k, pairs_m, K, packed_m)
-            _store_tile(st_ptr, batch, tl.trans(scale), offs_k, blocks_m, K, grid_m)
+            _store_tile(qt_ptr, batch, _pack_transposed(codes, TILE_M, TILE_K), offs_k, pairs_m, K, width_qt)
+            _store_tile(st_ptr, batch, tl.trans(scale), offs_k, blocks_m, K, width_qt // (BLOCK // 2))
 
 
 def quantize(
@@ -303,7 +310,7 @@ def quantize(
     blocks: torch.Tensor | None = None,
     rows: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(qdata, scale) of each copy asked for, rowwise first; the copies are those of `ops.quantize`, bit for bit.
+    """(qdata, scale) of each copy asked for, rowwise first: those of `ops.quantize`, `padded`, bit for bit.
 
     blocks: a table of `group_blocks`: of its tokens one copy, padded to so many `rows` where it is columnwise.
     """
@@ -311,9 +318,13 @@ def quantize(
         from torchao_blockwise.ops.quantize import gluon
 
         return gluon.quantize_both(x, fmt, power_of_2_scales, _FP8_BOTH_GLUON_WARPS)
+    if _FP8_COLUMNWISE_GLUON is not None and columnwise and not rowwise and why_not_gluon(x, fmt) is None:
+        from torchao_blockwise.ops.quantize import gluon
+
+        return gluon.quantize_columnwise(x, fmt, power_of_2_scales, *_FP8_COLUMNWISE_GLUON, blocks, rows)
     *batch, M, K = x.shape
     M = M if rows is None else rows
-    ragged = K % _ALIGNMENT != 0 or (columnwise and M % _ALIGNMENT != 0)
+    ragged = K % _ALIGNMENT != 0
     in_one_launch = fmt.is_square or (_FP8_BOTH is not None and fmt.element is not E2M1)
     if rowwise and columnwise and (ragged or not in_one_launch):
         # A program with two sets of values, or of addresses, spills or has few neighbours.
@@ -323,7 +334,8 @@ def quantize(
         )
     # A copy that is not asked for takes the place of a pointer and is never written.
     q, s = fmt.new_empty(x, *batch, M, K) if rowwise else (None, None)
-    qt, st = fmt.new_empty(x, *batch, K, M) if columnwise else (None, None)
+    qt, st = fmt.new_empty(x, *batch, K, padded_size(M, fmt) if blocks is None else M) if columnwise else (None, None)
+    width_qt = qt.shape[-1] if columnwise else None
     copies = tuple(t for t in (q, s, qt, st) if t is not None)
     if x.numel() == 0:
         return copies
@@ -332,23 +344,23 @@ def quantize(
     tile_m, tile_k, programs, options = _build(fmt, rowwise, columnwise, power_of_2_scales, ragged)
     grid = B * ceil_div(M, tile_m) * ceil_div(K, tile_k) * programs
     options = {"BATCHED": B > 1, **options}
-    pointers = [None if t is None else t.view(torch.uint8) if t.itemsize == 1 else t for t in (q, s, qt, st)]
+    pointers = [None if t is None else (t, torch.uint8) if t.itemsize == 1 else t for t in (q, s, qt, st)]
     if fmt.element is E2M1:
-        # Of tokens in groups the kernel knows ⌈M/2⌉ itself: one build less.
-        sizes = M, K, fmt.element.packed(M) if blocks is None else None, fmt.element.packed(K)
+        # Of tokens in groups the kernel knows it itself: one build less.
+        sizes = M, K, fmt.element.packed(K), width_qt if blocks is None else None
         launch(_quantize_nvfp4_kernel, grid, x, tensor_amax, *pointers, blocks, *sizes, *strides, **options)
     else:
-        launch(_quantize_fp8_kernel, grid, x, *pointers, blocks, M, K, *strides, **options)
+        launch(_quantize_fp8_kernel, grid, x, *pointers, blocks, M, K, width_qt, *strides, **options)
     return copies
 
 
-def why_not_gluon(x: torch.Tensor, fmt: BlockFormat, grouped: bool = False) -> str | None:
-    """Why the kernel in gluon.py cannot make both copies of `x`, of rows that may be in groups, or None if it can."""
+def why_not_gluon(x: torch.Tensor, fmt: BlockFormat) -> str | None:
+    """Why the kernel in gluon.py cannot make both copies of `x`, or None if it can."""
     if not _compat.has_gluon():
         return "Gluon needs Triton 3.6 or newer"
     from torchao_blockwise.ops.quantize import gluon
 
-    return gluon.why_not(x, fmt, grouped)
+    return gluon.why_not(x, fmt)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from torchao_blockwise.ops.backend import Backend, get_backend
 from torchao_blockwise.ops.fused import (
     FUSED_FORMATS,
     check_copies,
+    made_copies,
     new_copies,
     operands_of,
     pick_kernel,
@@ -48,12 +49,14 @@ def swiglu_quantize(
     columnwise: bool = False,
     power_of_2_scales: bool = False,
     group_ends: torch.Tensor | None = None,
+    padded: bool = False,
     backend: Backend | str | None = None,
 ):
     """`quantize(swiglu(gate, up))` in one pass: h = silu(gate) · up never goes to memory.
 
-    gate, up: as in `swiglu`. rowwise, columnwise, power_of_2_scales: as in `quantize`, and so is what is returned.
-    group_ends: of tokens in groups; then it is `grouped_quantize(swiglu(gate, up), group_ends)`.
+    gate, up: as in `swiglu`. rowwise, columnwise, power_of_2_scales, padded: as in `quantize`, and so is what is
+        returned.
+    group_ends: of tokens in groups; then it is `grouped_quantize(swiglu(gate, up), group_ends)`, padded as that is.
     The same bits as the two operations one after the other. NVFP4 and 128×128 blocks do run as the two: a tensor scale
     needs all of h before any block of it can be quantised. Not differentiable.
 
@@ -65,8 +68,8 @@ def swiglu_quantize(
     _check("swiglu_quantize", gate=gate, up=up)
     inputs = without_grad(gate, up)
     if fmt not in FUSED_FORMATS:
-        return _quantize(swiglu_op(*inputs, backend), group_ends, fmt, options, backend)
-    return operands_of(swiglu_quantize_op(*inputs, fmt.name, *options.values(), backend, group_ends), fmt)
+        return _quantize(swiglu_op(*inputs, backend), group_ends, fmt, options, padded, backend)
+    return operands_of(swiglu_quantize_op(*inputs, fmt.name, *options.values(), backend, group_ends, padded), fmt)
 
 
 def swiglu_backward(
@@ -93,6 +96,7 @@ def swiglu_backward_quantize(
     columnwise: bool = False,
     power_of_2_scales: bool = False,
     group_ends: torch.Tensor | None = None,
+    padded: bool = False,
     backend: Backend | str | None = None,
 ):
     """`quantize(cat(swiglu_backward(dh, gate, up), dim=1))` in one pass: the gradient of a merged [M, 2H] projection.
@@ -109,13 +113,16 @@ def swiglu_backward_quantize(
     _check("swiglu_backward_quantize", gate=gate, up=up, dh=dh)
     inputs = without_grad(dh, gate, up)
     if fmt not in FUSED_FORMATS or gate.shape[1] % _ALIGNMENT:
-        return _quantize(torch.cat(swiglu_backward_op(*inputs, backend), 1), group_ends, fmt, options, backend)
-    return operands_of(swiglu_backward_quantize_op(*inputs, fmt.name, *options.values(), backend, group_ends), fmt)
+        return _quantize(torch.cat(swiglu_backward_op(*inputs, backend), 1), group_ends, fmt, options, padded, backend)
+    copies = swiglu_backward_quantize_op(*inputs, fmt.name, *options.values(), backend, group_ends, padded)
+    return operands_of(copies, fmt)
 
 
-def _quantize(y: torch.Tensor, group_ends: torch.Tensor | None, fmt: BlockFormat, options: dict, backend: str):
+def _quantize(
+    y: torch.Tensor, group_ends: torch.Tensor | None, fmt: BlockFormat, options: dict, padded: bool, backend: str
+):
     if group_ends is None:
-        return quantize(y, fmt, **options, backend=backend)
+        return quantize(y, fmt, **options, padded=padded, backend=backend)
     return grouped_quantize(y, group_ends, fmt, **options, backend=backend)
 
 
@@ -168,10 +175,10 @@ def _swiglu_backward_fake(dh, gate, up, backend):
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
-def _copies_of(y, group_ends, fmt, rowwise, columnwise, power_of_2_scales):
+def _copies_of(y, group_ends, fmt, rowwise, columnwise, power_of_2_scales, padded):
     """The reference's copies of `y`."""
     if group_ends is None:
-        return quantized_copies(y, fmt, rowwise, columnwise, power_of_2_scales)
+        return quantized_copies(y, fmt, rowwise, columnwise, power_of_2_scales, padded)
     return grouped_reference.quantize(y, group_ends, fmt, None, rowwise, columnwise, power_of_2_scales)
 
 
@@ -180,43 +187,50 @@ def _check_ends(op, gate, group_ends):
         check_group_ends(op, group_ends, gate.shape[0], gate.device)
 
 
-def _swiglu_quantize(gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None):
+def _swiglu_quantize(gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None, padded=False):
     _check_ends("swiglu_quantize", gate, group_ends)
     fmt, options = get_format(format), (rowwise, columnwise, power_of_2_scales)
     if pick_kernel("swiglu_quantize", gate, backend, quantizes=True) is not Backend.TRITON:
-        return _copies_of(reference.swiglu(gate, up), group_ends, fmt, *options)
+        return _copies_of(reference.swiglu(gate, up), group_ends, fmt, *options, padded)
     from torchao_blockwise.ops.swiglu_quantize import triton
 
     copies = new_copies(gate, fmt, gate.shape, rowwise, columnwise, group_ends)
     triton.swiglu_quantize(gate, up, fmt, copies, *options, group_ends)
-    return copies
+    return made_copies(copies, fmt, gate.shape[0], columnwise, padded or group_ends is not None)
 
 
-def _swiglu_quantize_fake(gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None):
+def _swiglu_quantize_fake(
+    gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None, padded=False
+):
     _check_ends("swiglu_quantize", gate, group_ends)
-    return new_copies(gate, get_format(format), gate.shape, rowwise, columnwise, group_ends)
+    return new_copies(gate, get_format(format), gate.shape, rowwise, columnwise, group_ends, padded)
 
 
-def _swiglu_backward_quantize(dh, gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None):
+def _swiglu_backward_quantize(
+    dh, gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None, padded=False
+):
     _check_ends("swiglu_backward_quantize", gate, group_ends)
     fmt, options = get_format(format), (rowwise, columnwise, power_of_2_scales)
     if pick_kernel("swiglu_backward_quantize", gate, backend, quantizes=True) is not Backend.TRITON:
-        return _copies_of(torch.cat(reference.swiglu_backward(dh, gate, up), 1), group_ends, fmt, *options)
+        return _copies_of(torch.cat(reference.swiglu_backward(dh, gate, up), 1), group_ends, fmt, *options, padded)
     from torchao_blockwise.ops.swiglu_quantize import triton
 
     copies = new_copies(gate, fmt, _merged_shape(gate), rowwise, columnwise, group_ends)
     triton.swiglu_backward_quantize(dh, gate, up, fmt, copies, *options, group_ends)
-    return copies
+    return made_copies(copies, fmt, gate.shape[0], columnwise, padded or group_ends is not None)
 
 
 def _swiglu_backward_quantize_fake(
-    dh, gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None
+    dh, gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None, padded=False
 ):
     _check_ends("swiglu_backward_quantize", gate, group_ends)
-    return new_copies(gate, get_format(format), _merged_shape(gate), rowwise, columnwise, group_ends)
+    return new_copies(gate, get_format(format), _merged_shape(gate), rowwise, columnwise, group_ends, padded)
 
 
-_OPTIONS = "str format, bool rowwise, bool columnwise, bool power_of_2_scales, str backend, Tensor? group_ends=None"
+_OPTIONS = (
+    "str format, bool rowwise, bool columnwise, bool power_of_2_scales, str backend,"
+    " Tensor? group_ends=None, bool padded=False"
+)
 swiglu_op = define_op("swiglu(Tensor gate, Tensor up, str backend) -> Tensor", _swiglu, _swiglu_fake)
 swiglu_quantize_op = define_op(
     f"swiglu_quantize(Tensor gate, Tensor up, {_OPTIONS}) -> Tensor[]", _swiglu_quantize, _swiglu_quantize_fake

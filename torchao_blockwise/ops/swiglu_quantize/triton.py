@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import FP8_1X128, BlockFormat
-from torchao_blockwise.ops.groups import padded_tokens
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.swiglu_quantize import exponential
 from torchao_blockwise.ops.triton_elements import from_f32, magnitude_bits, to_f32
@@ -34,6 +33,7 @@ from torchao_blockwise.ops.triton_tiles import (
     store_columnwise,
     store_plain,
     store_rowwise,
+    width_of_rows,
 )
 
 _LOW, _HIGH = tl.constexpr(exponential.LOW), tl.constexpr(exponential.HIGH)
@@ -83,12 +83,12 @@ def _locate_rows(blocks_ptr, tile_m, M, TILE_M: tl.constexpr, COLUMNWISE: tl.con
 
 
 @triton.jit
-def _columnwise_size(blocks_ptr, tile_m, M, P, columns, TILE_M: tl.constexpr):
-    """(M, K) of the columnwise copy, K = 0 for a tile that it has no room for: of tokens of no group."""
+def _columnwise_rows(blocks_ptr, tile_m, width_qt, columns, TILE_M: tl.constexpr):
+    """Rows of the columnwise copy, 0 for a tile that it has no room for: of tokens of no group."""
     if blocks_ptr is None:
-        return M, columns
+        return columns
     else:
-        return P, tl.where(tile_m * TILE_M < P, columns, 0)
+        return tl.where(tile_m * TILE_M < width_qt, columns, 0)
 
 
 @triton.jit
@@ -102,8 +102,8 @@ def _swiglu_kernel(
     st_ptr,
     blocks_ptr,  # None, or where tokens lie in groups their table, see triton_group_blocks.py
     M,
-    P,  # padded tokens, or None
     H,
+    width_qt,  # bytes of a row of qt, M and padding, or None
     stride_gm,
     stride_gh,
     stride_um,
@@ -138,9 +138,9 @@ def _swiglu_kernel(
         if not (ROWWISE or COLUMNWISE):
             store_plain(h_ptr, h, offs_m, offs_h, M, H)
     if COLUMNWISE:
-        padded, columns = _columnwise_size(blocks_ptr, tile_m, M, P, H, TILE_M)
+        columns = _columnwise_rows(blocks_ptr, tile_m, width_qt, H, TILE_M)
         store_columnwise(
-            hs, largest, qt_ptr, st_ptr, tile_m, offs_h, padded, columns, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK
+            hs, largest, qt_ptr, st_ptr, tile_m, offs_h, width_qt, columns, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK
         )  # fmt: skip
 
 
@@ -157,8 +157,8 @@ def _swiglu_backward_kernel(
     st_ptr,
     blocks_ptr,  # None, or where tokens lie in groups their table, see triton_group_blocks.py
     M,
-    P,  # padded tokens, or None
     H,
+    width_qt,  # bytes of a row of qt, M and padding, or None
     stride_dm,
     stride_dh,
     stride_gm,
@@ -217,9 +217,9 @@ def _swiglu_backward_kernel(
             store_plain(dgate_ptr, from_f32(dgate, dtype), offs_m, offs_h, M, H)
             store_plain(dup_ptr, from_f32(dup, dtype), offs_m, offs_h, M, H)
     if COLUMNWISE:
-        padded, columns = _columnwise_size(blocks_ptr, tile_m, M, P, 2 * H, TILE_M)
+        columns = _columnwise_rows(blocks_ptr, tile_m, width_qt, 2 * H, TILE_M)
         store_columnwise(
-            gradients, largest, qt_ptr, st_ptr, tile_m, offs_c, padded, columns,
+            gradients, largest, qt_ptr, st_ptr, tile_m, offs_c, width_qt, columns,
             ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK,
         )  # fmt: skip
 
@@ -231,12 +231,9 @@ def _launch(
     M, H = inputs[0].shape
     if M == 0 or H == 0:
         return
-    blocks = P = None
-    if group_ends is not None:
-        blocks = group_blocks(group_ends, M, fmt.block[1])
-        P = padded_tokens(M, group_ends.shape[0], fmt.block[1])
+    blocks = None if group_ends is None else group_blocks(group_ends, M, fmt.block[1])
     # Of gradients too: three inputs, two of them computed, leave no registers to read ahead.
-    if columnwise and not rowwise and (columnwise_needs_rowwise(P or M, H) or len(inputs) > 2):
+    if columnwise and not rowwise and (columnwise_needs_rowwise(H) or len(inputs) > 2):
         copies, rowwise = [*fmt.new_empty(inputs[0], M, width), *copies], True
     options = options_of(fmt, rowwise, columnwise, power_of_2_scales)
     # Each group begins a tile where blocks are columns.
@@ -246,7 +243,8 @@ def _launch(
     strides = [stride for x in inputs for stride in x.stride()]
     launch(
         kernel, tiles,
-        *inputs, *plain, *pointers(copies, rowwise, columnwise), blocks, M, P, H, *strides, **flags, **options,
+        *inputs, *plain, *pointers(copies, rowwise, columnwise), blocks, M, H, width_of_rows(copies, columnwise),
+        *strides, **flags, **options,
     )  # fmt: skip
 
 

@@ -1,0 +1,113 @@
+"""Launching what Triton has built without Triton's Python: names that it does not promise to keep, here alone."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+# Versions whose launchers are known, by what they take.
+_KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
+
+
+class Launcher(NamedTuple):
+    """What launches a build: run(grid, stream, values), one value for each run-time argument.
+
+    encoders: for each argument that is a descriptor a function (x, shape, strides), which gives the values that stand
+        in its place: what the copy engine is told of the matrix `x` (a tensor map), shape and strides.
+    """
+
+    run: Callable
+    encoders: tuple[Callable, ...]
+
+
+class _Descriptor:
+    """What is read of a descriptor when it is encoded. Triton's own takes 5 µs to make: it checks its arguments."""
+
+    __slots__ = ("base", "shape", "strides")
+    padding, round_f32_to_tf32 = "zero", False
+
+    def __init__(self, base, shape, strides):
+        self.base, self.shape, self.strides = base, shape, strides
+
+
+class Launching:
+    """What a launch of a compiled kernel needs from Triton."""
+
+    def __init__(self, version: tuple[int, ...]):
+        from triton import knobs
+        from triton.runtime import driver
+
+        self._version, self._knobs = version, knobs.runtime
+        self.current_device: Callable[[], int] = driver.active.get_current_device
+        self.current_stream: Callable[[int], int] = driver.active.get_current_stream
+
+    def is_watched(self, kernel) -> bool:
+        """Whether hooks want to see launches or builds of `kernel`, or builds are to be debugged."""
+        knobs = self._knobs
+        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+        # A chain of hooks, or a hook, or None.
+        return bool(
+            getattr(enter, "calls", enter)
+            or getattr(leave, "calls", leave)
+            or knobs.debug
+            or knobs.add_stages_inspection_hook
+            or kernel.pre_run_hooks
+        )
+
+    def launcher_of(self, compiled, kernel, runtime_args: int) -> Launcher | None:
+        """How to launch a compiled kernel that takes `runtime_args` before its constexprs; None where not by hand.
+
+        No hooks run. Descriptors are encoded by Triton's own function, which looks at no layouts and checks nothing.
+        """
+        behind, launcher = kernel.params[runtime_args:], compiled.run
+        needs_memory = launcher.global_scratch_size or launcher.profile_scratch_size
+        if needs_memory or getattr(launcher, "gsan_enabled", False) or not all(p.is_constexpr for p in behind):
+            return None
+        descriptions = getattr(compiled.metadata, "tensordesc_meta", None) or ()
+        launch = launcher.launch
+        if descriptions:
+            # Triton's wrapper encodes each descriptor and calls this.
+            launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
+        if launch is None or not all(descriptions):
+            return None
+        # Values of constexprs are not read.
+        run = self._run(launch, launcher, compiled, (None,) * len(behind))
+        return Launcher(run, tuple(self._encoder(description) for description in descriptions))
+
+    def _run(self, launch, launcher, compiled, constexprs) -> Callable:
+        function = compiled.function
+        options: tuple = launcher.launch_cooperative_grid, launcher.launch_pdl
+        nobody, scratch = (None, None, None), (None, None)
+        if self._version == (3, 6):
+            before = (*options, *scratch, compiled.packed_metadata, *nobody)
+
+            def run(grid, stream, values):
+                launch(grid, 1, 1, stream, function, *before, *values, *constexprs)
+
+        else:
+            before = (*options, compiled.packed_metadata, *nobody, *scratch)
+            about = launcher.arg_annotations, launcher.kernel_signature
+
+            def run(grid, stream, values):
+                launch(grid, 1, 1, stream, function, *before, *about, (*values, *constexprs))
+
+        return run
+
+    def _encoder(self, description) -> Callable:
+        from triton.backends.nvidia import driver
+
+        encode, more = driver.make_tensordesc_arg, (None,) if self._version >= (3, 8) else ()
+        return lambda x, shape, strides: tuple(encode(_Descriptor(x, shape, strides), description, *more))
+
+
+@functools.cache
+def launching() -> Launching | None:
+    """How compiled kernels are launched without Triton's Python launcher; None where that is not known to work."""
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version not in _KNOWN or triton.knobs.runtime.interpret:
+        return None
+    return Launching(version) if triton.runtime.driver.active.get_current_target().backend == "cuda" else None
