@@ -31,6 +31,7 @@ from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
 from torchao_blockwise.ops.grouped_matmul import gluon as grouped
 from torchao_blockwise.ops.matmul import gluon
 from torchao_blockwise.ops.matmul.builds import BUILDS, Build
+from torchao_blockwise.ops.quantize import gluon as one_read
 from torchao_blockwise.ops.quantize import triton as quantize
 from torchao_blockwise.ops.transpose import triton as transpose
 
@@ -119,7 +120,12 @@ def casts() -> dict[str, Callable]:
     x, amax = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16), torch.ones(())
     return {
         "quantise 1×128 rowwise": lambda: quantize.quantize(x, FP8_1X128, None, True, False, False),
-        "quantise 1×128 columnwise": lambda: quantize.quantize(x, FP8_1X128, None, False, True, False),
+        "quantise 1×128 columnwise": lambda: one_read.quantize_columnwise(
+            x, FP8_1X128, False, *quantize._FP8_COLUMNWISE_GLUON
+        ),
+        "quantise 1×128, both copies": lambda: one_read.quantize_both(
+            x, FP8_1X128, False, quantize._FP8_BOTH_GLUON_WARPS
+        ),
         "quantise 128×128": lambda: quantize.quantize(x, FP8_128X128, None, True, False, False),
         "quantise 128×128, both copies": lambda: quantize.quantize(x, FP8_128X128, None, True, True, False),
         "quantise NVFP4 1×16 rowwise": lambda: quantize.quantize(x, NVFP4_1X16, amax, True, False, False),

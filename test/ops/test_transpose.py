@@ -75,6 +75,88 @@ def test_any_shape(backend, fmt, rows, columns, device):
     assert_operands_equal(got, quantize(x.mT.contiguous(), fmt))
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """[(kernel, launch options)], as kernels are launched."""
+    kernels = pytest.importorskip("torchao_blockwise.ops.transpose.triton")
+    seen, launch = [], kernels.launch
+
+    def record(kernel, grid, *args, **options):
+        seen.append((kernel, options))
+        return launch(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(kernels, "launch", record)
+    return seen
+
+
+def random_operand(fmt, *shape, device):
+    """Any bytes and any scales: every block has a scale of its own."""
+    qdata = torch.randint(0, 256, fmt.qdata_shape(*shape), dtype=torch.uint8, device=device)
+    grid = *fmt.scale_shape(*shape), fmt.scale_dtype.itemsize
+    scale = torch.randint(0, 256, grid, dtype=torch.uint8, device=device).view(fmt.scale_dtype).squeeze(-1)
+    global_scale = torch.ones((), device=device) if fmt.has_global_scale else None
+    return ops.operand(fmt, qdata.view(fmt.element.storage_dtype), scale, global_scale)
+
+
+def assert_transposed(got, q, columns):
+    assert_operands_equal(got, ops.transpose(q, columns=columns, backend="reference"))
+
+
+@pytest.mark.parametrize("least", (0, 64 << 20), ids=("small", "large"))
+@pytest.mark.parametrize("shape", ((16, 16), (272, 144), (528, 400), (3, 272, 528), (2, 16, 272)), ids=shape_id)
+def test_rows_on_16_bytes_move_four_bytes_at_a_time(shape, least, device, launches, monkeypatch):
+    kernels = pytest.importorskip("torchao_blockwise.ops.transpose.triton")
+    monkeypatch.setattr(kernels, "_QUADS_TILES", {0: kernels._QUADS_TILES[least]})
+    q = random_operand(FP8_128X128, *shape, device=device)
+    assert_transposed(ops.transpose(q, backend="triton"), q, shape[-1])
+    assert [kernel for kernel, _ in launches] == [kernels._transpose_quads_kernel]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "tile"), ((8192, 8176, (256, 128, 4)), (8192, 8192, (256, 256, 8))), ids=("below", "from")
+)
+def test_tiles_are_large_from_64_mi_elements_on(rows, columns, tile, monkeypatch):
+    kernels = pytest.importorskip("torchao_blockwise.ops.transpose.triton")
+    seen = []
+    monkeypatch.setattr(kernels, "launch", lambda *_, **options: seen.append(options))
+    kernels.transpose(
+        torch.empty(rows, columns, dtype=FP8_128X128.element.storage_dtype),
+        torch.empty(FP8_128X128.scale_shape(rows, columns)),
+        FP8_128X128,
+        columns,
+    )
+    (options,) = seen
+    assert (options["TILE_M"], options["TILE_K"], options["num_warps"]) == tile
+
+
+@pytest.mark.parametrize("shape", ((272, 144), (150, 272), (272, 150), (2, 37, 302)), ids=shape_id)
+@formats
+def test_scales_move_in_the_launch_of_the_payload(fmt, shape, device, launches):
+    q = random_operand(fmt, *shape, device=device)
+    assert_transposed(ops.transpose(q, backend="triton"), q, shape[-1])
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("offset", (1, 2, 4, 8, 16))
+def test_payload_may_begin_anywhere(offset, device, launches):
+    q = random_operand(FP8_128X128, 48, 272, device=device)
+    memory = torch.empty(q.qdata.numel() + 16, dtype=torch.uint8, device=device)
+    assert memory.data_ptr() % 16 == 0
+    moved = memory[offset : offset + q.qdata.numel()].view(48, 272).copy_(q.qdata.view(torch.uint8))
+    moved = q._replace(qdata=moved.view(q.qdata.dtype))
+    assert_transposed(ops.transpose(moved, backend="triton"), q, 272)
+    assert ("quads" in launches[0][0].fn.__name__) == (offset == 16)
+
+
+@backends
+@formats
+def test_matrices_may_lie_apart(fmt, backend, device):
+    q = random_operand(fmt, 5, 48, 272, device=device)
+    apart = q._replace(qdata=q.qdata[::2], scale=q.scale[::2])
+    together = q._replace(qdata=q.qdata[::2].contiguous(), scale=q.scale[::2].contiguous())
+    assert_transposed(ops.transpose(apart, backend=backend), together, 272)
+
+
 @backends
 @formats
 @pytest.mark.parametrize("shape", ((1, 128), (128, 1), (128, 128)), ids=shape_id)

@@ -1,18 +1,21 @@
-"""Exact transposes of payload in Triton, a tile at a time through shared memory.
+"""Exact transposes of payload and scale grid in Triton, a tile at a time through shared memory, in one launch.
 
-    pairs              a pair of row 2i and the pair under it hold a 2×2 square of codes, and so do the two pairs that
-                       they become:
+    quads (e4m3)   a word of row 4i and the words of the three rows under it hold a 4×4 square of bytes, and so do the
+                   four words that they become:
 
-                          row 2i      │ b a │       row 2j    │ c a │      (high half left, low half right;
-                          row 2i + 1  │ d c │   →   row 2j+1  │ d b │       a, b are elements 2j, 2j+1 of row 2i)
+                          row 4i      │ d c b a │       row 4j      │ m i e a │
+                          row 4i + 1  │ h g f e │   →   row 4j + 1  │ n j f b │      (low byte right; d c b a are
+                          row 4i + 2  │ l k j i │       row 4j + 2  │ o k g c │      elements 4j+3 .. 4j of row 4i)
+                          row 4i + 3  │ p o n m │       row 4j + 3  │ p l h d │
 
-                       Two tiles of pairs are read, even and odd rows, two are made from them, transposed and written.
-                       A pair of 4-bit codes (e2m1) is a byte. A pair of bytes (e4m3) is a word of 16 bits, the least
-                       that shared memory transposes by itself: half the instructions that bytes take.
+                   Four tiles of words are read, of every fourth row; four are made from them in registers, transposed
+                   and written. Shared memory transposes whole words by itself: a quarter of the instructions of bytes.
 
-    bytes (e4m3)       tile [M, K] → tile [K, M], where rows do not start on 16 bytes
+    pairs (e2m1)   the same with bytes of two codes, which hold a 2×2 square
 
-Tiles are numbered along grid x alone, whose limit is 2^31. The scale grid is tiny: eager torch transposes it.
+    bytes (e4m3)   tile [M, K] → tile [K, M], where rows do not start on 16 bytes
+
+Tiles are numbered along grid x alone, whose limit is 2^31. A program also moves the scales of its tile.
 """
 
 import torch
@@ -23,59 +26,118 @@ from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 _ALIGNMENT = 16
-# Bits of a code -> (tile, warps), in pairs: 128 × 128 elements.
-_PAIRS_TILES = {8: (64, 8), 4: (64, 4)}
+# Elements from which on -> (tile rows, tile columns, warps). Large tiles read and write longer runs of a row; of small
+# matrices they would be too few for the GPU.
+_QUADS_TILES = {0: (256, 128, 4), 64 << 20: (256, 256, 8)}
+_PAIRS_TILE = (128, 128, 4)
 # Bytes are moved one by one and each has an address.
-_BYTES_TILE = (64, 8)
+_BYTES_TILE = (64, 64, 8)
 
 
 @triton.jit
-def _locate_tile(rows, columns, TILE: tl.constexpr):
-    """(matrix, row offsets, column offsets) of this program's square tile."""
-    tiles_m, tiles_k = tl.cdiv(rows, TILE), tl.cdiv(columns, TILE)
+def _locate_tile(M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    """(matrix, tile along M, tile along K) of this program."""
+    tiles_m, tiles_k = tl.cdiv(M, TILE_M), tl.cdiv(K, TILE_K)
     tile = tl.program_id(0)
     batch = (tile // tiles_k) // tiles_m
-    offsets = tl.arange(0, TILE)
-    return batch.to(tl.int64), (tile // tiles_k) % tiles_m * TILE + offsets, tile % tiles_k * TILE + offsets
+    return batch.to(tl.int64), (tile // tiles_k) % tiles_m, tile % tiles_k
 
 
 @triton.jit
-def _load_rows(ptr, offs_row, offs_column, rows, columns):
-    """Rows of a contiguous [rows, columns], zero outside."""
-    mask = (offs_row < rows)[:, None] & (offs_column < columns)[None, :]
-    return tl.load(ptr + offs_row.to(tl.int64)[:, None] * columns + offs_column[None, :], mask=mask, other=0)
+def _entries(ptr, offs_row, offs_column, rows, columns, STEP: tl.constexpr = 1):
+    """(addresses, which exist) in every STEP-th row of a contiguous matrix, from `ptr` on; `rows` of them exist."""
+    offsets = offs_row.to(tl.int64)[:, None] * (STEP * columns) + offs_column[None, :]
+    return ptr + offsets, (offs_row < rows)[:, None] & (offs_column < columns)[None, :]
 
 
 @triton.jit
-def _store_rows(ptr, values, offs_row, offs_column, rows, columns):
-    mask = (offs_row < rows)[:, None] & (offs_column < columns)[None, :]
-    tl.store(ptr + offs_row.to(tl.int64)[:, None] * columns + offs_column[None, :], values, mask=mask)
+def _exchange(x, y, LOW: tl.constexpr, BITS: tl.constexpr):
+    """`x` and `y` with the high codes of `x` and the low ones of `y` exchanged; LOW: bits of the low ones of a word."""
+    return (x & LOW) | ((y & LOW) << BITS), ((x >> BITS) & LOW) | (y & (LOW << BITS))
 
 
 @triton.jit
-def _transpose_bytes_kernel(q_ptr, qt_ptr, M, K, TILE: tl.constexpr):
+def _move_scales(
+    s_ptr, st_ptr, batch, tile_m, tile_k, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """[B, M blocks, K blocks] -> [B, K blocks, M blocks] for the blocks of a tile; tiles that share one all move it."""
+    blocks_m, blocks_k = tl.cdiv(M, BLOCK), tl.cdiv(K, BLOCK)
+    offs_m = tile_m * TILE_M // BLOCK + tl.arange(0, max(1, TILE_M // BLOCK))
+    offs_k = tile_k * TILE_K // BLOCK + tl.arange(0, max(1, TILE_K // BLOCK))
+    source, inside = _entries(s_ptr + batch * blocks_m * blocks_k, offs_m, offs_k, blocks_m, blocks_k)
+    scales = tl.load(source, mask=inside, other=0)
+    target, inside = _entries(st_ptr + batch * blocks_m * blocks_k, offs_k, offs_m, blocks_k, blocks_m)
+    tl.store(target, tl.trans(scales), mask=inside)
+
+
+@triton.jit
+def _transpose_quads_kernel(
+    q_ptr, qt_ptr, s_ptr, st_ptr, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """[B, M, K/4] -> [B, K, M/4] words of four bytes."""
+    batch, tile_m, tile_k = _locate_tile(M, K, TILE_M, TILE_K)
+    # Rows start on 16 bytes, which Triton does not see in K // 4.
+    words_m, words_k = M // 16 * 4, K // 16 * 4
+    offs_m = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
+    offs_k = tile_k * (TILE_K // 4) + tl.arange(0, TILE_K // 4)
+    source, inside = _entries(q_ptr + batch * M * words_k, offs_m, offs_k, words_m, words_k, 4)
+    a = tl.load(source, mask=inside, other=0)
+    b = tl.load(source + words_k, mask=inside, other=0)
+    c = tl.load(source + 2 * words_k, mask=inside, other=0)
+    d = tl.load(source + 3 * words_k, mask=inside, other=0)
+    _move_scales(s_ptr, st_ptr, batch, tile_m, tile_k, M, K, TILE_M, TILE_K, BLOCK)
+    # Single bytes between rows 0 and 1 and rows 2 and 3, then halves of words between rows two apart.
+    a, b = _exchange(a, b, 0x00FF00FF, 8)
+    c, d = _exchange(c, d, 0x00FF00FF, 8)
+    a, c = _exchange(a, c, 0x0000FFFF, 16)
+    b, d = _exchange(b, d, 0x0000FFFF, 16)
+    target, inside = _entries(qt_ptr + batch * K * words_m, offs_k, offs_m, words_k, words_m, 4)
+    tl.store(target, tl.trans(a), mask=inside)
+    tl.store(target + words_m, tl.trans(b), mask=inside)
+    tl.store(target + 2 * words_m, tl.trans(c), mask=inside)
+    tl.store(target + 3 * words_m, tl.trans(d), mask=inside)
+
+
+@triton.jit
+def _transpose_pairs_kernel(
+    q_ptr,
+    qt_ptr,
+    s_ptr,
+    st_ptr,
+    M,
+    K,
+    packed_m,
+    packed_k,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """[B, M, ⌈K/2⌉] -> [B, K, ⌈M/2⌉] bytes of two 4-bit codes; a code beside the matrix is zero."""
+    batch, tile_m, tile_k = _locate_tile(M, K, TILE_M, TILE_K)
+    offs_m = tile_m * (TILE_M // 2) + tl.arange(0, TILE_M // 2)
+    offs_k = tile_k * (TILE_K // 2) + tl.arange(0, TILE_K // 2)
+    source, inside = _entries(q_ptr + batch * M * packed_k, offs_m, offs_k, packed_m, packed_k, 2)
+    even = tl.load(source, mask=inside, other=0)
+    odd = tl.load(source + packed_k, mask=inside & (offs_m < M // 2)[:, None], other=0)
+    _move_scales(s_ptr, st_ptr, batch, tile_m, tile_k, M, K, TILE_M, TILE_K, BLOCK)
+    even, odd = _exchange(even, odd, 0x0F, 4)
+    target, inside = _entries(qt_ptr + batch * K * packed_m, offs_k, offs_m, packed_k, packed_m, 2)
+    tl.store(target, tl.trans(even), mask=inside)
+    tl.store(target + packed_m, tl.trans(odd), mask=inside & (offs_k < K // 2)[:, None])
+
+
+@triton.jit
+def _transpose_bytes_kernel(
+    q_ptr, qt_ptr, s_ptr, st_ptr, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr
+):
     """[B, M, K] -> [B, K, M] bytes."""
-    batch, offs_m, offs_k = _locate_tile(M, K, TILE)
-    tile = _load_rows(q_ptr + batch * M * K, offs_m, offs_k, M, K)
-    _store_rows(qt_ptr + batch * M * K, tl.trans(tile), offs_k, offs_m, K, M)
-
-
-@triton.jit
-def _transpose_pairs_kernel(q_ptr, qt_ptr, M, K, packed_m, packed_k, BITS: tl.constexpr, TILE: tl.constexpr):
-    """[B, M, ⌈K/2⌉] -> [B, K, ⌈M/2⌉] pairs of codes of BITS bits; a code beside the matrix is zero."""
-    LOW: tl.constexpr = (1 << BITS) - 1
-    if BITS == 8:
-        # Rows start on 16 bytes. Triton by itself would know of multiples of 16 words, not of 8.
-        packed_m, packed_k = packed_m // 8 * 8, packed_k // 8 * 8
-    batch, pairs_m, pairs_k = _locate_tile(packed_m, packed_k, TILE)
-    q_ptr += batch * M * packed_k
-    even = _load_rows(q_ptr, 2 * pairs_m, pairs_k, M, packed_k)
-    odd = _load_rows(q_ptr, 2 * pairs_m + 1, pairs_k, M, packed_k)
-    low = (even & LOW) | (odd << BITS)
-    high = (even >> BITS) | (odd & (LOW << BITS))
-    qt_ptr += batch * K * packed_m
-    _store_rows(qt_ptr, tl.trans(low), 2 * pairs_k, pairs_m, K, packed_m)
-    _store_rows(qt_ptr, tl.trans(high), 2 * pairs_k + 1, pairs_m, K, packed_m)
+    batch, tile_m, tile_k = _locate_tile(M, K, TILE_M, TILE_K)
+    offs_m, offs_k = tile_m * TILE_M + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K)
+    source, inside = _entries(q_ptr + batch * M * K, offs_m, offs_k, M, K)
+    tile = tl.load(source, mask=inside, other=0)
+    _move_scales(s_ptr, st_ptr, batch, tile_m, tile_k, M, K, TILE_M, TILE_K, BLOCK)
+    target, inside = _entries(qt_ptr + batch * M * K, offs_k, offs_m, K, M)
+    tl.store(target, tl.trans(tile), mask=inside)
 
 
 def transpose(
@@ -83,20 +145,22 @@ def transpose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """qdata [.., M, packed(K)], scale [.., M blocks, K blocks] -> [.., K, packed(M)], [.., K blocks, M blocks]."""
     *leading, M, packed_k = qdata.shape
-    out = qdata.new_empty((*leading, columns, fmt.element.packed(M)))
+    out, scale_out = qdata.new_empty((*leading, columns, fmt.element.packed(M))), scale.new_empty(scale.mT.shape)
     if out.numel() > 0:
-        q, qt = qdata.contiguous().view(torch.uint8), out.view(torch.uint8)
-        B, bits = qdata.numel() // (M * packed_k), fmt.element.bits
-        if bits == 8 and (M % _ALIGNMENT or columns % _ALIGNMENT or q.storage_offset() % 2):
-            tile, warps = _BYTES_TILE
-            tiles = B * ceil_div(M, tile) * ceil_div(columns, tile)
-            launch(_transpose_bytes_kernel, tiles, q, qt, M, columns, TILE=tile, num_warps=warps)
+        q, s = qdata.contiguous(), scale.contiguous()
+        sizes: tuple[int, ...] = (M, columns)
+        if fmt.element.bits == 4:
+            kernel, entries, (tile_m, tile_k, warps) = _transpose_pairs_kernel, torch.uint8, _PAIRS_TILE
+            sizes += (out.shape[-1], packed_k)
+        elif (M | columns | q.data_ptr() | q.storage_offset()) % _ALIGNMENT == 0:
+            kernel, entries = _transpose_quads_kernel, torch.uint32
+            tile_m, tile_k, warps = _QUADS_TILES[max(least for least in _QUADS_TILES if least <= out.numel())]
         else:
-            tile, warps = _PAIRS_TILES[bits]
-            packed_m, packed_k = ceil_div(M, 2), ceil_div(columns, 2)
-            tiles = B * ceil_div(packed_m, tile) * ceil_div(packed_k, tile)
-            if bits == 8:
-                q, qt = q.view(torch.uint16), qt.view(torch.uint16)
-            options = {"BITS": bits, "TILE": tile, "num_warps": warps}
-            launch(_transpose_pairs_kernel, tiles, q, qt, M, columns, packed_m, packed_k, **options)
-    return out, scale.mT.clone(memory_format=torch.contiguous_format)
+            kernel, entries, (tile_m, tile_k, warps) = _transpose_bytes_kernel, torch.uint8, _BYTES_TILE
+        matrices = qdata.numel() // (M * packed_k)
+        tiles = matrices * ceil_div(M, tile_m) * ceil_div(columns, tile_k)
+        bits = {1: torch.uint8, 4: torch.int32}[scale.itemsize]
+        tensors = (q, entries), (out, entries), (s, bits), (scale_out, bits)
+        options = {"TILE_M": tile_m, "TILE_K": tile_k, "BLOCK": fmt.block[0], "num_warps": warps}
+        launch(kernel, tiles, *tensors, *sizes, **options)
+    return out, scale_out

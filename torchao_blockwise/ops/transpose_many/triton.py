@@ -12,7 +12,7 @@ import triton.language as tl
 
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.transpose.triton import _load_rows, _store_rows
+from torchao_blockwise.ops.transpose.triton import _entries, _exchange
 from torchao_blockwise.ops.triton_tables import ALIGNMENT, find_row, grouped, load_pointer, load_size, make_table
 
 # (tile, warps) of elements: where rows start on 16 bytes, where they do not, and of scales, of which there are few.
@@ -22,8 +22,6 @@ _SCALES_TILE = (32, 8)
 _PAIRS_TILES = {True: (64, 4), False: (64, 8)}
 
 _FIELDS = tl.constexpr(7)
-_LOW = tl.constexpr(0x0F)
-_HIGH = tl.constexpr(0xF0)
 
 
 @triton.jit
@@ -48,7 +46,10 @@ def _load_row(table_ptr, count, DTYPE: tl.constexpr, ALIGN: tl.constexpr, TILE: 
 def _transpose_elements_kernel(table_ptr, count, DTYPE: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr):
     """[B, M, K] -> [B, K, M] elements."""
     source_ptr, target_ptr, _, _, M, K, offs_m, offs_k = _load_row(table_ptr, count, DTYPE, ALIGN, TILE)
-    _store_rows(target_ptr, tl.trans(_load_rows(source_ptr, offs_m, offs_k, M, K)), offs_k, offs_m, K, M)
+    source, inside = _entries(source_ptr, offs_m, offs_k, M, K)
+    elements = tl.load(source, mask=inside, other=0)
+    target, inside = _entries(target_ptr, offs_k, offs_m, K, M)
+    tl.store(target, tl.trans(elements), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -57,12 +58,13 @@ def _transpose_pairs_kernel(table_ptr, count, ALIGN: tl.constexpr, TILE: tl.cons
     source_ptr, target_ptr, M, K, packed_m, packed_k, pairs_m, pairs_k = _load_row(
         table_ptr, count, tl.uint8, ALIGN, TILE
     )
-    even = _load_rows(source_ptr, 2 * pairs_m, pairs_k, M, packed_k)
-    odd = _load_rows(source_ptr, 2 * pairs_m + 1, pairs_k, M, packed_k)
-    low = (even & _LOW) | (odd << 4)
-    high = (even >> 4) | (odd & _HIGH)
-    _store_rows(target_ptr, tl.trans(low), 2 * pairs_k, pairs_m, K, packed_m)
-    _store_rows(target_ptr, tl.trans(high), 2 * pairs_k + 1, pairs_m, K, packed_m)
+    source, inside = _entries(source_ptr, pairs_m, pairs_k, packed_m, packed_k, 2)
+    even = tl.load(source, mask=inside, other=0)
+    odd = tl.load(source + packed_k, mask=inside & (pairs_m < M // 2)[:, None], other=0)
+    even, odd = _exchange(even, odd, 0x0F, 4)
+    target, inside = _entries(target_ptr, pairs_k, pairs_m, packed_k, packed_m, 2)
+    tl.store(target, tl.trans(even), mask=inside)
+    tl.store(target + packed_m, tl.trans(odd), mask=inside & (pairs_k < K // 2)[:, None])
 
 
 def transpose_many(qdata, scales, fmt: BlockFormat, columns) -> list[torch.Tensor]:
