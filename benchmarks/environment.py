@@ -70,9 +70,11 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """The checkout's commit, `-dirty` with uncommitted changes; BENCHMARK_COMMIT where there is no git."""
+    """BENCHMARK_COMMIT where it is set; else the checkout's commit, `-dirty` with uncommitted changes; None without git."""
+    if "BENCHMARK_COMMIT" in os.environ:
+        return os.environ["BENCHMARK_COMMIT"]
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("BENCHMARK_COMMIT")
+        return None
