@@ -70,7 +70,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """BENCHMARK_COMMIT where it is set; else the checkout's commit, `-dirty` with uncommitted changes; None without git."""
+    """BENCHMARK_COMMIT; without it the checkout's commit, `-dirty` with uncommitted changes; None without git."""
     if "BENCHMARK_COMMIT" in os.environ:
         return os.environ["BENCHMARK_COMMIT"]
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]

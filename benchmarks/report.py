@@ -27,6 +27,7 @@ class Report:
     def __init__(self, name: str, device: torch.device, columns: Sequence[str], arguments: Mapping):
         self.name, self.device, self.columns, self.arguments = name, device, list(columns), dict(arguments)
         self.device_name = environment.device_name(device)
+        self.environment = environment.environment(device)
         self.rows: list[dict] = []
         self.left_out: dict[tuple[str, str], list[str]] = {}
         self.ceilings: roofline.Ceilings | None = None
@@ -44,6 +45,9 @@ class Report:
             print("\n".join(_head(self.columns)))
         self.rows.append(dict(row))
         print(_line([_text(row.get(c)) for c in self.columns]), flush=True)
+        if self.arguments.get("out"):
+            # A run that is cut short has measured so much.
+            self._save(Path(self.arguments["out"]))
 
     def leave_out(self, name: str, where: str, why: str) -> None:
         """Say below the table that `name` has no figure for `where`, and why."""
@@ -64,9 +68,18 @@ class Report:
 
     def write(self, folder: Path, picture: Mapping | None = None) -> None:
         """<name>_<device>.json and .md in `folder`, and .png of `roofline.draw(**picture)`."""
+        path = self._save(folder)
+        written = [".json", ".md"]
+        if picture and roofline.draw(path.with_suffix(".png"), **picture):
+            written.append(".png")
+        print("\n".join(["", *(f"- {note}" for note in self.notes())]))
+        print(f"wrote {path}{', '.join(written)}")
+
+    def _save(self, folder: Path) -> Path:
+        """JSON and Markdown; returns their path without a suffix."""
         path = folder / f"{self.name}_{environment.slug(self.device)}"
         content = {
-            "environment": environment.environment(self.device),
+            "environment": self.environment,
             "arguments": self.arguments,
             "ceilings": self.ceilings.as_dict() if self.ceilings else None,
             "rows": self.rows,
@@ -74,11 +87,7 @@ class Report:
         }
         environment.write_json(path.with_suffix(".json"), content)
         environment.write_text(path.with_suffix(".md"), self.table() + "\n")
-        written = [".json", ".md"]
-        if picture and roofline.draw(path.with_suffix(".png"), **picture):
-            written.append(".png")
-        print("\n".join(["", *(f"- {note}" for note in self.notes())]))
-        print(f"wrote {path}{', '.join(written)}")
+        return path
 
 
 def ratios(us: float, peers: Mapping[str, float]) -> dict[str, float]:
