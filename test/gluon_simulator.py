@@ -394,6 +394,8 @@ class Launcher:
     programs: int = 3  # pairs count as one
     seed: int = 0
     shared: list[int] = field(default_factory=list)  # bytes of each launch
+    # Where there is a GPU: not to be launched past this object.
+    pre_run_hooks: tuple = ("simulated",)
 
     def __getitem__(self, grid):
         return functools.partial(self._launch, grid[0])

@@ -111,8 +111,11 @@ KINDS = ("plain", "grouped_m", "grouped_k")
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-# Of a build that needs one register more than there is: the number of the thread, read back once a tile, in no loop.
-SPILLED_BYTES = {"plain 256x128x1 fp8_1x128 512x512x1024 float32": 8}
+# Of builds that need one register more than there is: the number of the thread, read back once a tile, in no loop.
+SPILLED_BYTES = {
+    "plain 256x128x1 fp8_1x128 512x512x1024 float32": 8,
+    "grouped_k 256x128x1 1024x512x1024 E4 float32": 8,  # by Triton 3.6
+}
 
 
 def test_nothing_spills(builds):

@@ -3,13 +3,13 @@
 Persistent programs, one a multiprocessor. A producer warp fills a ring of shared memory with the copy engine (TMA),
 consumer warpgroups multiply and promote:
 
-    producer    a [TILE_M, 128]  b [TILE_N, 128]  scales ──▶ ring of STAGES, a barrier "full" and one "empty" a stage
+    producer    a [TILE_M, 128]  b [TILE_N, 128]  scales ──▶ ring of STAGES, each with two barriers: it is full, it is free
     consumer 0  rows   0 .. 127: wgmma wave 0 → partial → acc 0 += partial · scales, wave 1 → partial → acc 1 += ..
     consumer 1  rows 128 .. 255: the same, out of step: while one promotes on the CUDA cores, the other's wgmma runs
 
 An e4m3 product is accumulated in some 14 bits inside wgmma, so a partial sum ends with its block of K and is promoted
 to fp32. A wave is 64 rows, the height of a wgmma. Two waves a consumer share the registers of one partial, which leaves
-room for 256×128 accumulators: the way from the L2 cache bounds these products, and its bytes fall with the tile.
+room for 256×128 accumulators: the bytes that a product reads from the L2 cache fall with the tile.
 
 A pair of multiprocessors (a cluster) may work as one program on twice the columns: each reads its own rows of b, and
 one reads the rows of a for both (multicast), a third less from the L2 cache. It frees a stage when both have read it.
