@@ -479,10 +479,15 @@ DISTRIBUTED_MARK = "_distribute_module_applied"
 
 
 def wait_for(work) -> None:
-    """Wait for a collective by the handle that its operation returned."""
+    """Wait for a collective by the handle that its operation returned, which is an empty one where there is no need.
+
+    A synchronous collective of NCCL runs on the current stream, and so before whatever uses its results.
+    """
     from torch.distributed import Work
 
-    Work.unbox(work).wait()
+    handle = Work.unbox(work)
+    if handle is not None:
+        handle.wait()
 
 
 def max_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ from tensor_parallel_tools import (
     TOKENS,
     WIDTH,
     Watch,
+    WithoutHandles,
     assert_close,
     assert_grads_close,
     assert_same_sums,
@@ -244,3 +245,15 @@ def holds_quantised_weights(mesh, config):
     computes_in_low_precision(mesh, quantised)
     replicated = distribute_tensor(expected.up.weight.detach(), mesh, [Replicate()]).to_local()
     assert_bitwise_equal(replicated.qdata, expected.up.weight.qdata)
+
+
+def sends_quantised_weights_without_handles(mesh, config):
+    """What is sent arrives whole where collectives leave nothing to wait for."""
+    weight = layer(replace(config, master_weights=False), 512, 160).weight.detach()
+    for placement in (Shard(0), Replicate()):
+        with WithoutHandles() as mode:
+            actual = distribute_tensor(weight, mesh, [placement]).to_local()
+        assert mode.collectives == len(weight._tensors()), mode.collectives
+        expected = distribute_tensor(weight, mesh, [placement]).to_local()
+        for a, b in zip(actual._tensors(), expected._tensors()):
+            assert_bitwise_equal(a, b)

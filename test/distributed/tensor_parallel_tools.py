@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from fsdp_models import ANOTHER_ROUNDING
 from ranks import device
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
+from torchao_blockwise import _compat
 from torchao_blockwise.ops.matmul import reference
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
 
@@ -100,6 +102,25 @@ class Watch(TorchDispatchMode):
         return [name.split("::")[1] for name in self.ops if name.startswith("torchao_blockwise::")]
 
 
+class WithoutHandles(TorchDispatchMode):
+    """Synchronous collectives return as those of NCCL do: done for whoever comes next, with an empty handle."""
+
+    def __init__(self):
+        super().__init__()
+        self.collectives = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name not in ("c10d::scatter_", "c10d::broadcast_"):
+            return func(*args, **(kwargs or {}))
+        if any(t is not torch.Tensor for t in types):
+            # A subclass comes back with its inner tensors.
+            return NotImplemented
+        self.collectives += 1
+        tensors, work = func(*args, **(kwargs or {}))
+        _compat.wait_for(work)
+        return tensors, dist.Work.boxed(None)
+
+
 HIGH_PRECISION = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "addbmm", "dot")}
 
 
@@ -150,11 +171,20 @@ def train(model, optimizer, steps: int = 3, microbatches: int = 2, clip: bool = 
     return values
 
 
+def groups(model) -> list[dict]:
+    """Parameter groups of what PyTorch takes together in a list: plain tensors, or DTensors of one mesh."""
+    of_mesh: dict = {}
+    for p in model.parameters():
+        of_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    return [{"params": parameters} for parameters in of_mesh.values()]
+
+
 def assert_trains_alike(model, expected, **options) -> None:
     """Both train as far as sums in another order let them."""
-    rate = {"lr": 1e-3, "eps": 1e-3}
-    actual = train(model, torch.optim.AdamW(model.parameters(), **rate), **options)
-    wanted = train(expected, torch.optim.AdamW(expected.parameters(), **rate), **options)
+    # For DTensors optimizers choose foreach themselves on a GPU.
+    rate = {"lr": 1e-3, "eps": 1e-3, "foreach": True}
+    actual = train(model, torch.optim.AdamW(groups(model), **rate), **options)
+    wanted = train(expected, torch.optim.AdamW(groups(expected), **rate), **options)
     rtol = max(1e-3, close())
     assert torch.allclose(torch.tensor(actual), torch.tensor(wanted), rtol=rtol), f"{actual}, {wanted}"
 

@@ -3,7 +3,7 @@
 Persistent programs, one a multiprocessor. A producer warp fills a ring of shared memory with the copy engine (TMA),
 consumer warpgroups multiply and promote:
 
-    producer    a [TILE_M, 128]  b [TILE_N, 128]  scales ──▶ ring of STAGES, each with two barriers: it is full, it is free
+    producer    a [TILE_M, 128]  b [TILE_N, 128]  scales ──▶ ring of STAGES, a barrier "full" and one "free" a stage
     consumer 0  rows   0 .. 127: wgmma wave 0 → partial → acc 0 += partial · scales, wave 1 → partial → acc 1 += ..
     consumer 1  rows 128 .. 255: the same, out of step: while one promotes on the CUDA cores, the other's wgmma runs
 
