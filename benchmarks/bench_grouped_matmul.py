@@ -7,7 +7,8 @@ Products, each of all experts of one GPU together, for the weights [E, out, in] 
 Checks first: corners of the largest, the smallest and the last expert that has tokens, against the fp64 product of what
 the operands decode to, and zeros for those that have none. Times are of CUDA graph replays with a cold cache. Floor:
 the greater of bytes that must move over copy bandwidth, and operations over the rate of cuBLASLt's tensorwise fp8, both
-measured here; only experts with tokens count. A ratio to a peer is the peer's time over ours: above 1 we win.
+measured here; only experts with tokens count. A ratio to a peer is the peer's time over ours: above 1 we win. Peers
+that compile for long come last.
 Writes benchmarks/results/grouped_matmul_<device>.json, .md and .png.
 
     python benchmarks/bench_grouped_matmul.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed]
@@ -20,7 +21,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,8 @@ COLUMNS = (
 )
 # Peers that quantise in their own way, or not at all, are as far off as our quantisation is.
 _OTHERS_BUDGET = {"fp8": 0.1, "nvfp4": 0.25}
+# These compile for long.
+_SLOW_PEERS = ("deep_gemm", "torchao")
 # A rate above the measured peak times this is not believed.
 _TOO_FAST = 1.5
 
@@ -172,7 +175,18 @@ def our_runs(product: GroupedProduct, backends: Sequence[str] | None, a, b) -> d
     return found
 
 
-def prepare(product: GroupedProduct, backends, names: Sequence[str], device: torch.device) -> tuple[dict, dict, dict]:
+def peers_of(product: GroupedProduct, names: Sequence[str], device: torch.device) -> dict:
+    """{name: the peer, or why it cannot}."""
+    found: dict[str, grouped_peers.GroupedPeer | str] = {}
+    for name in names:
+        try:
+            found[name] = grouped_peers.grouped_peer(name, product, device)
+        except peers.Unavailable as why:
+            found[name] = str(why)
+    return found
+
+
+def prepare(product: GroupedProduct, backends, found: Mapping, device: torch.device) -> tuple[dict, dict, dict]:
     """What is checked and can be timed: ({name: (run, sets)}, {name: error}, {name: why it is left out})."""
     ends = torch.tensor(product.sizes).cumsum(0).to(device, torch.int32)
 
@@ -206,11 +220,9 @@ def prepare(product: GroupedProduct, backends, names: Sequence[str], device: tor
             left_out[name] = run
         else:
             add(name, run, lambda *arguments: arguments, lambda out, ends: out, budget)
-    for name in names:
-        try:
-            peer = grouped_peers.grouped_peer(name, product, device)
-        except peers.Unavailable as why:
-            left_out[f"peer {name}"] = str(why)
+    for name, peer in found.items():
+        if isinstance(peer, str):
+            left_out[f"peer {name}"] = peer
             continue
         peer_budget = budget if peer.same_operands else _OTHERS_BUDGET[product.recipe]
         add(f"peer {name}", peer.run, peer.prepare, peer.finish, peer_budget)
@@ -218,10 +230,17 @@ def prepare(product: GroupedProduct, backends, names: Sequence[str], device: tor
 
 
 def measure(product: GroupedProduct, backends, names: Sequence[str], labels: dict[str, str], results: Report) -> None:
-    """Check and time one product, and add a row for each backend of ours."""
+    """Check and time one product beside these peers, and add a row for each backend of ours, or to what is there."""
     ceilings = results.ceilings
     where = f"{product.kind} {' '.join(labels.values())}"
-    runs, errors, left_out = prepare(product, backends, names, results.device)
+    of_product = {"product": product.kind, **labels, "recipe": product.recipe}
+    there = {row["by"]: row for row in results.rows if of_product.items() <= row.items()}
+    found = peers_of(product, names, results.device)
+    if there and all(isinstance(peer, str) for peer in found.values()):
+        for name, why in found.items():
+            results.leave_out(f"peer {name}", where, why)
+        return
+    runs, errors, left_out = prepare(product, backends, found, results.device)
     times = time_runs(runs, results.device)
     fastest = product.flops / (_TOO_FAST * max(ceilings.fp8, ceilings.bf16) * 1e6)
     good: dict[str, Timing] = {}
@@ -233,17 +252,19 @@ def measure(product: GroupedProduct, backends, names: Sequence[str], labels: dic
         else:
             good[name] = t
     for name, why in left_out.items():
-        results.leave_out(name, where, why)
+        if name.startswith("peer ") or not there:
+            results.leave_out(name, where, why)
     others = {name.removeprefix("peer "): t.us for name, t in good.items() if name.startswith("peer ")}
     floor = ceilings.floor_us(product.nbytes(), product.flops)
     for name, t in good.items():
         if name.startswith("peer "):
             continue
+        if name in there:
+            report.compare(results, there[name], t.us, others, product.flops)
+            continue
         results.add(
             {
-                "product": product.kind,
-                **labels,
-                "recipe": product.recipe,
+                **of_product,
                 "by": name,
                 "us": t.us,
                 "spread %": 100 * (t.high - t.low) / t.us,
@@ -317,12 +338,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = report.plain(vars(args)) | {"shapes": [str(shape) for shape in args.shapes]}
     results = Report("grouped_matmul", device, [*COLUMNS, *(f"x {name}" for name in args.peers)], arguments)
     results.measure_ceilings(smoke=args.smoke)
-    for kind, shape, routing, recipe in itertools.product(args.only, args.shapes, args.routings, args.recipes):
+    stages = report.in_stages(args.peers, _SLOW_PEERS)
+    for stage, kind, shape, routing, recipe in itertools.product(
+        stages, args.only, args.shapes, args.routings, args.recipes
+    ):
         for weight, (_, n, k) in shape.weights.items():
             labels = {"shape": str(shape), "weight": weight, "routing": routing}
             try:
                 product = GroupedProduct(kind, sizes_of(shape, routing), n, k, recipe)
-                measure(product, args.backends, args.peers, labels, results)
+                measure(product, args.backends, stage, labels, results)
             except Exception as error:
                 results.leave_out("all", f"{kind} {' '.join(labels.values())}", reason(error))
             if device.type == "cuda":

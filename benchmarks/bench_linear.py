@@ -8,13 +8,15 @@ For each shape and recipe, with bf16 weights, an input that needs its gradient, 
     memory   peak above the start of a step, which holds the gradients of the last one and frees them first
 Checks first that output and gradients are those of bf16 within FP8's error. Floor: three products at the rate of
 cuBLASLt's tensorwise fp8, or the bytes of x, w, dy read once and y, dx, dw written once.
-Writes benchmarks/results/linear_<device>.json, .md and .png.
+Recipes are measured in stages, at all shapes each, what compiles for long last (layers.stages): a run that is cut short
+has ours and bf16. Writes benchmarks/results/linear_<device>.json, .md and .png.
 
     python benchmarks/bench_linear.py [--shapes 4096x18432x7168] [--only fp8 bf16 torchao]
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,8 +59,8 @@ def floor_bytes(shape: Shape) -> int:
     return 2 * torch.bfloat16.itemsize * (t * n + t * k + n * k)
 
 
-def measure(shape: Shape, recipes: Sequence[str], results: Report) -> None:
-    """Check and time every recipe at this shape, and add a row for each."""
+def measure(shape: Shape, recipes: Sequence[str], results: Report, seconds: float | None = None) -> None:
+    """Check and time the recipes of a stage at this shape, and add a row for each."""
     device = results.device
     t, n, k = shape
     weight = torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5
@@ -68,7 +70,16 @@ def measure(shape: Shape, recipes: Sequence[str], results: Report) -> None:
         return x.requires_grad_(), dy
 
     sets, work = input_sets(make, device, 2 * floor_bytes(shape)), (floor_bytes(shape), 6 * t * n * k)
-    layers.measure(str(shape), recipes, lambda r: make_layer(shape, r, weight, device), sets, work, _BUDGETS, results)
+    layers.measure(
+        str(shape),
+        recipes,
+        lambda r: make_layer(shape, r, weight, device),
+        sets,
+        work,
+        _BUDGETS,
+        results,
+        seconds=seconds,
+    )
 
 
 def picture(results: Report) -> dict:
@@ -90,15 +101,17 @@ def picture(results: Report) -> dict:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = report.arguments(__doc__, "linear", cases=RECIPES)
     parser.set_defaults(only=list(DEFAULT_RECIPES))
+    layers.add_arguments(parser)
     args, device = report.parse(parser, argv)
     columns = [*COLUMNS, *(f"x {name}" for name in args.only if name not in OURS)]
     results = Report("linear", device, columns, report.plain(vars(args)))
     results.measure_ceilings(smoke=args.smoke)
-    for shape in args.shapes:
+    for stage, shape in itertools.product(layers.stages(args.only), args.shapes):
         try:
-            measure(shape, args.only, results)
+            measure(shape, stage, results, args.seconds)
         except Exception as error:
-            results.leave_out("all", str(shape), reason(error))
+            for recipe in stage:
+                results.leave_out(recipe, str(shape), reason(error))
         if device.type == "cuda":
             torch.cuda.empty_cache()
     results.write(args.out, picture(results))

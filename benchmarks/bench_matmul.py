@@ -3,6 +3,7 @@
 Checks first: four corners of every product against the fp64 product of what the operands decode to. Times are of CUDA
 graph replays with a cold cache. Floor: the greater of bytes that must move over copy bandwidth, and operations over the
 rate of cuBLASLt's tensorwise fp8, both measured here. A ratio to a peer is the peer's time over ours: above 1 we win.
+Operands are those that layers make: of grad_weight columnwise copies, padded. Peers that compile for long come last.
 Writes benchmarks/results/matmul_<device>.json, .md and .png.
 
     python benchmarks/bench_matmul.py [--shapes 4096x7168x2048 llama_8b] [--tokens 4096] [--only grad_weight]
@@ -11,8 +12,9 @@ Writes benchmarks/results/matmul_<device>.json, .md and .png.
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
@@ -66,12 +68,23 @@ def peer_runs(product: Product, names: Sequence[str], device: torch.device) -> d
     return found
 
 
-def prepare(product: Product, backends, names: Sequence[str], device: torch.device) -> tuple[dict, dict, dict]:
+def operands(product: Product, a: torch.Tensor, b: torch.Tensor):
+    """Both operands as layers make them: those of grad_weight are columnwise copies, padded with zero tokens."""
+    if product.kind != "grad_weight":
+        return product.quantize(a, b)
+    return tuple(
+        ops.quantize(x.t(), fmt, rowwise=False, columnwise=True, padded=True) for x, fmt in zip((a, b), product.formats)
+    )
+
+
+def prepare(
+    product: Product, backends, found: Mapping[str, peers.ProductPeer | str], device: torch.device
+) -> tuple[dict, dict, dict]:
     """What is checked and can be timed: ({name: (run, sets)}, {name: error}, {name: why it is left out})."""
 
     def make():
         hp = product.high_precision(device)
-        return *hp, *product.quantize(*hp)
+        return *hp, *operands(product, *hp)
 
     sets = input_sets(make, device, product.nbytes())
     a, b = sets[0][2:]
@@ -95,7 +108,7 @@ def prepare(product: Product, backends, names: Sequence[str], device: torch.devi
             left_out[name] = run
         else:
             add(name, run, [(a, b) for _, _, a, b in sets], (a, b), budget)
-    for name, peer in peer_runs(product, names, device).items():
+    for name, peer in found.items():
         if isinstance(peer, str):
             left_out[f"peer {name}"] = peer
             continue
@@ -113,10 +126,18 @@ def prepare(product: Product, backends, names: Sequence[str], device: torch.devi
 
 
 def measure(product: Product, backends, names: Sequence[str], results: Report) -> None:
-    """Check and time one product, and add a row for each backend of ours."""
+    """Check and time one product beside these peers, and add a row for each backend of ours, or to what is there."""
     ceilings = results.ceilings
-    label = f"{product.kind} {product.tokens}x{product.out_features}x{product.in_features}"
-    runs, errors, left_out = prepare(product, backends, names, results.device)
+    shape = f"{product.tokens}x{product.out_features}x{product.in_features}"
+    label = f"{product.kind} {shape}"
+    of_product = {"product": product.kind, "shape": shape, "recipe": product.recipe}
+    there = {row["by"]: row for row in results.rows if of_product.items() <= row.items()}
+    found = peer_runs(product, names, results.device)
+    if there and all(isinstance(peer, str) for peer in found.values()):
+        for name, why in found.items():
+            results.leave_out(f"peer {name}", label, why)
+        return
+    runs, errors, left_out = prepare(product, backends, found, results.device)
     times = time_runs(runs, results.device)
     fastest = product.flops / (_TOO_FAST * max(ceilings.fp8, ceilings.bf16) * 1e6)
     for name, t in list(times.items()):
@@ -126,7 +147,8 @@ def measure(product: Product, backends, names: Sequence[str], results: Report) -
             left_out[name] = f"not believed: {t.us:.3g} us are above {_TOO_FAST} times the measured peak"
             times[name] = left_out[name]
     for name, why in left_out.items():
-        results.leave_out(name, label, why)
+        if name.startswith("peer ") or not there:
+            results.leave_out(name, label, why)
     good = {name: t for name, t in times.items() if isinstance(t, Timing)}
     others = {name.removeprefix("peer "): t.us for name, t in good.items() if name.startswith("peer ")}
     m, n, k = product.mnk
@@ -134,10 +156,12 @@ def measure(product: Product, backends, names: Sequence[str], results: Report) -
     for name, t in good.items():
         if name.startswith("peer "):
             continue
+        if name in there:
+            report.compare(results, there[name], t.us, others, product.flops)
+            continue
         results.add(
             {
-                "product": product.kind,
-                "shape": f"{product.tokens}x{product.out_features}x{product.in_features}",
+                **of_product,
                 "by": name,
                 "us": t.us,
                 "spread %": 100 * (t.high - t.low) / t.us,
@@ -146,7 +170,6 @@ def measure(product: Product, backends, names: Sequence[str], results: Report) -
                 "of roofline": floor / t.us,
                 "error": errors[name],
                 **report.ratios(t.us, others),
-                "recipe": product.recipe,
                 "mnk": [m, n, k],
                 "layers": shapes.name_of(shapes.Shape(product.tokens, product.out_features, product.in_features)),
                 "intensity": product.flops / product.nbytes(),
@@ -186,19 +209,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = [*COLUMNS, *(f"x {name}" for name in names)]
     results = Report("matmul", device, columns, report.plain(vars(args)))
     results.measure_ceilings(smoke=args.smoke)
-    for kind in args.only:
-        for shape in args.shapes:
-            slow = [n for n in names if args.peers is None and shape not in _SLOW_PEERS.get(n, [shape])]
-            for name in slow:
-                results.leave_out(f"peer {name}", f"{kind} {shape}", "compiles for long; name it with --peers")
-            wanted = [name for name in names if name not in slow]
-            for recipe in args.recipes:
-                try:
-                    measure(Product(kind, *shape, recipe), args.backends, wanted, results)
-                except Exception as error:
-                    results.leave_out("all", f"{kind} {shape}", reason(error))
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+    stages = report.in_stages(names, _SLOW_PEERS)
+    for stage, kind, shape in itertools.product(stages, args.only, args.shapes):
+        slow = [n for n in stage if args.peers is None and shape not in _SLOW_PEERS.get(n, [shape])]
+        for name in slow:
+            results.leave_out(f"peer {name}", f"{kind} {shape}", "compiles for long; name it with --peers")
+        wanted = [name for name in stage if name not in slow]
+        if not wanted and stage is not stages[0]:
+            continue
+        for recipe in args.recipes:
+            try:
+                measure(Product(kind, *shape, recipe), args.backends, wanted, results)
+            except Exception as error:
+                results.leave_out("all", f"{kind} {shape}", reason(error))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     results.write(args.out, picture(results))
     return 0 if results.rows else 1
 

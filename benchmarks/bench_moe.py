@@ -4,8 +4,8 @@ The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, qu
     fp8, nvfp4       SwiGLUExperts
     bf16             torch's grouped product, silu and multiply; bf16_compiled: the same by torch.compile
     torchao          the same with torchao's blockwise FP8 grouped product, which runs DeepGEMM
-Columns as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantise %" is the share of
-device time in kernels that quantise, SwiGLU where it is fused with that.
+Columns and stages as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantise %" is the
+share of device time in kernels that quantise, SwiGLU where it is fused with that.
 Checks first that output and gradients are those of bf16 within the recipe's error. Floor: nine products at the rate of
 cuBLASLt's tensorwise fp8, or the bytes of x, the weights and dy read once and y, dx and their gradients written once.
 Writes benchmarks/results/moe_<device>.json, .md and .png.
@@ -77,7 +77,7 @@ def make_layer(shape: Experts, recipe: str, ends: torch.Tensor) -> Layer:
         model = PlainExperts(model, peers.torchao_grouped_product(device, (2 * shape.hidden, shape.hidden, shape.dim)))
     else:
         model = PlainExperts(model, lambda x, weight, ends: F.grouped_mm(x, weight, offs=ends))
-    call = peers.compile_model(model, device) if recipe == "bf16_compiled" else model
+    call = peers.compile_model(model, device) if recipe in peers.COMPILED else model
     return Layer(model, lambda x: call(x, ends))
 
 
@@ -109,8 +109,10 @@ def split(layer: Layer, inputs: tuple) -> dict:
     }
 
 
-def measure(shape: Experts, routing: str, recipes: Sequence[str], results: Report) -> None:
-    """Check and time every recipe, and add a row for each."""
+def measure(
+    shape: Experts, routing: str, recipes: Sequence[str], results: Report, seconds: float | None = None
+) -> None:
+    """Check and time the recipes of a stage, and add a row for each."""
     device = results.device
     ends = group_ends(routing, shape.tokens, shape.experts, device)
 
@@ -122,7 +124,7 @@ def measure(shape: Experts, routing: str, recipes: Sequence[str], results: Repor
     sets = input_sets(make, device, 2 * nbytes)
     where = f"{shape} | {routing}"
     layers.measure(
-        where, recipes, lambda r: make_layer(shape, r, ends), sets, (nbytes, flops), _BUDGETS, results, split
+        where, recipes, lambda r: make_layer(shape, r, ends), sets, (nbytes, flops), _BUDGETS, results, split, seconds
     )
 
 
@@ -150,6 +152,7 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(DEFAULT_RECIPES), help="only these recipes")
+    layers.add_arguments(parser)
     parser.add_argument(
         "--smoke", action="store_true", help="tiny shapes, on a CPU where there is no GPU: does it run?"
     )
@@ -168,14 +171,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = [*COLUMNS, *(f"x {name}" for name in args.only if name not in OURS)]
     results = Report("moe", device, columns, report.plain(vars(args) | {"shapes": list(map(str, args.shapes))}))
     results.measure_ceilings(smoke=args.smoke)
-    for shape in args.shapes:
-        for routing in args.routings:
-            try:
-                measure(shape, routing, args.only, results)
-            except Exception as error:
-                results.leave_out("all", f"{shape} | {routing}", reason(error))
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+    for stage, shape, routing in itertools.product(layers.stages(args.only), args.shapes, args.routings):
+        try:
+            measure(shape, routing, stage, results, args.seconds)
+        except Exception as error:
+            for recipe in stage:
+                results.leave_out(recipe, f"{shape} | {routing}", reason(error))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     results.write(args.out, picture(results))
     return 0 if results.rows else 1
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 
 import peers
 import report
 import torch
+from errors import relative_error
 from report import Report
 from torch import nn
 
 from torchao_blockwise import MasterWeightTensor
-from torchao_blockwise.testing import relative_error
 from torchao_blockwise.tuning import Timing, host_time, time_eager, time_runs
 from torchao_blockwise.tuning.timing import reason, synchronize
 
@@ -70,6 +71,26 @@ def peak_memory(layer: Layer, x: torch.Tensor, dy: torch.Tensor) -> int | None:
     return peak
 
 
+def stages(recipes: Sequence[str]) -> list[list[str]]:
+    """`recipes` in the order in which they are measured, each stage at every shape before the next one begins.
+
+    First ours and bf16, then what tunes its kernels for each shape, then what compiles the layer: a run that is cut
+    short has the rows that matter.
+    """
+    compiled = [recipe for recipe in recipes if recipe in peers.COMPILED]
+    first = [recipe for recipe in recipes if recipe in (*OURS, "bf16")]
+    tuned = [recipe for recipe in recipes if recipe not in (*first, *compiled)]
+    return [stage for stage in (first, *([recipe] for recipe in (*tuned, *compiled))) if stage]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `measure`."""
+    parser.add_argument(
+        "--seconds", type=float,
+        help="that each time of a row is measured for; default 0.05 for graphs, 50 eager and 200 launched steps",
+    )  # fmt: skip
+
+
 def measure(
     where: str,
     recipes: Sequence[str],
@@ -79,18 +100,25 @@ def measure(
     budgets: Mapping[str, float],
     results: Report,
     more: Callable[[Layer, tuple], dict] | None = None,
+    seconds: float | None = None,
 ) -> None:
-    """Check and time every recipe's step, and add a row for each.
+    """Check and time the step of every recipe of a stage, and add a row for each.
+
+    Ours whose rows are there already run once more beside the others, whose ratios are then added to those rows:
+    graphs take turns, so that a ratio is of the same heat and clocks.
 
     where: what the rows' first columns say, with " | " between them. make: recipe -> its layer; may raise.
     sets: (x, dy) of as many steps as it takes for a cold cache. work: (bytes that must move, operations) of a step.
     budgets: recipe -> ‖difference to bf16‖ / ‖bf16‖ that it may have. more: (layer, inputs) -> further columns.
+    seconds: that each time is measured for, see `add_arguments`.
     """
     device = results.device
+    there = {row["recipe"]: row for row in results.rows if row["where"] == where}
+    again = [recipe for recipe in there if recipe in OURS]
     expected = make("bf16").step(*sets[0])
     layers: dict[str, Layer] = {}
     errors: dict[str, float] = {}
-    for recipe in recipes:
+    for recipe in (*again, *recipes):
         try:
             layer = make(recipe)
             errors[recipe] = max(relative_error(a, b) for a, b in zip(layer.step(*sets[0]), expected, strict=True))
@@ -105,27 +133,57 @@ def measure(
                 layers[recipe] = layer
     del expected
     # Together, for the same clocks; the rest one by one, so that only one layer's gradients live.
-    graphs = time_runs({recipe: (layer.step, sets) for recipe, layer in layers.items()}, device)
-    rows = {}
+    runs = {recipe: (layer.step, sets) for recipe, layer in layers.items()}
+    graphs = time_runs(runs, device, **({} if seconds is None else {"seconds": seconds}))
+    new: dict[str, dict] = {}
+    ours: dict[str, float] = {}
     for recipe, layer in layers.items():
         graph = graphs[recipe]
+        if recipe in again:
+            if isinstance(graph, Timing) and graph.captured:
+                ours[recipe] = min(there[recipe]["eager us"], graph.us)
+            continue
         if isinstance(graph, str) or not graph.captured:
             results.leave_out(f"{recipe}, graph", where, graph if isinstance(graph, str) else "was not captured")
             graph = None
         try:
-            rows[recipe] = _row(recipe, layer, graph, sets[0], work, results) | {"error": errors[recipe]}
-            if more is not None:
-                rows[recipe] |= more(layer, sets[0])
+            row = _row(recipe, layer, graph, sets[0], work, results, seconds) | {
+                "where": where,
+                "error": errors[recipe],
+            }
+            new[recipe] = row | (more(layer, sets[0]) if more is not None else {})
         except Exception as error:
             results.leave_out(recipe, where, reason(error))
-    for recipe, row in rows.items():
-        others = {name: other["us"] for name, other in rows.items() if name != recipe}
+    times = {recipe: row["us"] for recipe, row in new.items()}
+    for recipe, row in new.items():
+        others = {name: us for name, us in times.items() if name != recipe}
         places = dict(zip(results.columns, where.split(" | ")))
-        results.add(places | row | (report.ratios(row["us"], others) if recipe in OURS else {}))
+        last = next((other for other in reversed(results.rows) if other["where"] == where), None)
+        results.add(places | row | (report.ratios(row["us"], others) if recipe in OURS else {}), after=last)
+    for recipe in again if new else ():
+        results.amend(there[recipe], report.ratios(ours.get(recipe, there[recipe]["us"]), times))
+
+
+def _few_enough(
+    run: Callable[[], object], device: torch.device, calls: int, repeats: int, seconds: float | None
+) -> dict:
+    """Calls and repeats of a loop of `run`: these, or as many as fit in `seconds`, at least one call three times."""
+    if seconds is None:
+        return {"calls": calls, "repeats": repeats}
+    us = time_eager(run, device, calls=1, repeats=1).us
+    fit = max(3, int(seconds * 1e6 / us))
+    calls = max(1, min(calls, fit // 3))
+    return {"calls": calls, "repeats": max(3, min(repeats, fit // calls))}
 
 
 def _row(
-    recipe: str, layer: Layer, graph: Timing | None, inputs: tuple, work: tuple[int, int], results: Report
+    recipe: str,
+    layer: Layer,
+    graph: Timing | None,
+    inputs: tuple,
+    work: tuple[int, int],
+    results: Report,
+    seconds: float | None,
 ) -> dict:
     """What was measured of one recipe."""
 
@@ -133,7 +191,9 @@ def _row(
         layer.change_weights()
         layer.step(*inputs)
 
-    eager, host = time_eager(step, results.device), host_time(step, results.device)
+    device = results.device
+    eager = time_eager(step, device, **_few_enough(step, device, 10, 5, seconds))
+    host = host_time(step, device, **_few_enough(step, device, 10, 20, seconds))
     memory = peak_memory(layer, *inputs)
     us = min(eager.us, graph.us) if graph else eager.us
     nbytes, flops = work

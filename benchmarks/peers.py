@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -161,7 +161,8 @@ def torchao_quantizers(case: str, rows: int, columns: int) -> dict[str, Callable
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 LAYERS = ("bf16", "torchao", "torchao_tensorwise", "torchao_rowwise")
-COMPILED = ("torchao_tensorwise", "torchao_rowwise")
+# Recipes that torch.compile takes long for, at every shape again.
+COMPILED = ("torchao_tensorwise", "torchao_rowwise", "bf16_compiled")
 
 
 def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
@@ -219,14 +220,25 @@ def torchao_kernels():
     """torchao's blockwise kernels; raises Unavailable.
 
     Its quantisers are tuned over pipeline stages, of which they have none, being without a loop: variants that differ
-    in nothing else are the same code, and two thirds of them are left out to compile the less.
+    in nothing else are the same code, and two thirds of them are left out to compile the less. Each variant is tried
+    for a fifth of the time that Triton would take by itself.
     """
     kernels = _import("torchao.prototype.blockwise_fp8_training.kernels")
     for name, kernel in vars(kernels).items():
-        if "_quant_" in name and hasattr(kernel, "configs"):
+        if not hasattr(kernel, "configs"):
+            continue
+        kernel.do_bench = _brief_bench
+        if "_quant_" in name:
             stages = min(config.num_stages for config in kernel.configs)
             kernel.configs = [config for config in kernel.configs if config.num_stages == stages]
     return kernels
+
+
+def _brief_bench(call: Callable, quantiles: Sequence[float]):
+    """Milliseconds of a variant, for Triton's autotuner."""
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
 
 def _import(name: str):

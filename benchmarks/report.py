@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import environment
@@ -29,6 +29,7 @@ class Report:
         self.device_name = environment.device_name(device)
         self.environment = environment.environment(device)
         self.rows: list[dict] = []
+        self._amended = False
         self.left_out: dict[tuple[str, str], list[str]] = {}
         self.ceilings: roofline.Ceilings | None = None
 
@@ -39,15 +40,23 @@ class Report:
         print(f"fp8 tensorwise {c.fp8:.4g} TFLOP/s\n")
         return c
 
-    def add(self, row: Mapping) -> None:
-        """Print a row under the header, which comes before the first."""
+    def add(self, row: Mapping, after: Mapping | None = None) -> None:
+        """Print a row under the header, which comes before the first.
+
+        after: the row behind which this one stands in the files; without it the last one.
+        """
         if not self.rows:
             print("\n".join(_head(self.columns)))
-        self.rows.append(dict(row))
+        places = [i for i, other in enumerate(self.rows) if other is after]
+        self.rows.insert(places[0] + 1 if places else len(self.rows), dict(row))
         print(_line([_text(row.get(c)) for c in self.columns]), flush=True)
-        if self.arguments.get("out"):
-            # A run that is cut short has measured so much.
-            self._save(Path(self.arguments["out"]))
+        self._save_what_is_there()
+
+    def amend(self, row: dict, more: Mapping) -> None:
+        """Give one of `rows` columns that were not known when it was added; `write` prints the whole table then."""
+        row |= more
+        self._amended = True
+        self._save_what_is_there()
 
     def leave_out(self, name: str, where: str, why: str) -> None:
         """Say below the table that `name` has no figure for `where`, and why."""
@@ -72,8 +81,16 @@ class Report:
         written = [".json", ".md"]
         if picture and roofline.draw(path.with_suffix(".png"), **picture):
             written.append(".png")
-        print("\n".join(["", *(f"- {note}" for note in self.notes())]))
+        if self._amended:
+            print(f"\n{self.table()}\n")
+        else:
+            print("\n".join(["", *(f"- {note}" for note in self.notes())]))
         print(f"wrote {path}{', '.join(written)}")
+
+    def _save_what_is_there(self) -> None:
+        # A run that is cut short has measured so much.
+        if self.arguments.get("out"):
+            self._save(Path(self.arguments["out"]))
 
     def _save(self, folder: Path) -> Path:
         """JSON and Markdown; returns their path without a suffix."""
@@ -88,6 +105,25 @@ class Report:
         environment.write_json(path.with_suffix(".json"), content)
         environment.write_text(path.with_suffix(".md"), self.table() + "\n")
         return path
+
+
+def in_stages(peers: Sequence[str], slow: Container[str]) -> list[list[str]]:
+    """Peers in the order in which they are compared with: all that are quick, then each of `slow` alone.
+
+    Every stage runs at every shape before the next begins, the first without peers too, so that a run that is cut short
+    has all of ours.
+    """
+    return [[name for name in peers if name not in slow], *([name] for name in peers if name in slow)]
+
+
+def compare(results: Report, row: dict, us: float, others: Mapping[str, float], flops: int) -> None:
+    """Add peers that ran beside ours again to the row that is there: times, rates and ratios.
+
+    us: ours, in turns with the peers `others`, so that a ratio is of the same heat and clocks.
+    """
+    rates = {name: flops / other / 1e6 for name, other in others.items()}
+    peers = {"peers us": row["peers us"] | others, "peers TFLOP/s": row["peers TFLOP/s"] | rates}
+    results.amend(row, ratios(us, others) | peers)
 
 
 def ratios(us: float, peers: Mapping[str, float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import bench_fused
 import bench_grouped_matmul
 import bench_linear
 import bench_matmul
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.gpu
 # Without peers that compile for long. Ceilings are the real ones but for --smoke, which measures what is too small.
 RUNS = {
     bench_quantize: "--shapes 512x384x1024 33x96x144 --recipes fp8 nvfp4 --peers",
+    bench_fused: "--shapes 512x384x1024 33x96x144",
     bench_matmul: "--shapes 512x384x1024 33x96x144 --recipes fp8 nvfp4 --peers bf16 tensorwise cublaslt",
     bench_grouped_matmul: "--shapes 300x4x256x512 --recipes fp8 nvfp4 --peers bf16",
     bench_linear: "--shapes 512x384x1024 --only fp8 nvfp4 bf16",

@@ -95,6 +95,24 @@ def test_a_peer_that_fails_kills_nothing(tmp_path, monkeypatch):
     assert len(content["rows"]) == 4 and left_out(content, "peer torchao") == ["RuntimeError: no luck today"]
 
 
+def test_slow_peers_come_last_and_add_to_rows(tmp_path, monkeypatch):
+    original, asked = grouped_peers.grouped_peer, []
+
+    def grouped_peer(name, product, device):
+        asked.append((name, product.out_features))
+        return original("bf16" if name == "deep_gemm" else name, product, device)
+
+    monkeypatch.setattr(grouped_peers, "grouped_peer", grouped_peer)
+    argv = "--only output --shapes 20x3x16x32 --routings empty --peers deep_gemm bf16 torchao"
+    content = run(tmp_path, *argv.split())
+    names = ("bf16", "deep_gemm", "torchao")
+    assert asked == [(name, width) for name in names for width in (32, 32)]
+    assert [row["weight"] for row in content["rows"]] == ["gate_up", "down"] and left_out(content, "peer torchao")
+    for row in content["rows"]:
+        assert row["peers us"].keys() == row["peers TFLOP/s"].keys() == {"bf16", "deep_gemm"}
+        assert row["x deep_gemm"] > 0 and row["x bf16"] == pytest.approx(row["peers us"]["bf16"] / row["us"])
+
+
 def test_bytes_that_must_move():
     product = GroupedProduct("output", (5, 0, 3), 256, 128)
     weights = 2 * FP8_128X128.nbytes(256, 128)

@@ -6,9 +6,14 @@ import json
 import math
 from types import SimpleNamespace
 
+import bench_fused
 import bench_linear
+import bench_matmul
 import bench_model
+import bench_moe
 import bench_quantize
+import errors
+import layers
 import peers
 import pytest
 import report
@@ -102,8 +107,52 @@ def test_a_report_prints_rows_and_writes_all(tmp_path, capsys):
     assert "| 1x3 | 0.0123 | 2 |" in capsys.readouterr().out
 
 
+def test_rows_that_come_late_stand_where_they_belong(tmp_path):
+    results = report.Report("things", CPU, ["shape", "us", "x peer"], {"out": str(tmp_path)})
+    for shape in ("a", "b"):
+        results.add({"shape": shape, "us": 1.0})
+    results.add({"shape": "a", "us": 2.0}, after=results.rows[0])
+    results.amend(results.rows[0], {"x peer": 2.0})
+    wanted = ["| a | 1 | 2 |", "| a | 2 | - |", "| b | 1 | - |"]
+    # Saved as it came: nothing has been written yet.
+    assert (tmp_path / "things_cpu.md").read_text().splitlines()[2:] == wanted
+    assert json.loads((tmp_path / "things_cpu.json").read_text())["rows"][0]["x peer"] == 2.0
+
+
+def test_quick_peers_come_first_then_each_slow_one():
+    assert report.in_stages(["slow", "a", "slower", "b"], ("slow", "slower")) == [["a", "b"], ["slow"], ["slower"]]
+    assert report.in_stages(["slow"], ("slow",)) == [[], ["slow"]] and report.in_stages([], ()) == [[]]
+
+
+def test_layers_are_measured_ours_first_and_compiled_last():
+    assert layers.stages(bench_linear.RECIPES) == [
+        ["fp8", "bf16", "nvfp4"], ["torchao"], ["torchao_tensorwise"], ["torchao_rowwise"],
+    ]  # fmt: skip
+    assert layers.stages(bench_moe.DEFAULT_RECIPES) == [["fp8", "bf16"], ["torchao"], ["bf16_compiled"]]
+    assert layers.stages(["torchao_rowwise"]) == [["torchao_rowwise"]] and layers.stages([]) == []
+
+
+@pytest.mark.parametrize(("seconds", "calls", "repeats"), ((None, 10, 20), (1.0, 10, 10), (0.01, 1, 3), (9.0, 10, 20)))
+def test_loops_fit_in_the_time_they_are_given(seconds, calls, repeats, monkeypatch):
+    monkeypatch.setattr(layers, "time_eager", lambda run, device, **options: Timing.of([10_000.0]))
+    assert layers._few_enough(lambda: None, CPU, 10, 20, seconds) == {"calls": calls, "repeats": repeats}
+
+
+def test_errors_are_relative_to_what_was_expected(monkeypatch):
+    expected = torch.randn(7, 5, dtype=torch.bfloat16)
+    actual = expected.float() * 1.01
+    monkeypatch.setattr(errors, "_PIECE", 8)
+    assert errors.relative_error(actual, expected) == pytest.approx(relative_error(actual, expected))
+    assert errors.relative_error(actual.t(), expected.t()) == pytest.approx(relative_error(actual, expected))
+    assert errors.relative_error(expected, expected) == 0 == errors.relative_error(expected[:0], expected[:0])
+    actual[6, 4] = math.nan
+    assert math.isnan(errors.relative_error(actual, expected))
+    with pytest.raises(ValueError, match=r"shapes differ, got \[5, 7\] and \[7, 5\]"):
+        errors.relative_error(actual.t(), expected)
+
+
 @pytest.mark.usefixtures("without_gpu")
-@pytest.mark.parametrize("bench", (bench_quantize, bench_linear, bench_model), ids=lambda m: m.__name__)
+@pytest.mark.parametrize("bench", (bench_quantize, bench_linear, bench_model, bench_fused), ids=lambda m: m.__name__)
 def test_without_a_gpu_it_says_so(bench, capsys):
     with pytest.raises(SystemExit) as exit_info:
         bench.main([])
@@ -273,6 +322,32 @@ def test_bytes_that_must_move_are_those_of_inputs_and_outputs(case, recipe):
     # The scale of a tensor is read with it and counted once; NVFP4 reads the input twice.
     again = arguments[0].nbytes if recipe == "nvfp4" and case != "transpose" else 0
     assert job.nbytes == moved + again
+
+
+@pytest.mark.parametrize("case", bench_fused.CASES)
+def test_bytes_that_must_move_through_a_fused_operation(case):
+    job = bench_fused.Job(case, 224, 320, CPU)
+    arguments = job.make()
+    read, (_, copies) = sum(t.nbytes for t in arguments if t is not None and t.dim() == 2), job.run(*arguments)
+    # A norm reads its input once more.
+    read *= 2 if job.case.norm else 1
+    assert job.nbytes == read + sum(t.nbytes for t in bench_quantize_tensors(copies))
+
+
+@pytest.mark.parametrize("recipe", ("fp8", "nvfp4"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_operands_are_those_of_layers(kind, recipe):
+    """Along ragged tokens a payload's rows are padded to 16 bytes; the product is that of the plain operands."""
+    product = Product(kind, 41, 64, 96, recipe)
+    hp = product.high_precision(CPU)
+    plain, padded = product.quantize(*hp), bench_matmul.operands(product, *hp)
+    if kind == "grad_weight":
+        assert [x.qdata.shape[1] * x.qdata.element_size() % 16 for x in padded] == [0, 0]
+        assert all(x.qdata.is_contiguous() for x in padded)
+    assert (
+        product_error(ops.matmul(*padded, out_dtype=torch.float32), *plain if kind != "grad_weight" else padded) < 1e-5
+    )
+    assert product_error(ops.matmul(*plain, out_dtype=torch.float32), *plain) < 1e-5
 
 
 def bench_quantize_tensors(x):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import bench_fused
 import bench_linear
 import bench_matmul
 import bench_model
 import bench_quantize
+import layers
 import peers
 import pytest
+import report
 import shapes
 
 from torchao_blockwise import ops
+from torchao_blockwise.tuning import Timing
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread", "without_gpu")
 
@@ -107,6 +111,122 @@ def test_linear(tmp_path):
         flops = 6 * shape.tokens * shape.out_features * shape.in_features
         assert fp8["TFLOP/s"] == pytest.approx(flops / fp8["us"] / 1e6)
     assert left_out(content, "torchao") == ["needs sm_90, got cpu"]
+
+
+def test_peers_of_later_stages_are_added_to_rows_that_are_there(tmp_path, monkeypatch, capsys):
+    """Every stage at both shapes before the next one; ratios of ours follow, and rows of a shape stay together."""
+    original, stages = bench_linear.make_layer, []
+
+    def make_layer(shape, recipe, weight, device):
+        return original(shape, "bf16" if recipe == "torchao" else recipe, weight, device)
+
+    def measure(shape, recipes, *args, run=bench_linear.measure):
+        stages.append((str(shape), list(recipes)))
+        run(shape, recipes, *args)
+
+    monkeypatch.setattr(bench_linear, "make_layer", make_layer)
+    monkeypatch.setattr(bench_linear, "measure", measure)
+    content = run(bench_linear, tmp_path, "--only", "torchao", "bf16", "fp8", "--seconds", "0.001")
+    small, smaller = map(str, shapes.SMOKE)
+    assert stages == [(s, names) for names in (["bf16", "fp8"], ["torchao"]) for s in (small, smaller)]
+    rows = content["rows"]
+    assert [(r["shape"], r["recipe"]) for r in rows] == [
+        (s, recipe) for s in (small, smaller) for recipe in ("bf16", "fp8", "torchao")
+    ]
+    for bf16, fp8, torchao in (rows[:3], rows[3:]):
+        assert fp8["x torchao"] == pytest.approx(torchao["us"] / fp8["us"])
+        assert fp8["x bf16"] == pytest.approx(bf16["us"] / fp8["us"])
+        assert fp8["timing"]["host"]["repeats"] <= 5
+    # As rows came, and once more whole.
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {small} | fp8 |")]
+    assert [line.split(" | ")[-2] == report.MISSING for line in printed] == [True, False]
+
+
+def test_a_ratio_is_of_graphs_that_took_turns(tmp_path, monkeypatch):
+    """The GPU was slower when the peer ran: ours beside it counts, and the row keeps its first time."""
+    original, graphs = bench_linear.make_layer, iter([{"fp8": 2.0, "bf16": 3.0}, {"fp8": 4.0, "torchao": 5.0}])
+
+    def make_layer(shape, recipe, weight, device):
+        return original(shape, "bf16" if recipe == "torchao" else recipe, weight, device)
+
+    def time_runs(runs, device):
+        times = next(graphs)
+        assert runs.keys() == times.keys()
+        return {name: Timing.of([us], captured=True) for name, us in times.items()}
+
+    monkeypatch.setattr(bench_linear, "make_layer", make_layer)
+    monkeypatch.setattr(layers, "time_runs", time_runs)
+    argv = f"--shapes {shapes.SMOKE[1]} --only fp8 bf16 torchao"
+    fp8, bf16, torchao = run(bench_linear, tmp_path, *argv.split())["rows"]
+    assert [row["us"] for row in (fp8, bf16, torchao)] == [2.0, 3.0, 5.0]
+    assert fp8["x bf16"] == pytest.approx(1.5) and fp8["x torchao"] == pytest.approx(1.25)
+
+
+def test_a_stage_that_fails_leaves_the_others_alone(tmp_path, monkeypatch):
+    def measure(shape, recipes, *args, run=bench_linear.measure):
+        if recipes == ["torchao"]:
+            raise RuntimeError("no luck today")
+        run(shape, recipes, *args)
+
+    monkeypatch.setattr(bench_linear, "measure", measure)
+    content = run(bench_linear, tmp_path, "--only", "fp8", "bf16", "torchao")
+    assert len(content["rows"]) == 4 and left_out(content, "torchao") == ["RuntimeError: no luck today"]
+
+
+def test_slow_peers_of_products_come_last_and_add_to_rows(tmp_path, monkeypatch):
+    original, asked = peers.product_peer, []
+
+    def product_peer(name, product, device):
+        asked.append((name, product.tokens))
+        return original("bf16" if name == "deep_gemm" else name, product, device)
+
+    monkeypatch.setattr(peers, "product_peer", product_peer)
+    content = run(bench_matmul, tmp_path, "--only", "output", "--peers", "deep_gemm", "bf16")
+    assert asked == [("bf16", 48), ("bf16", 33), ("deep_gemm", 48), ("deep_gemm", 33)]
+    assert [row["shape"] for row in content["rows"]] == list(map(str, shapes.SMOKE))
+    for row in content["rows"]:
+        assert row["peers us"].keys() == row["peers TFLOP/s"].keys() == {"bf16", "deep_gemm"}
+        # Of the turns that they took together, not of the first.
+        assert row["x deep_gemm"] > 0 and row["x bf16"] == pytest.approx(row["peers us"]["bf16"] / row["us"])
+
+
+def test_fused(tmp_path):
+    content = run(bench_fused, tmp_path)
+    assert [(row["case"], row["shape"]) for row in content["rows"]] == [
+        (case, shape)
+        for case in bench_fused.CASES
+        for shape in (("48x256", "33x64") if "swiglu" in case else ("48x384", "33x128"))
+    ]
+    assert content["left out"] == []
+    for row in content["rows"]:
+        assert row["roofline us"] == pytest.approx(row["MiB"] * 2**20 / content["ceilings"]["copy"] / 1e6)
+        assert row["TB/s"] == pytest.approx(row["MiB"] * 2**20 / row["us"] / 1e6)
+        for name in bench_fused.PEERS:
+            assert row[f"x {name}"] == pytest.approx(row["peers us"][name] / row["us"])
+
+
+@pytest.mark.parametrize("case", ("rms_both", "layer_rowwise", "swiglu_both", "swiglu_backward_both"))
+def test_wrong_bits_of_fused_operations_are_not_timed(case, tmp_path, monkeypatch):
+    name = {"rms": "norm_quantize", "layer": "norm_quantize"}.get(case.split("_")[0]) or (
+        "swiglu_backward_quantize" if "backward" in case else "swiglu_quantize"
+    )
+    original = getattr(ops, name)
+    monkeypatch.setattr(ops, name, lambda x, *args, **options: original(x * 1.01, *args, **options))
+    assert bench_fused.main(["--smoke", "--out", str(tmp_path), "--only", case]) == 1
+    content = json.loads((tmp_path / "fused_cpu.json").read_text())
+    assert content["rows"] == [] and "bits differ" in left_out(content, "ours")[0]
+
+
+def test_wrong_statistics_are_not_timed(tmp_path, monkeypatch):
+    original = ops.norm_statistics
+
+    def wrong(x, kind, eps, *, backend=None):
+        return original(x, kind, eps if backend else eps + 0.1, backend=backend)
+
+    monkeypatch.setattr(ops, "norm_statistics", wrong)
+    assert bench_fused.main(["--smoke", "--out", str(tmp_path), "--only", "rms_rowwise"]) == 1
+    content = json.loads((tmp_path / "fused_cpu.json").read_text())
+    assert "statistics differ" in left_out(content, "ours")[0]
 
 
 def test_model(tmp_path):
