@@ -6,7 +6,6 @@ import json
 import math
 from types import SimpleNamespace
 
-import bench_fused
 import bench_linear
 import bench_matmul
 import bench_model
@@ -152,7 +151,7 @@ def test_errors_are_relative_to_what_was_expected(monkeypatch):
 
 
 @pytest.mark.usefixtures("without_gpu")
-@pytest.mark.parametrize("bench", (bench_quantize, bench_linear, bench_model, bench_fused), ids=lambda m: m.__name__)
+@pytest.mark.parametrize("bench", (bench_quantize, bench_linear, bench_model), ids=lambda m: m.__name__)
 def test_without_a_gpu_it_says_so(bench, capsys):
     with pytest.raises(SystemExit) as exit_info:
         bench.main([])
@@ -276,6 +275,9 @@ def test_variants_of_torchao_that_are_the_same_code_are_tried_once():
     assert {(c.num_warps, c.kwargs["NUM_GROUPS"]) for c in kernel.configs} == {
         (w, g) for w in (2, 4, 8) for g in (2, 16, 32, 64, 128)
     }
+    kernels = vars(peers.torchao_kernels()).values()
+    tuned = [kernel for kernel in kernels if hasattr(kernel, "configs")]
+    assert len(tuned) >= 6 and {kernel.do_bench for kernel in tuned} == {peers._brief_bench}
 
 
 @pytest.mark.parametrize("recipe", ("bf16", "fp8", "nvfp4", "torchao_tensorwise", "torchao_rowwise"))
@@ -322,16 +324,6 @@ def test_bytes_that_must_move_are_those_of_inputs_and_outputs(case, recipe):
     # The scale of a tensor is read with it and counted once; NVFP4 reads the input twice.
     again = arguments[0].nbytes if recipe == "nvfp4" and case != "transpose" else 0
     assert job.nbytes == moved + again
-
-
-@pytest.mark.parametrize("case", bench_fused.CASES)
-def test_bytes_that_must_move_through_a_fused_operation(case):
-    job = bench_fused.Job(case, 224, 320, CPU)
-    arguments = job.make()
-    read, (_, copies) = sum(t.nbytes for t in arguments if t is not None and t.dim() == 2), job.run(*arguments)
-    # A norm reads its input once more.
-    read *= 2 if job.case.norm else 1
-    assert job.nbytes == read + sum(t.nbytes for t in bench_quantize_tensors(copies))
 
 
 @pytest.mark.parametrize("recipe", ("fp8", "nvfp4"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import bench_fused
 import bench_linear
 import bench_matmul
 import bench_model
@@ -188,45 +187,6 @@ def test_slow_peers_of_products_come_last_and_add_to_rows(tmp_path, monkeypatch)
         assert row["peers us"].keys() == row["peers TFLOP/s"].keys() == {"bf16", "deep_gemm"}
         # Of the turns that they took together, not of the first.
         assert row["x deep_gemm"] > 0 and row["x bf16"] == pytest.approx(row["peers us"]["bf16"] / row["us"])
-
-
-def test_fused(tmp_path):
-    content = run(bench_fused, tmp_path)
-    assert [(row["case"], row["shape"]) for row in content["rows"]] == [
-        (case, shape)
-        for case in bench_fused.CASES
-        for shape in (("48x256", "33x64") if "swiglu" in case else ("48x384", "33x128"))
-    ]
-    assert content["left out"] == []
-    for row in content["rows"]:
-        assert row["roofline us"] == pytest.approx(row["MiB"] * 2**20 / content["ceilings"]["copy"] / 1e6)
-        assert row["TB/s"] == pytest.approx(row["MiB"] * 2**20 / row["us"] / 1e6)
-        for name in bench_fused.PEERS:
-            assert row[f"x {name}"] == pytest.approx(row["peers us"][name] / row["us"])
-
-
-@pytest.mark.parametrize("case", ("rms_both", "layer_rowwise", "swiglu_both", "swiglu_backward_both"))
-def test_wrong_bits_of_fused_operations_are_not_timed(case, tmp_path, monkeypatch):
-    name = {"rms": "norm_quantize", "layer": "norm_quantize"}.get(case.split("_")[0]) or (
-        "swiglu_backward_quantize" if "backward" in case else "swiglu_quantize"
-    )
-    original = getattr(ops, name)
-    monkeypatch.setattr(ops, name, lambda x, *args, **options: original(x * 1.01, *args, **options))
-    assert bench_fused.main(["--smoke", "--out", str(tmp_path), "--only", case]) == 1
-    content = json.loads((tmp_path / "fused_cpu.json").read_text())
-    assert content["rows"] == [] and "bits differ" in left_out(content, "ours")[0]
-
-
-def test_wrong_statistics_are_not_timed(tmp_path, monkeypatch):
-    original = ops.norm_statistics
-
-    def wrong(x, kind, eps, *, backend=None):
-        return original(x, kind, eps if backend else eps + 0.1, backend=backend)
-
-    monkeypatch.setattr(ops, "norm_statistics", wrong)
-    assert bench_fused.main(["--smoke", "--out", str(tmp_path), "--only", "rms_rowwise"]) == 1
-    content = json.loads((tmp_path / "fused_cpu.json").read_text())
-    assert "statistics differ" in left_out(content, "ours")[0]
 
 
 def test_model(tmp_path):
