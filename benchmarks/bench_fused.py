@@ -204,20 +204,13 @@ def measure(job: Job, names: Sequence[str], results: Report) -> None:
     us = {name: t.us for name, t in times.items() if isinstance(t, Timing)}
     if "ours" not in us:
         return
-    t, floor = times["ours"], results.ceilings.floor_us(job.nbytes)
     others = {name: other for name, other in us.items() if name != "ours"}
     results.add(
         {
             "case": job.name,
             "shape": shape,
-            "us": t.us,
-            "spread %": 100 * (t.high - t.low) / t.us,
-            "MiB": job.nbytes / 2**20,
-            "TB/s": job.nbytes / t.us / 1e6,
-            "roofline us": floor,
-            "of roofline": floor / t.us,
-            **report.ratios(t.us, others),
-            "timing": t._asdict(),
+            **report.moved(job.nbytes, times["ours"], results.ceilings.floor_us(job.nbytes)),
+            **report.ratios(us["ours"], others),
             "peers us": others,
         }
     )

@@ -21,7 +21,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,18 +29,17 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import experts
 import grouped_peers
-import peers
+import product_rows
 import report
 import torch
 from experts import ROUTINGS, Experts, group_ends
 from report import Report
-from roofline import Series
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.ops.grouped_matmul import candidates
-from torchao_blockwise.tuning import Timing, error_budget, input_sets, product_error, time_runs
+from torchao_blockwise.tuning import error_budget, input_sets, product_error
 from torchao_blockwise.tuning.products import RECIPES
 from torchao_blockwise.tuning.timing import reason
 
@@ -49,12 +48,8 @@ COLUMNS = (
     *("product", "shape", "weight", "routing", "recipe", "by", "us", "spread %", "TFLOP/s", "roofline us"),
     *("of roofline", "error"),
 )
-# Peers that quantise in their own way, or not at all, are as far off as our quantisation is.
-_OTHERS_BUDGET = {"fp8": 0.1, "nvfp4": 0.25}
 # These compile for long.
 _SLOW_PEERS = ("deep_gemm", "torchao")
-# A rate above the measured peak times this is not believed.
-_TOO_FAST = 1.5
 
 
 @dataclass(frozen=True)
@@ -155,10 +150,10 @@ def _blocks(x, blocks: slice):
     return x._replace(qdata=x.qdata[:, blocks.start * width : blocks.stop * width], scale=scale)
 
 
-def our_runs(product: GroupedProduct, backends: Sequence[str] | None, a, b) -> dict[str, Callable | str]:
-    """(first, second, ends, a, b) -> product by each backend that can, or why not; the reference named or alone."""
-    reasons = candidates(a.qdata, b.qdata, *product.formats, product.along, torch.bfloat16)
-    able = [x for x, why in reasons.items() if why is None and x is not Backend.REFERENCE] or [Backend.REFERENCE]
+def measure(product: GroupedProduct, backends, names: Sequence[str], labels: dict[str, str], results: Report) -> None:
+    """Check and time one product beside these peers, and add a row for each backend of ours, or to what is there."""
+    device = results.device
+    ends = torch.tensor(product.sizes).cumsum(0).to(device, torch.int32)
 
     def run_on(backend):
         def run(first, second, ends, a, b):
@@ -168,139 +163,35 @@ def our_runs(product: GroupedProduct, backends: Sequence[str] | None, a, b) -> d
 
         return run
 
-    found: dict[str, Callable | str] = {}
-    for backend, why in reasons.items():
-        if backend.value in backends if backends else backend in able or why is not None:
-            found[backend.value] = why if why is not None else run_on(backend)
-    return found
-
-
-def peers_of(product: GroupedProduct, names: Sequence[str], device: torch.device) -> dict:
-    """{name: the peer, or why it cannot}."""
-    found: dict[str, grouped_peers.GroupedPeer | str] = {}
-    for name in names:
-        try:
-            found[name] = grouped_peers.grouped_peer(name, product, device)
-        except peers.Unavailable as why:
-            found[name] = str(why)
-    return found
-
-
-def prepare(product: GroupedProduct, backends, found: Mapping, device: torch.device) -> tuple[dict, dict, dict]:
-    """What is checked and can be timed: ({name: (run, sets)}, {name: error}, {name: why it is left out})."""
-    ends = torch.tensor(product.sizes).cumsum(0).to(device, torch.int32)
-
     def make():
         first, second = product.high_precision(device)
         return first, second, ends, *product.quantize(first, second, ends)
 
-    sets = input_sets(make, device, product.nbytes())
-    a, b = sets[0][3:]
-    contraction = product.in_features if product.kind == "output" else product.out_features
-    budget = error_budget(contraction if product.along == "m" else max(product.sizes))
-    runs, errors, left_out = {}, {}, {}
-
-    def add(name: str, run: Callable, prepare: Callable, finish: Callable, budget: float) -> None:
-        try:
-            arguments = [prepare(*arguments) for arguments in sets]
-            # What accumulates has a place of its own for the check.
-            check = prepare(*sets[0])
-            out = run(*check)
-            error = product.error(finish(check[-1] if out is None else out, ends), a, b)
-        except Exception as failure:
-            left_out[name] = reason(failure)
-            return
-        if error > budget:
-            left_out[name] = f"WRONG, relative error {error:.2g} above {budget:.2g}"
-        else:
-            runs[name], errors[name] = (run, arguments), error
-
-    for name, run in our_runs(product, backends, a, b).items():
-        if isinstance(run, str):
-            left_out[name] = run
-        else:
-            add(name, run, lambda *arguments: arguments, lambda out, ends: out, budget)
-    for name, peer in found.items():
-        if isinstance(peer, str):
-            left_out[f"peer {name}"] = peer
-            continue
-        peer_budget = budget if peer.same_operands else _OTHERS_BUDGET[product.recipe]
-        add(f"peer {name}", peer.run, peer.prepare, peer.finish, peer_budget)
-    return runs, errors, left_out
-
-
-def measure(product: GroupedProduct, backends, names: Sequence[str], labels: dict[str, str], results: Report) -> None:
-    """Check and time one product beside these peers, and add a row for each backend of ours, or to what is there."""
-    ceilings = results.ceilings
-    where = f"{product.kind} {' '.join(labels.values())}"
-    of_product = {"product": product.kind, **labels, "recipe": product.recipe}
-    there = {row["by"]: row for row in results.rows if of_product.items() <= row.items()}
-    found = peers_of(product, names, results.device)
-    if there and all(isinstance(peer, str) for peer in found.values()):
-        for name, why in found.items():
-            results.leave_out(f"peer {name}", where, why)
-        return
-    runs, errors, left_out = prepare(product, backends, found, results.device)
-    times = time_runs(runs, results.device)
-    fastest = product.flops / (_TOO_FAST * max(ceilings.fp8, ceilings.bf16) * 1e6)
-    good: dict[str, Timing] = {}
-    for name, t in times.items():
-        if isinstance(t, str):
-            left_out[name] = t
-        elif t.us < fastest and results.device.type == "cuda":
-            left_out[name] = f"not believed: {t.us:.3g} us are above {_TOO_FAST} times the measured peak"
-        else:
-            good[name] = t
-    for name, why in left_out.items():
-        if name.startswith("peer ") or not there:
-            results.leave_out(name, where, why)
-    others = {name.removeprefix("peer "): t.us for name, t in good.items() if name.startswith("peer ")}
-    floor = ceilings.floor_us(product.nbytes(), product.flops)
-    for name, t in good.items():
-        if name.startswith("peer "):
-            continue
-        if name in there:
-            report.compare(results, there[name], t.us, others, product.flops)
-            continue
-        results.add(
-            {
-                **of_product,
-                "by": name,
-                "us": t.us,
-                "spread %": 100 * (t.high - t.low) / t.us,
-                "TFLOP/s": product.flops / t.us / 1e6,
-                "roofline us": floor,
-                "of roofline": floor / t.us,
-                "error": errors[name],
-                **report.ratios(t.us, others),
-                "sizes": list(product.sizes),
-                "intensity": product.flops / product.nbytes(),
-                "timing": t._asdict(),
-                "peers us": others,
-                "peers TFLOP/s": {name: product.flops / us / 1e6 for name, us in others.items()},
-            }
+    def prepare(found):
+        sets = input_sets(make, device, product.nbytes())
+        a, b = sets[0][3:]
+        reasons = candidates(a.qdata, b.qdata, *product.formats, product.along, torch.bfloat16)
+        contraction = product.in_features if product.kind == "output" else product.out_features
+        return product_rows.check(
+            sets,
+            product_rows.by_backend(reasons, backends, run_on),
+            lambda *arguments: arguments,
+            found,
+            lambda out, peer: product.error(out if peer is None else peer.finish(out, ends), a, b),
+            error_budget(contraction if product.along == "m" else max(product.sizes)),
+            product.recipe,
         )
 
-
-def picture(results: Report) -> dict:
-    """TFLOP/s over operations a byte."""
-    ours = sorted({(row["by"], row["product"]) for row in results.rows})
-    theirs = sorted({name for row in results.rows for name in row["peers us"]})
-    series = []
-    for by, kind in ours:
-        points = [(r["intensity"], r["TFLOP/s"]) for r in results.rows if (r["by"], r["product"]) == (by, kind)]
-        series.append(Series(f"{by}, {kind}", points, True))
-    for name in theirs:
-        points = {(r["intensity"], r["peers TFLOP/s"][name]) for r in results.rows if name in r["peers us"]}
-        series.append(Series(name, sorted(points), False))
-    c = results.ceilings
-    return {
-        "title": "Grouped products of experts: " + ", ".join(results.arguments["only"]),
-        "subtitle": f"{results.device_name} · cold cache, random data, CUDA graph replays",
-        "series": series,
-        "roofs": {"fp8 tensorwise, cuBLASLt": (c.copy, c.fp8), "bf16": (c.copy, c.bf16)},
-        "labels": ("operations a byte that must move", "TFLOP/s"),
-    }
+    product_rows.measure(
+        product,
+        {"product": product.kind, **labels, "recipe": product.recipe},
+        f"{product.kind} {' '.join(labels.values())}",
+        names,
+        lambda name: grouped_peers.grouped_peer(name, product, device),
+        prepare,
+        {"sizes": list(product.sizes)},
+        results,
+    )
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
@@ -351,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results.leave_out("all", f"{kind} {' '.join(labels.values())}", reason(error))
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    results.write(args.out, picture(results))
+    results.write(args.out, product_rows.picture(results, "Grouped products of experts", "by", "product"))
     return 0 if results.rows else 1
 
 

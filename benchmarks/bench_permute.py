@@ -146,19 +146,12 @@ def measure(operation: str, shape: Routing, results: Report) -> None:
     ours, eager = times["ours"], times["eager"]
     if isinstance(ours, str):
         return
-    floor = results.ceilings.floor_us(made.nbytes)
     results.add(
         {
             "operation": operation,
             "shape": str(shape),
-            "us": ours.us,
-            "spread %": 100 * (ours.high - ours.low) / ours.us,
-            "MiB": made.nbytes / 2**20,
-            "TB/s": made.nbytes / ours.us / 1e6,
-            "roofline us": floor,
-            "of roofline": floor / ours.us,
+            **report.moved(made.nbytes, ours, results.ceilings.floor_us(made.nbytes)),
             "x eager": eager.us / ours.us if isinstance(eager, Timing) else None,
-            "timing": ours._asdict(),
         }
     )
 

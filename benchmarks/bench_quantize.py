@@ -141,21 +141,14 @@ def measure(job: Job, results: Report, with_peers: bool, recipe: str) -> None:
     if isinstance(ours, str):
         results.leave_out("ours", label, ours)
         return
-    floor = ceilings.floor_us(job.nbytes)
     others = {name: t.us for name, t in times.items() if isinstance(t, Timing)}
     results.add(
         {
             "case": job.case,
             "shape": shape,
             "by": job.fmt.name,
-            "us": ours.us,
-            "spread %": 100 * (ours.high - ours.low) / ours.us,
-            "MiB": job.nbytes / 2**20,
-            "TB/s": job.nbytes / ours.us / 1e6,
-            "roofline us": floor,
-            "of roofline": floor / ours.us,
+            **report.moved(job.nbytes, ours, ceilings.floor_us(job.nbytes)),
             **report.ratios(ours.us, others),
-            "timing": ours._asdict(),
             "peers us": others,
         }
     )

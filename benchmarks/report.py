@@ -11,6 +11,8 @@ import roofline
 import shapes
 import torch
 
+from torchao_blockwise.tuning import Timing
+
 RESULTS = Path(__file__).resolve().parent / "results"
 MISSING = "-"
 # Shapes that a reason names.
@@ -124,6 +126,22 @@ def compare(results: Report, row: dict, us: float, others: Mapping[str, float], 
     rates = {name: flops / other / 1e6 for name, other in others.items()}
     peers = {"peers us": row["peers us"] | others, "peers TFLOP/s": row["peers TFLOP/s"] | rates}
     results.amend(row, ratios(us, others) | peers)
+
+
+def timed(t: Timing, floor: float) -> dict:
+    """Columns of a time beside its floor, µs."""
+    return {
+        "us": t.us,
+        "spread %": 100 * (t.high - t.low) / t.us,
+        "roofline us": floor,
+        "of roofline": floor / t.us,
+        "timing": t._asdict(),
+    }
+
+
+def moved(nbytes: int, t: Timing, floor: float) -> dict:
+    """Columns of a time in which so many bytes must move."""
+    return {"MiB": nbytes / 2**20, "TB/s": nbytes / t.us / 1e6, **timed(t, floor)}
 
 
 def ratios(us: float, peers: Mapping[str, float]) -> dict[str, float]:
