@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from bench_quantize import same_bits
 from errors import relative_error
 from report import Report
-from roofline import Series
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128
@@ -216,25 +215,6 @@ def measure(job: Job, names: Sequence[str], results: Report) -> None:
     )
 
 
-def picture(results: Report) -> dict:
-    """Bandwidth over bytes."""
-    series = [
-        Series(case, [(row["MiB"], row["TB/s"]) for row in results.rows if row["case"] == case], ours=True)
-        for case in CASES
-    ]
-    for name in PEERS:
-        rows = [row for row in results.rows if name in row["peers us"]]
-        points = [(r["MiB"], r["MiB"] * 2**20 / r["peers us"][name] / 1e6) for r in rows]
-        series.append(Series(name, points, ours=False))
-    return {
-        "title": "Activations with their quantisers: bytes that must move over time",
-        "subtitle": f"{results.device_name} · cold cache, random data",
-        "series": [s for s in series if s.points],
-        "roofs": {"device copy": (float("inf"), results.ceilings.copy)},
-        "labels": ("MiB that must move in one pass", "TB/s"),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = report.arguments(__doc__, "default", cases=CASES)
     parser.set_defaults(shapes=list(DEFAULT))
@@ -254,7 +234,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results.leave_out("all", f"{case} {rows}x{width}", reason(error))
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    results.write(args.out, picture(results))
+    title = "Activations with their quantisers: bytes that must move in one pass over time"
+    results.write(args.out, report.bandwidth_picture(results, title, CASES, {name: name for name in PEERS}))
     return 0 if results.rows else 1
 
 

@@ -29,7 +29,6 @@ import report
 import torch
 from layers import OURS, Layer
 from report import Report
-from roofline import Series
 from shapes import Shape
 from torch import nn
 
@@ -82,22 +81,6 @@ def measure(shape: Shape, recipes: Sequence[str], results: Report, seconds: floa
     )
 
 
-def picture(results: Report) -> dict:
-    """TFLOP/s over operations a byte."""
-    names = list(dict.fromkeys(row["recipe"] for row in results.rows))
-    c = results.ceilings
-    return {
-        "title": "A linear layer, forward and backward",
-        "subtitle": f"{results.device_name} · 6 · tokens · N · K over time, random data",
-        "series": [
-            Series(n, [(r["intensity"], r["TFLOP/s"]) for r in results.rows if r["recipe"] == n], n in OURS)
-            for n in names
-        ],
-        "roofs": {"fp8 tensorwise, cuBLASLt": (c.copy, c.fp8), "bf16": (c.copy, c.bf16)},
-        "labels": ("operations a byte of x, w, dy, y, dx and dw", "TFLOP/s"),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = report.arguments(__doc__, "linear", cases=RECIPES)
     parser.set_defaults(only=list(DEFAULT_RECIPES))
@@ -114,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results.leave_out(recipe, str(shape), reason(error))
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    results.write(args.out, picture(results))
+    results.write(args.out, layers.picture(results, "A linear layer", "6 · tokens · N · K", "x, w, dy, y, dx and dw"))
     return 0 if results.rows else 1
 
 

@@ -34,7 +34,6 @@ from bench_model import KINDS, kernels_of
 from experts import ROUTINGS, Experts, group_ends
 from layers import OURS, Layer
 from report import Report
-from roofline import Series
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -128,22 +127,6 @@ def measure(
     )
 
 
-def picture(results: Report) -> dict:
-    """TFLOP/s over operations a byte."""
-    names = list(dict.fromkeys(row["recipe"] for row in results.rows))
-    c = results.ceilings
-    return {
-        "title": "Experts' MLP, forward and backward",
-        "subtitle": f"{results.device_name} · 18 · tokens · hidden · dim over time, random data",
-        "series": [
-            Series(n, [(r["intensity"], r["TFLOP/s"]) for r in results.rows if r["recipe"] == n], n in OURS)
-            for n in names
-        ],
-        "roofs": {"fp8 tensorwise, cuBLASLt": (c.copy, c.fp8), "bf16": (c.copy, c.bf16)},
-        "labels": ("operations a byte of x, weights, dy, y, dx and gradients", "TFLOP/s"),
-    }
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -179,7 +162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results.leave_out(recipe, f"{shape} | {routing}", reason(error))
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    results.write(args.out, picture(results))
+    results.write(
+        args.out,
+        layers.picture(results, "Experts' MLP", "18 · tokens · hidden · dim", "x, weights, dy, y, dx and gradients"),
+    )
     return 0 if results.rows else 1
 
 

@@ -21,7 +21,6 @@ import peers
 import report
 import torch
 from report import Report
-from roofline import Series
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat
@@ -154,27 +153,6 @@ def measure(job: Job, results: Report, with_peers: bool, recipe: str) -> None:
     )
 
 
-def picture(results: Report) -> dict:
-    """Bandwidth over bytes."""
-    series = [
-        Series(case, [(row["MiB"], row["TB/s"]) for row in results.rows if row["case"] == case], ours=True)
-        for case in CASES
-    ]
-    theirs = [
-        (r["MiB"], r["MiB"] * 2**20 / r["peers us"]["torchao"] / 1e6)
-        for r in results.rows
-        if r["peers us"].get("torchao")
-    ]
-    series.append(Series("torchao, any case", theirs, ours=False))
-    return {
-        "title": "Quantisers: bytes that must move over time",
-        "subtitle": f"{results.device_name} · cold cache, random data",
-        "series": [s for s in series if s.points],
-        "roofs": {"device copy": (float("inf"), results.ceilings.copy)},
-        "labels": ("MiB that must move", "TB/s"),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = report.arguments(__doc__, "default", cases=CASES)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["fp8"], help="default fp8")
@@ -199,7 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     results.leave_out("all", f"{case} {rows}x{width}", reason(error))
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-    results.write(args.out, picture(results))
+    title = "Quantisers: bytes that must move over time"
+    results.write(args.out, report.bandwidth_picture(results, title, CASES, {"torchao": "torchao, any case"}))
     return 0 if results.rows else 1
 
 

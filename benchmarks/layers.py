@@ -10,6 +10,7 @@ import report
 import torch
 from errors import relative_error
 from report import Report
+from roofline import Series
 from torch import nn
 
 from torchao_blockwise import MasterWeightTensor
@@ -162,6 +163,22 @@ def measure(
         results.add(places | row | (report.ratios(row["us"], others) if recipe in OURS else {}), after=last)
     for recipe in again if new else ():
         results.amend(there[recipe], report.ratios(ours.get(recipe, there[recipe]["us"]), times))
+
+
+def picture(results: Report, title: str, work: str, tensors: str) -> dict:
+    """TFLOP/s over operations a byte, a series a recipe. work: what is counted over time; tensors: whose bytes."""
+    names = list(dict.fromkeys(row["recipe"] for row in results.rows))
+    c = results.ceilings
+    return {
+        "title": f"{title}, forward and backward",
+        "subtitle": f"{results.device_name} · {work} over time, random data",
+        "series": [
+            Series(n, [(r["intensity"], r["TFLOP/s"]) for r in results.rows if r["recipe"] == n], n in OURS)
+            for n in names
+        ],
+        "roofs": {"fp8 tensorwise, cuBLASLt": (c.copy, c.fp8), "bf16": (c.copy, c.bf16)},
+        "labels": (f"operations a byte of {tensors}", "TFLOP/s"),
+    }
 
 
 def _few_enough(

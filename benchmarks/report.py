@@ -10,6 +10,7 @@ import environment
 import roofline
 import shapes
 import torch
+from roofline import Series
 
 from torchao_blockwise.tuning import Timing
 
@@ -142,6 +143,25 @@ def timed(t: Timing, floor: float) -> dict:
 def moved(nbytes: int, t: Timing, floor: float) -> dict:
     """Columns of a time in which so many bytes must move."""
     return {"MiB": nbytes / 2**20, "TB/s": nbytes / t.us / 1e6, **timed(t, floor)}
+
+
+def bandwidth_picture(results: Report, title: str, cases: Iterable[str], peers: Mapping[str, str]) -> dict:
+    """TB/s over MiB of rows that `moved` made: a series a case of ours, and one a peer, under what it is called."""
+    series = [
+        Series(case, [(row["MiB"], row["TB/s"]) for row in results.rows if row["case"] == case], ours=True)
+        for case in cases
+    ]
+    for name, called in peers.items():
+        rows = [row for row in results.rows if name in row["peers us"]]
+        points = [(r["MiB"], r["MiB"] * 2**20 / r["peers us"][name] / 1e6) for r in rows]
+        series.append(Series(called, points, ours=False))
+    return {
+        "title": title,
+        "subtitle": f"{results.device_name} · cold cache, random data",
+        "series": [s for s in series if s.points],
+        "roofs": {"device copy": (float("inf"), results.ceilings.copy)},
+        "labels": ("MiB that must move", "TB/s"),
+    }
 
 
 def ratios(us: float, peers: Mapping[str, float]) -> dict[str, float]:

@@ -46,6 +46,17 @@ class Launches:
         self.get_active_torch_device = lambda: torch.device("cpu")
         triton.runtime.driver.set_active(self)
 
+    def both_ways(self, label: str, call) -> dict:
+        """What a first and a later launch give the driver, and what one by Triton alone does."""
+        from torchao_blockwise.ops import launch
+
+        known = launch._compat_triton.launching
+        first, again = self.of(call), self.of(call)
+        launch._compat_triton.launching = lambda: None
+        plain = self.of(call)
+        launch._compat_triton.launching = known
+        return {"label": label, "first": first, "again": again, "plain": plain}
+
     class utils:
         load_binary = staticmethod(lambda name, kernel, shared, device: (object(), name, 0, 0, 1024))
         get_device_properties = staticmethod(lambda device: {"max_shared_mem": 232448})
@@ -158,19 +169,10 @@ def _main() -> None:
     from torchao_blockwise.ops import launch as module
 
     launches = Launches()
-    known = module._compat_triton.launching
-
-    def three_times(label, call):
-        first, again = launches.of(call), launches.of(call)
-        module._compat_triton.launching = lambda: None
-        plain = launches.of(call)
-        module._compat_triton.launching = known
-        return {"label": label, "first": first, "again": again, "plain": plain}
-
-    kernels = [three_times(label, call) for label, call in _kernel_cases()]
+    kernels = [launches.both_ways(label, call) for label, call in _kernel_cases()]
     specialised = []
     for label, args, options in _specialisation_cases():
-        specialised.append(three_times(label, lambda a=args, o=options: module.launch(_kernel, 2, *a, **o)))
+        specialised.append(launches.both_ways(label, lambda a=args, o=options: module.launch(_kernel, 2, *a, **o)))
 
     x = torch.zeros(256)
 

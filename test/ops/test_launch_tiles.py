@@ -89,15 +89,8 @@ def _main() -> None:
     from torchao_blockwise.ops import launch as module
 
     launches = test_launch.Launches()
-    known = module._compat_triton.launching
+    both_ways = launches.both_ways
     scales, out = (torch.zeros(4, 64), _tile(1, 64, 32)), torch.zeros(16)
-
-    def both_ways(label, call):
-        first, again = launches.of(call), launches.of(call)
-        module._compat_triton.launching = lambda: None
-        plain = launches.of(call)
-        module._compat_triton.launching = known
-        return {"label": label, "first": first, "again": again, "plain": plain}
 
     def launch(matrix, tile, n=20, out=out, kernel=_kernel, **options):
         module.launch(kernel, 2, (matrix, tile), scales, out, n, **{"SCALE": 2.0, **options})
