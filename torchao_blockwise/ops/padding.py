@@ -14,12 +14,13 @@ import torch.nn.functional as F
 
 from torchao_blockwise.formats import BlockFormat
 
-_RUN_BYTES = 16
+# The widest load and store of a thread, and the grain of the copy engine: rows of products' operands are whole ones.
+ROW_BYTES = 16
 
 
 def padded_size(tokens: int, fmt: BlockFormat) -> int:
     """Tokens with the zeros that fill the last 16 bytes of payload: a multiple of 16 in FP8, of 32 in NVFP4."""
-    run = _RUN_BYTES * fmt.element.per_byte
+    run = ROW_BYTES * fmt.element.per_byte
     return (tokens + run - 1) // run * run
 
 

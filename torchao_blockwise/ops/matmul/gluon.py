@@ -15,7 +15,8 @@ from torchao_blockwise.ops.backend import interpreting
 from torchao_blockwise.ops.launch import Launch, Tile, ceil_div
 from torchao_blockwise.ops.matmul.builds import WAVE_ROWS, Build, choose_build
 from torchao_blockwise.ops.matmul.gluon_pipeline import MAX_CTAS, WARPGROUP, matmul_fp8_kernel
-from torchao_blockwise.ops.matmul.rows import ROW_BYTES, aligned_rows
+from torchao_blockwise.ops.matmul.rows import aligned_rows
+from torchao_blockwise.ops.padding import ROW_BYTES
 
 # Bytes of the widest swizzle, which is also a block of K.
 _SWIZZLE = 128

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# The widest copy of a thread, and the grain of the copy engine.
-ROW_BYTES = 16
+from torchao_blockwise.ops.padding import ROW_BYTES
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:
