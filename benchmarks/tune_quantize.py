@@ -95,7 +95,7 @@ def in_use(way: dict) -> bool:
 def check_is_taken(way: dict, x: torch.Tensor, *_) -> None:
     """Raise ValueError where the package would take another way on this GPU: that would be timed in its place."""
     if (way.get("_FP8_BOTH_GLUON_WARPS") or way.get("_FP8_COLUMNWISE_GLUON")) and x.is_cuda:
-        against = quantize_kernels.why_not_gluon(x, FP8_1X128)
+        against = quantize_kernels.why_not_gluon(FP8_1X128, x)
         if against is not None:
             raise ValueError(against)
 

@@ -201,6 +201,17 @@ def _permute_bytes(a, b, selectors):
     return np.where(chosen & 8, taken.view(np.int8) >> 7, taken).astype(np.uint8).view(np.uint32)[:, 0]
 
 
+def _fused_multiply_add(a, b, c):
+    """a · b + c of fp32, rounded once: in fp64 the product is exact, and a sum rounded to odd rounds as if it were."""
+    product, c = a.astype(np.float64) * b, c.astype(np.float64)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    even = total.view(np.uint64) & 1 == 0
+    towards = np.where(error > 0, np.inf, -np.inf)
+    return np.where(even & (error != 0) & np.isfinite(error), np.nextafter(total, towards), total).astype(np.float32)
+
+
 def _elementwise(function, program, match, operands, active):
     kind, packed = match.groups()
     values = [program.read(operand, "b32" if packed else kind) for operand in operands[1:]]
@@ -212,6 +223,7 @@ for _op, _function in {
     r"add(?:\.rn(?=\.f))?": np.add, r"sub(?:\.rn(?=\.f))?": np.subtract,
     r"mul(?:\.lo|\.rn(?=\.f))?": np.multiply, r"neg": np.negative,
     r"mad\.lo": lambda a, b, c: a * b + c, r"mul\.hi(?=\.u32)": lambda a, b: (a.astype("u8") * b >> 32).astype("u4"),
+    r"fma\.rn(?=\.f32)": _fused_multiply_add, r"rcp\.approx\.ftz(?=\.f)": lambda a: a.dtype.type(1) / a,
     r"div\.rn(?=\.f)": np.divide, r"div(?=\.s32)": lambda a, b: np.trunc(a / b).astype(np.int32),
     # Of a number and a NaN: the number.
     r"max": np.fmax, r"min": np.fmin,
@@ -252,11 +264,16 @@ def _convert(program, match, operands, active):
     return program.read(operands[1], kind).astype(_dtype(out))
 
 
-@_instruction(r"cvt\.rn\.bf16\.f32")
-def _to_bf16(program, match, operands, active):
-    value = program.read(operands[1], "f32")
-    rounded = torch.from_numpy(value.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
+def _rounded_to_16_bits(kind: str, value: np.ndarray) -> np.ndarray:
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
+    rounded = torch.from_numpy(value.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16)
     return np.where(np.isnan(value), np.uint16(0x7FFF), rounded)
+
+
+@_instruction(r"cvt\.rn\.(b?f16)(x2)?\.f32")
+def _to_16_bits(program, match, operands, active):
+    first, *second = (_rounded_to_16_bits(match[1], program.read(operand, "f32")) for operand in operands[1:])
+    return first.astype(np.uint32) << 16 | second[0] if match[2] else first
 
 
 @_instruction(r"cvt\.rn\.satfinite\.e4m3x2\.f32")

@@ -38,7 +38,7 @@ def test_saved_for_backward_are_the_columnwise_copy_and_the_weight(config, token
     weight, *copies = saved_tensors(lambda: layer(x))
     assert weight.hp is layer.weight.hp and all(type(t) is torch.Tensor for t in copies)
     fmt = config.activation_format
-    shape = 384, padded_size(tokens, fmt)
+    shape = 384, padded_size(tokens)
     expected = [(fmt.qdata_shape(*shape), fmt.element.storage_dtype), (fmt.scale_shape(*shape), fmt.scale_dtype)]
     expected += [((), torch.float32)] * fmt.has_global_scale
     assert [(tuple(t.shape), t.dtype) for t in copies] == expected

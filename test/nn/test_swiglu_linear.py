@@ -263,7 +263,7 @@ def test_saved_are_gate_up_and_one_byte_an_element_of_x_and_h(save):
     fmt = FP8.activation_format
     expected = 2 * t * 2 * hidden
     if save == "fp8":
-        expected += fmt.nbytes(dim, padded_size(t, fmt)) + fmt.nbytes(hidden, padded_size(t, fmt))
+        expected += fmt.nbytes(dim, padded_size(t)) + fmt.nbytes(hidden, padded_size(t))
     assert sum(t.nbytes for t in plain.values()) == expected
     del out
 

@@ -54,12 +54,13 @@ def _cases() -> dict:
     from torchao_blockwise.ops.transpose import reference as transpose_reference
     from torchao_blockwise.ops.transpose import triton as transpose
     from torchao_blockwise.ops.triton_group_blocks import group_blocks
+    from torchao_blockwise.testing import random_tensor
 
     cases = {}
 
     def expected(x, fmt, rowwise, columnwise, power_of_2):
         amax = x.abs().amax().float() if fmt.has_global_scale else None
-        copies = [x] * rowwise + [with_zero_tokens(x, fmt).mT] * columnwise
+        copies = [x] * rowwise + [with_zero_tokens(x).mT] * columnwise
         return sum((reference.quantize(copy, fmt, amax, power_of_2) for copy in copies), ())
 
     def quantize_case(fmt, shape, dtype, rowwise, columnwise, power_of_2=False, both=None):
@@ -124,6 +125,7 @@ def _cases() -> dict:
         cases[name + (f" tile {tile[0]}x{tile[1]}" if tile else "")] = run
 
     def gluon_case(shape, dtype, warps, power_of_2=False, stride=None):
+        from torchao_blockwise.ops import gluon_tiles
         from torchao_blockwise.ops.quantize import gluon
 
         x = special_input(shape[0], stride or shape[1], dtype)[:, : shape[1]]
@@ -134,7 +136,7 @@ def _cases() -> dict:
             if in_groups:
                 tokens = x[:-3]
                 table = group_blocks(ends, len(tokens), 128), padded_tokens(len(tokens), len(ends), 128)
-            assert gluon._why_not_this(tokens, FP8_1X128) is None
+            assert gluon_tiles.why_not_this(FP8_1X128, tokens) is None
             if rowwise:
                 result = gluon.quantize_both(tokens, FP8_1X128, power_of_2, warps, *table)
             else:
@@ -147,6 +149,51 @@ def _cases() -> dict:
             name = f"one read {shape[0]}x{shape[1]} {str(dtype)[6:]} {warps} warps" + " columnwise" * (not rowwise)
             name += " power_of_2" * power_of_2 + " strided" * bool(stride) + " grouped" * in_groups
             cases[name] = functools.partial(run, rowwise, in_groups)
+
+    def fused_gluon_cases(rows, width, dtype, parts, warps, power_of_2=False):
+        """A norm and SwiGLU, and the same in groups; of halves of wider rows, whose gradients are side by side."""
+        from torchao_blockwise.ops import gluon_tiles
+        from torchao_blockwise.ops.norm_quantize import gluon as norm
+        from torchao_blockwise.ops.norm_quantize import reference as norm_reference
+        from torchao_blockwise.ops.swiglu_quantize import gluon as swiglu
+
+        dh, gate, up = (special_input(rows, width, dtype) / scale for scale in (1, 8, 16))
+        gate, up = torch.cat([gate, up], 1).chunk(2, 1)
+        ends = torch.tensor([0, 37, 36, rows - 23], dtype=torch.int32)
+
+        def compared(y, rowwise, ends, launch):
+            assert gluon_tiles.why_not_this(FP8_1X128, y) is None
+            copies = new_copies(y, FP8_1X128, y.shape, rowwise, True, ends)
+            launch([None] * (4 - len(copies)) + copies)
+            if ends is None:
+                return copies, expected(y, FP8_1X128, rowwise, True, power_of_2)
+            return copies, grouped_reference.quantize(y, ends, FP8_1X128, None, rowwise, True, power_of_2)
+
+        def swiglu_run(inputs, y, rowwise, ends):
+            blocks = None if ends is None else group_blocks(ends, rows, 128)
+            options = (power_of_2, parts, warps, blocks)
+            return compared(y, rowwise, ends, lambda copies: swiglu.launch(inputs, FP8_1X128, copies, *options))
+
+        def norm_run(layer, rowwise):
+            mean, rstd = norm_reference.statistics(dh, layer, 1e-5)
+            weight, bias = random_tensor(1, width, dtype=dtype)[0], random_tensor(1, width, seed=1)[0]
+            vectors = [mean, rstd, weight / 16, bias / 16 if layer else None]
+            y = norm_reference.normalize(dh, *vectors, dtype)
+            launch = functools.partial(norm.launch, dh, vectors, dtype, FP8_1X128)
+            return compared(y, rowwise, None, lambda copies: launch(copies, power_of_2, parts, warps))
+
+        h, gradients = swiglu_reference.swiglu(gate, up), swiglu_reference.swiglu_backward(dh, gate, up)
+        for rowwise in (True, False):
+            label = f"{rows}x{width} {str(dtype)[6:]} {parts} parts {warps} warps" + " columnwise" * (not rowwise)
+            for groups in (None, ends):
+                name = label + " grouped" * (groups is not None)
+                cases["swiglu in Gluon " + name] = functools.partial(swiglu_run, (gate, up), h, rowwise, groups)
+                inputs, y = (dh, gate, up), torch.cat(gradients, 1)
+                cases["swiglu backward in Gluon " + name] = functools.partial(swiglu_run, inputs, y, rowwise, groups)
+            for layer in (False, True):
+                cases[f"{'layer' if layer else 'rms'} norm in Gluon {label}"] = functools.partial(
+                    norm_run, layer, rowwise
+                )
 
     for shape in SHAPES:
         for fmt, rowwise, columnwise in (
@@ -173,6 +220,10 @@ def _cases() -> dict:
             for warps in (4, 8):
                 gluon_case(shape, torch.bfloat16, warps)
         gluon_case(GLUON_SHAPES[1], torch.float16, 16, True, 304)
+        # Gradients whose blocks are of one half, and of both.
+        fused_gluon_cases(147, 128, torch.bfloat16, 2, 16)
+        fused_gluon_cases(147, 208, torch.float16, 1, 8, power_of_2=True)
+        fused_gluon_cases(37, 304, torch.bfloat16, 2, 8)
     return cases
 
 

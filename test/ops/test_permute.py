@@ -7,6 +7,7 @@ import torch
 from gpu_steps import no_syncs
 
 from torchao_blockwise import ops
+from torchao_blockwise.ops.permute import reference
 from torchao_blockwise.ops.permute import triton as kernels
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
 
@@ -33,6 +34,7 @@ ROUTINGS = {
     "one_token": torch.tensor([[4, 0, 2]]),
     "no_token": torch.zeros(0, 3, dtype=torch.int64),
     "int32": chosen(37, 3).int(),
+    "experts_in_their_last_32_bits": torch.tensor([[1, 2**32 + 1], [2**40, 2**63 - 1], [-(2**63), 3], [2**31 + 2, 0]]),
 }
 routings = pytest.mark.parametrize("ids", ROUTINGS.values(), ids=ROUTINGS)
 
@@ -67,14 +69,76 @@ def test_rows_are_sorted_by_expert_and_stable(ids, dtype, backend, device):
 
 
 @backends
-@pytest.mark.parametrize("experts", (1, 300, 2**15 - 2, 2**15 - 1, 2**15, 40_000), ids=str)
+@pytest.mark.parametrize(
+    "experts", (1, 300, kernels.MAX_EXPERTS, kernels.MAX_EXPERTS + 1, 2**15 - 2, 2**15 - 1, 2**15, 40_000), ids=str
+)
 def test_any_number_of_experts(experts, backend, device):
-    """Ids are sorted in 16 bits as far as they fit."""
+    """They are counted in Triton up to MAX_EXPERTS; ids are sorted in 16 bits as far as they fit."""
     ids = torch.randint(-2, experts + 2, (21, 3), generator=torch.Generator().manual_seed(experts))
     ids[0], ids[1, 0], ids[2, 1] = experts - 1, experts, -1
     _, source, group_ends = ops.permute(torch.zeros(21, 8, device=device), ids.to(device), experts, backend=backend)
     expected, ends = sorted_by_hand(ids, experts)
     assert (source.tolist(), group_ends.tolist()) == (expected, ends)
+
+
+def same_expert(rows: int, experts: int) -> torch.Tensor:
+    return torch.full((rows,), experts - 1)
+
+
+def random_experts(rows: int, experts: int) -> torch.Tensor:
+    """Some of no expert, below and above."""
+    return torch.randint(-2, experts + 2, (rows,), generator=torch.Generator().manual_seed(rows))
+
+
+def no_expert(rows: int, experts: int) -> torch.Tensor:
+    return torch.where(torch.arange(rows) % 2 == 0, -1, experts)
+
+
+def one_in_a_while(rows: int, experts: int) -> torch.Tensor:
+    """Most of no expert, experts descending."""
+    index = torch.arange(rows)
+    return torch.where(index % 97 == 5, experts - 1 - index // 97 % experts, experts + index)
+
+
+COUNTED = (
+    # Counted by each program: one assignment, about a piece, the last that are few.
+    (random_experts, 1, 8), (random_experts, 127, 8), (random_experts, 128, 1), (random_experts, 129, 300),
+    (random_experts, 513, 8), (random_experts, 1024, 256), (no_expert, 300, 8), (same_expert, 1000, 256),
+    # Counted before: chunks of 9, of which 14 are empty; chunks of a piece, and of one more.
+    (random_experts, 1025, 64), (no_expert, 1025, 1), (random_experts, 2000, kernels.MAX_EXPERTS),
+    (random_experts, 128 * 128, 64), (one_in_a_while, 128 * 128 + 1, 300),
+)  # fmt: skip
+counted = pytest.mark.parametrize("make, rows, experts", COUNTED, ids=lambda v: getattr(v, "__name__", str(v)))
+
+
+def assert_routed(ids: torch.Tensor, experts: int) -> None:
+    """As torch sorts, and row_of is the inverse."""
+    source, group_ends, row_of = kernels._route(ids, experts)
+    for got, expected in zip((source, group_ends), reference.route(ids, experts), strict=True):
+        assert got.dtype == torch.int32 and torch.equal(got, expected)
+    assert row_of.dtype == torch.int32 and torch.equal(row_of[source.long()], reference.numbers_like(source))
+
+
+@counted
+def test_counting_sorts_as_torch_does(make, rows, experts, device):
+    assert_routed(make(rows, experts).to(device)[:, None], experts)
+
+
+@pytest.mark.parametrize("ids_dtype", (torch.int32, torch.int64), ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("make", (random_experts, same_expert, no_expert, one_in_a_while))
+@pytest.mark.parametrize("rows", (8 * 256, 8 * 513 - 1, 8 * 600), ids=str)
+def test_chunks_of_several_counts_and_pieces(make, rows, ids_dtype, monkeypatch, device):
+    """A few chunks, as long as those of a million assignments."""
+    monkeypatch.setattr(kernels, "_CHUNKS", 8)
+    assert_routed(make(rows, 300).to(device, ids_dtype).view(-1, 1), 300)
+
+
+@pytest.mark.parametrize("beyond", (False, True), ids=("counted", "sorted"))
+def test_experts_are_counted_up_to_a_bound(beyond, monkeypatch, device):
+    sort, calls = reference.route, []
+    monkeypatch.setattr(reference, "route", lambda *args: calls.append(args) or sort(*args))
+    ops.permute(X.to(device), IDS.to(device), kernels.MAX_EXPERTS + beyond, backend="triton")
+    assert len(calls) == beyond
 
 
 def sum_by_hand(y, source, top_k, weights):
@@ -255,6 +319,21 @@ def test_the_host_does_not_look():
     graph.replay()
     for got, expected in zip(captured, step()):
         assert_bitwise_equal(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", (1, 8, 64, 128, 256, 300, kernels.MAX_EXPERTS), ids=str)
+@pytest.mark.parametrize("tokens", (1, 64, 4096, 8192, 2**17 + 3), ids=str)
+def test_many_assignments_are_sorted_as_torch_does(tokens, experts):
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    ids = torch.randint(-1, experts + 1, (tokens, 8), device="cuda", generator=generator)
+    x = torch.zeros(tokens, 1, device="cuda")
+    _, *expected = ops.permute(x, ids, experts, backend="reference")
+    # Programs run in another order each time.
+    for _ in range(3):
+        _, *results = ops.permute(x, ids, experts, backend="triton")
+        for got, want in zip(results, expected, strict=True):
+            assert torch.equal(got, want)
 
 
 @pytest.mark.gpu

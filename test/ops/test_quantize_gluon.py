@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
+from torchao_blockwise.ops import gluon_tiles
 from torchao_blockwise.ops.grouped_quantize import triton as grouped
 from torchao_blockwise.ops.quantize import gluon
 from torchao_blockwise.ops.quantize import triton as kernels
@@ -47,26 +48,26 @@ REFUSED = {
 
 @pytest.mark.parametrize("x", TAKEN.values(), ids=TAKEN)
 def test_takes(x):
-    assert gluon._why_not_this(x, FP8_1X128) is None
+    assert gluon_tiles.why_not_this(FP8_1X128, x) is None
 
 
 @pytest.mark.parametrize(("x", "fmt", "reason"), REFUSED.values(), ids=REFUSED)
 def test_refuses(x, fmt, reason):
-    assert reason in gluon._why_not_this(x, fmt)
+    assert reason in gluon_tiles.why_not_this(fmt, x)
 
 
 def test_needs_a_gpu_with_its_instructions(monkeypatch):
     x = torch.zeros(16, 16, dtype=torch.bfloat16)
-    monkeypatch.setattr(gluon, "interpreting", lambda: False)
+    monkeypatch.setattr(gluon_tiles, "interpreting", lambda: False)
     for capability, reason in (
         ((8, 9), "the kernel needs sm_90 or newer, got sm_89"),
         ((9, 0), None),
         ((10, 0), None),
     ):
-        monkeypatch.setattr(gluon, "compute_capability", lambda device, capability=capability: capability)
-        assert gluon.why_not(x, FP8_1X128) == reason
-    monkeypatch.setattr(gluon, "interpreting", lambda: True)
-    assert gluon.why_not(x, FP8_1X128) == "Triton's interpreter does not know Gluon"
+        monkeypatch.setattr(gluon_tiles, "compute_capability", lambda device, capability=capability: capability)
+        assert gluon_tiles.why_not(FP8_1X128, x) == reason
+    monkeypatch.setattr(gluon_tiles, "interpreting", lambda: True)
+    assert gluon_tiles.why_not(FP8_1X128, x) == "Triton's interpreter does not know Gluon"
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def taken(monkeypatch):
 
     monkeypatch.setattr(gluon, "quantize_both", taken_for("rowwise and columnwise"))
     monkeypatch.setattr(gluon, "quantize_columnwise", taken_for("columnwise"))
-    monkeypatch.setattr(gluon, "why_not", gluon._why_not_this)
+    monkeypatch.setattr(gluon_tiles, "why_not", gluon_tiles.why_not_this)
     return calls
 
 
@@ -151,7 +152,7 @@ def test_bits_on_a_gpu(shape, warps, dtype, power_of_2_scales, monkeypatch):
     x = with_special_values(random_tensor(*shape, dtype=dtype, device="cuda"), FP8_1X128)
     if x.numel() > 2**10:
         x[5, 11], x[21, 30], x[-1, -1] = float("nan"), float("inf"), -float("inf")
-    reason = gluon.why_not(x, FP8_1X128)
+    reason = gluon_tiles.why_not(FP8_1X128, x)
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", warps)

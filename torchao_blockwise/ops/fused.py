@@ -52,7 +52,7 @@ def new_copies(
         copies += fmt.new_empty(x, rows, columns)
     if columnwise:
         tokens = rows if group_ends is None else padded_tokens(rows, group_ends.shape[0], fmt.block[1])
-        copies += fmt.new_empty(x, columns, padded_size(rows, fmt) if padded and group_ends is None else tokens)
+        copies += fmt.new_empty(x, columns, padded_size(rows) if padded and group_ends is None else tokens)
     return copies
 
 
@@ -64,7 +64,7 @@ def quantized_copies(
     if rowwise:
         copies += reference.quantize(y, fmt, None, power_of_2_scales)
     if columnwise:
-        copies += reference.quantize((with_zero_tokens(y, fmt) if padded else y).mT, fmt, None, power_of_2_scales)
+        copies += reference.quantize((with_zero_tokens(y) if padded else y).mT, fmt, None, power_of_2_scales)
     return copies
 
 

@@ -1,4 +1,4 @@
-"""Columnwise copies whose rows are whole runs of 16 bytes, for products that contract over tokens.
+"""Columnwise copies whose rows are whole runs of bytes, for products that contract over tokens.
 
 A row of a columnwise copy is as long as there are tokens, which may be any number. Kernels store it 16 bytes at a time
 and products read it so; where tokens do not fill the last run, zero tokens are quantised behind them. They add nothing
@@ -16,17 +16,19 @@ from torchao_blockwise.formats import BlockFormat
 
 # The widest load and store of a thread, and the grain of the copy engine: rows of products' operands are whole ones.
 ROW_BYTES = 16
+# Of FP8 a sector of memory: one that two rows share has to be merged (4097 tokens took 13 % longer on an H200). Of
+# NVFP4, two a byte, 16 bytes.
+_RUN_TOKENS = 32
 
 
-def padded_size(tokens: int, fmt: BlockFormat) -> int:
-    """Tokens with the zeros that fill the last 16 bytes of payload: a multiple of 16 in FP8, of 32 in NVFP4."""
-    run = ROW_BYTES * fmt.element.per_byte
-    return (tokens + run - 1) // run * run
+def padded_size(tokens: int) -> int:
+    """Tokens with the zeros that fill the last run: a multiple of 32."""
+    return (tokens + _RUN_TOKENS - 1) // _RUN_TOKENS * _RUN_TOKENS
 
 
-def with_zero_tokens(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+def with_zero_tokens(x: torch.Tensor) -> torch.Tensor:
     """`x` [.., M, K] with zero rows behind: [.., padded_size(M), K]."""
-    missing = padded_size(x.shape[-2], fmt) - x.shape[-2]
+    missing = padded_size(x.shape[-2]) - x.shape[-2]
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 

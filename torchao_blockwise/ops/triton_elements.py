@@ -87,6 +87,33 @@ def canonical_nan(x):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x rounded to nearest even, of fp32 `x` from 1 to 2^126; NaN stays.
+
+    The GPU's estimate and a step of Newton's: 3 instructions, where a division that knows no bounds takes ten. That it
+    is rounded right a test shows on every mantissa.
+    """
+    if INTERPRETING:
+        return tl.div_rn(1.0, x)
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .f32 estimate, negative, error;
+            rcp.approx.ftz.f32 estimate, $1;
+            neg.f32 negative, $1;
+            fma.rn.f32 error, negative, estimate, 0f3F800000;
+            fma.rn.f32 $0, error, estimate, estimate;
+        }
+        """,
+        constraints="=f,f",
+        args=[x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def at_most_f32_max(x):
     """`x` with +Inf as the largest finite fp32; NaN stays."""
     return tl.where(x > _F32_MAX, _F32_MAX, x)

@@ -30,7 +30,7 @@ def quantize(
     tokens, block = x.shape[0], fmt.block[1]
     blocks, rows = group_blocks(group_ends, tokens, block), padded_tokens(tokens, group_ends.shape[0], block)
     warps = triton._FP8_BOTH_GLUON_WARPS
-    if warps is not None and rowwise and columnwise and triton.why_not_gluon(x, fmt) is None:
+    if warps is not None and rowwise and columnwise and triton.why_not_gluon(fmt, x) is None:
         from torchao_blockwise.ops.quantize import gluon
 
         return [*gluon.quantize_both(x, fmt, power_of_2_scales, warps, blocks, rows)]

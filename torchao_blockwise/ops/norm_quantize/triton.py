@@ -4,7 +4,8 @@
       ┌───┬───┬───┐                  another that makes y in registers and stores its rowwise and columnwise copies
     M │   │ y │   │  tile [TILE_M, 128]
 
-A columnwise block needs 128 rows and a row's statistics all of K, so no tile could do both.
+A columnwise block needs 128 rows and a row's statistics all of K, so no tile could do both. Where the dtypes allow
+tiles with a columnwise copy are made by gluon.py.
 """
 
 import torch
@@ -13,6 +14,7 @@ import triton.language as tl
 
 from torchao_blockwise.formats import FP8_1X128, BlockFormat
 from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.quantize.triton import why_not_gluon
 from torchao_blockwise.ops.triton_elements import from_f32, magnitude_bits, to_f32
 from torchao_blockwise.ops.triton_tiles import (
     columnwise_needs_rowwise,
@@ -25,8 +27,12 @@ from torchao_blockwise.ops.triton_tiles import (
     width_of_rows,
 )
 
-# Of a program of the statistics: rows, columns that are read at a time, warps.
-_ROWS, _COLUMNS, _WARPS = 4, 512, 4
+# Of a program of the statistics: columns that it has room for at a time, elements that fill it, of several rows, warps.
+_MOST_COLUMNS, _ELEMENTS, _WARPS = 8192, 4096, 4
+# Columns of a longer row that are read at a time, and how many rows.
+_COLUMNS, _ROWS = 512, 4
+# (parts of a tile, warps) of a program that makes a columnwise copy in Gluon, without a mean and with one.
+_GLUON, _GLUON_LAYER = (1, 8), (1, 16)
 
 _TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -34,6 +40,11 @@ _TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.floa
 @triton.jit
 def _row_mean(total, K):
     return tl.div_rn(total, tl.zeros_like(total) + K)
+
+
+@triton.jit
+def _rstd(squares, K, EPS: tl.constexpr):
+    return tl.div_rn(1.0, tl.sqrt_rn(_row_mean(squares, K) + EPS))
 
 
 @triton.jit
@@ -48,9 +59,19 @@ def _statistics_kernel(
     EPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,  # COLUMNS is no less than K: one reading is enough
 ):
     offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mean = tl.zeros((ROWS,), tl.float32)
+    if WHOLE_ROWS:
+        offs_k = tl.arange(0, COLUMNS)
+        row = load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk)
+        if mean_ptr is not None:
+            mean = _row_mean(tl.sum(row, 1), K)
+            tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
+            row = tl.where((offs_k < K)[None, :], row - mean[:, None], 0.0)
+        tl.store(rstd_ptr + offs_m, _rstd(tl.sum(row * row, 1), K, EPS), mask=offs_m < M)
+        return
     if mean_ptr is not None:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, K, COLUMNS):
@@ -64,8 +85,7 @@ def _statistics_kernel(
         x = load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk)
         x = tl.where((offs_k < K)[None, :], x - mean[:, None], 0.0)
         total += x * x
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(_row_mean(tl.sum(total, 1), K) + EPS))
-    tl.store(rstd_ptr + offs_m, rstd, mask=offs_m < M)
+    tl.store(rstd_ptr + offs_m, _rstd(tl.sum(total, 1), K, EPS), mask=offs_m < M)
 
 
 def statistics(x: torch.Tensor, layer: bool, eps: float) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -74,9 +94,12 @@ def statistics(x: torch.Tensor, layer: bool, eps: float) -> tuple[torch.Tensor |
     rstd = x.new_empty(M, dtype=torch.float32)
     mean = torch.empty_like(rstd) if layer else None
     if M > 0:
+        columns = max(triton.next_power_of_2(K), _COLUMNS)
+        whole = columns <= _MOST_COLUMNS
+        rows, columns = (max(_ELEMENTS // columns, 1), columns) if whole else (_ROWS, _COLUMNS)
         launch(
-            _statistics_kernel, ceil_div(M, _ROWS),
-            x, mean, rstd, M, K, *x.stride(), EPS=eps, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS,
+            _statistics_kernel, ceil_div(M, rows), x, mean, rstd, M, K, *x.stride(),
+            EPS=eps, ROWS=rows, COLUMNS=columns, WHOLE_ROWS=whole, num_warps=_WARPS,
         )  # fmt: skip
     return mean, rstd
 
@@ -172,6 +195,13 @@ def norm_quantize(
     power_of_2_scales: bool,
 ) -> None:
     """Fill `copies`, (qdata, scale) of each copy asked for, with y = (x - mean) · rstd · weight + bias quantised."""
+    if columnwise and x.numel() > 0 and dtype.itemsize == 2 and why_not_gluon(fmt, x) is None:
+        from torchao_blockwise.ops.norm_quantize import gluon
+
+        copies = [None] * (4 - len(copies)) + copies
+        vectors = [None if t is None else t.contiguous() for t in (mean, rstd, weight, bias)]
+        options = _GLUON if mean is None else _GLUON_LAYER
+        return gluon.launch(x, vectors, dtype, fmt, copies, power_of_2_scales, *options)
     if columnwise and not rowwise and columnwise_needs_rowwise(x.shape[1]):
         copies, rowwise = [*fmt.new_empty(x, *x.shape), *copies], True
     _launch(x, mean, rstd, weight, bias, None, dtype, fmt, copies, rowwise, columnwise, power_of_2_scales)

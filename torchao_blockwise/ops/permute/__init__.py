@@ -20,7 +20,7 @@ from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.ops.permute import reference
 
 _ID_DTYPES = (torch.int32, torch.int64)
-_INT16_MAX, _INT32_MAX = torch.iinfo(torch.int16).max, torch.iinfo(torch.int32).max
+_INT32_MAX = torch.iinfo(torch.int32).max
 
 
 def permute(
@@ -133,17 +133,6 @@ def _check_source(op: str, source: torch.Tensor) -> None:
         raise ValueError(f"{op}: source must hold each of 0 .. {source.numel() - 1} once; pass what permute returned")
 
 
-def _route(expert_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(source, group_ends): assignments in the order of their experts, and where each expert's end."""
-    # Half the bits, half the passes of a radix sort.
-    dtype = torch.int16 if experts <= _INT16_MAX else torch.int32
-    # Of no expert, below or above: -1 and `experts` leave the same remainder, `experts`.
-    ids = expert_ids.flatten().clamp(-1, experts).remainder(experts + 1).to(dtype)
-    ids, source = ids.sort(stable=True)
-    numbers = torch.arange(experts, dtype=dtype, device=ids.device)
-    return source.int(), torch.searchsorted(ids, numbers, right=True, out_int32=True)
-
-
 def _pick(op: str, x: torch.Tensor, backend: str) -> Backend:
     reasons = {Backend.TRITON: why_no_triton(x.device), Backend.REFERENCE: None}
     return pick(op, backend, reasons, expected=Backend.TRITON if x.is_cuda else None)
@@ -160,7 +149,9 @@ def _kernels(op: str, x: torch.Tensor, backend: str):
 
 def _permute(x, expert_ids, experts, backend):
     kernels = _kernels("permute", x, backend)
-    source, group_ends = _route(expert_ids, experts)
+    if kernels is reference or (experts <= kernels.MAX_EXPERTS and expert_ids.numel() <= kernels.MAX_ASSIGNMENTS):
+        return kernels.permute(x, expert_ids, experts)
+    source, group_ends = reference.route(expert_ids, experts)
     tokens, _ = kernels.unpermute_backward(x, None, source, expert_ids.shape[1], None)
     return tokens, source, group_ends
 

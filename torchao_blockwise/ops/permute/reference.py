@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import torch
 
+_INT16_MAX = torch.iinfo(torch.int16).max
+
 
 def numbers_like(source: torch.Tensor) -> torch.Tensor:
     """0, 1, 2, .. of the length, dtype and device of `source`."""
     return torch.arange(source.numel(), dtype=source.dtype, device=source.device)
+
+
+def route(expert_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(source, group_ends): assignments in the order of their experts, and where each expert's end."""
+    # Half the bits, half the passes of a radix sort.
+    dtype = torch.int16 if experts <= _INT16_MAX else torch.int32
+    # Of no expert, below or above: -1 and `experts` leave the same remainder, `experts`.
+    ids = expert_ids.flatten().clamp(-1, experts).remainder(experts + 1).to(dtype)
+    ids, source = ids.sort(stable=True)
+    numbers = torch.arange(experts, dtype=dtype, device=ids.device)
+    return source.int(), torch.searchsorted(ids, numbers, right=True, out_int32=True)
+
+
+def permute(x: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens, source, group_ends); see `ops.permute`."""
+    source, group_ends = route(expert_ids, experts)
+    return x[source // expert_ids.shape[1]], source, group_ends
 
 
 def unpermute(y: torch.Tensor, source: torch.Tensor, top_k: int, weights: torch.Tensor | None) -> torch.Tensor:

@@ -44,8 +44,8 @@ def quantize(
         that is the exact transpose of the rowwise result.
     power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
     tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar.
-    padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 16 (FP8) or 32 (NVFP4): for
-        products of two such copies, to which they add nothing. Without it, M that is no such multiple costs a copy.
+    padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 32: for products of two such
+        copies, to which they add nothing. Without it, M that is no such multiple costs a copy.
     backend: AUTO (default), or one by name.
     With rowwise and columnwise both: (rowwise result, columnwise result), from one read of `x`.
     A zero block decodes to zeros. A block with NaN decodes to NaN, one with Inf to no finite number; in NVFP4 either
@@ -118,7 +118,7 @@ def _quantize_both(x, amax_bits, format, power_of_2_scales, backend, padded=Fals
 
 
 def _columns(x: torch.Tensor, fmt: BlockFormat, padded: bool) -> torch.Tensor:
-    return (with_zero_tokens(x, fmt) if padded else x).mT
+    return (with_zero_tokens(x) if padded else x).mT
 
 
 def _amax(bits: torch.Tensor | None) -> torch.Tensor | None:
@@ -137,7 +137,7 @@ def _quantize_both_fake(x, amax_bits, format, power_of_2_scales, backend, padded
 
 def _new_columnwise(x: torch.Tensor, fmt: BlockFormat, padded: bool):
     *batch, rows, columns = x.shape
-    return fmt.new_empty(x, *batch, columns, padded_size(rows, fmt) if padded else rows)
+    return fmt.new_empty(x, *batch, columns, padded_size(rows) if padded else rows)
 
 
 def _tensor_amax_bits(x):
@@ -194,7 +194,7 @@ def _rules(x, amax_bits, fmt: BlockFormat, copies: tuple[bool, ...], padded: tup
     rules = [([Replicate()] * 2 * len(copies), [Replicate(), amax, *options])]
     for dim in range(len(x.shape)):
         # A shard that is padded by itself is another one than in the whole.
-        whole = not any(padded) or dim != len(x.shape) - 2 or x.shape[dim] % (padded_size(1, fmt) * x.mesh.size()) == 0
+        whole = not any(padded) or dim != len(x.shape) - 2 or x.shape[dim] % (padded_size(1) * x.mesh.size()) == 0
         if whole and all(shards_on_blocks(x, dim, fmt, columnwise) for columnwise in copies):
             outputs = [p for columnwise in copies for p in _copy_placements(x, fmt, columnwise, dim)]
             rules.append((outputs, [Shard(dim), amax, *options]))

@@ -314,11 +314,11 @@ def quantize(
 
     blocks: a table of `group_blocks`: of its tokens one copy, padded to so many `rows` where it is columnwise.
     """
-    if _FP8_BOTH_GLUON_WARPS is not None and rowwise and columnwise and why_not_gluon(x, fmt) is None:
+    if _FP8_BOTH_GLUON_WARPS is not None and rowwise and columnwise and why_not_gluon(fmt, x) is None:
         from torchao_blockwise.ops.quantize import gluon
 
         return gluon.quantize_both(x, fmt, power_of_2_scales, _FP8_BOTH_GLUON_WARPS)
-    if _FP8_COLUMNWISE_GLUON is not None and columnwise and not rowwise and why_not_gluon(x, fmt) is None:
+    if _FP8_COLUMNWISE_GLUON is not None and columnwise and not rowwise and why_not_gluon(fmt, x) is None:
         from torchao_blockwise.ops.quantize import gluon
 
         return gluon.quantize_columnwise(x, fmt, power_of_2_scales, *_FP8_COLUMNWISE_GLUON, blocks, rows)
@@ -334,7 +334,7 @@ def quantize(
         )
     # A copy that is not asked for takes the place of a pointer and is never written.
     q, s = fmt.new_empty(x, *batch, M, K) if rowwise else (None, None)
-    qt, st = fmt.new_empty(x, *batch, K, padded_size(M, fmt) if blocks is None else M) if columnwise else (None, None)
+    qt, st = fmt.new_empty(x, *batch, K, padded_size(M) if blocks is None else M) if columnwise else (None, None)
     width_qt = qt.shape[-1] if columnwise else None
     copies = tuple(t for t in (q, s, qt, st) if t is not None)
     if x.numel() == 0:
@@ -354,13 +354,13 @@ def quantize(
     return copies
 
 
-def why_not_gluon(x: torch.Tensor, fmt: BlockFormat) -> str | None:
-    """Why the kernel in gluon.py cannot make both copies of `x`, or None if it can."""
+def why_not_gluon(fmt: BlockFormat, *inputs: torch.Tensor) -> str | None:
+    """Why kernels of gluon_tiles.py cannot make copies in `fmt` of what is computed from these, or None if they can."""
     if not _compat.has_gluon():
         return "Gluon needs Triton 3.6 or newer"
-    from torchao_blockwise.ops.quantize import gluon
+    from torchao_blockwise.ops import gluon_tiles
 
-    return gluon.why_not(x, fmt)
+    return gluon_tiles.why_not(fmt, *inputs)
 
 
 @functools.cache

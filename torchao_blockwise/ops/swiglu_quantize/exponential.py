@@ -1,27 +1,27 @@
-"""e^x in fp32 by operations that round alike everywhere; the constants that the reference and the kernels share.
+"""sigmoid in fp32 by operations that round alike everywhere; the constants that the reference and the kernels share.
 
 Libraries of CPUs and GPUs differ in the last bits of exp, and quantised bits must not depend on the device. So:
 
-    x = clamp(x, LOW, HIGH)
-    n = rint(x · LOG2_E)                        x + SHIFT - SHIFT rounds to an integer
-    r = (x - n · LN2_HIGH) - n · LN2_LOW        n · LN2_HIGH and the first difference are exact
-    e^x = (1 + (r + r² · q(r))) · 2^n           q: POLYNOMIAL, by Horner's rule, highest power first
+    t = clamp(-x, LOW, HIGH) · LOG2_E
+    n = rint(t), f = t - n                      t + SHIFT - SHIFT rounds to an integer; the difference is exact
+    e^-x = p(f) · 2^n                           p(f) ≈ 2^f: 1 + f · POLYNOMIAL, by Horner's rule, highest power first
+    sigmoid = 1 / (1 + e^-x) - LEAST            LEAST: what the quotient is at HIGH
 
-Below LOW the result is e^LOW, far under the last bit of 1 + e^x; at HIGH n is 128, whose power of two has the bits of
-Inf. The result is within 1.5 ulp. POLYNOMIAL is the minimax fit of (e^r - 1 - r) / r² for |r| <= ln(2) / 2 under
-relative error 3.6e-9 of e^r.
+e^LOW is far under the last bit of 1 + e^LOW. The last difference makes sigmoid 0 for x <= -HIGH, where the clamp would
+hold it at LEAST, and leaves what is above 2^24 · LEAST as it was: 1 + e^HIGH is below 2^126, so that no reciprocal is
+subnormal. The relative error of e^x is at most (3 + |x|) · 2^-23, of which |x| is the rounding of t. POLYNOMIAL is the
+minimax fit of (2^f - 1) / f for |f| <= 1/2 under relative error 9.2e-8 of 2^f.
 """
 
-LOW, HIGH = -87.0, 89.0
+LOW, HIGH = -40.0, 87.0
 LOG2_E = 1.4426950216293335
 SHIFT = 1.5 * 2.0**23
-LN2_HIGH = 0.693145751953125
-LN2_LOW = 1.428606765330187e-06
 POLYNOMIAL = (
-    0.0013814540579915047,
-    0.00836874544620514,
-    0.04166838899254799,
-    0.1666652113199234,
-    0.4999999403953552,
+    0.0013264728477224708,
+    0.009671512991189957,
+    0.05550733581185341,
+    0.24022242426872253,
+    0.6931470036506653,
 )
-MANTISSA_BITS, BIAS = 23, 127
+LEAST = 1.645815097130401e-38
+MANTISSA_BITS = 23

@@ -8,23 +8,22 @@ from torchao_blockwise.ops.swiglu_quantize import exponential
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """e^x of fp32 `x`; see exponential.py."""
-    x = x.clamp(exponential.LOW, exponential.HIGH)
-    n = (x * exponential.LOG2_E).round()
-    r = (x - n * exponential.LN2_HIGH) - n * exponential.LN2_LOW
+    """e^x of fp32 `x` from LOW to HIGH; see exponential.py."""
+    t = x * exponential.LOG2_E
+    n = t.round()
+    f = t - n
     highest, *lower = exponential.POLYNOMIAL
-    q = torch.full_like(r, highest)
-    for coefficient in lower:
-        q = q * r + coefficient
-    power_of_2 = ((n.int() + exponential.BIAS) << exponential.MANTISSA_BITS).view(torch.float32)
-    return (1.0 + (r + r * r * q)) * power_of_2
+    p = torch.full_like(f, highest)
+    for coefficient in (*lower, 1.0):
+        p = p * f + coefficient
+    return (p.view(torch.int32) + (n.int() << exponential.MANTISSA_BITS)).view(torch.float32)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """1 / (1 + e^-x)."""
-    denominator = 1.0 + exp(-x)
+    """1 / (1 + e^-x) of fp32 `x`; see exponential.py."""
+    denominator = 1.0 + exp((-x).clamp(exponential.LOW, exponential.HIGH))
     # Tensor over tensor: a scalar numerator may become a product with an inexact reciprocal.
-    return torch.ones_like(denominator) / denominator
+    return torch.ones_like(denominator) / denominator - exponential.LEAST
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,8 @@ import triton.language as tl
 
 from torchao_blockwise.formats import FP8_1X128, BlockFormat
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.swiglu_quantize import exponential
+from torchao_blockwise.ops.quantize.triton import why_not_gluon
+from torchao_blockwise.ops.swiglu_quantize import activation
 from torchao_blockwise.ops.triton_elements import from_f32, magnitude_bits, to_f32
 from torchao_blockwise.ops.triton_group_blocks import group_blocks, load_block
 from torchao_blockwise.ops.triton_tiles import (
@@ -36,38 +37,8 @@ from torchao_blockwise.ops.triton_tiles import (
     width_of_rows,
 )
 
-_LOW, _HIGH = tl.constexpr(exponential.LOW), tl.constexpr(exponential.HIGH)
-_LOG2_E, _SHIFT = tl.constexpr(exponential.LOG2_E), tl.constexpr(exponential.SHIFT)
-_LN2_HIGH, _LN2_LOW = tl.constexpr(exponential.LN2_HIGH), tl.constexpr(exponential.LN2_LOW)
-_Q4, _Q3, _Q2, _Q1, _Q0 = (tl.constexpr(coefficient) for coefficient in exponential.POLYNOMIAL)
-_ONE_BITS = tl.constexpr(exponential.BIAS << exponential.MANTISSA_BITS)
-_MANTISSA_BITS = tl.constexpr(exponential.MANTISSA_BITS)
-
-
-@triton.jit
-def _exp(x):
-    """e^x of fp32 `x`, NaN excepted; see exponential.py."""
-    x = tl.minimum(tl.maximum(x, _LOW), _HIGH)
-    shifted = x * _LOG2_E + _SHIFT
-    n = shifted - _SHIFT
-    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
-    q = (((_Q4 * r + _Q3) * r + _Q2) * r + _Q1) * r + _Q0
-    # The low bits of `shifted` are n; all others leave the word.
-    power_of_2 = ((shifted.to(tl.int32, bitcast=True) << _MANTISSA_BITS) + _ONE_BITS).to(tl.float32, bitcast=True)
-    return (1.0 + (r + r * r * q)) * power_of_2
-
-
-@triton.jit
-def _sigmoid(x):
-    """1 / (1 + e^-x); what is made of it is multiplied by `x`, which brings a NaN back."""
-    return tl.div_rn(1.0, 1.0 + _exp(-x))
-
-
-@triton.jit
-def _gradients(dh, gate, up):
-    """(dgate, dup) of fp32 values."""
-    s = _sigmoid(gate)
-    return dh * up * (s * (1.0 + gate * (1.0 - s))), dh * (gate * s)
+# (parts of a tile, warps) of a program that makes a columnwise copy in Gluon, of SwiGLU and of its gradients.
+_GLUON, _GLUON_BACKWARD = (1, 8), (2, 16)
 
 
 @triton.jit
@@ -127,7 +98,7 @@ def _swiglu_kernel(
         offs_m = first + i * ROWS + tl.arange(0, ROWS)
         gate = load_tile(gate_ptr, offs_m, offs_h, live, H, stride_gm, stride_gh)
         up = load_tile(up_ptr, offs_m, offs_h, live, H, stride_um, stride_uh)
-        h = from_f32(gate * _sigmoid(gate) * up, gate_ptr.dtype.element_ty)
+        h = from_f32(activation.swiglu(gate, up), gate_ptr.dtype.element_ty)
         if ROWWISE:
             store_rowwise(
                 to_f32(h), q_ptr, s_ptr, tile_h, offs_m, offs_h, M, H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, end
@@ -204,7 +175,7 @@ def _swiglu_backward_kernel(
         dh = load_tile(dh_ptr, offs_m, offs_h, live, H, stride_dm, stride_dh)
         gate = load_tile(gate_ptr, offs_m, offs_h, live, H, stride_gm, stride_gh)
         up = load_tile(up_ptr, offs_m, offs_h, live, H, stride_um, stride_uh)
-        dgate, dup = _gradients(dh, gate, up)
+        dgate, dup = activation.swiglu_gradients(dh, gate, up)
         gradient = from_f32(tl.where(of_up, dup, dgate), dtype)
         if ROWWISE:
             store_rowwise(
@@ -232,6 +203,11 @@ def _launch(
     if M == 0 or H == 0:
         return
     blocks = None if group_ends is None else group_blocks(group_ends, M, fmt.block[1])
+    if columnwise and why_not_gluon(fmt, *inputs) is None and all(x.dtype == inputs[0].dtype for x in inputs):
+        from torchao_blockwise.ops.swiglu_quantize import gluon
+
+        options = _GLUON if len(inputs) == 2 else _GLUON_BACKWARD
+        return gluon.launch(inputs, fmt, [None] * (4 - len(copies)) + copies, power_of_2_scales, *options, blocks)
     # Of gradients too: three inputs, two of them computed, leave no registers to read ahead.
     if columnwise and not rowwise and (columnwise_needs_rowwise(H) or len(inputs) > 2):
         copies, rowwise = [*fmt.new_empty(inputs[0], M, width), *copies], True

@@ -1,0 +1,229 @@
+"""What Gluon kernels share that make copies of one-row FP8 blocks: a tile in shared memory, read in a layout a copy.
+
+    tile [128, COLUMNS], as words of two neighbours of a row
+      ├─ by rows      a thread has 16 neighbours of a row
+      │               max along the row  → scale, q  [M, K], 16 bytes a store
+      └─ by columns   a thread has 16 rows of a word, so of two columns
+                      max along the rows → scale, qᵀ [K, M], 16 bytes a store
+
+What is stored transposed is read transposed, so nothing is transposed through registers, and one set of values is alive
+at a time. Two elements of 16 bits share a word: they are loaded and compared together (`max.u16x2`, from sm_90 on).
+Words of a row are swizzled by the row's sixteenth, so that reading by columns meets no bank twice; reading by rows
+meets each twice.
+
+Tiles are numbered along grid x alone. Only whole words of 16 bytes are read and written: see `why_not`; where tokens do
+not fill those of the columnwise copy, zeros do (ops/padding.py). Of tokens in groups a tile is a block of their table
+(triton_group_blocks.py), which begins at any row and is stored columnwise on a multiple of 128.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torchao_blockwise.formats import FP8_1X128, BlockFormat
+from torchao_blockwise.ops.backend import compute_capability, interpreting
+from torchao_blockwise.ops.triton_elements import encode_e4m3
+from torchao_blockwise.ops.triton_group_blocks import load_block
+from torchao_blockwise.ops.triton_scales import fp8_scales
+
+# Its name moved in Triton 3.7.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_MIN_CAPABILITY = (9, 0)
+# Elements of a store of payload, and what an address must be a multiple of: 16 bytes.
+_RUN = 16
+_RUN_BYTES = 16
+_THREADS = 32  # of a warp
+_MAGNITUDES = gl.constexpr(0x7FFF7FFF)
+_HIGH = gl.constexpr(-(1 << 16))
+
+
+@gluon.constexpr_function
+def copy_layout(words, warps):
+    """Words as a copy takes them: 16 bytes a thread, neighbours along a row of so many."""
+    return gl.BlockedLayout([1, 4], [_THREADS * 4 // words, words // 4], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _row_layout(warps):
+    """Words by rows: a run of a row a thread, 8 threads a row."""
+    return gl.BlockedLayout([1, _RUN // 2], [_THREADS // 8, 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _column_layout(warps):
+    """Words by columns: a run of rows a thread, 8 threads a column of words, so of 128 rows."""
+    return gl.BlockedLayout([_RUN, 1], [8, _THREADS // 8], [1, warps], [0, 1])
+
+
+@gluon.constexpr_function
+def _vector_layout(warps):
+    """A value a thread: what is computed once a block, not once in each thread that has a part of it."""
+    return gl.BlockedLayout([1], [_THREADS], [warps], [0])
+
+
+@gluon.constexpr_function
+def _tile_layout():
+    """16 bytes stay together; every 16th row, where another thread of a column's 8 begins, takes other banks."""
+    return gl.SwizzledSharedLayout(4, 16, 8, [1, 0])
+
+
+@gluon.jit
+def new_tile(BLOCK: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory of a tile, as words."""
+    LAYOUT: gl.constexpr = _tile_layout()
+    return gl.allocate_shared_memory(gl.int32, [BLOCK, COLUMNS // 2], LAYOUT)
+
+
+@gluon.jit
+def locate_rows(blocks_ptr, tile_m, M, BLOCK: gl.constexpr):
+    """(first, live, end) of a tile's rows of `x` and of the rowwise copy: up to `live` values, up to `end` zeros."""
+    if blocks_ptr is None:
+        return tile_m * BLOCK, M, M
+    else:
+        return load_block(blocks_ptr, tile_m)
+
+
+@gluon.jit
+def _larger_halves(a, b):
+    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def halves(words, DTYPE: gl.constexpr):
+    """fp32 of the low and of the high half of each word: elements 2i and 2i + 1."""
+    if DTYPE.is_bf16():
+        # The upper half of an fp32: one instruction an element, where a conversion of 16 bits takes two.
+        return (words << 16).to(gl.float32, bitcast=True), (words & _HIGH).to(gl.float32, bitcast=True)
+    else:
+        low = words.to(gl.int16).to(DTYPE, bitcast=True)
+        high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+        return low.to(gl.float32), high.to(gl.float32)
+
+
+@gluon.jit
+def joined(low, high, DTYPE: gl.constexpr):
+    """Words of fp32 elements 2i and 2i + 1, rounded to nearest even."""
+    NAME: gl.constexpr = "bf16x2" if DTYPE.is_bf16() else "f16x2"
+    ASM: gl.constexpr = "cvt.rn." + NAME + ".f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(ASM, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _largest_halves(words, axis: gl.constexpr, DTYPE: gl.constexpr):
+    """Bits of max |x| along `axis`, of low and of high halves, in fp32. As integers they keep NaN above all."""
+    low, high = halves(gl.reduce(words & _MAGNITUDES, axis, _larger_halves), DTYPE)
+    return low.to(gl.int32, bitcast=True), high.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _store(ptr, values, row, column, rows, columns):
+    """Store `values` at (row, column) of a contiguous [rows, columns]; row: [R, 1], column: [1, C]."""
+    mask = (row < rows) & (column < columns)
+    gl.store(ptr + row.to(gl.int64) * columns + column, values, mask=mask)
+
+
+@gluon.jit
+def store_rowwise(
+    tile,  # of one block's columns
+    q_ptr,  # [M, K] e4m3 bytes
+    s_ptr,  # [K/BLOCK, M] f32
+    tile_k,
+    first,  # the tile's first row
+    end,  # and its last, and one
+    M,
+    K,
+    DTYPE: gl.constexpr,
+    ELEMENT_MAX: gl.constexpr,
+    MIN_AMAX: gl.constexpr,
+    POWER_OF_2: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Quantise the rows of a tile as `ops.quantize` does and store them."""
+    BLOCK: gl.constexpr = tile.shape[0]
+    ROW: gl.constexpr = _row_layout(WARPS)
+    VECTOR: gl.constexpr = _vector_layout(WARPS)
+    words = tile.load(ROW)
+    low_amax, high_amax = _largest_halves(words, 1, DTYPE)
+    amax = gl.convert_layout(gl.maximum(low_amax, high_amax), VECTOR)
+    encode, scale = fp8_scales(amax, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    offs_m = first + gl.arange(0, BLOCK, VECTOR)
+    gl.store(s_ptr + tile_k.to(gl.int64) * M + offs_m, scale, mask=offs_m < end)
+    encode = gl.convert_layout(encode, gl.SliceLayout(1, ROW))[:, None]
+    low, high = halves(words, DTYPE)
+    q = encode_e4m3(gl.join(low * encode, high * encode).reshape([BLOCK, BLOCK]), ELEMENT_MAX)
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, q.type.layout))[:, None]
+    column = tile_k * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, q.type.layout))[None, :]
+    _store(q_ptr, q, row, column, end, K)
+
+
+@gluon.jit
+def store_columnwise(
+    tile,
+    qt_ptr,  # [K, width_qt] e4m3 bytes
+    st_ptr,  # [M/BLOCK, K] f32
+    blocks_ptr,
+    tile_m,
+    first_k,  # the tile's first column
+    K,
+    width_qt,  # bytes of a row of qt: M and padding
+    DTYPE: gl.constexpr,
+    ELEMENT_MAX: gl.constexpr,
+    MIN_AMAX: gl.constexpr,
+    POWER_OF_2: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Quantise the columns of a tile as `ops.quantize` does and store them."""
+    BLOCK: gl.constexpr = tile.shape[0]
+    WORDS: gl.constexpr = tile.shape[1]
+    COLUMN: gl.constexpr = _column_layout(WARPS)
+    VECTOR: gl.constexpr = _vector_layout(WARPS)
+    first_m = tile_m * BLOCK
+    words = tile.load(COLUMN)
+    low_amax, high_amax = _largest_halves(words, 0, DTYPE)
+    amax = gl.join(low_amax, high_amax).reshape([2 * WORDS])
+    encode, scale = fp8_scales(gl.convert_layout(amax, VECTOR), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    offs_k = first_k + gl.arange(0, 2 * WORDS, VECTOR)
+    columns = K
+    if blocks_ptr is not None:
+        # Tokens of no group may fill a tile that the copy has no room for.
+        columns = gl.where(first_m < width_qt, K, 0)
+    gl.store(st_ptr + tile_m.to(gl.int64) * K + offs_k, scale, mask=offs_k < columns)
+    low_encode, high_encode = gl.split(gl.convert_layout(encode, amax.type.layout).reshape([WORDS, 2]))
+    low_encode = gl.convert_layout(low_encode, gl.SliceLayout(0, COLUMN))[None, :]
+    high_encode = gl.convert_layout(high_encode, gl.SliceLayout(0, COLUMN))[None, :]
+    low, high = halves(words, DTYPE)
+    # Transposed by their addresses: rows of the output are columns of the tile.
+    row = first_k + 2 * gl.arange(0, WORDS, gl.SliceLayout(0, COLUMN))[None, :]
+    column = first_m + gl.arange(0, BLOCK, gl.SliceLayout(1, COLUMN))[:, None]
+    _store(qt_ptr, encode_e4m3(low * low_encode, ELEMENT_MAX), row, column, K, width_qt)
+    _store(qt_ptr, encode_e4m3(high * high_encode, ELEMENT_MAX), row + 1, column, K, width_qt)
+
+
+def why_not(fmt: BlockFormat, *inputs: torch.Tensor) -> str | None:
+    """Why kernels of such tiles cannot make copies in `fmt` from these, or None if they can."""
+    if interpreting():
+        return "Triton's interpreter does not know Gluon"
+    capability = compute_capability(inputs[0].device)
+    if capability < _MIN_CAPABILITY:
+        return "the kernel needs sm_{}{} or newer, got sm_{}{}".format(*_MIN_CAPABILITY, *capability)
+    return next((reason for x in inputs if (reason := why_not_this(fmt, x)) is not None), None)
+
+
+def why_not_this(fmt: BlockFormat, x: torch.Tensor) -> str | None:
+    """`why_not` of one input, whatever the GPU."""
+    if fmt is not FP8_1X128:
+        return f"the kernel makes {FP8_1X128.name}, got {fmt.name}"
+    if x.dtype not in DTYPES:
+        return f"the kernel takes elements of 16 bits, got {x.dtype}"
+    if x.dim() != 2:
+        return f"the kernel takes one matrix, got shape {list(x.shape)}"
+    if x.shape[1] % _RUN or x.stride(0) % _RUN or x.stride(1) != 1 or x.data_ptr() % _RUN_BYTES:
+        return (
+            f"the kernel takes K and a stride of rows that are multiples of {_RUN}, from an address on {_RUN_BYTES} "
+            f"bytes on, got shape {list(x.shape)}, strides {list(x.stride())}, address {x.data_ptr():#x}"
+        )
+    return None

@@ -1,0 +1,132 @@
+"""A norm's second pass in Gluon: y is computed into tiles in shared memory and quantised there: ops/gluon_tiles.py."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.gluon_tiles import (
+    DTYPES,
+    barrier,
+    copy_layout,
+    halves,
+    joined,
+    locate_rows,
+    new_tile,
+    store_columnwise,
+    store_rowwise,
+)
+from torchao_blockwise.ops.launch import Launch, ceil_div
+
+
+@gluon.jit
+def _pair(ptr, word, K):
+    """fp32 of a vector's elements of each word, those of the low halves and those of the high."""
+    inside = word < K // 2
+    low = gl.load(ptr + 2 * word, mask=inside, other=0.0).to(gl.float32)
+    return low[None, :], gl.load(ptr + 2 * word + 1, mask=inside, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _norm_quantize_kernel(
+    x_ptr,  # [M, K/2] words of two elements
+    mean_ptr,  # [M] f32, or None
+    rstd_ptr,  # [M] f32
+    weight_ptr,  # [K], or None
+    bias_ptr,  # [K], or None
+    q_ptr,  # [M, K] e4m3 bytes, or None where only the columnwise copy is made
+    s_ptr,  # [K/BLOCK, M] f32, or None
+    qt_ptr,  # [K, width_qt] e4m3 bytes
+    st_ptr,  # [M/BLOCK, K] f32
+    M,
+    K,
+    width_qt,  # bytes of a row of qt: M and padding
+    stride_xm,  # in elements
+    X_DTYPE: gl.constexpr,
+    DTYPE: gl.constexpr,  # of y
+    ELEMENT_MAX: gl.constexpr,
+    MIN_AMAX: gl.constexpr,
+    POWER_OF_2: gl.constexpr,
+    BLOCK: gl.constexpr,
+    PARTS: gl.constexpr,  # of a tile that are computed one after the other, columns by columns
+    WARPS: gl.constexpr,
+):
+    WORDS: gl.constexpr = BLOCK // 2 // PARTS
+    COPY: gl.constexpr = copy_layout(WORDS, WARPS)
+    tiles_k = gl.cdiv(K, BLOCK)
+    tile_m, tile_k = gl.program_id(0) // tiles_k, gl.program_id(0) % tiles_k
+    first, live, end = locate_rows(None, tile_m, M, BLOCK)
+    tile = new_tile(BLOCK, BLOCK)
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, COPY))
+    if mean_ptr is not None:
+        mean = gl.load(mean_ptr + row, mask=row < live, other=0.0)[:, None]
+    rstd = gl.load(rstd_ptr + row, mask=row < live, other=0.0)[:, None]
+    for part in gl.static_range(PARTS):
+        word = (tile_k * PARTS + part) * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, COPY))
+        inside = (row < live)[:, None] & (word < K // 2)[None, :]
+        x = gl.load(x_ptr + row.to(gl.int64)[:, None] * (stride_xm // 2) + word[None, :], mask=inside, other=0)
+        low, high = halves(x, X_DTYPE)
+        if mean_ptr is not None:
+            low, high = low - mean, high - mean
+        low, high = low * rstd, high * rstd
+        if weight_ptr is not None:
+            low_weight, high_weight = _pair(weight_ptr, word, K)
+            low, high = low * low_weight, high * high_weight
+        if bias_ptr is not None:
+            low_bias, high_bias = _pair(bias_ptr, word, K)
+            low, high = low + low_bias, high + high_bias
+        # A bias, or a row of NaN, would reach blocks from beside the matrix.
+        y = gl.where(inside, joined(low, high, DTYPE), 0)
+        tile.slice(part * WORDS, WORDS, 1).store(y)
+    barrier()
+    if q_ptr is not None:
+        store_rowwise(tile, q_ptr, s_ptr, tile_k, first, end, M, K, DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS)
+    store_columnwise(
+        tile, qt_ptr, st_ptr, None, tile_m, tile_k * BLOCK, K, width_qt,
+        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
+    )  # fmt: skip
+
+
+def launch(
+    x: torch.Tensor,
+    vectors: list[torch.Tensor | None],
+    dtype: torch.dtype,
+    fmt: BlockFormat,
+    copies: list[torch.Tensor | None],
+    power_of_2_scales: bool,
+    parts: int,
+    warps: int,
+) -> None:
+    """Fill (q, s, qt, st) with the copies of y of `dtype`, none of them empty; q and s may be None.
+
+    vectors: mean, rstd, weight and bias, contiguous; all but rstd may be None.
+    """
+    q, s, qt, st = copies
+    run = _launch_of(*x.shape, qt.shape[1], x.stride(0), x.dtype, dtype, fmt, power_of_2_scales, parts, warps)
+    q = None if q is None else (q, torch.uint8)
+    run(_norm_quantize_kernel, (x, torch.int32), *vectors, q, s, (qt, torch.uint8), st)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_of(
+    M: int,
+    K: int,
+    width_qt: int,
+    stride_xm: int,
+    x_dtype: torch.dtype,
+    dtype: torch.dtype,
+    fmt: BlockFormat,
+    power_of_2_scales: bool,
+    parts: int,
+    warps: int,
+) -> Launch:
+    block = fmt.block[1]
+    return Launch(
+        ceil_div(M, block) * ceil_div(K, block), M, K, width_qt, stride_xm,
+        X_DTYPE=DTYPES[x_dtype], DTYPE=DTYPES[dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax,
+        POWER_OF_2=power_of_2_scales, BLOCK=block, PARTS=parts, WARPS=warps, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip

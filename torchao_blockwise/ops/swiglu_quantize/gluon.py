@@ -1,0 +1,208 @@
+"""SwiGLU and its gradients in Gluon, computed into tiles in shared memory and quantised from there: ops/gluon_tiles.py.
+
+    forward     gate, up tile ─▶ h ─▶ its copies
+    backward    dh, gate, up tile ─▶ dgate ─▶ its copies      from one read; h's columns are those of dgate, and of dup
+                                  └▶ dup   ─▶ its copies      as many columns on
+
+Where H is no multiple of a block, a block of the merged gradient [M, 2H] holds parts of both; there a program takes a
+tile of it and computes what it needs, so that each input is read twice.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.gluon_tiles import (
+    DTYPES,
+    barrier,
+    copy_layout,
+    halves,
+    joined,
+    locate_rows,
+    new_tile,
+    store_columnwise,
+    store_rowwise,
+)
+from torchao_blockwise.ops.launch import Launch, ceil_div
+from torchao_blockwise.ops.swiglu_quantize.activation import swiglu, swiglu_gradients
+
+
+@gluon.jit
+def _load(ptr, row, word, live, H, stride):
+    """Words of a tile, zeros from row `live` and beside the matrix."""
+    return gl.load(ptr + row.to(gl.int64) * (stride // 2) + word, mask=(row < live) & (word < H // 2), other=0)
+
+
+@gluon.jit
+def _store_copies(
+    tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_c, first, end, M, width, width_qt,
+    DTYPE: gl.constexpr, ELEMENT_MAX: gl.constexpr, MIN_AMAX: gl.constexpr, POWER_OF_2: gl.constexpr,
+    BLOCK: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The copies of a tile of a matrix `width` wide."""
+    if q_ptr is not None:
+        store_rowwise(
+            tile, q_ptr, s_ptr, tile_c, first, end, M, width, DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS
+        )  # fmt: skip
+    store_columnwise(
+        tile, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_c * BLOCK, width, width_qt,
+        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _swiglu_kernel(
+    gate_ptr,  # [M, H/2] words of two elements
+    up_ptr,  # [M, H/2]
+    q_ptr,  # [M, H] e4m3 bytes, or None where only the columnwise copy is made
+    s_ptr,  # [H/BLOCK, M] f32, or None
+    qt_ptr,  # [H, width_qt] e4m3 bytes
+    st_ptr,  # [M/BLOCK, H] f32
+    blocks_ptr,  # None, or where tokens lie in groups their table
+    M,
+    H,
+    width_qt,  # bytes of a row of qt: M and padding
+    stride_g,  # of rows, in elements
+    stride_u,
+    DTYPE: gl.constexpr,
+    ELEMENT_MAX: gl.constexpr,
+    MIN_AMAX: gl.constexpr,
+    POWER_OF_2: gl.constexpr,
+    BLOCK: gl.constexpr,
+    PARTS: gl.constexpr,  # of a tile that are computed one after the other, columns by columns
+    WARPS: gl.constexpr,
+):
+    WORDS: gl.constexpr = BLOCK // 2 // PARTS
+    COPY: gl.constexpr = copy_layout(WORDS, WARPS)
+    tiles_h = gl.cdiv(H, BLOCK)
+    tile_m, tile_h = gl.program_id(0) // tiles_h, gl.program_id(0) % tiles_h
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, BLOCK)
+    tile = new_tile(BLOCK, BLOCK)
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, COPY))[:, None]
+    for part in gl.static_range(PARTS):
+        word = (tile_h * PARTS + part) * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, COPY))[None, :]
+        gates = halves(_load(gate_ptr, row, word, live, H, stride_g), DTYPE)
+        ups = halves(_load(up_ptr, row, word, live, H, stride_u), DTYPE)
+        h = joined(swiglu(gates[0], ups[0]), swiglu(gates[1], ups[1]), DTYPE)
+        tile.slice(part * WORDS, WORDS, 1).store(h)
+    barrier()
+    _store_copies(
+        tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_h, first, end, M, H, width_qt,
+        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK, WARPS,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _swiglu_backward_kernel(
+    dh_ptr,  # [M, H/2] words of two elements
+    gate_ptr,  # [M, H/2]
+    up_ptr,  # [M, H/2]
+    q_ptr,  # copies as above, of the gradient [M, 2H]
+    s_ptr,
+    qt_ptr,
+    st_ptr,
+    blocks_ptr,
+    M,
+    H,
+    width_qt,
+    stride_d,
+    stride_g,
+    stride_u,
+    WHOLE_BLOCKS: gl.constexpr,  # H is a multiple of BLOCK: no block of the gradient holds parts of both
+    DTYPE: gl.constexpr,
+    ELEMENT_MAX: gl.constexpr,
+    MIN_AMAX: gl.constexpr,
+    POWER_OF_2: gl.constexpr,
+    BLOCK: gl.constexpr,
+    PARTS: gl.constexpr,  # of a tile that are computed one after the other, columns by columns
+    WARPS: gl.constexpr,
+):
+    WORDS: gl.constexpr = BLOCK // 2 // PARTS
+    COPY: gl.constexpr = copy_layout(WORDS, WARPS)
+    tiles_c = gl.cdiv(H if WHOLE_BLOCKS else 2 * H, BLOCK)
+    tile_m, tile_c = gl.program_id(0) // tiles_c, gl.program_id(0) % tiles_c
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, BLOCK)
+    tile = new_tile(BLOCK, BLOCK)
+    if WHOLE_BLOCKS:
+        up_tile = new_tile(BLOCK, BLOCK)
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, COPY))[:, None]
+    for part in gl.static_range(PARTS):
+        word = (tile_c * PARTS + part) * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, COPY))[None, :]
+        if not WHOLE_BLOCKS:
+            # Columns of the gradient from H on are those of `up`; beside it are none.
+            of_up = word >= H // 2
+            word = gl.where(of_up, word - H // 2, word)
+        dhs = halves(_load(dh_ptr, row, word, live, H, stride_d), DTYPE)
+        gates = halves(_load(gate_ptr, row, word, live, H, stride_g), DTYPE)
+        ups = halves(_load(up_ptr, row, word, live, H, stride_u), DTYPE)
+        low_gate, low_up = swiglu_gradients(dhs[0], gates[0], ups[0])
+        high_gate, high_up = swiglu_gradients(dhs[1], gates[1], ups[1])
+        of_gate, of_ups = joined(low_gate, high_gate, DTYPE), joined(low_up, high_up, DTYPE)
+        if WHOLE_BLOCKS:
+            tile.slice(part * WORDS, WORDS, 1).store(of_gate)
+            up_tile.slice(part * WORDS, WORDS, 1).store(of_ups)
+        else:
+            tile.slice(part * WORDS, WORDS, 1).store(gl.where(of_up, of_ups, of_gate))
+    barrier()
+    _store_copies(
+        tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_c, first, end, M, 2 * H, width_qt,
+        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK, WARPS,
+    )  # fmt: skip
+    if WHOLE_BLOCKS:
+        _store_copies(
+            up_tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tiles_c + tile_c, first, end, M, 2 * H, width_qt,
+            DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK, WARPS,
+        )  # fmt: skip
+
+
+def launch(
+    inputs: tuple[torch.Tensor, ...],
+    fmt: BlockFormat,
+    copies: list[torch.Tensor | None],
+    power_of_2_scales: bool,
+    parts: int,
+    warps: int,
+    blocks: torch.Tensor | None,
+) -> None:
+    """Fill (q, s, qt, st) from (gate, up), or with the gradients' copies from (dh, gate, up), none of them empty.
+
+    q, s: None where only the columnwise copy is made. blocks: a table of `group_blocks`, of tokens in groups.
+    """
+    M, H = inputs[0].shape
+    tiles_m = ceil_div(M, fmt.block[1]) if blocks is None else blocks.shape[0] - 1
+    strides = tuple(x.stride(0) for x in inputs)
+    run = _launch_of(tiles_m, M, H, copies[2].shape[1], strides, inputs[0].dtype, fmt, power_of_2_scales, parts, warps)
+    q, s, qt, st = copies
+    run(
+        _swiglu_kernel if len(inputs) == 2 else _swiglu_backward_kernel,
+        *((x, torch.int32) for x in inputs), None if q is None else (q, torch.uint8), s, (qt, torch.uint8), st, blocks,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_of(
+    tiles_m: int,
+    M: int,
+    H: int,
+    width_qt: int,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    fmt: BlockFormat,
+    power_of_2_scales: bool,
+    parts: int,
+    warps: int,
+) -> Launch:
+    flags, width = {}, H
+    if len(strides) == 3:
+        whole = H % fmt.block[1] == 0
+        flags, width = {"WHOLE_BLOCKS": whole}, H if whole else 2 * H
+    return Launch(
+        tiles_m * ceil_div(width, fmt.block[1]), M, H, width_qt, *strides, **flags,
+        DTYPE=DTYPES[dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=power_of_2_scales,
+        BLOCK=fmt.block[1], PARTS=parts, WARPS=warps, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
