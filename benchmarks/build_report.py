@@ -28,11 +28,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
+from torchao_blockwise.ops.fused import new_copies
 from torchao_blockwise.ops.grouped_matmul import gluon as grouped
 from torchao_blockwise.ops.matmul import gluon
 from torchao_blockwise.ops.matmul.builds import BUILDS, Build
+from torchao_blockwise.ops.norm_quantize import gluon as norm_tiles
+from torchao_blockwise.ops.norm_quantize import triton as norm_quantize
 from torchao_blockwise.ops.quantize import gluon as one_read
 from torchao_blockwise.ops.quantize import triton as quantize
+from torchao_blockwise.ops.swiglu_quantize import gluon as swiglu_tiles
+from torchao_blockwise.ops.swiglu_quantize import triton as swiglu_quantize
 from torchao_blockwise.ops.transpose import triton as transpose
 
 CAPABILITY = 90
@@ -130,6 +135,27 @@ def casts() -> dict[str, Callable]:
         "quantise 128×128, both copies": lambda: quantize.quantize(x, FP8_128X128, None, True, True, False),
         "quantise NVFP4 1×16 rowwise": lambda: quantize.quantize(x, NVFP4_1X16, amax, True, False, False),
         "transpose fp8": lambda: transpose.transpose(*operand(FP8_128X128, ROWS, COLUMNS), FP8_128X128, COLUMNS),
+        **fused_casts(x),
+    }
+
+
+def fused_casts(x: torch.Tensor) -> dict[str, Callable]:
+    """Kernels that compute what they quantise; of SwiGLU an element is one of h, which has two gradients."""
+    rows, columns = x.shape
+
+    def swiglu(inputs: int, width: int, options: tuple[int, int]) -> None:
+        copies = new_copies(x, FP8_1X128, (rows, width), True, True)
+        swiglu_tiles.launch((x,) * inputs, FP8_1X128, copies, False, *options, None)
+
+    def rms_norm() -> None:
+        copies = new_copies(x, FP8_1X128, (rows, columns), True, True)
+        vectors = [None, torch.ones(rows), torch.ones(columns, dtype=x.dtype), None]
+        norm_tiles.launch(x, vectors, x.dtype, FP8_1X128, copies, False, *norm_quantize._GLUON)
+
+    return {
+        "RMSNorm + quantise, both copies": rms_norm,
+        "SwiGLU + quantise, both copies": lambda: swiglu(2, columns, swiglu_quantize._GLUON),
+        "SwiGLU backward + quantise, both copies": lambda: swiglu(3, 2 * columns, swiglu_quantize._GLUON_BACKWARD),
     }
 
 

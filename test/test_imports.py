@@ -184,6 +184,8 @@ NAMES_IN_COMPAT = (
     "torch.autograd._unsafe_preserve_version_counter",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     "torch.distributed.distributed_c10d._get_default_store",
+    "torch.distributed.ProcessGroup._get_backend",
+    "torch._C._distributed_c10d.Backend.Options._timeout",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._sharded_local_tensor",
     "torch.distributed.fsdp._flat_param.FlatParamHandle",

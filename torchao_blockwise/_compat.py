@@ -508,6 +508,15 @@ def default_store():
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def nccl_timeout(group):
+    """What a collective of `group` on a GPU may take, after which NCCL ends the process; None where it has no NCCL."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return None
+    return backend.options._timeout if backend.name() == "nccl" else None
+
+
 def keeping_version(x: torch.Tensor):
     """A context in which changes of `x` are not counted: it gets back the values that autograd saved."""
     return torch.autograd._unsafe_preserve_version_counter(x)

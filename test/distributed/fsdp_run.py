@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
+from datetime import timedelta
 
 import checkpoint_checks as checkpoints
 import expert_checks as experts
@@ -18,7 +20,8 @@ from ranks import device, gpus, join, leave
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
 
-from torchao_blockwise.distributed import agreement
+from torchao_blockwise import _compat
+from torchao_blockwise.distributed import absence, agreement
 from torchao_blockwise.ops import backend
 
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
@@ -168,7 +171,7 @@ def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
 
 # --- one rank goes wrong ----------------------------------------------------------------------------------------------
 
-# Over gloo alone: its collectives raise where a rank is missing, those of NCCL end the process.
+# Over gloo: its collectives raise where a rank is missing, those of NCCL end the process.
 
 
 def _other_config(rank, config):
@@ -223,6 +226,29 @@ def go_wrong(rank: int, ranks: int, port: int, file: str, timeout: float) -> Non
         dist.destroy_process_group()
         # Ranks that go on after one of them failed count differently; real ones do not go on.
         agreement._rounds.clear()
+
+
+def come_late(rank: int, ranks: int, port: int, file: str, seconds: float) -> None:
+    """The last rank pauses before the second step, so long that others lose patience; leaves what each rank logged.
+
+    seconds: that NCCL would wait, and does on GPUs.
+    """
+    join(rank, ranks, port, seconds=10 * seconds if device().type == "cpu" else seconds)
+    pause = 0.85 * seconds
+    if device().type == "cpu":
+        _compat.nccl_timeout, pause = lambda group: timedelta(seconds=seconds), 2 * seconds
+    logged = []
+    absence._log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: logged.append(record.getMessage())
+    model = shard(blocks(CONFIGS["fp8"]), DeviceMesh(device().type, list(range(ranks))))
+    optimizer = adamw(model)
+    train(model, optimizer, steps=1)
+    if rank == ranks - 1:
+        time.sleep(pause)
+    train(model, optimizer, steps=1)
+    time.sleep(seconds)
+    torch.save(logged, file)
+    dist.destroy_process_group()
 
 
 def fail_later(rank: int, ranks: int, port: int, file: str, seconds: float) -> None:

@@ -18,7 +18,7 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from fsdp_models import CONFIGS, adamw, batch, blocks, masters_of, quantized, shard, train
-from fsdp_run import fail_later, go_wrong
+from fsdp_run import come_late, fail_later, go_wrong
 from helpers import FP8, NVFP4, mlp, weight
 from ranks import spawn
 from torch.distributed.device_mesh import DeviceMesh
@@ -222,6 +222,17 @@ def test_errors_name_the_rank_and_the_weight_in_time(what, left):
         message, seconds = of_rank[what]
         assert re.search(pattern, message, re.DOTALL), message
         assert seconds < 3 * TIMEOUT
+
+
+def test_a_rank_that_comes_late_is_named_while_others_wait(tmp_path):
+    """As on NCCL, whose collectives wait for it and raise nothing."""
+    *others, last = spawn(come_late, 3, tmp_path, 4.0)
+    assert last == []
+    for rank, logged in enumerate(others):
+        assert logged == [
+            f"sync_weight_scales: rank {rank} waits to reduce the amaxes of 4 weights, 0.up.weight the first, with "
+            "ranks [0, 1, 2]; after 3 s there is no word from rank 2: failed before, or busy with another collective"
+        ]
 
 
 def test_a_rank_that_ends_is_named_by_all_others(tmp_path):

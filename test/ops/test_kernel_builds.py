@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 
 import pytest
 
@@ -252,7 +253,8 @@ def _main(target: int) -> None:
         for kernel, compiled in builds:
             if compiled.hash not in resources:
                 resources[compiled.hash] = _resources(compiled.asm["cubin"])
-            instructions = sorted(set(_INSTRUCTIONS.findall(compiled.asm["ptx"])))
+            # How many there are of each.
+            instructions = Counter(_INSTRUCTIONS.findall(compiled.asm["ptx"]))
             row = {"label": label, "kernel": kernel, "build": compiled.hash, "instructions": instructions}
             row["SHARED"] = compiled.metadata.shared
             row["half_defined_words"] = _half_defined_words(compiled.asm["ptx"])

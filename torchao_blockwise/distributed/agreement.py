@@ -1,22 +1,17 @@
-"""Agreement: before ranks exchange data by position, they compare once what they are about to exchange; and where an
-exchange fails, those that are left find out who is not.
-"""
+"""Agreement: before ranks exchange data by position, they compare once what they are about to exchange."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
+from torchao_blockwise.distributed.absence import arrived
 
 _rounds: dict[str, int] = {}
-# How long a rank whose exchange failed waits for word of the others; the culprit never gives it.
-_LAST_WORDS = datetime.timedelta(seconds=30)
 
 
 def check_same(subject: str, ranks: Sequence[int], entries: Sequence[str]) -> None:
@@ -40,7 +35,7 @@ def check_same(subject: str, ranks: Sequence[int], entries: Sequence[str]) -> No
     store.set(f"{room}/digest/{me}", _digest(text))
     if me == first:
         store.set(f"{room}/verdict", _verdict(store, room, ranks, text))
-    elif not _arrived(store, [f"{room}/verdict"], 2 * store.timeout):
+    elif not arrived(store, [f"{room}/verdict"], 2 * store.timeout):
         raise RuntimeError(f"{subject}: no answer from rank {first}; it failed or runs another program")
     verdict = store.get(f"{room}/verdict").decode()
     if verdict:
@@ -48,53 +43,14 @@ def check_same(subject: str, ranks: Sequence[int], entries: Sequence[str]) -> No
         raise kind(f"{subject}: {verdict}")
 
 
-@contextlib.contextmanager
-def naming_absent(subject: str, what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Where the collective inside of it fails, raise RuntimeError that names the ranks that did not see it fail too.
-
-    what: is done, "reduce the amaxes". A rank that failed before, or waits in a collective of others, gives no word.
-    """
-    try:
-        yield
-    except RuntimeError as e:
-        ranks = sorted(dist.get_process_group_ranks(group))
-        raise RuntimeError(
-            f"{subject}: rank {dist.get_rank()} could not {what} with ranks {ranks}; {_who_is_absent(subject, ranks)}"
-        ) from e
-
-
-def _who_is_absent(subject: str, ranks: Sequence[int]) -> str:
-    room = f"torchao_blockwise/failed/{subject}/{','.join(map(str, ranks))}"
-    keys = {rank: f"{room}/{rank}" for rank in ranks}
-    try:
-        store = _compat.default_store()
-        store.set(keys[dist.get_rank()], "")
-        wait = min(store.timeout, _LAST_WORDS)
-        if _arrived(store, list(keys.values()), wait):
-            return "all of them saw it fail"
-        absent = [rank for rank, key in keys.items() if not store.check([key])]
-    except RuntimeError:
-        return "the store that they met at is gone: the process that held it failed, rank 0 as a rule"
-    named = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
-    return f"no word from {named} in {wait.total_seconds():.0f} s: failed before, or busy with another collective"
-
-
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _arrived(store, keys: list[str], timeout) -> bool:
-    try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError:
-        return False
-    return True
 
 
 def _verdict(store, room: str, ranks: Sequence[int], mine: str) -> str:
     """Empty if all ranks brought `mine`, else what differs; waits for the ranks as long as the store's timeout."""
     keys = {rank: f"{room}/digest/{rank}" for rank in ranks}
-    if not _arrived(store, list(keys.values()), store.timeout):
+    if not arrived(store, list(keys.values()), store.timeout):
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         waited = store.timeout.total_seconds()
         return (

@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from torchao_blockwise.distributed.agreement import check_same, naming_absent
+from torchao_blockwise.distributed.absence import naming_absent
+from torchao_blockwise.distributed.agreement import check_same
 from torchao_blockwise.distributed.primary_weight import PrimaryWeight
 
 # Which weights had gradients together, as ranks have compared it.

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.agreement import check_same, naming_absent
+from torchao_blockwise.distributed.absence import naming_absent
+from torchao_blockwise.distributed.agreement import check_same
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, get_format
 from torchao_blockwise.ops import partial_cast as ops
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor

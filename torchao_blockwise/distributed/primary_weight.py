@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.distributed.agreement import naming_absent
+from torchao_blockwise.distributed.absence import naming_absent
 from torchao_blockwise.distributed.master_weights import ALONE, cast_master_weights
 from torchao_blockwise.distributed.primary_shards import cast_shards
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor

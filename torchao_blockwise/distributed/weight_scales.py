@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.agreement import check_same, naming_absent
+from torchao_blockwise.distributed.absence import naming_absent
+from torchao_blockwise.distributed.agreement import check_same
 from torchao_blockwise.distributed.primary_shards import cast_loaded, check_shards_alike
 from torchao_blockwise.distributed.sharded_weight import Part, Recipe, ShardedWeight, add_amaxes, cast
 from torchao_blockwise.ops.partial_cast import block_scales_

@@ -1,0 +1,289 @@
+"""Norms and SwiGLU, quantised as they are computed, by Gluon kernels: when they are taken, and their bits on a GPU.
+
+Which tensors they take: test_gluon_tiles.py. Their bits without a GPU: test_compiled_kernels.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.formats import FP8_1X128
+from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id
+
+pytest.importorskip("triton")
+if not _compat.has_gluon():
+    pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
+
+from torchao_blockwise.ops import gluon_tiles
+from torchao_blockwise.ops.norm_quantize import gluon as norm_gluon
+from torchao_blockwise.ops.norm_quantize import triton as norm
+from torchao_blockwise.ops.quantize import triton as quantize
+from torchao_blockwise.ops.swiglu_quantize import gluon as swiglu_gluon
+from torchao_blockwise.ops.swiglu_quantize import triton as swiglu
+
+EPS = 1e-5
+OPS = ("norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")
+operations = pytest.mark.parametrize("op", OPS)
+rowwise_too = pytest.mark.parametrize("rowwise", (True, False), ids=("both", "columnwise"))
+dtypes = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=lambda dtype: str(dtype)[6:])
+
+
+def call(op, dh, gate, up, *, columnwise=True, **options):
+    """The operation on what it takes of these: a norm on `dh`, with statistics of the reference."""
+    options = {"columnwise": columnwise, **options}
+    if op == "norm_quantize":
+        return ops.norm_quantize(dh, FP8_1X128, ops.norm_statistics(dh, "rms", EPS, backend="reference"), **options)
+    if op == "swiglu_quantize":
+        return ops.swiglu_quantize(gate, up, FP8_1X128, **options)
+    return ops.swiglu_backward_quantize(dh, gate, up, FP8_1X128, **options)
+
+
+def inputs_of(rows, width, dtype=torch.bfloat16, device="cpu"):
+    """dh, gate and up; the latter two are halves of one tensor."""
+    dh, *halves = (random_tensor(rows, width, dtype=dtype, device=device, seed=seed) / 16 for seed in range(3))
+    return dh, *torch.cat(halves, 1).chunk(2, 1)
+
+
+def assert_copies_equal(got, expected) -> None:
+    pairs = [(got, expected)] if ops.is_operand(got) else zip(got, expected, strict=True)
+    for a, b in pairs:
+        assert_operands_equal(a, b)
+
+
+# --- when they are taken ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Calls of the Gluon launchers, which launch nothing; every GPU will do. What is quantised alone is not of them."""
+    calls = []
+    for module in (norm_gluon, swiglu_gluon):
+        monkeypatch.setattr(module, "launch", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(gluon_tiles, "interpreting", lambda: False)
+    monkeypatch.setattr(gluon_tiles, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(quantize, "_FP8_BOTH_GLUON_WARPS", None)
+    monkeypatch.setattr(quantize, "_FP8_COLUMNWISE_GLUON", None)
+    return calls
+
+
+def assert_same_memory(got, expected) -> None:
+    assert [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in got] == [
+        (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in expected
+    ]
+
+
+def assert_copies_of(copies, rows, width, rowwise) -> None:
+    """Of an [rows, width], columnwise padded to so many rows."""
+    q, s, qt, st = copies
+    assert qt.shape == (width, rows[1]) and st.shape == (-(-rows[1] // FP8_1X128.block[1]), width)
+    assert (q is not None) == (s is not None) == rowwise
+    if rowwise:
+        assert q.shape == (rows[0], width) and s.shape == (-(-width // FP8_1X128.block[1]), rows[0])
+
+
+@rowwise_too
+@dtypes
+@pytest.mark.parametrize("power_of_2", (False, True), ids=("any scale", "power of 2"))
+@pytest.mark.parametrize("shape", ((1, 16), (33, 48), (130, 272)), ids=shape_id)
+def test_swiglu_is_taken(shape, power_of_2, dtype, rowwise, taken, device):
+    inputs = inputs_of(*shape, dtype, device)
+    (rows, width), padded = shape, -(-shape[0] // 32) * 32
+    for op, tensors, columns, options in (
+        ("swiglu_quantize", inputs[1:], width, swiglu._GLUON),
+        ("swiglu_backward_quantize", inputs, 2 * width, swiglu._GLUON_BACKWARD),
+    ):
+        call(op, *inputs, rowwise=rowwise, power_of_2_scales=power_of_2, backend="triton")
+        ((got, fmt, copies, *arguments),) = taken
+        assert_same_memory(got, tensors)
+        assert_copies_of(copies, (rows, padded), columns, rowwise)
+        assert fmt is FP8_1X128 and arguments == [power_of_2, *options, None]
+        taken.clear()
+
+
+@rowwise_too
+def test_swiglu_is_taken_for_tokens_in_groups(rowwise, taken, device):
+    inputs = inputs_of(17, 48, device=device)
+    ends = torch.tensor([5, 15], dtype=torch.int32, device=device)
+    for op, columns in (("swiglu_quantize", 48), ("swiglu_backward_quantize", 96)):
+        call(op, *inputs, rowwise=rowwise, group_ends=ends, backend="triton")
+        ((_, _, copies, *_, blocks),) = taken
+        assert_copies_of(copies, (17, 256), columns, rowwise)
+        # The tokens as a whole; each group; those of no group.
+        assert blocks.tolist() == [[0, 15, 17], [0, 5, 5], [5, 15, 15], [15, 15, 17]]
+        taken.clear()
+
+
+@rowwise_too
+@dtypes
+@pytest.mark.parametrize("out", (torch.bfloat16, torch.float16), ids=lambda dtype: f"to_{str(dtype)[6:]}")
+@pytest.mark.parametrize("kind", ("rms", "layer"))
+def test_a_norm_is_taken(kind, out, dtype, rowwise, taken, device):
+    """Vectors of any dtype and strides, x beside something else."""
+    x = random_tensor(33, 96, dtype=dtype, device=device)[:, 16:64]
+    weight, bias = torch.ones(96, device=device)[::2], torch.ones(48, dtype=torch.bfloat16, device=device)
+    statistics = ops.norm_statistics(x, kind, EPS, backend="reference")
+    ops.norm_quantize(
+        x, FP8_1X128, statistics, weight, bias, rowwise=rowwise, columnwise=True, dtype=out, backend="triton"
+    )  # fmt: skip
+    ((got, vectors, made, fmt, copies, *arguments),) = taken
+    assert_same_memory([got], [x])
+    assert made is out and fmt is FP8_1X128 and arguments == [False, *norm._GLUON]
+    assert_copies_of(copies, (33, 64), 48, rowwise)
+    assert all(t is None or t.is_contiguous() for t in vectors)
+    for vector, expected in zip(vectors, (*statistics, weight, bias), strict=True):
+        assert (vector is None) == (expected is None) and (vector is None or torch.equal(vector, expected))
+
+
+def assert_not_taken(taken, op, *inputs, **options) -> None:
+    """And the result is right."""
+    got, expected = (call(op, *inputs, **options, backend=backend) for backend in ("triton", "reference"))
+    assert taken == []
+    assert_copies_equal(got, expected)
+
+
+def beside(x, first, columns=48):
+    """`x` in memory that begins `first` elements behind a multiple of 16 bytes, rows so many elements apart."""
+    wide = x.new_zeros(x.shape[0], columns + 16)
+    wide[:, first : first + x.shape[1]] = x
+    return wide[:, first : first + x.shape[1]]
+
+
+REFUSED = {
+    "f32": lambda x: x.float(),
+    "ragged width": lambda x: x[:, :40].contiguous(),
+    "off 16 bytes": lambda x: beside(x, 4),
+    "rows off 16 bytes": lambda x: beside(x, 0, columns=52),
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "no tokens": lambda x: x[:0],
+    "no width": lambda x: x[:, :0],
+}
+
+
+@operations
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+def test_is_not_taken_for_other_inputs(change, op, taken, device):
+    assert_not_taken(taken, op, *map(change, inputs_of(33, 48, device=device)))
+
+
+@pytest.mark.parametrize("which", (0, 1, 2), ids=("dh", "gate", "up"))
+def test_is_not_taken_where_one_input_is_off_16_bytes(which, taken, device):
+    inputs = list(inputs_of(33, 48, device=device))
+    inputs[which] = beside(inputs[which], 4)
+    assert_not_taken(taken, "swiglu_backward_quantize", *inputs)
+
+
+@rowwise_too
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=lambda dtype: str(dtype)[6:])
+def test_is_not_taken_for_a_gradient_of_another_dtype(dtype, rowwise, taken, device):
+    dh, gate, up = inputs_of(33, 48, device=device)
+    assert_not_taken(taken, "swiglu_backward_quantize", dh.to(dtype), gate, up, rowwise=rowwise)
+
+
+def test_is_not_taken_for_a_norm_in_fp32(taken, device):
+    x = inputs_of(33, 48, device=device)
+    assert_not_taken(taken, "norm_quantize", *x, dtype=torch.float32)
+
+
+@operations
+def test_is_not_taken_for_the_rowwise_copy_alone(op, taken, device):
+    assert_not_taken(taken, op, *inputs_of(33, 48, device=device), rowwise=True, columnwise=False)
+
+
+@operations
+@rowwise_too
+def test_is_not_taken_where_triton_has_no_gluon(rowwise, op, taken, monkeypatch, device):
+    monkeypatch.setattr(_compat, "has_gluon", lambda: False)
+    assert_not_taken(taken, op, *inputs_of(33, 48, device=device), rowwise=rowwise)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+gpu_shapes = pytest.mark.parametrize(
+    "shape", ((1, 16), (127, 272), (1041, 2064), (4097, 1408), (300, 10944)), ids=shape_id
+)
+
+
+def special_inputs(rows, width, dtype):
+    """`inputs_of` with NaN, Inf, -0, zeros, subnormals and the largest number in each."""
+    sys.path.append(str(Path(__file__).parent))
+    from test_compiled_kernels import special_input
+
+    if rows == 1:
+        return inputs_of(rows, width, dtype, "cuda")
+    dh, gate, up = (special_input(rows, width, dtype).cuda() / scale for scale in (1, 8, 16))
+    # Rows that are special in each, beside rows that are so in one alone.
+    gate, up = gate.roll(1, 0), up.roll(2, 0)
+    return dh, *torch.cat([gate, up], 1).chunk(2, 1)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Launches of Gluon kernels, which do happen."""
+    calls = []
+
+    def counted(launch):
+        return lambda *arguments: (calls.append(arguments), launch(*arguments))
+
+    for module in (norm_gluon, swiglu_gluon):
+        monkeypatch.setattr(module, "launch", counted(module.launch))
+    reason = gluon_tiles.why_not(FP8_1X128, torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+    return calls
+
+
+@pytest.mark.gpu
+@rowwise_too
+@dtypes
+@gpu_shapes
+@pytest.mark.parametrize("op", OPS[1:])
+def test_swiglu_has_the_bits_of_the_reference(op, shape, dtype, rowwise, launched):
+    inputs = special_inputs(*shape, dtype)
+    M = shape[0]
+    ends = torch.tensor([0, M // 3, M // 4, M - M // 8], dtype=torch.int32, device="cuda")
+    cases = {"padded": False}, {"padded": True}, {"padded": True, "power_of_2_scales": True}, {"group_ends": ends}
+    for options in cases:
+        got, expected = (
+            call(op, *inputs, rowwise=rowwise, **options, backend=backend) for backend in ("triton", "reference")
+        )
+        assert_copies_equal(got, expected)
+    assert len(launched) == len(cases)
+
+
+VECTORS = {
+    "rms bare": ("rms", None, None),
+    "rms weight bf16": ("rms", torch.bfloat16, None),
+    "rms weight f32": ("rms", torch.float32, None),
+    "layer bare": ("layer", None, None),
+    "layer bf16": ("layer", torch.bfloat16, torch.bfloat16),
+    "layer weight f32 bias bf16": ("layer", torch.float32, torch.bfloat16),
+    "layer bias f32": ("layer", None, torch.float32),
+}
+
+
+@pytest.mark.gpu
+@rowwise_too
+@pytest.mark.parametrize(("kind", "weight", "bias"), VECTORS.values(), ids=VECTORS)
+@dtypes
+@gpu_shapes
+def test_norms_have_the_bits_of_the_reference(shape, dtype, kind, weight, bias, rowwise, launched):
+    x, _, _ = special_inputs(*shape, dtype)
+    statistics = ops.norm_statistics(x, kind, EPS, backend="reference")
+    weight, bias = (
+        None if d is None else random_tensor(1, shape[1], dtype=d, device="cuda", seed=seed)[0] / 16
+        for seed, d in enumerate((weight, bias))
+    )
+    cases = {"padded": False}, {"padded": True}, {"padded": True, "power_of_2_scales": True}, {"dtype": torch.float16}
+    for options in cases:
+        options = {"rowwise": rowwise, "columnwise": True, **options}
+        got, expected = (
+            ops.norm_quantize(x, FP8_1X128, statistics, weight, bias, **options, backend=backend)
+            for backend in ("triton", "reference")
+        )
+        assert_copies_equal(got, expected)
+    assert len(launched) == len(cases)

@@ -1,0 +1,73 @@
+"""Which inputs Gluon kernels of FP8 tiles take, and where. Their bits: test_compiled_kernels.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchao_blockwise import _compat
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
+
+pytest.importorskip("triton")
+if not _compat.has_gluon():
+    pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
+
+from torchao_blockwise.ops import gluon_tiles
+
+TAKEN = {
+    "one run": torch.zeros(16, 16, dtype=torch.bfloat16),
+    "f16": torch.zeros(48, 272, dtype=torch.float16),
+    "any number of tokens": torch.zeros(17, 32, dtype=torch.bfloat16),
+    "rows apart": torch.zeros(32, 64, dtype=torch.bfloat16)[:, 16:48],
+    "no rows": torch.zeros(0, 64, dtype=torch.bfloat16),
+}
+REFUSED = {
+    "square blocks": (
+        torch.zeros(16, 16, dtype=torch.bfloat16),
+        FP8_128X128,
+        "the kernel makes fp8_1x128, got fp8_128x",
+    ),
+    "nvfp4": (torch.zeros(16, 16, dtype=torch.bfloat16), NVFP4_1X16, "the kernel makes fp8_1x128, got nvfp4_1x16"),
+    "f32": (torch.zeros(16, 16), FP8_1X128, "the kernel takes elements of 16 bits, got torch.float32"),
+    "a batch": (torch.zeros(2, 16, 16).bfloat16(), FP8_1X128, "the kernel takes one matrix, got shape [2, 16, 16]"),
+    "ragged K": (torch.zeros(16, 24).bfloat16(), FP8_1X128, "got shape [16, 24]"),
+    "ragged rows apart": (torch.zeros(16, 40).bfloat16()[:, :32], FP8_1X128, "strides [40, 1]"),
+    "transposed": (torch.zeros(16, 32).bfloat16().mT, FP8_1X128, "strides [1, 32]"),
+    "off 16 bytes": (torch.zeros(16, 64).bfloat16()[:, 4:36], FP8_1X128, "address 0x"),
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Every machine is one whose GPU has sm_90, and compiles kernels."""
+    monkeypatch.setattr(gluon_tiles, "interpreting", lambda: False)
+    monkeypatch.setattr(gluon_tiles, "compute_capability", lambda device: (9, 0))
+
+
+@pytest.mark.parametrize("x", TAKEN.values(), ids=TAKEN)
+def test_takes(x, on_hopper):
+    assert gluon_tiles.why_not_this(FP8_1X128, x) is None
+    assert gluon_tiles.why_not(FP8_1X128, x, x) is None
+
+
+@pytest.mark.parametrize(("x", "fmt", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refuses(x, fmt, reason, on_hopper):
+    assert reason in gluon_tiles.why_not_this(fmt, x)
+    # Whichever of several inputs it is.
+    good = TAKEN["one run"]
+    for inputs in ((x,), (x, good), (good, x)):
+        assert reason in gluon_tiles.why_not(fmt, *inputs)
+
+
+def test_needs_a_gpu_with_its_instructions(monkeypatch):
+    x = TAKEN["one run"]
+    monkeypatch.setattr(gluon_tiles, "interpreting", lambda: False)
+    for capability, reason in (
+        ((8, 9), "the kernel needs sm_90 or newer, got sm_89"),
+        ((9, 0), None),
+        ((10, 0), None),
+    ):
+        monkeypatch.setattr(gluon_tiles, "compute_capability", lambda device, capability=capability: capability)
+        assert gluon_tiles.why_not(FP8_1X128, x) == reason
+    monkeypatch.setattr(gluon_tiles, "interpreting", lambda: True)
+    assert gluon_tiles.why_not(FP8_1X128, x) == "Triton's interpreter does not know Gluon"
