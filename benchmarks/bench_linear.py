@@ -1,7 +1,7 @@
 """A linear layer, forward and backward: time, memory and host time, ours beside bf16 and torchao's recipes.
 
 For each shape and recipe, with bf16 weights, an input that needs its gradient, and a weight quantised once a step:
-    graph    a step replayed from a CUDA graph, cold cache; ours quantises the weight for each product there
+    graph    a step replayed from a CUDA graph, cold cache, the weight quantised in it
     eager    a step in a loop of eager steps, the weight changed before each: host and device as in training
     host     until an eager step has been launched
     TFLOP/s  6 · tokens · N · K over the shorter of graph and eager

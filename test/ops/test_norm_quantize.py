@@ -13,7 +13,6 @@ from torchao_blockwise.testing import (
     assert_bitwise_equal,
     assert_operands_equal,
     random_tensor,
-    relative_error,
     shape_id,
 )
 
@@ -62,27 +61,48 @@ def assert_copies_equal(got, expected) -> None:
 # --- statistics -------------------------------------------------------------------------------------------------------
 
 
-@backends
-@dtypes
-@kinds
-@pytest.mark.parametrize("shape", ((3, 1), (5, 127), (9, 512), (6, 1500)), ids=shape_id)
-def test_statistics_are_those_of_the_fp64_rows(kind, dtype, shape, backend, device):
-    x = random_tensor(*shape, dtype=dtype, device=device)
-    mean, rstd = ops.norm_statistics(x, kind, EPS, backend=backend)
+def assert_statistics(got, x, kind) -> None:
+    """Those of the rows in fp64, but for some ulps."""
+    mean, rstd = got
     exact = x.double()
     if kind == "layer":
         assert ((mean - exact.mean(-1)).abs() <= 1e-6 * exact.abs().mean(-1)).all()
-        exact = exact - exact.mean(-1, keepdim=True)
+        # In a row of one element x - mean is exactly 0.
+        exact = exact - (exact if x.shape[1] == 1 else exact.mean(-1, keepdim=True))
     expected = (exact.square().mean(-1) + EPS).rsqrt()
-    if kind == "layer" and shape[1] == 1:
-        # x - mean is exactly 0.
-        assert (
-            torch.equal(rstd, torch.full_like(rstd, torch.tensor(EPS).rsqrt().item()))
-            or relative_error(rstd, expected) < 1e-6
-        )
-    else:
-        assert ((rstd - expected).abs() <= 5e-7 * expected).all()
+    assert ((rstd - expected).abs() <= 5e-7 * expected).all()
     assert (mean is None) == (kind == "rms") and rstd.dtype == torch.float32
+
+
+# Programs of eight rows that are read once, of four, two and one, and of rows in a loop; few have all of their rows.
+STATISTICS_SHAPES = ((9, 1), (9, 127), (9, 511), (17, 512), (7, 513), (5, 1500), (3, 4096), (2, 8192), (5, 8193))
+
+
+@backends
+@dtypes
+@kinds
+@pytest.mark.parametrize("shape", STATISTICS_SHAPES, ids=shape_id)
+def test_statistics_are_those_of_the_fp64_rows(kind, dtype, shape, backend, device):
+    x = random_tensor(*shape, dtype=dtype, device=device)
+    assert_statistics(ops.norm_statistics(x, kind, EPS, backend=backend), x, kind)
+
+
+@backends
+@kinds
+@pytest.mark.parametrize("columns", (511, 8193))
+def test_statistics_of_rows_far_from_zero(columns, kind, backend, device):
+    """Squares are of differences from the mean: E[x²] - E[x]² would leave an ulp of 1000² of them."""
+    x = torch.randn(5, columns, generator=torch.Generator().manual_seed(0)).to(device) + 1000
+    assert_statistics(ops.norm_statistics(x, kind, EPS, backend=backend), x, kind)
+
+
+@backends
+@kinds
+@pytest.mark.parametrize("columns", (500, 8193))
+def test_statistics_of_any_strides(columns, kind, backend, device):
+    x = random_tensor(10, 2 * columns, dtype=torch.bfloat16, device=device)
+    for layout in (x[:, columns:], x[::2, ::2], x[:, 1 : columns + 1].mT.contiguous().mT):
+        assert_statistics(ops.norm_statistics(layout, kind, EPS, backend=backend), layout, kind)
 
 
 def test_statistics_agree_with_pytorchs():

@@ -12,7 +12,7 @@ from helpers import FP8, FP8_POW2, NVFP4, Tied, both_formats, cache_calls, every
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise import MasterWeightTensor, _compat
 from torchao_blockwise.tensors import weight_cache
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal
 
@@ -186,6 +186,68 @@ def test_tensors_made_in_inference_mode_quantise_on_every_use():
             second = made.quantized()
     assert calls.quantize == 2 and made.quantized_bytes == 0
     assert_bitwise_equal(second.qdata.float(), -first.qdata.float())
+
+
+# --- CUDA graphs, whose captures are told apart by numbers ------------------------------------------------------------
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """Say which capture operations go into from now on."""
+
+    def set_capture(number):
+        monkeypatch.setattr(_compat, "capture_id", lambda x: number)
+
+    return set_capture
+
+
+def train_step(model):
+    model(torch.randn(5, 64, requires_grad=True)).sum().backward()
+
+
+@both_formats
+def test_a_capture_quantises_once_and_uses_no_copies_of_others(config, capture):
+    """Those of before are not made anew by a replay, and those of a capture hold what its last replay made."""
+    model = mlp(config)
+    train_step(model)
+    with cache_calls() as calls:
+        for made, number in enumerate((7, 8, 0), 1):
+            capture(number)
+            for _ in range(2):
+                train_step(model)
+            assert calls.quantize == 2 * made, number
+
+
+def test_a_captured_change_is_seen_in_the_capture(capture):
+    model = mlp(FP8)
+    capture(7)
+    with cache_calls() as calls:
+        train_step(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        train_step(model)
+    assert calls.quantize == 4
+
+
+def test_a_capture_that_cannot_be_told_from_others_keeps_nothing(capture):
+    model = mlp(FP8)
+    capture(None)
+    with cache_calls() as calls:
+        train_step(model)
+    assert calls.quantize == 4
+    assert [weight_cache.kept_bytes(layer.weight.hp) for layer in (model[0], model[-1])] == [0, 0]
+
+
+def test_compiled_graphs_keep_nothing_in_a_capture(capture):
+    """Of what lives in the pool of its captures, the compiler knows what it made itself."""
+    model = mlp(FP8)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    train_step(run)
+    capture(7)
+    with cache_calls() as calls:
+        train_step(run)
+    assert calls.quantize == 4
 
 
 def test_tied_embedding_and_head():

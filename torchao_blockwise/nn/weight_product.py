@@ -47,6 +47,7 @@ def weight_product(
             amax_groups,
             group_ends,
             rounded_to,
+            not torch.compiler.is_compiling(),
         )
     if weight.original is not None and not torch.compiler.is_compiling():
         weight.original.free()
@@ -101,6 +102,7 @@ def _master_matmul(
     amax_groups="",
     group_ends=None,
     rounded_to=None,
+    eager=False,
 ):
     b = quantized_weight(
         hp,
@@ -111,6 +113,7 @@ def _master_matmul(
         backend=ops.casting_backend(backend),
         amax_groups=amax_groups,
         rounded_to=rounded_to,
+        keep_in_capture=eager,
     )
     return _product(ops.operand(a_format, a, a_scale, a_global), b, group_ends, out_dtype, bias, backend)
 
@@ -131,6 +134,7 @@ def _master_matmul_fake(
     amax_groups="",
     group_ends=None,
     rounded_to=None,
+    eager=False,
 ):
     return a.new_empty((a.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
 
@@ -140,7 +144,7 @@ def _master_matmul_fake(
 master_matmul_op = define_op(
     "master_matmul(Tensor a, Tensor a_scale, Tensor? a_global, Tensor hp, str a_format, str weight_format,"
     " bool power_of_2_scales, bool columnwise, bool keep_columnwise, ScalarType out_dtype, Tensor? bias, str backend,"
-    " str amax_groups='', Tensor? group_ends=None, ScalarType? rounded_to=None) -> Tensor",
+    " str amax_groups='', Tensor? group_ends=None, ScalarType? rounded_to=None, bool eager=False) -> Tensor",
     _master_matmul,
     _master_matmul_fake,
 )

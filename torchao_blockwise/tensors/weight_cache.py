@@ -3,8 +3,11 @@
 PyTorch counts the in-place changes of a tensor and shares the count between its aliases; a copy is valid while the
 count stands. Copies hang on the master's lifetime, not in its state, so that nothing saves or copies them.
 
-Three cases have no trustworthy count, and quantise on every use: tensors made under `torch.inference_mode`, CUDA
-graphs, whose replays change values without counting, and what FSDP2 gathers in high precision into memory of before.
+Three cases have no trustworthy count, and quantise on every use: tensors made under `torch.inference_mode`, those that
+a CUDA graph changes, whose replays do not count, and what FSDP2 gathers in high precision into memory of before.
+
+A CUDA graph makes copies of its own, which its replays make anew, and no other may use: a copy belongs to one capture.
+Compiled graphs that the compiler captures quantise on every use: nothing may outlive their capture.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ def quantized_weight(
     backend: ops.Backend | str | None = None,
     amax_groups: str = "",
     rounded_to: torch.dtype | None = None,
+    keep_in_capture: bool = True,
 ):
     """`hp` [.., N, K] quantised in `fmt`, rowwise or columnwise, from the copy that is kept where it is still valid.
 
@@ -57,19 +61,21 @@ def quantized_weight(
     amax_groups: the process groups over which the weight is split that `hp` is a part of, as `amax_over` takes them.
         Their ranks must change it together, as they do a DTensor.
     rounded_to: the dtype that values are rounded to before they are quantised, if another than their own.
+    keep_in_capture: keep copies while a CUDA graph is captured, for the rest of the capture.
     """
     if fmt.has_global_scale:
         amax_groups = amax_groups or _splits.get(hp, "")
 
-    copies = _copies.get(hp)
-    if hp.is_inference() or _compat.is_capturing(hp) or not (copies is None or copies.counted):
+    copies, capture = _copies.get(hp), _compat.capture_id(hp)
+    keeps = capture == 0 or (capture is not None and keep_in_capture)
+    if hp.is_inference() or not keeps or not (copies is None or copies.counted):
         # Copies for this use alone.
         copies, version = _Copies(), 0
     else:
         version = _compat.version_of(hp)
         if copies is None:
             copies = _copies[hp] = _Copies()
-    recipe = fmt.name, power_of_2_scales, amax_groups, rounded_to
+    recipe = fmt.name, power_of_2_scales, amax_groups, rounded_to, capture
     if copies.version != version or copies.recipe != recipe:
         # The stale copy goes first, so that two never live together.
         copies.drop()

@@ -32,8 +32,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, backend: Backend | str | Non
 
     gate, up: [M, H] bf16 | f16 | f32, both of one dtype, any strides: halves of one [M, 2H] will do.
     Returns [M, H]. e^x is computed by operations that round alike everywhere (swiglu_quantize/exponential.py), so bits
-    do not depend on the backend; the relative error of sigmoid is at most (3 + |gate|) · 2^-23, and below -87 it is 0.
-    -Inf gives NaN, as `F.silu` does. Not differentiable.
+    do not depend on the backend; the error of sigmoid is at most (3 + |gate|) · 2^-23 of it and, which shows below -70,
+    2^-125; from -87 on it is 0. -Inf gives NaN, as `F.silu` does. Not differentiable.
     Raises TypeError for a dtype, ValueError for shapes or a backend that does not exist.
     Source: GLU Variants Improve Transformer (arXiv 2002.05202).
     """
