@@ -5,7 +5,7 @@ Each recipe runs eager and compiled (layer by layer), without and with activatio
 them eager first. Checks
 first that the output is bf16's within the recipe's error. Memory is the peak of a step, all it holds counted. The split
 is of device time by kernel, from torch.profiler over one step; `--kernels` prints its longest kernels.
-Writes benchmarks/results/model_<device>.json and .md.
+Writes benchmarks/results/model_<layers>_layers_<device>.json and .md.
 
     python benchmarks/bench_model.py [--layers 32 --tokens 4096] [--only fp8 bf16] [--modes eager] [--kernels 20]
 """
@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.only = sorted(args.only, key=lambda recipe: (recipe != "bf16", recipe not in OURS, RECIPES.index(recipe)))
     args.modes = sorted(args.modes, key=MODES.index)
     columns = [*COLUMNS, *(f"{kind} %" for kind in (*KINDS, "other"))]
-    results = Report("model", device, columns, report.plain(vars(args)) | vars(config))
+    results = Report(f"model_{config.layers}_layers", device, columns, report.plain(vars(args)) | vars(config))
     args.checkpointing = [state == "on" for state in args.checkpointing]
     reference = build(config, "bf16", device)
     with torch.no_grad():
