@@ -127,7 +127,7 @@ def _store(ptr, values, row, column, rows, columns):
 
 
 @gluon.jit
-def store_rowwise(
+def _store_rowwise(
     tile,  # of one block's columns
     q_ptr,  # [M, K] e4m3 bytes
     s_ptr,  # [K/BLOCK, M] f32
@@ -161,7 +161,7 @@ def store_rowwise(
 
 
 @gluon.jit
-def store_columnwise(
+def _store_columnwise(
     tile,
     qt_ptr,  # [K, width_qt] e4m3 bytes
     st_ptr,  # [M/BLOCK, K] f32
@@ -201,6 +201,37 @@ def store_columnwise(
     column = first_m + gl.arange(0, BLOCK, gl.SliceLayout(1, COLUMN))[:, None]
     _store(qt_ptr, encode_e4m3(low * low_encode, ELEMENT_MAX), row, column, K, width_qt)
     _store(qt_ptr, encode_e4m3(high * high_encode, ELEMENT_MAX), row + 1, column, K, width_qt)
+
+
+@gluon.jit
+def store_copies(
+    tile,
+    q_ptr,  # as in `_store_rowwise`, or None where only the columnwise copy is made
+    s_ptr,
+    qt_ptr,  # as in `_store_columnwise`
+    st_ptr,
+    blocks_ptr,
+    tile_m,  # where in its matrix, [M, K], the tile is
+    tile_k,
+    first,  # its first row
+    end,  # and its last, and one
+    M,
+    K,
+    width_qt,
+    DTYPE: gl.constexpr,
+    ELEMENT_MAX: gl.constexpr,
+    MIN_AMAX: gl.constexpr,
+    POWER_OF_2: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Quantise a tile, behind a barrier after what wrote it, and store its copies."""
+    COLUMNS: gl.constexpr = 2 * tile.shape[1]
+    if q_ptr is not None:
+        _store_rowwise(tile, q_ptr, s_ptr, tile_k, first, end, M, K, DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS)
+    _store_columnwise(
+        tile, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_k * COLUMNS, K, width_qt,
+        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
+    )  # fmt: skip
 
 
 def why_not(fmt: BlockFormat, *inputs: torch.Tensor) -> str | None:

@@ -17,8 +17,7 @@ from torchao_blockwise.ops.gluon_tiles import (
     joined,
     locate_rows,
     new_tile,
-    store_columnwise,
-    store_rowwise,
+    store_copies,
 )
 from torchao_blockwise.ops.launch import Launch, ceil_div
 
@@ -83,10 +82,8 @@ def _norm_quantize_kernel(
         y = gl.where(inside, joined(low, high, DTYPE), 0)
         tile.slice(part * WORDS, WORDS, 1).store(y)
     barrier()
-    if q_ptr is not None:
-        store_rowwise(tile, q_ptr, s_ptr, tile_k, first, end, M, K, DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS)
-    store_columnwise(
-        tile, qt_ptr, st_ptr, None, tile_m, tile_k * BLOCK, K, width_qt,
+    store_copies(
+        tile, q_ptr, s_ptr, qt_ptr, st_ptr, None, tile_m, tile_k, first, end, M, K, width_qt,
         DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
     )  # fmt: skip
 

@@ -20,8 +20,7 @@ from torchao_blockwise.ops.gluon_tiles import (
     copy_layout,
     locate_rows,
     new_tile,
-    store_columnwise,
-    store_rowwise,
+    store_copies,
 )
 from torchao_blockwise.ops.launch import Launch, ceil_div
 from torchao_blockwise.ops.padding import padded_size
@@ -66,11 +65,8 @@ def _quantize_kernel(
     async_copy.commit_group()
     async_copy.wait_group(0)
     barrier()
-
-    if q_ptr is not None:
-        store_rowwise(tile, q_ptr, s_ptr, tile_k, first, end, M, K, DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS)
-    store_columnwise(
-        tile, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_k * COLUMNS, K, width_qt,
+    store_copies(
+        tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_k, first, end, M, K, width_qt,
         DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
     )  # fmt: skip
 

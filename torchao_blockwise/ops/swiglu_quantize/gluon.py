@@ -25,8 +25,7 @@ from torchao_blockwise.ops.gluon_tiles import (
     joined,
     locate_rows,
     new_tile,
-    store_columnwise,
-    store_rowwise,
+    store_copies,
 )
 from torchao_blockwise.ops.launch import Launch, ceil_div
 from torchao_blockwise.ops.swiglu_quantize.activation import swiglu, swiglu_gradients
@@ -36,23 +35,6 @@ from torchao_blockwise.ops.swiglu_quantize.activation import swiglu, swiglu_grad
 def _load(ptr, row, word, live, H, stride):
     """Words of a tile, zeros from row `live` and beside the matrix."""
     return gl.load(ptr + row.to(gl.int64) * (stride // 2) + word, mask=(row < live) & (word < H // 2), other=0)
-
-
-@gluon.jit
-def _store_copies(
-    tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_c, first, end, M, width, width_qt,
-    DTYPE: gl.constexpr, ELEMENT_MAX: gl.constexpr, MIN_AMAX: gl.constexpr, POWER_OF_2: gl.constexpr,
-    BLOCK: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """The copies of a tile of a matrix `width` wide."""
-    if q_ptr is not None:
-        store_rowwise(
-            tile, q_ptr, s_ptr, tile_c, first, end, M, width, DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS
-        )  # fmt: skip
-    store_columnwise(
-        tile, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_c * BLOCK, width, width_qt,
-        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
-    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -91,9 +73,9 @@ def _swiglu_kernel(
         h = joined(swiglu(gates[0], ups[0]), swiglu(gates[1], ups[1]), DTYPE)
         tile.slice(part * WORDS, WORDS, 1).store(h)
     barrier()
-    _store_copies(
+    store_copies(
         tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_h, first, end, M, H, width_qt,
-        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK, WARPS,
+        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
     )  # fmt: skip
 
 
@@ -149,14 +131,14 @@ def _swiglu_backward_kernel(
         else:
             tile.slice(part * WORDS, WORDS, 1).store(gl.where(of_up, of_ups, of_gate))
     barrier()
-    _store_copies(
+    store_copies(
         tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tile_c, first, end, M, 2 * H, width_qt,
-        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK, WARPS,
+        DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
     )  # fmt: skip
     if WHOLE_BLOCKS:
-        _store_copies(
+        store_copies(
             up_tile, q_ptr, s_ptr, qt_ptr, st_ptr, blocks_ptr, tile_m, tiles_c + tile_c, first, end, M, 2 * H, width_qt,
-            DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK, WARPS,
+            DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
         )  # fmt: skip
 
 
