@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 
 import pytest
 import torch
@@ -11,8 +12,15 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torchao.quantization import quantize_
 
+from torchao_blockwise import ops
+from torchao_blockwise.nn import SwiGLUMLP
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.tensors import quantized, weight_cache
+
+# The package has functions of these names.
+linear, swiglu_linear = (
+    importlib.import_module(f"torchao_blockwise.nn.{name}") for name in ("linear", "swiglu_linear")
+)
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -136,3 +144,58 @@ def test_a_step_leaves_only_parameters_gradients_and_rowwise_copies(config):
     }
     copies = sum(config.weight_format.nbytes(*p.shape) for p in model.parameters())
     assert sum(storages.values()) == sum(g.nbytes for g in grads) + copies
+
+
+def recorded(monkeypatch, module, name, refs) -> None:
+    """Have what `module.name` makes, operands or pairs of them, in `refs`: {name: references to its storages}."""
+    real = getattr(module, name)
+
+    def record(*args, **kwargs):
+        result = real(*args, **kwargs)
+        operands = [result] if ops.is_operand(result) or torch.is_tensor(result) else result
+        tensors = [t if torch.is_tensor(t) else t.qdata for t in operands if t is not None]
+        refs.setdefault(name, []).extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
+        return result
+
+    monkeypatch.setattr(module, name, record)
+
+
+def seen_alive(monkeypatch, module, name, refs, seen) -> None:
+    """Have in `seen`, at each call of `module.name`, which of `refs` are alive."""
+    real = getattr(module, name)
+
+    def look(*args, **kwargs):
+        seen.append((name, {key: sum(alive(of_key)) for key, of_key in refs.items()}))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, look)
+
+
+@both_formats
+def test_copies_of_gradients_die_with_their_product(config, monkeypatch):
+    layer, refs, seen = converted(config), {}, []
+    y = layer(torch.randn(30, 384, dtype=torch.bfloat16, requires_grad=True))
+    recorded(monkeypatch, linear.ops, "quantize", refs)
+    seen_alive(monkeypatch, linear, "weight_gradient", refs, seen)
+    y.sum().backward()
+    # Of dy's two copies the columnwise one.
+    assert seen == [("weight_gradient", {"quantize": 1})]
+
+
+def test_copies_in_a_gated_mlp_die_with_their_products(monkeypatch):
+    layer, refs, seen = SwiGLUMLP(64, 128).bfloat16(), {}, []
+    quantize_(layer, FP8)
+    y = layer(torch.randn(30, 64, dtype=torch.bfloat16, requires_grad=True))
+    recorded(monkeypatch, swiglu_linear.fused, "quantized_tokens", refs)
+    recorded(monkeypatch, swiglu_linear.fused, "grad_input", refs)
+    seen_alive(monkeypatch, swiglu_linear.ops, "swiglu_backward_quantize", refs, seen)
+    recorded(monkeypatch, swiglu_linear.ops, "swiglu_backward_quantize", refs)
+    seen_alive(monkeypatch, swiglu_linear.fused, "grad_weight", refs, seen)
+    y.sum().backward()
+    assert seen == [
+        ("grad_weight", {"quantized_tokens": 2}),
+        # dy's copies are gone, dh is there.
+        ("swiglu_backward_quantize", {"quantized_tokens": 0, "grad_input": 1}),
+        # dh and the rowwise copy of the gradients are gone; dx and their columnwise copy are there.
+        ("grad_weight", {"quantized_tokens": 0, "grad_input": 1, "swiglu_backward_quantize": 1}),
+    ]

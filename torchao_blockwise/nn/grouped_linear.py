@@ -135,6 +135,7 @@ class _GroupedLinear(torch.autograd.Function):
                 group_ends=group_ends,
                 rounded_to=ctx.rounded_to,
             )
+        del dy_rowwise
         if needs_weight:
             if x is None:
                 x_columnwise = ops.operand(config.activation_format, *columnwise)

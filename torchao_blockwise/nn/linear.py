@@ -155,11 +155,13 @@ class _Linear(torch.autograd.Function):
         if needs_x or needs_weight:
             quantized = quantize(dy, needs_x, needs_weight, groups.grad_output)
             dy_rowwise, dy_columnwise = quantized if needs_x and needs_weight else (quantized, quantized)
+            del quantized
         if needs_x:
             grad_x = weight_product(
                 dy_rowwise, weight, config, columnwise=True, out_dtype=ctx.x_dtype, amax_groups=groups.weight
             )
             grad_x = grad_x.view(ctx.x_shape)
+            del dy_rowwise
         if needs_weight:
             if ctx.save_quantized:
                 x_columnwise = ops.operand(config.activation_format, x0, x1, x2)

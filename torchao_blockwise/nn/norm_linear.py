@@ -135,8 +135,11 @@ class _NormLinear(torch.autograd.Function):
                     rowwise=False, columnwise=True, dtype=ctx.dtype, **options,
                 )  # fmt: skip
             grad_weight = fused.grad_weight(dy_columnwise, y_columnwise, weight, config)
+            del y_columnwise
+        del dy_columnwise
         if any(needs):
             grad_y = fused.grad_input(dy_rowwise, weight, config, ctx.dtype)
+            del dy_rowwise
             grads = norm_backward(grad_y, x, mean, rstd, norm_weight, norm_bias, needs)
             grads[0] = None if grads[0] is None else grads[0].view(ctx.x_shape)
         if needs_bias:

@@ -129,8 +129,11 @@ class _SwiGLULinear(torch.autograd.Function):
         if needs_weight:
             h_columnwise = _h_columnwise(config, columnwise if ctx.save_quantized else None, gate, up)
             grad_weight = fused.grad_weight(dy_columnwise, h_columnwise, weight, config)
+            del h_columnwise
+        del dy_columnwise
         if needs_gate or needs_up:
             dh = fused.grad_input(dy_rowwise, weight, config, gate.dtype)
+            del dy_rowwise
             gradients = ops.swiglu_backward(dh, gate, up, backend=ops.casting_backend(config.backend))
             dgate, dup = (
                 g.view(ctx.shape) if need else None for g, need in zip(gradients, (needs_gate, needs_up))
@@ -158,6 +161,7 @@ class SwiGLUFunction(torch.autograd.Function):
         groups = {"group_ends": group_ends}
         out_dtype = inner.out_dtype or x.dtype
         gate_up = weight_product(x_rowwise, gate_up_weight, inner, columnwise=False, out_dtype=out_dtype, **groups)
+        del x_rowwise
         h_rowwise, h_columnwise = fused.quantized(
             ops.swiglu_quantize, *gate_up.chunk(2, 1), outer.activation_format,
             rowwise=True, columnwise=save_h, **groups, **fused.options_of(outer),
@@ -194,14 +198,20 @@ class SwiGLUFunction(torch.autograd.Function):
         if needs_down:
             h_columnwise = _h_columnwise(outer, copies[3:] if ctx.save_h else None, gate, up, group_ends)
             grad_down = fused.grad_weight(dy_columnwise, h_columnwise, down_weight, outer, group_ends)
+            del h_columnwise
+        # Each copy goes when its product is done: together they would be most of a step's memory.
+        del dy_columnwise
         if needs_x or needs_gate_up:
             dh = fused.grad_input(dy_rowwise, down_weight, outer, gate_up.dtype, group_ends)
+            del dy_rowwise
             rowwise, columnwise = fused.quantized(
                 ops.swiglu_backward_quantize, dh, gate, up, inner.activation_format,
                 rowwise=needs_x, columnwise=needs_gate_up, group_ends=group_ends, **fused.options_of(inner),
             )  # fmt: skip
+            del dh
         if needs_x:
             grad_x = fused.grad_input(rowwise, gate_up_weight, inner, ctx.x_dtype, group_ends).view(ctx.x_shape)
+            del rowwise
         if needs_gate_up:
             if ctx.save_x:
                 x_columnwise = ops.operand(inner.activation_format, *copies[:3])
