@@ -24,7 +24,7 @@ RANKS |= {"checkpoint": 6, "integrations": 6, "diagnostics": 6}
 RANKS |= {"tuning": 6, "tune": 7}
 EXEMPT = {"testing", "__init__"}
 # Where names of others live that they do not promise to keep.
-COMPAT = {"_compat", "_compat_triton"}
+COMPAT = {"_compat", "_compat_fsdp", "_compat_triton"}
 KERNELS = {"triton", "gluon", "cublas", "deep_gemm"}
 THIRD_PARTIES = {"torch", "torchao", "triton"}
 
@@ -63,7 +63,7 @@ def rule_breaks(room: str, imported: set[str]) -> list[str]:
     if room in EXEMPT:
         return []
     if room in COMPAT:
-        return sorted(imported)
+        return sorted(imported - COMPAT)
     own = RANKS[room]
     return sorted(name for name in imported - COMPAT - {room} if RANKS.get(name, 99) >= own)
 

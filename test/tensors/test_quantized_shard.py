@@ -8,7 +8,7 @@ from helpers import FP8, both_formats, replace, saved_and_loaded, weight
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat
+from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat_fsdp
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.tensors.quantized_shard import shard_of
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -23,8 +23,8 @@ def converted(config, rows: int, columns: int = 33, dtype=torch.float32) -> nn.P
     return layer.weight
 
 
-def part(rank: int, ranks: int, dtype=torch.float32, dim: int = 0, offloaded: bool = False) -> _compat.FsdpRows:
-    return _compat.FsdpRows("weight", dim, rank, ranks, dtype, offloaded)
+def part(rank: int, ranks: int, dtype=torch.float32, dim: int = 0, offloaded: bool = False) -> _compat_fsdp.FsdpRows:
+    return _compat_fsdp.FsdpRows("weight", dim, rank, ranks, dtype, offloaded)
 
 
 @both_formats

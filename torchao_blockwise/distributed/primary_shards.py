@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchao_blockwise import _compat
+from torchao_blockwise import _compat, _compat_fsdp
 from torchao_blockwise.distributed.agreement import check_same
 from torchao_blockwise.distributed.master_weights import ALONE, cast_master_weights
 
@@ -36,7 +36,7 @@ def cast_shards(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             shard.original.cast_is_done()
 
 
-def cast_loaded(parameters: Sequence[_compat.FsdpParameter]) -> None:
+def cast_loaded(parameters: Sequence[_compat_fsdp.FsdpParameter]) -> None:
     """Cast the weights whose values were loaded or copied in; a collective where there are any."""
     loaded = [p for p in parameters if p.local.original.awaits_cast]  # type: ignore[attr-defined]
     for ranks in dict.fromkeys(p.mesh_ranks for p in loaded):
@@ -52,13 +52,13 @@ def cast_loaded(parameters: Sequence[_compat.FsdpParameter]) -> None:
     cast_shards(shards)
 
 
-def check_shards_alike(parameters: Sequence[_compat.FsdpParameter]) -> None:
+def check_shards_alike(parameters: Sequence[_compat_fsdp.FsdpParameter]) -> None:
     """Raise on all ranks if they differ in their weights, or in scales that no cast has made; once for a model."""
     for ranks in dict.fromkeys(p.mesh_ranks for p in parameters):
         check_same("fully_shard", sorted(ranks), [_described(p) for p in parameters if p.mesh_ranks == ranks])
 
 
-def _described(p: _compat.FsdpParameter) -> str:
+def _described(p: _compat_fsdp.FsdpParameter) -> str:
     shard: Any = p.local
     known = "scales to be made"
     if not shard.original.awaits_cast:

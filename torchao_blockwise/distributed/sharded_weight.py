@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import _compat_fsdp, ops
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.partial_cast import CODES, ENTRIES, block_count, partial_block_amax, partial_cast_
 from torchao_blockwise.tensors import MasterWeightTensor
@@ -33,7 +33,7 @@ class Recipe(NamedTuple):
 class ShardedWeight:
     """One weight of a shard group: its layout, where its blocks begin in the group's buffer, and what it sends."""
 
-    def __init__(self, parameter: _compat.FsdpParameter):
+    def __init__(self, parameter: _compat_fsdp.FsdpParameter):
         self.parameter = parameter
         self.first_block = 0
         master = self.master

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchao_blockwise import _compat
+from torchao_blockwise import _compat, _compat_fsdp
 from torchao_blockwise.distributed.absence import naming_absent
 from torchao_blockwise.distributed.agreement import check_same
 from torchao_blockwise.distributed.primary_shards import cast_loaded, check_shards_alike
@@ -39,11 +39,11 @@ def sync_weight_scales(model: nn.Module) -> None:
     Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank does not come, naming
     the rank and the weight.
     """
-    found = dict.fromkeys(map(_compat.fsdp_state_of, model.modules()))
+    found = dict.fromkeys(map(_compat_fsdp.state_of, model.modules()))
     states = [state for state in found if state is not None]
     # Before the first forward pass no state knows its root: those go together.
-    fresh = tuple(state for state in states if _compat.fsdp_scope(state) is None)
-    scopes = [_compat.fsdp_scope(state) or (fresh[0], fresh) for state in states]
+    fresh = tuple(state for state in states if _compat_fsdp.scope_of(state) is None)
+    scopes = [_compat_fsdp.scope_of(state) or (fresh[0], fresh) for state in states]
     names = {parameter: name for name, parameter in model.named_parameters()}
     for owner, below in dict.fromkeys(scopes):
         _scales_of(owner, below, names).sync()
@@ -130,10 +130,10 @@ class _WeightScales:
         self.unreduced = False
         weights = [
             ShardedWeight(parameter)
-            for parameter in _compat.fsdp_parameters(states, names)
+            for parameter in _compat_fsdp.parameters_of(states, names)
             if isinstance(parameter.local, MasterWeightTensor)
         ]
-        self.primaries = [p for p in _compat.fsdp_parameters(states, names) if isinstance(p.local, QuantizedShard)]
+        self.primaries = [p for p in _compat_fsdp.parameters_of(states, names) if isinstance(p.local, QuantizedShard)]
         groups: dict = {}
         for weight in weights:
             groups.setdefault((weight.parameter.group, weight.parameter.device), []).append(weight)
@@ -160,12 +160,12 @@ _NOTE = "weight_scales"
 
 def _scales_of(owner, states, names=None) -> _WeightScales:
     """What is kept for the weights of `states`, with `owner`, which lives as long as they do."""
-    notes = _compat.fsdp_notes(owner)
+    notes = _compat_fsdp.notes_of(owner)
     scales = notes.get(_NOTE)
     if scales is None or not scales.is_current or scales.states != states:
         for state in states:
             # What was made before FSDP2 knew the root.
-            _compat.fsdp_notes(state).pop(_NOTE, None)
+            _compat_fsdp.notes_of(state).pop(_NOTE, None)
         # Outside of inference mode: what is made here is changed again in training.
         with torch.inference_mode(False):
             scales = notes[_NOTE] = _WeightScales(states, names or {})
@@ -174,7 +174,7 @@ def _scales_of(owner, states, names=None) -> _WeightScales:
 
 def _reshard_wholly(states) -> None:
     """FSDP2 refuses to gather what has hooks of its own, as master weights do, from shards among fewer ranks."""
-    partial = _compat.fsdp_partial_reshards(states)
+    partial = _compat_fsdp.partial_reshards(states)
     modules = [
         module for module, shards in partial if any(isinstance(x, (MasterWeightTensor, QuantizedShard)) for x in shards)
     ]
@@ -191,17 +191,17 @@ def _reshard_wholly(states) -> None:
 def _before_gathers(state) -> None:
     if _compat.in_backward():
         return
-    scales = _scales_of(*(_compat.fsdp_scope(state) or (state, (state,))))
+    scales = _scales_of(*(_compat_fsdp.scope_of(state) or (state, (state,))))
     if not scales.unreduced:
         scales.sync()
 
 
 def _after_backward(state) -> None:
-    owner, states = _compat.fsdp_scope(state) or (state, (state,))
-    scales = _compat.fsdp_notes(owner).get(_NOTE)
+    owner, states = _compat_fsdp.scope_of(state) or (state, (state,))
+    scales = _compat_fsdp.notes_of(owner).get(_NOTE)
     if scales is not None:
-        scales.unreduced = not _compat.fsdp_reduces_gradients(states)
+        scales.unreduced = not _compat_fsdp.reduces_gradients(states)
 
 
 if dist.is_available():
-    _compat.watch_fsdp(_before_gathers, _after_backward)
+    _compat_fsdp.watch(_before_gathers, _after_backward)

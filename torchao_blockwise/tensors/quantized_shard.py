@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import _compat, _compat_fsdp, ops
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
@@ -199,7 +199,7 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
     return x
 
 
-def shard_of(weight: QuantizedTensor, part: _compat.FsdpRows) -> QuantizedShard:
+def shard_of(weight: QuantizedTensor, part: _compat_fsdp.FsdpRows) -> QuantizedShard:
     """What the rank holds of `weight`; memory of its own, so that the whole is freed.
 
     Raises ValueError for another dim than rows, for offloading, or where an optimizer has the weight's master.
@@ -219,7 +219,7 @@ def shard_of(weight: QuantizedTensor, part: _compat.FsdpRows) -> QuantizedShard:
     return shard
 
 
-def _why_not(weight: QuantizedTensor, part: _compat.FsdpRows) -> str | None:
+def _why_not(weight: QuantizedTensor, part: _compat_fsdp.FsdpRows) -> str | None:
     """Why a weight cannot be sharded so, with the remedy, or None."""
     if part.dim:
         return f"Shard({part.dim}) would cut its rows; shard dim 0, or convert with master_weights=True"
@@ -233,5 +233,5 @@ def _why_not(weight: QuantizedTensor, part: _compat.FsdpRows) -> str | None:
 
 
 if torch.distributed.is_available():
-    _compat.shard_fsdp_parameters(QuantizedTensor, shard_of)
+    _compat_fsdp.shard_parameters(QuantizedTensor, shard_of)
 torch.serialization.add_safe_globals([QuantizedShard, ShardLayout])
