@@ -280,6 +280,17 @@ def max_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
     return collectives.wait_tensor(collectives.all_reduce(x, "max", group))
 
 
+def take_saved(ctx) -> tuple:
+    """The saved tensors of an autograd function, which lives on in the caller alone, unless the graph is kept.
+
+    By itself a function holds all it saved until its backward has returned.
+    """
+    saved = ctx.saved_tensors
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
+    return saved
+
+
 def in_backward() -> bool:
     """Whether the autograd engine runs a backward pass in this thread, recomputation included."""
     return torch._C._current_graph_task_id() != -1

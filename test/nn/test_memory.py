@@ -185,6 +185,7 @@ def test_copies_of_gradients_die_with_their_product(config, monkeypatch):
 def test_copies_in_a_gated_mlp_die_with_their_products(monkeypatch):
     layer, refs, seen = SwiGLUMLP(64, 128).bfloat16(), {}, []
     quantize_(layer, FP8)
+    recorded(monkeypatch, swiglu_linear, "weight_product", refs)
     y = layer(torch.randn(30, 64, dtype=torch.bfloat16, requires_grad=True))
     recorded(monkeypatch, swiglu_linear.fused, "quantized_tokens", refs)
     recorded(monkeypatch, swiglu_linear.fused, "grad_input", refs)
@@ -193,9 +194,24 @@ def test_copies_in_a_gated_mlp_die_with_their_products(monkeypatch):
     seen_alive(monkeypatch, swiglu_linear.fused, "grad_weight", refs, seen)
     y.sum().backward()
     assert seen == [
-        ("grad_weight", {"quantized_tokens": 2}),
+        # (gate | up) and y are there.
+        ("grad_weight", {"weight_product": 2, "quantized_tokens": 2}),
         # dy's copies are gone, dh is there.
-        ("swiglu_backward_quantize", {"quantized_tokens": 0, "grad_input": 1}),
-        # dh and the rowwise copy of the gradients are gone; dx and their columnwise copy are there.
-        ("grad_weight", {"quantized_tokens": 0, "grad_input": 1, "swiglu_backward_quantize": 1}),
+        ("swiglu_backward_quantize", {"weight_product": 2, "quantized_tokens": 0, "grad_input": 1}),
+        # (gate | up), dh and the gradients' rowwise copy are gone; dx and the columnwise copy are there.
+        ("grad_weight", {"weight_product": 1, "quantized_tokens": 0, "grad_input": 1, "swiglu_backward_quantize": 1}),
     ]
+
+
+def test_a_graph_that_is_kept_keeps_what_it_saved():
+    layer = SwiGLUMLP(64, 128).bfloat16()
+    quantize_(layer, FP8)
+    x = torch.randn(30, 64, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    first, second = (
+        torch.autograd.grad(y.sum(), (x, *layer.parameters()), retain_graph=keep) for keep in (True, False)
+    )
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()

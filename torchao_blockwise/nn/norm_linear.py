@@ -118,7 +118,7 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         steps.refuse_second_order("NormLinear")
         config = ctx.config
-        weight, x, mean, rstd, norm_weight, norm_bias, *columnwise = ctx.saved_tensors
+        weight, x, mean, rstd, norm_weight, norm_bias, *columnwise = _compat.take_saved(ctx)
         *needs, needs_weight, needs_bias = ctx.needs_input_grad[:5]
         fmt, options = config.activation_format, fused.options_of(config)
         dy = grad_output.reshape(-1, grad_output.shape[-1])
@@ -136,7 +136,7 @@ class _NormLinear(torch.autograd.Function):
                 )  # fmt: skip
             grad_weight = fused.grad_weight(dy_columnwise, y_columnwise, weight, config)
             del y_columnwise
-        del dy_columnwise
+        del dy_columnwise, columnwise
         if any(needs):
             grad_y = fused.grad_input(dy_rowwise, weight, config, ctx.dtype)
             del dy_rowwise

@@ -118,7 +118,7 @@ class _SwiGLULinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         steps.refuse_second_order("swiglu_linear")
         config = ctx.config
-        weight, gate, up, *columnwise = ctx.saved_tensors
+        weight, gate, up, *columnwise = _compat.take_saved(ctx)
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
         dy = grad_output.reshape(-1, grad_output.shape[-1])
         dgate = dup = grad_weight = grad_bias = None
@@ -130,7 +130,7 @@ class _SwiGLULinear(torch.autograd.Function):
             h_columnwise = _h_columnwise(config, columnwise if ctx.save_quantized else None, gate, up)
             grad_weight = fused.grad_weight(dy_columnwise, h_columnwise, weight, config)
             del h_columnwise
-        del dy_columnwise
+        del dy_columnwise, columnwise
         if needs_gate or needs_up:
             dh = fused.grad_input(dy_rowwise, weight, config, gate.dtype)
             del dy_rowwise
@@ -185,36 +185,40 @@ class SwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        gate_up_weight, down_weight, group_ends, x, gate_up, *copies = ctx.saved_tensors
+        gate_up_weight, down_weight, group_ends, x, gate_up, *copies = _compat.take_saved(ctx)
         steps.refuse_second_order("SwiGLUMLP" if group_ends is None else "swiglu_experts")
         inner, outer = config_of(gate_up_weight), config_of(down_weight)
         needs_x, needs_gate_up, needs_down, needs_bias, _ = ctx.needs_input_grad
         dy = grad_output.reshape(-1, grad_output.shape[-1])
         grad_x = grad_gate_up = grad_down = grad_bias = None
+        x_copies, h_copies = copies[:3], copies[3:]
+        del copies
         gate, up = (None, None) if gate_up is None else gate_up.chunk(2, 1)
+        dtype = None if gate_up is None else gate_up.dtype
+        del gate_up
         dy_rowwise, dy_columnwise = fused.quantized_tokens(
             dy, group_ends, outer, rowwise=needs_x or needs_gate_up, columnwise=needs_down
         )
         if needs_down:
-            h_columnwise = _h_columnwise(outer, copies[3:] if ctx.save_h else None, gate, up, group_ends)
+            h_columnwise = _h_columnwise(outer, h_copies if ctx.save_h else None, gate, up, group_ends)
             grad_down = fused.grad_weight(dy_columnwise, h_columnwise, down_weight, outer, group_ends)
             del h_columnwise
         # Each copy goes when its product is done: together they would be most of a step's memory.
-        del dy_columnwise
+        del dy_columnwise, h_copies
         if needs_x or needs_gate_up:
-            dh = fused.grad_input(dy_rowwise, down_weight, outer, gate_up.dtype, group_ends)
+            dh = fused.grad_input(dy_rowwise, down_weight, outer, dtype, group_ends)
             del dy_rowwise
             rowwise, columnwise = fused.quantized(
                 ops.swiglu_backward_quantize, dh, gate, up, inner.activation_format,
                 rowwise=needs_x, columnwise=needs_gate_up, group_ends=group_ends, **fused.options_of(inner),
             )  # fmt: skip
-            del dh
+            del dh, gate, up
         if needs_x:
             grad_x = fused.grad_input(rowwise, gate_up_weight, inner, ctx.x_dtype, group_ends).view(ctx.x_shape)
             del rowwise
         if needs_gate_up:
             if ctx.save_x:
-                x_columnwise = ops.operand(inner.activation_format, *copies[:3])
+                x_columnwise = ops.operand(inner.activation_format, *x_copies)
             else:
                 _, x_columnwise = fused.quantized_tokens(x, group_ends, inner, rowwise=False, columnwise=True)
             grad_gate_up = fused.grad_weight(columnwise, x_columnwise, gate_up_weight, inner, group_ends)
