@@ -59,6 +59,11 @@ def test_refuses(x, fmt, reason, on_hopper):
         assert reason in gluon_tiles.why_not(fmt, *inputs)
 
 
+def test_inputs_have_one_dtype(on_hopper):
+    reason = "the kernel takes inputs of one dtype, got torch.bfloat16 and torch.float16"
+    assert gluon_tiles.why_not(FP8_1X128, TAKEN["one run"], TAKEN["f16"]) == reason
+
+
 def test_needs_a_gpu_with_its_instructions(monkeypatch):
     x = TAKEN["one run"]
     monkeypatch.setattr(gluon_tiles, "interpreting", lambda: False)

@@ -196,12 +196,17 @@ def _main() -> None:
     json.dump({"kernels": kernels, "specialised": specialised, "watched": watched, "strange": strange}, sys.stdout)
 
 
-@pytest.fixture(scope="module")
-def results():
+def printed_by(script: str):
+    """What a script prints as JSON, in a process without Triton's interpreter, which Triton picks once a process."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return printed_by(__file__)
 
 
 def what_is_launched(record: dict) -> list:

@@ -5,8 +5,6 @@ down what it is given: a tensor map is all that it is made of. Needs no GPU.
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -149,10 +147,7 @@ def _main() -> None:
 
 @pytest.fixture(scope="module")
 def results():
-    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return test_launch.printed_by(__file__)
 
 
 def assert_as_by_triton(cases) -> None:

@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from torchao_blockwise.formats import FP8_1X128, BlockFormat
 from torchao_blockwise.ops.backend import compute_capability, interpreting
 from torchao_blockwise.ops.triton_elements import encode_e4m3
-from torchao_blockwise.ops.triton_group_blocks import load_block
 from torchao_blockwise.ops.triton_scales import fp8_scales
 
 # Its name moved in Triton 3.7.
@@ -76,15 +75,6 @@ def new_tile(BLOCK: gl.constexpr, COLUMNS: gl.constexpr):
     """Shared memory of a tile, as words."""
     LAYOUT: gl.constexpr = _tile_layout()
     return gl.allocate_shared_memory(gl.int32, [BLOCK, COLUMNS // 2], LAYOUT)
-
-
-@gluon.jit
-def locate_rows(blocks_ptr, tile_m, M, BLOCK: gl.constexpr):
-    """(first, live, end) of a tile's rows of `x` and of the rowwise copy: up to `live` values, up to `end` zeros."""
-    if blocks_ptr is None:
-        return tile_m * BLOCK, M, M
-    else:
-        return load_block(blocks_ptr, tile_m)
 
 
 @gluon.jit
@@ -234,6 +224,19 @@ def store_copies(
     )  # fmt: skip
 
 
+def options_of(fmt: BlockFormat, dtype: torch.dtype, power_of_2_scales: bool, warps: int) -> dict:
+    """Constants and options of a kernel that makes copies of tiles of `dtype`."""
+    return {
+        "DTYPE": DTYPES[dtype],
+        "ELEMENT_MAX": fmt.element.max,
+        "MIN_AMAX": fmt.min_amax,
+        "POWER_OF_2": power_of_2_scales,
+        "BLOCK": fmt.block[1],
+        "WARPS": warps,
+        "num_warps": warps,
+    }
+
+
 def why_not(fmt: BlockFormat, *inputs: torch.Tensor) -> str | None:
     """Why kernels of such tiles cannot make copies in `fmt` from these, or None if they can."""
     if interpreting():
@@ -241,7 +244,12 @@ def why_not(fmt: BlockFormat, *inputs: torch.Tensor) -> str | None:
     capability = compute_capability(inputs[0].device)
     if capability < _MIN_CAPABILITY:
         return "the kernel needs sm_{}{} or newer, got sm_{}{}".format(*_MIN_CAPABILITY, *capability)
-    return next((reason for x in inputs if (reason := why_not_this(fmt, x)) is not None), None)
+    for x in inputs:
+        if (reason := why_not_this(fmt, x)) is not None:
+            return reason
+        if x.dtype != inputs[0].dtype:
+            return f"the kernel takes inputs of one dtype, got {inputs[0].dtype} and {x.dtype}"
+    return None
 
 
 def why_not_this(fmt: BlockFormat, x: torch.Tensor) -> str | None:

@@ -28,6 +28,21 @@ def load_block(blocks_ptr, block):
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
 
+@triton.jit
+def locate_rows(blocks_ptr, tile_m, M, TILE_M: tl.constexpr, IN_BLOCKS: tl.constexpr):
+    """(first, live, end) of the rows of a tile, which is a block of the table where it is IN_BLOCKS.
+
+    Rows before `live` have values, up to `end` the tile holds zeros. blocks_ptr: None without groups.
+    """
+    if blocks_ptr is None:
+        return tile_m * TILE_M, M, M
+    elif IN_BLOCKS:
+        return load_block(blocks_ptr, tile_m)
+    else:
+        _, live, end = load_block(blocks_ptr, -1)
+        return tile_m * TILE_M, live, end
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _group_blocks_kernel(
     ends_ptr,  # [groups] int32

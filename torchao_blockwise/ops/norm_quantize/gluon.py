@@ -15,8 +15,8 @@ from torchao_blockwise.ops.gluon_tiles import (
     copy_layout,
     halves,
     joined,
-    locate_rows,
     new_tile,
+    options_of,
     store_copies,
 )
 from torchao_blockwise.ops.launch import Launch, ceil_div
@@ -58,15 +58,15 @@ def _norm_quantize_kernel(
     COPY: gl.constexpr = copy_layout(WORDS, WARPS)
     tiles_k = gl.cdiv(K, BLOCK)
     tile_m, tile_k = gl.program_id(0) // tiles_k, gl.program_id(0) % tiles_k
-    first, live, end = locate_rows(None, tile_m, M, BLOCK)
+    first = tile_m * BLOCK
     tile = new_tile(BLOCK, BLOCK)
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, COPY))
     if mean_ptr is not None:
-        mean = gl.load(mean_ptr + row, mask=row < live, other=0.0)[:, None]
-    rstd = gl.load(rstd_ptr + row, mask=row < live, other=0.0)[:, None]
+        mean = gl.load(mean_ptr + row, mask=row < M, other=0.0)[:, None]
+    rstd = gl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
     for part in gl.static_range(PARTS):
         word = (tile_k * PARTS + part) * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, COPY))
-        inside = (row < live)[:, None] & (word < K // 2)[None, :]
+        inside = (row < M)[:, None] & (word < K // 2)[None, :]
         x = gl.load(x_ptr + row.to(gl.int64)[:, None] * (stride_xm // 2) + word[None, :], mask=inside, other=0)
         low, high = halves(x, X_DTYPE)
         if mean_ptr is not None:
@@ -83,7 +83,7 @@ def _norm_quantize_kernel(
         tile.slice(part * WORDS, WORDS, 1).store(y)
     barrier()
     store_copies(
-        tile, q_ptr, s_ptr, qt_ptr, st_ptr, None, tile_m, tile_k, first, end, M, K, width_qt,
+        tile, q_ptr, s_ptr, qt_ptr, st_ptr, None, tile_m, tile_k, first, M, M, K, width_qt,
         DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS,
     )  # fmt: skip
 
@@ -124,6 +124,6 @@ def _launch_of(
     block = fmt.block[1]
     return Launch(
         ceil_div(M, block) * ceil_div(K, block), M, K, width_qt, stride_xm,
-        X_DTYPE=DTYPES[x_dtype], DTYPE=DTYPES[dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax,
-        POWER_OF_2=power_of_2_scales, BLOCK=block, PARTS=parts, WARPS=warps, num_warps=warps, enable_fp_fusion=False,
+        X_DTYPE=DTYPES[x_dtype], PARTS=parts, enable_fp_fusion=False,
+        **options_of(fmt, dtype, power_of_2_scales, warps),
     )  # fmt: skip

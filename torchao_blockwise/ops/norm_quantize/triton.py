@@ -171,9 +171,16 @@ def _launch(x, mean, rstd, weight, bias, y, dtype, fmt, copies, rowwise, columnw
     if x.numel() == 0:
         return
     M, K = x.shape
+    vectors = [None if t is None else t.contiguous() for t in (mean, rstd, weight, bias)]
+    if columnwise and dtype.itemsize == 2 and why_not_gluon(fmt, x) is None:
+        from torchao_blockwise.ops.norm_quantize import gluon
+
+        copies = [None] * (4 - len(copies)) + copies
+        return gluon.launch(x, vectors, dtype, fmt, copies, power_of_2_scales, *_GLUON)
+    if columnwise and not rowwise and columnwise_needs_rowwise(K):
+        copies, rowwise = [*fmt.new_empty(x, M, K), *copies], True
     options = options_of(fmt, rowwise, columnwise, power_of_2_scales)
     tiles = ceil_div(M, options["TILE_M"]) * ceil_div(K, options["BLOCK"])
-    vectors = [None if t is None else t.contiguous() for t in (mean, rstd, weight, bias)]
     launch(
         _norm_quantize_kernel, tiles,
         x, *vectors, y, *pointers(copies, rowwise, columnwise), M, K, width_of_rows(copies, columnwise), *x.stride(),
@@ -195,14 +202,6 @@ def norm_quantize(
     power_of_2_scales: bool,
 ) -> None:
     """Fill `copies`, (qdata, scale) of each copy asked for, with y = (x - mean) · rstd · weight + bias quantised."""
-    if columnwise and x.numel() > 0 and dtype.itemsize == 2 and why_not_gluon(fmt, x) is None:
-        from torchao_blockwise.ops.norm_quantize import gluon
-
-        copies = [None] * (4 - len(copies)) + copies
-        vectors = [None if t is None else t.contiguous() for t in (mean, rstd, weight, bias)]
-        return gluon.launch(x, vectors, dtype, fmt, copies, power_of_2_scales, *_GLUON)
-    if columnwise and not rowwise and columnwise_needs_rowwise(x.shape[1]):
-        copies, rowwise = [*fmt.new_empty(x, *x.shape), *copies], True
     _launch(x, mean, rstd, weight, bias, None, dtype, fmt, copies, rowwise, columnwise, power_of_2_scales)
 
 

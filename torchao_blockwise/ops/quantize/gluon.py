@@ -15,15 +15,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.gluon_tiles import (
-    DTYPES,
     barrier,
     copy_layout,
-    locate_rows,
     new_tile,
+    options_of,
     store_copies,
 )
 from torchao_blockwise.ops.launch import Launch, ceil_div
 from torchao_blockwise.ops.padding import padded_size
+from torchao_blockwise.ops.triton_group_blocks import locate_rows
 
 # Its name moved in Triton 3.8.
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -54,7 +54,7 @@ def _quantize_kernel(
     COPY: gl.constexpr = copy_layout(WORDS, WARPS)
     tiles_k = gl.cdiv(K, COLUMNS)
     tile_m, tile_k = gl.program_id(0) // tiles_k, gl.program_id(0) % tiles_k
-    first, live, end = locate_rows(blocks_ptr, tile_m, M, BLOCK)
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, BLOCK, True)
 
     tile = new_tile(BLOCK, COLUMNS)
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, COPY))[:, None]
@@ -82,7 +82,6 @@ def quantize_both(
     """(qdata, scale, columnwise qdata, columnwise scale) of `ops.quantize`, padded, bit for bit.
 
     x: what `gluon_tiles.why_not` has nothing against.
-
     blocks: a table of `group_blocks`, of tokens in groups; their columnwise copy is padded to so many `rows`.
     """
     q, s = fmt.new_empty(x, *x.shape)
@@ -130,6 +129,5 @@ def _launch_of(
 ) -> Launch:
     return Launch(
         tiles_m * ceil_div(K, columns), M, K, width_qt, stride_xm,
-        DTYPE=DTYPES[dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=power_of_2_scales,
-        BLOCK=fmt.block[1], COLUMNS=columns, WARPS=warps, num_warps=warps,
+        COLUMNS=columns, **options_of(fmt, dtype, power_of_2_scales, warps),
     )  # fmt: skip

@@ -18,17 +18,17 @@ from triton.experimental.gluon import language as gl
 
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.gluon_tiles import (
-    DTYPES,
     barrier,
     copy_layout,
     halves,
     joined,
-    locate_rows,
     new_tile,
+    options_of,
     store_copies,
 )
 from torchao_blockwise.ops.launch import Launch, ceil_div
 from torchao_blockwise.ops.swiglu_quantize.activation import swiglu, swiglu_gradients
+from torchao_blockwise.ops.triton_group_blocks import locate_rows
 
 
 @gluon.jit
@@ -63,7 +63,7 @@ def _swiglu_kernel(
     COPY: gl.constexpr = copy_layout(WORDS, WARPS)
     tiles_h = gl.cdiv(H, BLOCK)
     tile_m, tile_h = gl.program_id(0) // tiles_h, gl.program_id(0) % tiles_h
-    first, live, end = locate_rows(blocks_ptr, tile_m, M, BLOCK)
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, BLOCK, True)
     tile = new_tile(BLOCK, BLOCK)
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, COPY))[:, None]
     for part in gl.static_range(PARTS):
@@ -108,7 +108,7 @@ def _swiglu_backward_kernel(
     COPY: gl.constexpr = copy_layout(WORDS, WARPS)
     tiles_c = gl.cdiv(H if WHOLE_BLOCKS else 2 * H, BLOCK)
     tile_m, tile_c = gl.program_id(0) // tiles_c, gl.program_id(0) % tiles_c
-    first, live, end = locate_rows(blocks_ptr, tile_m, M, BLOCK)
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, BLOCK, True)
     tile = new_tile(BLOCK, BLOCK)
     if WHOLE_BLOCKS:
         up_tile = new_tile(BLOCK, BLOCK)
@@ -185,6 +185,5 @@ def _launch_of(
         flags, width = {"WHOLE_BLOCKS": whole}, H if whole else 2 * H
     return Launch(
         tiles_m * ceil_div(width, fmt.block[1]), M, H, width_qt, *strides, **flags,
-        DTYPE=DTYPES[dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=power_of_2_scales,
-        BLOCK=fmt.block[1], PARTS=parts, WARPS=warps, num_warps=warps, enable_fp_fusion=False,
+        PARTS=parts, enable_fp_fusion=False, **options_of(fmt, dtype, power_of_2_scales, warps),
     )  # fmt: skip

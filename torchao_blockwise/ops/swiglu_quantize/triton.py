@@ -25,7 +25,7 @@ from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.quantize.triton import why_not_gluon
 from torchao_blockwise.ops.swiglu_quantize import activation
 from torchao_blockwise.ops.triton_elements import from_f32, magnitude_bits, to_f32
-from torchao_blockwise.ops.triton_group_blocks import group_blocks, load_block
+from torchao_blockwise.ops.triton_group_blocks import group_blocks, locate_rows
 from torchao_blockwise.ops.triton_tiles import (
     columnwise_needs_rowwise,
     load_tile,
@@ -40,18 +40,6 @@ from torchao_blockwise.ops.triton_tiles import (
 # (parts of a tile, warps) of a program that makes a columnwise copy in Gluon, of SwiGLU and of its gradients; measured
 # on an H200.
 _GLUON, _GLUON_BACKWARD = (2, 4), (2, 16)
-
-
-@triton.jit
-def _locate_rows(blocks_ptr, tile_m, M, TILE_M: tl.constexpr, COLUMNWISE: tl.constexpr):
-    """(first, live, end) of the tile's rows: those before `live` have values, up to `end` it holds zeros."""
-    if blocks_ptr is None:
-        return tile_m * TILE_M, M, M
-    elif COLUMNWISE:
-        return load_block(blocks_ptr, tile_m)
-    else:
-        _, live, end = load_block(blocks_ptr, -1)
-        return tile_m * TILE_M, live, end
 
 
 @triton.jit
@@ -92,7 +80,7 @@ def _swiglu_kernel(
     tiles_h = tl.cdiv(H, BLOCK)
     tile_m, tile_h = tl.program_id(0) // tiles_h, tl.program_id(0) % tiles_h
     offs_h = tile_h * BLOCK + tl.arange(0, BLOCK)
-    first, live, end = _locate_rows(blocks_ptr, tile_m, M, TILE_M, COLUMNWISE)
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, TILE_M, COLUMNWISE)
     hs = ()
     largest = tl.zeros((ROWS, BLOCK), tl.int32)
     for i in tl.static_range(TILE_M // ROWS):
@@ -168,7 +156,7 @@ def _swiglu_backward_kernel(
         offs_h = tile_h * BLOCK + tl.arange(0, BLOCK)
         offs_c = tile_c * BLOCK + tl.arange(0, BLOCK)
         of_up = part == 1
-    first, live, end = _locate_rows(blocks_ptr, tile_m, M, TILE_M, COLUMNWISE)
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, TILE_M, COLUMNWISE)
     gradients = ()
     largest = tl.zeros((ROWS, BLOCK), tl.int32)
     for i in tl.static_range(TILE_M // ROWS):
@@ -204,7 +192,7 @@ def _launch(
     if M == 0 or H == 0:
         return
     blocks = None if group_ends is None else group_blocks(group_ends, M, fmt.block[1])
-    if columnwise and why_not_gluon(fmt, *inputs) is None and all(x.dtype == inputs[0].dtype for x in inputs):
+    if columnwise and why_not_gluon(fmt, *inputs) is None:
         from torchao_blockwise.ops.swiglu_quantize import gluon
 
         options = _GLUON if len(inputs) == 2 else _GLUON_BACKWARD
