@@ -157,8 +157,8 @@ def tiles_of(build: Build) -> TilesOf:
         return Tile((rows, columns), layout)
 
     return TilesOf(
-        tile(WAVE_ROWS, build.block, _SHARED, 1),
-        tile(1, WAVE_ROWS, _SHARED, 4),
+        tile(build.copied_rows, build.block, _SHARED, 1),
+        tile(1, build.copied_rows, _SHARED, 4),
         tile(build.width, build.block, _ROWS_HALVED, 1),
         None if build.b_square else tile(1, build.width, _COLUMNS_HALVED, 4),
         tile(WAVE_ROWS, build.width, _COLUMNS_HALVED, 2) if build.copy_out else None,

@@ -19,6 +19,28 @@ _ALIGNMENT: gl.constexpr = gl.constexpr(TOKEN_ALIGNMENT)
 
 
 @gluon.jit
+def _divided(x, by, B: gl.constexpr):
+    """(x // by, x % by) of 0 <= x < 2^24, which is more tiles than there is memory for.
+
+    By an estimate of the reciprocal, a third of an integer division's instructions: tiles of groups end often. Without
+    groups kernels took longer with it, by up to 8 % on an H200.
+    """
+    if B.along == "":
+        quotient = x // by
+        rest = x - quotient * by
+    else:
+        reciprocal = gl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [by.to(gl.float32)], dtype=gl.float32, is_pure=True, pack=1
+        )
+        quotient = (x.to(gl.float32) * reciprocal).to(gl.int32)
+        rest = x - quotient * by
+        # The estimate is one off at most.
+        missed = (rest >= by).to(gl.int32) - (rest < 0).to(gl.int32)
+        quotient, rest = quotient + missed, rest - missed * by
+    return quotient, rest
+
+
+@gluon.jit
 def turns_of_program(groups, M, N, B: gl.constexpr):
     """(first, end, step) of what this program counts its tiles by, and how many entries the schedule has."""
     if B.along == "":
@@ -56,7 +78,8 @@ def load_entry(turn, entries, groups, M, N, B: gl.constexpr):
     if B.along == "":
         return ()
     else:
-        entry = groups[0] + _FIELDS * gl.minimum(1 + _tile_of(turn) // _tiles_of_entry(M, N, B), entries)
+        index, _ = _divided(_tile_of(turn), _tiles_of_entry(M, N, B), B)
+        entry = groups[0] + _FIELDS * gl.minimum(1 + index, entries)
         return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
 
 
@@ -76,18 +99,17 @@ def locate_tile(tile, entry, M, N, K, B: gl.constexpr):
         tiles_m = gl.cdiv(end - begin, B.tile_m)
     elif B.along == "k":
         part, first, last, _ = entry
-        tile = _tile_of(tile) % (tiles_m * tiles_n)
+        _, tile = _divided(_tile_of(tile), tiles_m * tiles_n, B)
     else:
-        part = tile // (tiles_m * tiles_n)
-        tile -= part * tiles_m * tiles_n
-    first_m = tile // (B.group * tiles_n) * B.group
-    rows = gl.minimum(tiles_m - first_m, B.group)
-    in_group = tile % (B.group * tiles_n)
+        part, tile = _divided(tile, tiles_m * tiles_n, B)
+    band, in_band = _divided(tile, B.group * tiles_n, B)
+    first_m = band * B.group
+    column, tile_row = _divided(in_band, gl.minimum(tiles_m - first_m, B.group), B)
     if B.along == "m":
         # The tokens of no group, -1, have no products.
         first, last = 0, gl.where(part < 0, 0, blocks)
     elif B.along == "":
         share = gl.cdiv(blocks, B.splits)
         first, last = part * share, gl.minimum((part + 1) * share, blocks)
-    row, column = (first_m + in_group % rows) * B.tile_m, in_group // rows * B.width
-    return part, begin + row, start, end, column, first, last
+    row = begin + (first_m + tile_row) * B.tile_m
+    return part, row, start, end, column * B.width, first, last
