@@ -177,7 +177,7 @@ def test_the_operation_that_keeps_copies(config, columnwise, rounded_to):
     hp, fmt = weight(3, 40, 72), config.activation_format
     ends = torch.tensor([2, 2, 9], dtype=torch.int32)
     a = ops.quantize(torch.randn(9, 40 if columnwise else 72), fmt)
-    options = (fmt.name, config.weight_format.name, False, columnwise, False, torch.bfloat16, None, "reference", "")
+    options = (fmt.name, config.weight_format.name, False, columnwise, "rowwise", torch.bfloat16, None, "reference", "")
     arguments = (*a, hp, *options, ends, rounded_to)
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.torchao_blockwise.master_matmul.default, arguments, test_utils=tests)
