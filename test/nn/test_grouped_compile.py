@@ -64,8 +64,8 @@ def assert_same(got, expected) -> None:
 
 @every_recipe
 @pytest.mark.parametrize("variant", ({}, {"columnwise": "cached"}, {"save_activations": "high_precision"},
-                                     {"master_weights": False}),
-                         ids=("default", "cached", "high_precision", "quantised"))  # fmt: skip
+                                     {"master_weights": False}, {"rowwise": "on_demand"}),
+                         ids=("default", "cached", "high_precision", "quantised", "on_demand"))  # fmt: skip
 def test_routing_and_token_counts_do_not_recompile(config, variant):
     module, counter = mlp(replace(config, **variant)), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True)
