@@ -1,7 +1,7 @@
 """Memory of a stack of linear layers, forward and backward: bf16 against FP8 and NVFP4 and their policies.
 
 For each variant what a step has allocated, in MiB: weights and the copies of them that are kept, gradients, what is
-held between forward and backward, and the peak of all together, without the step's inputs. Checks first that the policies
+held between forward and backward, and the peak of all together, without the step's inputs. Checks that the policies
 `columnwise`, `rowwise`, `save_activations` and `master_weights` give the same gradients, bit for bit. Writes
 benchmarks/results/memory_<device>.json and .md.
 
