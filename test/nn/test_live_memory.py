@@ -18,8 +18,8 @@ from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP, grouped_linear, swigl
 from torchao_blockwise.ops.groups import padded_tokens
 from torchao_blockwise.ops.padding import padded_size
 
-# The package may come to have a function of this name.
-norm_linear = importlib.import_module("torchao_blockwise.nn.norm_linear")
+# The package has functions of such names.
+linear, norm_linear = (importlib.import_module(f"torchao_blockwise.nn.{name}") for name in ("linear", "norm_linear"))
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -45,14 +45,22 @@ class Op(NamedTuple):
     direction: str = ""
 
 
-def linear_step(quantize: str, matmul: str) -> list[Op]:
+def linear_step(quantize: str, matmul: str, weight_first: bool = False) -> list[Op]:
+    products = [
+        Op(matmul, "x.col y dy.row dy.col", "dx", "w", "backward"),
+        Op(matmul, "x.col y dx dy.col", "grad_w"),
+    ]
+    if weight_first:
+        products = [
+            Op(matmul, "x.col y dy.row dy.col", "grad_w"),
+            Op(matmul, "y grad_w dy.row", "dx", "w", "backward"),
+        ]
     return [
         Op(quantize, "", "x.row x.col"),
         Op(matmul, "x.row x.col", "y", "w", "forward"),
         Op("between", "x.col y", ""),
         Op(quantize, "x.col y", "dy.row dy.col"),
-        Op(matmul, "x.col y dy.row dy.col", "dx", "w", "backward"),
-        Op(matmul, "x.col y dx dy.col", "grad_w"),
+        *products,
         Op("after", "y dx grad_w", ""),
     ]
 
@@ -98,12 +106,12 @@ SWIGLU_STEP = [
 ]
 
 
-def sizes(tokens: int, experts: int) -> dict[str, int]:
-    """Bytes of everything that a step names, in bf16 and FP8."""
+def sizes(tokens: int, n: int, k: int, experts: int) -> dict[str, int]:
+    """Bytes of everything that a step names, in bf16 and FP8, where it takes k features and gives n."""
     fmt, weight_format, lead = FP8.activation_format, FP8.weight_format, (experts,) if experts else ()
     width = padded_tokens(tokens, experts, fmt.block[1]) if experts else padded_size(tokens)
-    widths = {"x": D, "h": H, "dy": D, "dgate_up": 2 * H}
-    weights = {"w": (D, D), "gate_up_w": (2 * H, D), "down_w": (D, H)}
+    widths = {"x": k, "h": H, "dy": n, "dgate_up": 2 * H}
+    weights = {"w": (n, k), "gate_up_w": (2 * H, D), "down_w": (D, H)}
     found = {f"{name}.row": fmt.nbytes(tokens, n) for name, n in widths.items()}
     found |= {f"{name}.col": fmt.nbytes(n, width) for name, n in widths.items()}
     found |= {f"{name}.row": weight_format.nbytes(*lead, n, k) for name, (n, k) in weights.items()}
@@ -111,9 +119,9 @@ def sizes(tokens: int, experts: int) -> dict[str, int]:
     gradients = {"grad_w": "w", "grad_gate_up": "gate_up_w", "grad_down": "down_w"}
     element = torch.bfloat16.itemsize
     found |= {name: element * max(experts, 1) * weights[w][0] * weights[w][1] for name, w in gradients.items()}
-    activations = {"y": D, "dx": D, "dnorm": D, "gate_up": 2 * H, "dh": H, "dgate": H, "dup": H}
+    activations = {"y": n, "dx": k, "dnorm": k, "gate_up": 2 * H, "dh": H, "dgate": H, "dup": H}
     found |= {name: element * tokens * n for name, n in activations.items()}
-    return found | {"rstd": torch.float32.itemsize * tokens, "grad_norm": element * D}
+    return found | {"rstd": torch.float32.itemsize * tokens, "grad_norm": element * k}
 
 
 def expected(step: list[Op], mode: str, size: dict[str, int]) -> list[tuple[str, int]]:
@@ -135,9 +143,9 @@ def expected(step: list[Op], mode: str, size: dict[str, int]) -> list[tuple[str,
     return found
 
 
-def watched(call, inputs: list[torch.Tensor]) -> list[tuple[str, int]]:
+def watched(call, inputs: list[torch.Tensor], dy: torch.Tensor) -> list[tuple[str, int]]:
     """The same of a step of `call`, as it runs; y is held to its end, as by the caller of `backward`."""
-    dy, norm_backward = torch.ones(T, D, dtype=torch.bfloat16), norm_linear.norm_backward
+    norm_backward = norm_linear.norm_backward
     with LiveMemory() as memory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             norm_linear, "norm_backward", lambda *args: (memory.note("norm_backward"), norm_backward(*args))[1]
@@ -163,8 +171,8 @@ class Expert(nn.Module):
         return grouped_linear(x, self.weight, ends)
 
 
-def linear_of(mode):
-    return converted(nn.Linear(D, D, bias=False), mode)
+def linear_of(n):
+    return lambda mode: converted(nn.Linear(D, n, bias=False), mode)
 
 
 def norm_linear_of(mode):
@@ -185,23 +193,32 @@ def experts_of(make):
 
 
 DENSE, GROUPED = ("quantize_both", "matmul"), ("grouped_quantize", "grouped_matmul")
-# (step, mode -> what takes the inputs, their widths, experts)
+# More features than tokens.
+WIDE = 320
+# (step, mode -> what takes the inputs, their number, features of each, features of y, experts)
 LAYERS = {
-    "linear": (linear_step(*DENSE), linear_of, (D,), 0),
-    "norm_linear": (NORM_STEP, norm_linear_of, (D,), 0),
-    "swiglu_linear": (SWIGLU_STEP, swiglu_linear_of, (H, H), 0),
-    "swiglu_mlp": (mlp_step(*DENSE), lambda mode: converted(SwiGLUMLP(D, H), mode), (D,), 0),
-    "grouped_linear": (linear_step(*GROUPED), experts_of(lambda: Expert(E, D, D)), (D,), E),
-    "swiglu_experts": (mlp_step(*GROUPED), experts_of(lambda: SwiGLUExperts(E, D, H)), (D,), E),
+    "linear": (linear_step(*DENSE, weight_first=True), linear_of(D), 1, D, D, 0),
+    "wide_linear": (linear_step(*DENSE), linear_of(WIDE), 1, D, WIDE, 0),
+    "norm_linear": (NORM_STEP, norm_linear_of, 1, D, D, 0),
+    "swiglu_linear": (SWIGLU_STEP, swiglu_linear_of, 2, H, D, 0),
+    "swiglu_mlp": (mlp_step(*DENSE), lambda mode: converted(SwiGLUMLP(D, H), mode), 1, D, D, 0),
+    "grouped_linear": (linear_step(*GROUPED), experts_of(lambda: Expert(E, D, D)), 1, D, D, E),
+    "swiglu_experts": (mlp_step(*GROUPED), experts_of(lambda: SwiGLUExperts(E, D, H)), 1, D, D, E),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("step", "call_of", "widths", "experts"), LAYERS.values(), ids=LAYERS)
-def test_nothing_lives_longer_than_it_must(step, call_of, widths, experts, mode):
-    inputs = [torch.randn(T, n, dtype=torch.bfloat16, requires_grad=True) for n in widths]
-    size = sizes(T, experts)
-    if step is SWIGLU_STEP:
-        size |= {f"h.{copy}": size[f"h.{copy}"] for copy in ("row", "col")} | {"w.row": size["down_w.row"]}
-        size |= {"w.col": size["down_w.col"], "grad_w": size["grad_down"]}
-    assert watched(call_of(mode), inputs) == expected(step, mode, size)
+@pytest.mark.parametrize(("step", "call_of", "inputs", "k", "n", "experts"), LAYERS.values(), ids=LAYERS)
+def test_nothing_lives_longer_than_it_must(step, call_of, inputs, k, n, experts, mode):
+    xs = [torch.randn(T, k, dtype=torch.bfloat16, requires_grad=True) for _ in range(inputs)]
+    got = watched(call_of(mode), xs, torch.ones(T, n, dtype=torch.bfloat16))
+    assert got == expected(step, mode, sizes(T, n, k, experts))
+
+
+def test_linear_multiplies_first_what_leaves_less():
+    def first(tokens, n, groups=linear.WHOLE):
+        return linear._products_of_least_memory(torch.empty(tokens, n, device="meta"), groups)[0]
+
+    assert (first(513, 512), first(512, 512)) == ("grad_weight", "grad_input")
+    # Ranks that exchange amaxes take one order.
+    assert first(513, 512, linear.WHOLE._replace(weight="0")) == "grad_input"
