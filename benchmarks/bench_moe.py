@@ -2,10 +2,14 @@
 
 The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, quantised once a step. Recipes:
     fp8, nvfp4       SwiGLUExperts
+    fp8_on_demand    the same with no quantised copy kept: cast in forward and again in backward
+    fp8_primary      the same with Parameters in FP8, whose cast is the optimizer step's and in no step here
     bf16             torch's grouped product, silu and multiply; bf16_compiled: the same by torch.compile
     torchao          the same with torchao's blockwise FP8 grouped product, which runs DeepGEMM
 Columns and stages as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantise %" is the
 share of device time in kernels that quantise, SwiGLU where it is fused with that.
+"memory MiB" is what a step has allocated at its peak, with weights, copies of them that are kept, and gradients, and
+without x and dy (step_memory.py; the JSON has the parts).
 Checks first that output and gradients are those of bf16 within the recipe's error. Floor: nine products at the rate of
 cuBLASLt's tensorwise fp8, or the bytes of x, the weights and dy read once and y, dx and their gradients written once.
 Writes benchmarks/results/moe_<device>.json, .md and .png.
@@ -37,16 +41,14 @@ from report import Report
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
 from torchao_blockwise.conversion import experts as experts_filter
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tuning import input_sets
 from torchao_blockwise.tuning.timing import reason
 
-RECIPES = ("fp8", "bf16", "bf16_compiled", "torchao", "nvfp4")
+RECIPES = ("fp8", "fp8_on_demand", "fp8_primary", "bf16", "bf16_compiled", "torchao", "nvfp4")
 DEFAULT_RECIPES = RECIPES[:-1]
 COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantise %")
-_CONFIGS = {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}
 # Kernels that quantise, among those that do not multiply.
 _QUANTISERS, _PRODUCTS = (re.compile(x, re.IGNORECASE) for x in (KINDS["quantise"] + "|swiglu", KINDS["products"]))
 # Of two products, one on what the other gives.
@@ -71,7 +73,7 @@ def make_layer(shape: Experts, recipe: str, ends: torch.Tensor) -> Layer:
     torch.manual_seed(0)
     model: nn.Module = SwiGLUExperts(shape.experts, shape.dim, shape.hidden, device=device, dtype=torch.bfloat16)
     if recipe in OURS:
-        quantize_(model, _CONFIGS[recipe](), filter_fn=experts_filter())
+        quantize_(model, peers.OUR_CONFIGS[recipe], filter_fn=experts_filter())
     elif recipe == "torchao":
         model = PlainExperts(model, peers.torchao_grouped_product(device, (2 * shape.hidden, shape.hidden, shape.dim)))
     else:

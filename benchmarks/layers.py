@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import peers
@@ -11,13 +12,15 @@ import torch
 from errors import relative_error
 from report import Report
 from roofline import Series
+from step_memory import step_memory
 from torch import nn
 
 from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.tuning import Timing, host_time, time_eager, time_runs
-from torchao_blockwise.tuning.timing import reason, synchronize
+from torchao_blockwise.tuning.timing import reason
 
-OURS = ("fp8", "nvfp4")
+OURS = tuple(peers.OUR_CONFIGS)
 COLUMNS = (
     *("recipe", "graph us", "eager us", "host us", "TFLOP/s", "roofline us", "of roofline"),
     *("memory MiB", "error"),
@@ -40,36 +43,14 @@ class Layer:
         return y.detach(), *torch.autograd.grad(y, (x, *self.weights), dy)
 
     def change_weights(self) -> None:
-        """As an optimizer would, for what is kept of them; costs no launch."""
+        """As an optimizer would, for what is kept of them; costs no launch.
+
+        Of Parameters that are quantised themselves nothing is kept: the cast is the optimizer step's, in no layer.
+        """
         for weight in self.weights:
             hp = weight.detach()
-            torch.autograd.graph.increment_version(hp.hp if isinstance(hp, MasterWeightTensor) else hp)
-
-
-def peak_memory(layer: Layer, x: torch.Tensor, dy: torch.Tensor) -> int | None:
-    """Bytes that a step takes above its start, at the end of which the gradients of the last step still exist."""
-    if x.device.type != "cuda":
-        return None
-
-    def forget():
-        for t in (x, *layer.weights):
-            t.grad = None
-
-    def step():
-        forget()
-        layer.change_weights()
-        layer.call(x).backward(dy)
-
-    for _ in range(2):
-        step()
-    synchronize(x.device)
-    torch.cuda.reset_peak_memory_stats()
-    start = torch.cuda.memory_allocated()
-    step()
-    synchronize(x.device)
-    peak = torch.cuda.max_memory_allocated() - start
-    forget()
-    return peak
+            if not isinstance(hp, QuantizedTensor):
+                torch.autograd.graph.increment_version(hp.hp if isinstance(hp, MasterWeightTensor) else hp)
 
 
 def stages(recipes: Sequence[str]) -> list[list[str]]:
@@ -108,7 +89,7 @@ def measure(
     Ours whose rows are there already run once more beside the others, whose ratios are then added to those rows:
     graphs take turns, so that a ratio is of the same heat and clocks.
 
-    where: what the rows' first columns say, with " | " between them. make: recipe -> its layer; may raise.
+    where: what the rows' first columns say, with " | " between them. make: recipe -> a new layer; may raise.
     sets: (x, dy) of as many steps as it takes for a cold cache. work: (bytes that must move, operations) of a step.
     budgets: recipe -> ‖difference to bf16‖ / ‖bf16‖ that it may have. more: (layer, inputs) -> further columns.
     seconds: that each time is measured for, see `add_arguments`.
@@ -148,7 +129,8 @@ def measure(
             results.leave_out(f"{recipe}, graph", where, graph if isinstance(graph, str) else "was not captured")
             graph = None
         try:
-            row = _row(recipe, layer, graph, sets[0], work, results, seconds) | {
+            again_made = functools.partial(make, recipe)
+            row = _row(recipe, layer, again_made, graph, sets[0], work, results, seconds) | {
                 "where": where,
                 "error": errors[recipe],
             }
@@ -196,6 +178,7 @@ def _few_enough(
 def _row(
     recipe: str,
     layer: Layer,
+    make: Callable[[], Layer],
     graph: Timing | None,
     inputs: tuple,
     work: tuple[int, int],
@@ -211,7 +194,7 @@ def _row(
     device = results.device
     eager = time_eager(step, device, **_few_enough(step, device, 10, 5, seconds))
     host = host_time(step, device, **_few_enough(step, device, 10, 20, seconds))
-    memory = peak_memory(layer, *inputs)
+    memory = step_memory(make, *inputs)
     us = min(eager.us, graph.us) if graph else eager.us
     nbytes, flops = work
     floor = results.ceilings.floor_us(nbytes, flops, "bf16" if recipe.startswith("bf16") else "fp8")
@@ -223,7 +206,9 @@ def _row(
         "TFLOP/s": flops / us / 1e6,
         "roofline us": floor,
         "of roofline": floor / us,
-        "memory MiB": None if memory is None else memory / 2**20,
+        "memory MiB": None if memory is None else memory.step / 2**20,
+        # Bytes.
+        "memory": None if memory is None else memory._asdict(),
         "us": us,
         "intensity": flops / nbytes,
         "timing": {"graph": graph._asdict() if graph else None, "eager": eager._asdict(), "host": host._asdict()},

@@ -22,10 +22,19 @@ import torch.nn.functional as F
 from roofline import tensorwise, to_tensorwise
 from torch import nn
 
+from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
 from torchao_blockwise.formats import FP8_1X128
 from torchao_blockwise.tuning import Product
 
 _BLOCK = FP8_1X128.block[1]
+
+# Ours: of the same weights, by what of them is kept. "primary": Parameters that are quantised themselves.
+OUR_CONFIGS = {
+    "fp8": BlockwiseFP8TrainingConfig(),
+    "fp8_on_demand": BlockwiseFP8TrainingConfig(rowwise="on_demand"),
+    "fp8_primary": BlockwiseFP8TrainingConfig(master_weights=False),
+    "nvfp4": NVFP4TrainingConfig(),
+}
 
 
 class Unavailable(Exception):
@@ -166,18 +175,16 @@ COMPILED = ("torchao_tensorwise", "torchao_rowwise", "bf16_compiled")
 
 
 def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
-    """The model trained by `recipe`: one of ours ("fp8", "nvfp4") or of LAYERS. Only `nn.Linear` without bias changes.
+    """The model trained by `recipe`: one of OUR_CONFIGS or of LAYERS. Only `nn.Linear` without bias changes.
 
     Raises Unavailable, or KeyError for a name that is none.
     """
     from torchao.quantization import quantize_
 
-    from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
-
     if recipe == "bf16":
         return model
-    if recipe in ("fp8", "nvfp4"):
-        quantize_(model, {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}[recipe]())
+    if recipe in OUR_CONFIGS:
+        quantize_(model, OUR_CONFIGS[recipe])
         return model
     if recipe == "torchao":
         need_capability(device, (9, 0))

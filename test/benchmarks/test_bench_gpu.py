@@ -14,6 +14,7 @@ import bench_permute
 import bench_quantize
 import pytest
 import tune_quantize
+from layers import OURS
 
 pytestmark = pytest.mark.gpu
 
@@ -23,8 +24,8 @@ RUNS = {
     bench_fused: "--shapes 512x384x1024 33x96x144",
     bench_matmul: "--shapes 512x384x1024 33x96x144 --recipes fp8 nvfp4 --peers bf16 tensorwise cublaslt",
     bench_grouped_matmul: "--shapes 300x4x256x512 --recipes fp8 nvfp4 --peers bf16",
-    bench_linear: "--shapes 512x384x1024 --only fp8 nvfp4 bf16",
-    bench_moe: "--shapes 300x4x256x512 --routings empty --only fp8 nvfp4 bf16",
+    bench_linear: "--shapes 512x384x1024 --only fp8 fp8_on_demand fp8_primary nvfp4 bf16",
+    bench_moe: "--shapes 300x4x256x512 --routings empty --only fp8 fp8_on_demand fp8_primary nvfp4 bf16",
     bench_permute: "--smoke",
     bench_model: "--smoke --modes eager --only fp8 bf16",
 }
@@ -35,8 +36,27 @@ def test_on_the_gpu(bench, argv, tmp_path):
     assert bench.main([*argv.split(), "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.json")
     content = json.loads(path.read_text())
-    bad = [e for e in content["left out"] if "WRONG" in e["why"] or e["what"] in ("all", "ours", "fp8", "nvfp4")]
+    bad = [e for e in content["left out"] if "WRONG" in e["why"] or e["what"] in ("all", "ours", *OURS)]
     assert content["rows"] and bad == []
+
+
+def test_memory_of_steps_on_the_gpu(tmp_path):
+    """What weights and copies take, but for the allocator's rounding, and the order of the peaks."""
+    from torchao_blockwise.formats import FP8_128X128
+
+    recipes = ("fp8", "fp8_on_demand", "fp8_primary")
+    argv = f"--shapes 128x4096x4096 --only bf16 {' '.join(recipes)} --seconds 0.01 --out {tmp_path}"
+    assert bench_linear.main(argv.split()) == 0
+    (path,) = tmp_path.glob("*.json")
+    memory = {row["recipe"]: row["memory"] for row in json.loads(path.read_text())["rows"]}
+    high, low, rounding = 2 * 4096 * 4096, FP8_128X128.nbytes(4096, 4096), 2**20
+    expected = {"bf16": (high, 0), "fp8": (high, low), "fp8_on_demand": (high, 0), "fp8_primary": (low, 0)}
+    for recipe, (weights, kept) in expected.items():
+        got = memory[recipe]
+        assert 0 <= got["weights"] - weights < 2 * rounding and 0 <= got["kept"] - kept < 2 * rounding, (recipe, got)
+        assert 0 <= got["gradients"] - high - 2 * 128 * 4096 < 2 * rounding, (recipe, got)
+    peaks = [memory[recipe]["step"] for recipe in ("fp8_primary", "fp8_on_demand", "fp8")]
+    assert peaks == sorted(peaks) and len({*peaks}) == 3
 
 
 def test_ways_to_quantise_have_the_references_bits(capsys):

@@ -125,9 +125,12 @@ def test_quick_peers_come_first_then_each_slow_one():
 
 def test_layers_are_measured_ours_first_and_compiled_last():
     assert layers.stages(bench_linear.RECIPES) == [
-        ["fp8", "bf16", "nvfp4"], ["torchao"], ["torchao_tensorwise"], ["torchao_rowwise"],
+        ["fp8", "fp8_primary", "bf16", "fp8_on_demand", "nvfp4"],
+        ["torchao"], ["torchao_tensorwise"], ["torchao_rowwise"],
     ]  # fmt: skip
-    assert layers.stages(bench_moe.DEFAULT_RECIPES) == [["fp8", "bf16"], ["torchao"], ["bf16_compiled"]]
+    assert layers.stages(bench_moe.DEFAULT_RECIPES) == [
+        ["fp8", "fp8_on_demand", "fp8_primary", "bf16"], ["torchao"], ["bf16_compiled"],
+    ]  # fmt: skip
     assert layers.stages(["torchao_rowwise"]) == [["torchao_rowwise"]] and layers.stages([]) == []
 
 
@@ -280,7 +283,7 @@ def test_variants_of_torchao_that_are_the_same_code_are_tried_once():
     assert len(tuned) >= 6 and {kernel.do_bench for kernel in tuned} == {peers._brief_bench}
 
 
-@pytest.mark.parametrize("recipe", ("bf16", "fp8", "nvfp4", "torchao_tensorwise", "torchao_rowwise"))
+@pytest.mark.parametrize("recipe", ("bf16", *layers.OURS, "torchao_tensorwise", "torchao_rowwise"))
 def test_a_converted_layer_computes_what_bf16_does(recipe, any_device):
     torch.manual_seed(0)
     weight = torch.randn(256, 128, dtype=torch.bfloat16) / 11
@@ -308,6 +311,19 @@ def test_changing_the_weight_makes_the_layer_quantise_again():
         layer.change_weights()
         layer.step(x, dy)
         assert calls.quantize == 2
+    primary = bench_linear.make_layer(shapes.Shape(64, 256, 128), "fp8_primary", weight, CPU)
+    versions = [t._version for t in primary.weights[0]._tensors()]
+    primary.change_weights()
+    assert [t._version for t in primary.weights[0]._tensors()] == versions
+
+
+def test_recipes_of_ours_in_fp8_have_the_same_weights():
+    weight, x, dy = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((256, 128), (64, 128), (64, 256)))
+    steps = [
+        bench_linear.make_layer(shapes.Shape(64, 256, 128), recipe, weight, CPU).step(x.requires_grad_(), dy)
+        for recipe in ("fp8", "fp8_on_demand", "fp8_primary")
+    ]
+    assert all(torch.equal(a, b) for step in steps[1:] for a, b in zip(step, steps[0], strict=True))
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------

@@ -83,6 +83,11 @@ def test_bytes_are_those_that_training_keeps(config):
     for layer, module in zip(conversion_report(model).layers, (model[0], model[2])):
         assert layer.quantized_bytes == module.weight.quantized_bytes
         assert layer.bytes_after == module.weight.hp.nbytes + module.weight.quantized_bytes
+    on_demand = mlp(replace(config, rowwise="on_demand"))
+    on_demand(torch.randn(2, 64, requires_grad=True)).sum().backward()
+    for layer, module in zip(conversion_report(on_demand).layers, (on_demand[0], on_demand[2])):
+        assert layer.quantized_bytes == module.weight.quantized_bytes == 0
+        assert layer.bytes_after == layer.bytes_before == module.weight.hp.nbytes
     quantised = mlp(replace(config, master_weights=False))
     assert all(
         r.bytes_after == m.weight.nbytes

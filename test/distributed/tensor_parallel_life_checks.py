@@ -59,6 +59,23 @@ def trains(mesh, config):
         assert calls.quantize == 4, calls.quantize
 
 
+def quantises_on_demand(mesh, config):
+    """The same bits, with a tensor's scale from all ranks in each product; nothing is kept."""
+    x, dy = tokens(), random_values(*TOKENS, WIDTH)
+    on_demand, kept = (
+        parallelize_module(block(c), mesh, PLANS) for c in (replace(config, rowwise="on_demand"), config)
+    )
+    with cache_calls() as calls:
+        results = [run(model, x, dy) for model in (on_demand, kept)]
+    # Two weights: in forward and in backward, or once, and transposed in backward.
+    assert (calls.quantize, calls.transpose) == (4 + 2, 2), (calls.quantize, calls.transpose)
+    gradients = [[p.grad for p in model.parameters()] for model in (on_demand, kept)]
+    for a, b in zip((*results[0], *gradients[0]), (*results[1], *gradients[1]), strict=True):
+        assert_bitwise_equal(whole(a), whole(b))
+    assert [weight.to_local().quantized_bytes for weight in (on_demand.up.weight, on_demand.down.weight)] == [0, 0]
+    assert conversion_report(on_demand).totals["quantized_bytes"] == 0
+
+
 def trains_in_mixed_precision(mesh, config):
     model, expected = parallelize_module(block(config), mesh, PLANS), block(config)
     with torch.autocast(device().type, torch.bfloat16):

@@ -64,8 +64,8 @@ def assert_same(got, expected) -> None:
 
 @every_recipe
 @pytest.mark.parametrize("variant", ({}, {"columnwise": "cached"}, {"save_activations": "high_precision"},
-                                     {"master_weights": False}),
-                         ids=("default", "cached", "high_precision", "quantised"))  # fmt: skip
+                                     {"master_weights": False}, {"rowwise": "on_demand"}),
+                         ids=("default", "cached", "high_precision", "quantised", "on_demand"))  # fmt: skip
 def test_routing_and_token_counts_do_not_recompile(config, variant):
     module, counter = mlp(replace(config, **variant)), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True)
@@ -177,7 +177,7 @@ def test_the_operation_that_keeps_copies(config, columnwise, rounded_to):
     hp, fmt = weight(3, 40, 72), config.activation_format
     ends = torch.tensor([2, 2, 9], dtype=torch.int32)
     a = ops.quantize(torch.randn(9, 40 if columnwise else 72), fmt)
-    options = (fmt.name, config.weight_format.name, False, columnwise, False, torch.bfloat16, None, "reference", "")
+    options = (fmt.name, config.weight_format.name, False, columnwise, "rowwise", torch.bfloat16, None, "reference", "")
     arguments = (*a, hp, *options, ends, rounded_to)
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.torchao_blockwise.master_matmul.default, arguments, test_utils=tests)

@@ -171,6 +171,7 @@ def test_non_contiguous_inputs_and_expanded_gradients(config):
 
 VARIANTS = {
     "cached": {"columnwise": "cached"},
+    "rowwise_on_demand": {"rowwise": "on_demand"},
     "high_precision": {"save_activations": "high_precision"},
     "reference": {"backend": "reference"},
 }

@@ -12,10 +12,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torchao.quantization import quantize_
 
-from torchao_blockwise import ops
+from torchao_blockwise import MasterWeightTensor, ops
 from torchao_blockwise.nn import SwiGLUMLP
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.tensors import quantized, weight_cache
+from torchao_blockwise.testing import assert_operands_equal
 
 # The package has functions of these names.
 linear, swiglu_linear = (
@@ -111,6 +112,40 @@ def test_cached_columnwise_copies_are_kept_exactly_once(config):
             p.add_(1)
     model(x)
     assert alive(refs) == [False] * 4
+
+
+@both_formats
+@pytest.mark.parametrize("backend", (None, "aot_eager"), ids=("eager", "compiled"))
+def test_copies_on_demand_die_with_their_product(config, backend, monkeypatch):
+    """Each is quantised straight from the values, used once, and gone before the next one is made."""
+    model = mlp(replace(config, rowwise="on_demand"), bias=False)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    x, refs, seen, real = torch.randn(300, 64, requires_grad=True), [], [], weight_cache.ops.quantize
+
+    def quantize(values, *args, columnwise, **kwargs):
+        seen.append((columnwise, any(alive(refs))))
+        result = real(values, *args, columnwise=columnwise, **kwargs)
+        refs.extend(StorageWeakRef(t.untyped_storage()) for t in result[:2])
+        return result
+
+    with cache_calls() as calls:
+        monkeypatch.setattr(weight_cache.ops, "quantize", quantize)
+        for _ in range(2):
+            out = run(x)
+            assert not any(alive(refs)) and [m.weight.quantized_bytes for m in (model[0], model[2])] == [0, 0]
+            out.sum().backward()
+    assert not any(alive(refs)) and len(refs) == 2 * len(seen) and calls.transpose == 0
+    assert seen == [(False, False), (False, False), (True, False), (True, False)] * 2
+
+
+@both_formats
+def test_on_demand_does_not_touch_copies_that_others_keep(config):
+    layer = converted(config)
+    layer(torch.randn(3, 384, dtype=torch.bfloat16))
+    kept = layer.weight.quantized()
+    again = MasterWeightTensor(layer.weight.hp, replace(config, rowwise="on_demand")).quantized()
+    assert again is not kept and layer.weight.quantized() is kept
+    assert_operands_equal(again, kept)
 
 
 @pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))

@@ -138,6 +138,7 @@ def test_dtypes(dtype, weights):
 
 VARIANTS = {
     "cached": {"columnwise": "cached"},
+    "rowwise_on_demand": {"rowwise": "on_demand"},
     "high_precision": {"save_activations": "high_precision"},
     "reference": {"backend": "reference"},
     "no_master": {"master_weights": False},

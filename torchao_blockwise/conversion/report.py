@@ -12,7 +12,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
 from torchao_blockwise.conversion.weights import expert_weights
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
 
 CONVERTED, SKIPPED, CANNOT = "converted", "skipped", "cannot convert"
 
@@ -25,7 +25,8 @@ class LayerReport:
     status: "converted", "skipped" or "cannot convert"; reason says why, or to what format.
     shape: (out_features, in_features), or (experts, N, K).
     bytes_before: the high-precision weight. bytes_after: the Parameter and the quantised copy that training keeps.
-    quantized_bytes: the quantised copy alone.
+    quantized_bytes: the quantised copy alone; 0 with rowwise="on_demand", where none is kept. Shards that FSDP2 gathers
+        quantised keep theirs from the first step on, whatever the option.
     """
 
     fqn: str
@@ -166,5 +167,6 @@ def _bytes(weight, shape, status: str, config: TrainingConfig | None) -> tuple[i
         return before, weight.nbytes, weight.nbytes
     if status != CONVERTED or config is None:
         return before, before, 0
-    quantized = config.weight_format.nbytes(*shape)
+    keeps = config.kept_copies != "none" or not config.master_weights or fsdp.is_gathered_quantized(weight)
+    quantized = config.weight_format.nbytes(*shape) if keeps else 0
     return before, (before if config.master_weights else 0) + quantized, quantized

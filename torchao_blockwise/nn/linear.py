@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.sharded_linear import WHOLE, sharded_linear
+from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups, sharded_linear
 from torchao_blockwise.nn.weight_product import weight_gradient, weight_product
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -132,7 +132,7 @@ class _Linear(torch.autograd.Function):
         # A constant grad_output would leave the second gradient out in silence, so this does not wait for one.
         steps.refuse_second_order("linear")
         config = ctx.config
-        weight, x0, x1, x2 = ctx.saved_tensors
+        weight, *saved_x = _compat.take_saved(ctx)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dy = grad_output.reshape(-1, grad_output.shape[-1])
         grad_x = grad_weight = grad_bias = None
@@ -156,21 +156,36 @@ class _Linear(torch.autograd.Function):
             quantized = quantize(dy, needs_x, needs_weight, groups.grad_output)
             dy_rowwise, dy_columnwise = quantized if needs_x and needs_weight else (quantized, quantized)
             del quantized
-        if needs_x:
-            grad_x = weight_product(
-                dy_rowwise, weight, config, columnwise=True, out_dtype=ctx.x_dtype, amax_groups=groups.weight
-            )
-            grad_x = grad_x.view(ctx.x_shape)
-            del dy_rowwise
-        if needs_weight:
-            if ctx.save_quantized:
-                x_columnwise = ops.operand(config.activation_format, x0, x1, x2)
-            else:
-                x_columnwise = quantize(x0, False, True, groups.x)
-            grad_weight = weight_gradient(dy_columnwise, x_columnwise, weight, config, ctx.weight_dtype)
+        for product in _products_of_least_memory(dy, groups):
+            if product == "grad_input" and needs_x:
+                grad_x = weight_product(
+                    dy_rowwise, weight, config, columnwise=True, out_dtype=ctx.x_dtype, amax_groups=groups.weight
+                )
+                grad_x = grad_x.view(ctx.x_shape)
+                del dy_rowwise
+            if product == "grad_weight" and needs_weight:
+                if ctx.save_quantized:
+                    x_columnwise = ops.operand(config.activation_format, *saved_x)
+                else:
+                    x_columnwise = quantize(saved_x[0], False, True, groups.x)
+                grad_weight = weight_gradient(dy_columnwise, x_columnwise, weight, config, ctx.weight_dtype)
+                del dy_columnwise, x_columnwise, saved_x
         if needs_bias:
             grad_bias = steps.grad_bias(dy, ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None
+
+
+def _products_of_least_memory(dy: torch.Tensor, groups: AmaxGroups) -> tuple[str, str]:
+    """The products of backward in the order in which less lives at once.
+
+    With grad_input first its result is there beside copies of all tokens, those of dy and the saved one of x; with
+    grad_weight first that is there beside the columnwise copy of the weight. A compiled graph has one order for any
+    number of tokens, and so have ranks that ask each other for amaxes, whose parts may differ in size.
+    """
+    tokens, features = dy.shape
+    if not torch.compiler.is_compiling() and groups == WHOLE and tokens > features:
+        return "grad_weight", "grad_input"
+    return "grad_input", "grad_weight"
 
 
 @MasterWeightTensor.implements_torch_function(F.linear)

@@ -30,7 +30,7 @@ def weight_product(
     group_ends: of experts, whose weight is [E, N, K]: which rows of `a` belong to each, as `ops.grouped_matmul` takes
         it; without bias.
     rounded_to: the dtype that a master weight is rounded to first, if another than its own.
-    A columnwise copy of the weight that is not cached dies inside this call.
+    A copy of the weight that is not kept dies inside this call.
     """
     if isinstance(weight, MasterWeightTensor):
         return master_matmul_op(
@@ -40,7 +40,7 @@ def weight_product(
             config.weight_format.name,
             config.power_of_2_scales,
             columnwise,
-            config.columnwise == "cached",
+            config.kept_copies,
             out_dtype,
             bias,
             config.backend.value,
@@ -95,7 +95,7 @@ def _master_matmul(
     weight_format,
     power_of_2,
     columnwise,
-    keep_columnwise,
+    keep,
     out_dtype,
     bias,
     backend,
@@ -108,7 +108,7 @@ def _master_matmul(
         hp,
         get_format(weight_format),
         columnwise=columnwise,
-        keep_columnwise=keep_columnwise,
+        keep=keep,
         power_of_2_scales=power_of_2,
         backend=ops.casting_backend(backend),
         amax_groups=amax_groups,
@@ -127,7 +127,7 @@ def _master_matmul_fake(
     weight_format,
     power_of_2,
     columnwise,
-    keep_columnwise,
+    keep,
     out_dtype,
     bias,
     backend,
@@ -143,7 +143,7 @@ def _master_matmul_fake(
 # the cache that outlives the graph can own it.
 master_matmul_op = define_op(
     "master_matmul(Tensor a, Tensor a_scale, Tensor? a_global, Tensor hp, str a_format, str weight_format,"
-    " bool power_of_2_scales, bool columnwise, bool keep_columnwise, ScalarType out_dtype, Tensor? bias, str backend,"
+    " bool power_of_2_scales, bool columnwise, str keep, ScalarType out_dtype, Tensor? bias, str backend,"
     " str amax_groups='', Tensor? group_ends=None, ScalarType? rounded_to=None, bool eager=False) -> Tensor",
     _master_matmul,
     _master_matmul_fake,

@@ -34,6 +34,7 @@ class TrainingConfig(AOBaseConfig):
     master_weights: bool = True
     backend: Backend | str = Backend.AUTO
     out_dtype: torch.dtype | None = None
+    rowwise: str = "cached"
 
     def __post_init__(self):
         if not self.save_activations:
@@ -42,6 +43,7 @@ class TrainingConfig(AOBaseConfig):
         name = type(self).__name__
         for field, choices in (
             ("columnwise", ("on_demand", "cached")),
+            ("rowwise", ("cached", "on_demand")),
             ("save_activations", (self.quantized_activations, "high_precision")),
         ):
             if getattr(self, field) not in choices:
@@ -59,10 +61,27 @@ class TrainingConfig(AOBaseConfig):
                 f"{name}: columnwise='cached' keeps a second copy beside the master weight's cache, but "
                 "master_weights=False keeps only the quantised weight; use columnwise='on_demand'"
             )
+        if self.rowwise == "on_demand" and not self.master_weights:
+            raise ValueError(
+                f"{name}: rowwise='on_demand' quantises the master weight where it is used, but master_weights=False "
+                "keeps no values to quantise, only the quantised weight; use rowwise='cached'"
+            )
+        if self.rowwise == "on_demand" and self.columnwise == "cached":
+            raise ValueError(
+                f"{name}: columnwise='cached' keeps a quantised copy of the weight, rowwise='on_demand' keeps none; "
+                "use columnwise='on_demand' for the least memory, or rowwise='cached'"
+            )
 
     @property
     def saves_quantized_activations(self) -> bool:
         return self.save_activations == self.quantized_activations
+
+    @property
+    def kept_copies(self) -> str:
+        """Which quantised copies of a master weight outlive their use: "none", "rowwise", or "both"."""
+        if self.rowwise == "on_demand":
+            return "none"
+        return "both" if self.columnwise == "cached" else "rowwise"
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,10 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
         `distributed.MasterWeightOptimizer`, which has the masters alone.
     backend: who computes, AUTO or one by name; see `ops.Backend`.
     out_dtype: dtype of the layer's output; None (default) is the input's, or autocast's.
+    rowwise: "cached" (default) keeps the quantised copy of a master weight as long as its value stands: one byte a
+        parameter, however many products read it; "on_demand" quantises where a product reads the weight, forward and
+        backward, and frees after: no byte a parameter, for one more read of the high-precision weight a pass. The same
+        bits. What FSDP2 gathers is quantised once a step with either.
 
     Raises ValueError or TypeError for a value or combination that cannot work.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.

@@ -100,6 +100,13 @@ def set_shard(hp: torch.Tensor, shard: WeightShard) -> None:
     _shards[hp] = shard
 
 
+def is_gathered_quantized(weight: torch.Tensor) -> bool:
+    """Whether the rank keeps a quantised payload of `weight`, or of a DTensor's part, for FSDP2 to gather."""
+    hp = getattr(_compat.local_of(weight), "hp", None)
+    shard = None if hp is None else _shards.get(hp)
+    return shard is not None and shard.payload is not None
+
+
 def carry_shard(hp: torch.Tensor, copy: torch.Tensor) -> None:
     """Let `copy`, the values `hp` on another device, be gathered as they are: FSDP2 copies offloaded shards first."""
     shard = _shards.get(hp)

@@ -143,7 +143,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
             self.hp,
             self.config.weight_format,
             columnwise=columnwise,
-            keep_columnwise=self.config.columnwise == "cached",
+            keep=self.config.kept_copies,
             power_of_2_scales=self.config.power_of_2_scales,
         )
 

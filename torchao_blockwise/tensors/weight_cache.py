@@ -3,8 +3,9 @@
 PyTorch counts the in-place changes of a tensor and shares the count between its aliases; a copy is valid while the
 count stands. Copies hang on the master's lifetime, not in its state, so that nothing saves or copies them.
 
-Three cases have no trustworthy count, and quantise on every use: tensors made under `torch.inference_mode`, those that
-a CUDA graph changes, whose replays do not count, and what FSDP2 gathers in high precision into memory of before.
+With `rowwise="on_demand"` nothing is kept, and every use quantises. So it is in three cases that have no trustworthy
+count: tensors made under `torch.inference_mode`, those that a CUDA graph changes, whose replays do not count, and what
+FSDP2 gathers in high precision into memory of before.
 
 A CUDA graph makes copies of its own, which its replays make anew, and no other may use: a copy belongs to one capture.
 Compiled graphs that the compiler captures quantise on every use: nothing may outlive their capture.
@@ -48,7 +49,7 @@ def quantized_weight(
     fmt: BlockFormat,
     *,
     columnwise: bool,
-    keep_columnwise: bool = False,
+    keep: str = "rowwise",
     power_of_2_scales: bool = False,
     backend: ops.Backend | str | None = None,
     amax_groups: str = "",
@@ -57,7 +58,7 @@ def quantized_weight(
 ):
     """`hp` [.., N, K] quantised in `fmt`, rowwise or columnwise, from the copy that is kept where it is still valid.
 
-    keep_columnwise: keep the columnwise copy too; otherwise it lives as long as the caller holds it.
+    keep: which copies are kept, "none", "rowwise" or "both"; others live as long as the caller holds them.
     amax_groups: the process groups over which the weight is split that `hp` is a part of, as `amax_over` takes them.
         Their ranks must change it together, as they do a DTensor.
     rounded_to: the dtype that values are rounded to before they are quantised, if another than their own.
@@ -66,34 +67,40 @@ def quantized_weight(
     if fmt.has_global_scale:
         amax_groups = amax_groups or _splits.get(hp, "")
 
-    copies, capture = _copies.get(hp), _compat.capture_id(hp)
-    keeps = capture == 0 or (capture is not None and keep_in_capture)
-    if hp.is_inference() or not keeps or not (copies is None or copies.counted):
-        # Copies for this use alone.
-        copies, version = _Copies(), 0
-    else:
-        version = _compat.version_of(hp)
-        if copies is None:
-            copies = _copies[hp] = _Copies()
-    recipe = fmt.name, power_of_2_scales, amax_groups, rounded_to, capture
-    if copies.version != version or copies.recipe != recipe:
-        # The stale copy goes first, so that two never live together.
-        copies.drop()
+    def quantized(columnwise: bool):
         values = hp if rounded_to is None else hp.to(rounded_to)
-        copies.rowwise = ops.quantize(
+        return ops.quantize(
             values,
             fmt,
+            rowwise=not columnwise,
+            columnwise=columnwise,
             power_of_2_scales=power_of_2_scales,
             tensor_amax=amax_over(values, amax_groups),
             backend=backend,
         )
+
+    if keep == "none":
+        return quantized(columnwise)
+    copies, capture = _copies.get(hp), _compat.capture_id(hp)
+    keeps = capture == 0 or (capture is not None and keep_in_capture)
+    if hp.is_inference() or not keeps or not (copies is None or copies.counted):
+        # For this use alone. Blocks are square: the columnwise copy of the values is the transpose, in one pass.
+        return quantized(columnwise)
+    version = _compat.version_of(hp)
+    if copies is None:
+        copies = _copies[hp] = _Copies()
+    recipe = fmt.name, power_of_2_scales, amax_groups, rounded_to, capture
+    if copies.version != version or copies.recipe != recipe:
+        # The stale copy goes first, so that two never live together.
+        copies.drop()
+        copies.rowwise = quantized(columnwise=False)
         copies.version, copies.recipe = version, recipe
     if not columnwise:
         return copies.rowwise
     if copies.columnwise is not None:
         return copies.columnwise
     result = ops.transpose(copies.rowwise, columns=hp.shape[-1], backend=backend)
-    if keep_columnwise:
+    if keep == "both":
         copies.columnwise = result
     return result
 
