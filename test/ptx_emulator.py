@@ -318,9 +318,10 @@ def _shuffle(program, match, operands, active):
     return program.read(operands[1], "b32")[sources]
 
 
-@_instruction(r"redux\.sync\.max\.s32")
+@_instruction(r"redux\.sync\.(max|add)\.s32")
 def _reduce(program, match, operands, active):
-    return program.read(operands[1], "s32").reshape(-1, _WARP).max(axis=1).repeat(_WARP)
+    values = program.read(operands[1], "s32").reshape(-1, _WARP)
+    return {"max": np.maximum, "add": np.add}[match[1]].reduce(values, axis=1).repeat(_WARP)
 
 
 @_instruction(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")

@@ -57,6 +57,7 @@ COMPUTED = {
     "a wide product": ("mad.wide.s32 %rd6, %r3, -1, 40;\ncvt.u32.u64 %r4, %rd6;", 40 - NUMBERS.astype(int)),
     "neighbours": ("shfl.sync.bfly.b32 %r4, %r3, 5, 31, -1;", NUMBERS ^ 5),
     "a maximum of the warp": ("redux.sync.max.s32 %r4, %r3, -1;", np.full(THREADS, THREADS - 1)),
+    "a sum of the warp": ("redux.sync.add.s32 %r4, %r3, -1;", np.full(THREADS, THREADS * (THREADS - 1) // 2)),
     "scopes of inline assembly": ("{\n.reg .b16 low;\ncvt.u16.u32 low, %r3;\ncvt.u32.u16 %r4, low;\n}", NUMBERS),
     "a loop": ("mov.b32 %r4, 0;\n$L:\nadd.s32 %r4, %r4, 1;\nsetp.lt.s32 %p2, %r4, 5;\n@%p2 bra $L;", NUMBERS * 0 + 5),
     "a copy waited for": (

@@ -43,6 +43,7 @@ def _cases() -> dict:
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
     from torchao_blockwise.ops.fused import new_copies
+    from torchao_blockwise.ops.group_tables.triton import block_table
     from torchao_blockwise.ops.grouped_quantize import reference as grouped_reference
     from torchao_blockwise.ops.grouped_quantize import triton as grouped
     from torchao_blockwise.ops.groups import padded_tokens
@@ -53,7 +54,6 @@ def _cases() -> dict:
     from torchao_blockwise.ops.swiglu_quantize import triton as swiglu
     from torchao_blockwise.ops.transpose import reference as transpose_reference
     from torchao_blockwise.ops.transpose import triton as transpose
-    from torchao_blockwise.ops.triton_group_blocks import group_blocks
     from torchao_blockwise.testing import random_tensor
 
     cases = {}
@@ -135,7 +135,7 @@ def _cases() -> dict:
             tokens, table = x, ()
             if in_groups:
                 tokens = x[:-3]
-                table = group_blocks(ends, len(tokens), 128), padded_tokens(len(tokens), len(ends), 128)
+                table = block_table(ends, len(tokens), 128, None), padded_tokens(len(tokens), len(ends), 128)
             assert gluon_tiles.why_not_this(FP8_1X128, tokens) is None
             if rowwise:
                 result = gluon.quantize_both(tokens, FP8_1X128, power_of_2, warps, *table)
@@ -170,7 +170,7 @@ def _cases() -> dict:
             return copies, grouped_reference.quantize(y, ends, FP8_1X128, None, rowwise, True, power_of_2)
 
         def swiglu_run(inputs, y, rowwise, ends):
-            blocks = None if ends is None else group_blocks(ends, rows, 128)
+            blocks = None if ends is None else block_table(ends, rows, 128, None)
             options = (power_of_2, parts, warps, blocks)
             return compared(y, rowwise, ends, lambda copies: swiglu.launch(inputs, FP8_1X128, copies, *options))
 

@@ -114,7 +114,7 @@ def test_swiglu_is_taken_for_tokens_in_groups(rowwise, taken, device):
         ((_, _, copies, *_, blocks),) = taken
         assert_copies_of(copies, (17, 256), columns, rowwise)
         # The tokens as a whole; each group; those of no group.
-        assert blocks.tolist() == [[0, 15, 17], [0, 5, 5], [5, 15, 15], [15, 15, 17]]
+        assert blocks.tolist() == [[0, 15, 17, 0], [0, 5, 5, 0], [5, 15, 15, 0], [15, 15, 17, 0]]
         taken.clear()
 
 

@@ -112,11 +112,11 @@ def _gluon_cases():
 
     from torchao_blockwise.formats import FP8_1X128
     from torchao_blockwise.ops.fused import new_copies
+    from torchao_blockwise.ops.group_tables.layout import FIELDS, layout_of
     from torchao_blockwise.ops.norm_quantize import gluon as norm
     from torchao_blockwise.ops.norm_quantize import triton as norm_options
     from torchao_blockwise.ops.swiglu_quantize import gluon as swiglu
     from torchao_blockwise.ops.swiglu_quantize import triton as swiglu_options
-    from torchao_blockwise.ops.triton_group_blocks import count_blocks
 
     bf16, f16 = torch.bfloat16, torch.float16
 
@@ -139,7 +139,8 @@ def _gluon_cases():
         ends = blocks = None
         if groups is not None:
             ends = torch.zeros(groups, dtype=torch.int32)
-            blocks = torch.zeros(count_blocks(m, groups, FP8_1X128.block[1]) + 1, 3, dtype=torch.int32)
+            entries = layout_of(m, groups, FP8_1X128.block[1]).of_blocks
+            blocks = torch.zeros(entries, FIELDS, dtype=torch.int32)
         for op, inputs, width, options in (
             ("swiglu_quantize", (gate, up), h, swiglu_options._GLUON),
             ("swiglu_backward_quantize", (dh, gate, up), 2 * h, swiglu_options._GLUON_BACKWARD),

@@ -1,4 +1,4 @@
-"""Grouped products built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
+"""Grouped products and tables of groups, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
 
 import re
 import sys
@@ -21,6 +21,7 @@ def _cases(target: int):
     import torch
 
     from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+    from torchao_blockwise.ops.group_tables.triton import group_tables
     from torchao_blockwise.ops.grouped_matmul import triton as grouped
     from torchao_blockwise.ops.groups import padded_tokens
     from torchao_blockwise.ops.matmul import triton as matmul
@@ -46,6 +47,14 @@ def _cases(target: int):
             return label, lambda: grouped.add_grouped_matmul(out, *operands, ends, a_fmt, b_fmt)
         return label, lambda: grouped.grouped_matmul(*operands, ends, a_fmt, b_fmt, along, out_dtype)
 
+    for fmt in (FP8_1X128, NVFP4_1X16):
+        for groups in (1, 8, 300):
+            ends = torch.zeros(groups, dtype=torch.int32)
+            for m in (1, 4096, 4112, 4099):
+                yield (
+                    f"tables {fmt.name} {m} E{groups}",
+                    lambda ends=ends, m=m, block=fmt.block[1]: group_tables(ends, m, block),
+                )
     bf16, f32 = torch.bfloat16, torch.float32
     for a_fmt, b_fmts in ((FP8_1X128, (FP8_128X128, FP8_1X128)), (NVFP4_1X16, (NVFP4_16X16, NVFP4_1X16))):
         for b_fmt in b_fmts:
@@ -120,6 +129,14 @@ def test_token_counts_do_not_recompile(builds, target, along, pair):
     shapes = (f"{m}x512x1024" for m in (4096, 4112, 4099))
     rows = [kernel_builds._of(builds[target], along, pair, shape, "E8", "bfloat16")[0] for shape in shapes]
     assert len({row["build"] for row in rows}) == 1
+
+
+@targets
+@pytest.mark.parametrize("fmt", ("fp8_1x128", "nvfp4_1x16"))
+@pytest.mark.parametrize("groups", (1, 8, 300))
+def test_tables_of_any_number_of_tokens_are_one_build(builds, target, groups, fmt):
+    rows = kernel_builds._of(builds[target], "tables", fmt, f"E{groups}")
+    assert len(rows) == 4 and len({row["build"] for row in rows}) == 1
 
 
 if __name__ == "__main__":

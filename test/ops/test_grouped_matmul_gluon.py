@@ -12,22 +12,22 @@ from gpu_steps import capture
 from grouped_cases import FORMATS, OPERANDS, ROUTINGS, TOLERANCE, ends_of, relative_error
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import NVFP4_1X16
+from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16
 from torchao_blockwise.ops.groups import clamped_ends
 from torchao_blockwise.ops.matmul.builds import BUILDS as ALL_BUILDS
 
 gluon = pytest.importorskip("torchao_blockwise.ops.grouped_matmul.gluon")
 pipeline = pytest.importorskip("torchao_blockwise.ops.matmul.gluon_pipeline")
 tiles = pytest.importorskip("torchao_blockwise.ops.matmul.gluon_tiles")
-schedule = pytest.importorskip("torchao_blockwise.ops.grouped_matmul.schedule")
+tables = pytest.importorskip("torchao_blockwise.ops.group_tables.triton")
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS)
 BUILDS = dict(zip(("256x128-pair", "256x128", "128x128", "64x64"), ALL_BUILDS))
 every_build = pytest.mark.parametrize("build", BUILDS)
 
 
-def product(a, b, group_ends, along: str, dtype=torch.float32, build=None):
-    return gluon.grouped_matmul(*a, *b, group_ends, *FORMATS[along], along, dtype, build)
+def product(a, b, group_ends, along: str, dtype=torch.float32, build=None, group_tables=None):
+    return gluon.grouped_matmul(*a, *b, group_ends, *FORMATS[along], along, dtype, build, group_tables)
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def simulate(monkeypatch, kernel=pipeline.grouped_matmul_fp8_kernel) -> simulato
     launcher = simulator.Launcher(kernel, output=6)
     monkeypatch.setattr(gluon, "grouped_matmul_fp8_kernel", launcher)
     monkeypatch.setattr(gluon, "multiprocessors", launcher.multiprocessors)
-    for name in ("schedule_rows", "schedule_groups"):
-        monkeypatch.setattr(gluon, name, scheduled_by(getattr(schedule, name)))
+    for name in ("row_schedule", "group_schedule"):
+        monkeypatch.setattr(gluon, name, scheduled_by(getattr(tables, name)))
     return launcher
 
 
@@ -103,6 +103,26 @@ def test_simulated_product_adds_to_gradients(simulated, build, routing):
     if not empty.all():
         out[empty] = start[empty] = 0.0
         assert relative_error(out, a, b, group_ends, "k", start) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("along", FORMATS)
+@pytest.mark.parametrize("routing", ("tail", "empty", "long and short"))
+@every_build
+def test_simulated_product_by_tables_made_before(simulated, monkeypatch, build, routing, along):
+    """One object for all heights of tiles and both directions, of the tokens without padding."""
+    group_ends, tokens = ends_of(routing)
+    a, b = OPERANDS[along](group_ends, tokens, 130, 272)
+    made = ops.group_tables(group_ends, tokens, FP8_1X128, backend="reference")
+    wanted = product(a, b, group_ends, along, build=BUILDS[build])
+    added = torch.ones_like(wanted)
+    if along == "k":
+        gluon.add_grouped_matmul(added, *a, *b, group_ends, *FORMATS["k"], BUILDS[build])
+    monkeypatch.setattr(tables, "launch", None)
+    assert torch.equal(product(a, b, group_ends, along, build=BUILDS[build], group_tables=made), wanted)
+    if along == "k":
+        again = torch.ones_like(wanted)
+        gluon.add_grouped_matmul(again, *a, *b, group_ends, *FORMATS["k"], BUILDS[build], made)
+        assert torch.equal(again, added)
 
 
 @pytest.mark.parametrize("along", FORMATS)
@@ -182,6 +202,7 @@ FAULTS = {
         ", entries)\n        return gl.load(entry)",
         ", 9**9)\n        return gl.load(entry)",
     ),
+    "empty groups get no zeros": ("(1 if B.accumulate else 0)", "1"),
     "a stage is freed before the rows' scales of its only wave have come": (
         "free_stage_after(a_scale, 2, stage, zero, B.ctas)\n                else",
         "free_stage(stage, B.ctas)\n                else",

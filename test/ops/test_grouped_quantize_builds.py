@@ -69,8 +69,8 @@ def _cases(target: int):
         for m in (528, 531, 533):
             yield from quantize_case(fmt, m, 1024, 8)
     if _compat.has_gluon():
+        from torchao_blockwise.ops.group_tables.triton import block_table
         from torchao_blockwise.ops.quantize import gluon
-        from torchao_blockwise.ops.triton_group_blocks import group_blocks
 
         for m in (512, 531):
             x, ends = torch.zeros(m, 1024, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
@@ -79,7 +79,7 @@ def _cases(target: int):
                 yield (
                     f"one_read E8 {m}x1024 bfloat16 {warps} warps",
                     lambda x=x, ends=ends, rows=rows, warps=warps: gluon.quantize_both(
-                        x, FP8_1X128, False, warps, group_blocks(ends, len(x), FP8_1X128.block[1]), rows
+                        x, FP8_1X128, False, warps, block_table(ends, len(x), FP8_1X128.block[1], None), rows
                     ),
                 )
     for m, k in ((512, 1024), (512, 1040), (528, 1024), (531, 1024), (533, 1024)):
@@ -150,7 +150,8 @@ def test_token_counts_do_not_recompile(builds, target):
         rows = [rows_of(builds, target, "E8", shape, "bfloat16", *words, kernels=(kernel,)) for shape in shapes]
         return len({row["build"] for found in rows for row in found})
 
-    assert count("_group_blocks_kernel", "fp8_1x128") == 1
+    for fmt in ("fp8_1x128", "nvfp4_1x16"):
+        assert count("_group_tables_kernel", fmt) == 1
     for kernel, fmt in (("_quantize_fp8_kernel", "fp8_1x128"), ("_quantize_nvfp4_kernel", "nvfp4_1x16")):
         assert count(kernel, fmt, "columnwise") == 1
         assert count(kernel, fmt, "rowwise") <= 2

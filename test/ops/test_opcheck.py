@@ -153,8 +153,16 @@ def test_grouped_quantize(fmt, ends, tokens, copies):
     amax = library.grouped_amax_bits(gate, ends) if fmt.has_global_scale else None
     opcheck(library.grouped_quantize.default, (gate, ends, amax, fmt.name, *options))
     if fmt is FP8_1X128:
-        opcheck(library.swiglu_quantize.default, (gate, up, fmt.name, *options, ends))
-        opcheck(library.swiglu_backward_quantize.default, (dh, gate, up, fmt.name, *options, ends))
+        tables = library.group_tables(ends, tokens, fmt.name, "reference")
+        for more in ((ends,), (ends, False, tables)):
+            opcheck(library.swiglu_quantize.default, (gate, up, fmt.name, *options, *more))
+            opcheck(library.swiglu_backward_quantize.default, (dh, gate, up, fmt.name, *options, *more))
+
+
+@pytest.mark.parametrize("ends, tokens", GROUP_ENDS.values(), ids=GROUP_ENDS)
+@pytest.mark.parametrize("fmt", (FP8_1X128, NVFP4_1X16), ids=("fp8", "nvfp4"))
+def test_group_tables(fmt, ends, tokens):
+    opcheck(library.group_tables.default, (torch.tensor(ends, dtype=torch.int32), tokens, fmt.name, "reference"))
 
 
 @pytest.mark.parametrize("ends, tokens", GROUP_ENDS.values(), ids=GROUP_ENDS)
@@ -184,12 +192,21 @@ def test_permute(tokens, weighted):
 CHECKED = {"quantize", "quantize_both", "tensor_amax_bits", "global_scale", "dequantize", "transpose", "matmul"}
 CHECKED |= {"add_matmul_", "norm_statistics", "normalize", "norm_quantize"}
 CHECKED |= {"grouped_matmul", "add_grouped_matmul_"}
-CHECKED |= {"grouped_quantize", "grouped_amax_bits", "permute", "unpermute", "unpermute_backward"}
+CHECKED |= {"grouped_quantize", "grouped_amax_bits", "group_tables", "permute", "unpermute", "unpermute_backward"}
 CHECKED |= {"swiglu", "swiglu_backward", "swiglu_quantize", "swiglu_backward_quantize"}
 
 
 def test_every_op_of_these_folders_is_checked():
-    names = ("dequantize", "grouped_matmul", "grouped_quantize", "matmul", "norm_quantize", "permute", "quantize")
+    names = (
+        "dequantize",
+        "group_tables",
+        "grouped_matmul",
+        "grouped_quantize",
+        "matmul",
+        "norm_quantize",
+        "permute",
+        "quantize",
+    )
     names += ("swiglu_quantize", "transpose")
     folders = [importlib.import_module(f"torchao_blockwise.ops.{name}") for name in names]
     values = [getattr(x, "overload", x) for folder in folders for x in vars(folder).values()]

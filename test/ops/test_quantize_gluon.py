@@ -87,7 +87,7 @@ def test_is_taken_for_tokens_in_groups(taken, monkeypatch, device):
     ((tokens, *arguments, blocks, rows),) = taken
     assert tokens is x and arguments == [FP8_1X128, False, 8] and rows == 256
     # The tokens as a whole; each group; those of no group.
-    assert blocks.tolist() == [[0, 15, 17], [0, 5, 5], [5, 15, 15], [15, 15, 17]]
+    assert blocks.tolist() == [[0, 15, 17, 0], [0, 5, 5, 0], [5, 15, 15, 0], [15, 15, 17, 0]]
     grouped.quantize(x.float(), ends, FP8_1X128, None, True, True, False)
     assert len(taken) == 1
     grouped.quantize(x, ends, FP8_1X128, None, False, True, False)

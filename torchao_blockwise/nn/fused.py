@@ -7,6 +7,7 @@ import torch
 from torchao_blockwise import ops
 from torchao_blockwise.nn.linear import WEIGHTS, config_of
 from torchao_blockwise.nn.weight_product import weight_gradient, weight_product
+from torchao_blockwise.ops.backend import may_have_kernels
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, BlockwiseFP8TrainingConfig, MasterWeightTensor
 
 
@@ -43,15 +44,37 @@ def quantized(quantize, *args, rowwise: bool, columnwise: bool, **options):
     return (result, None) if rowwise else (None, result)
 
 
-def quantized_tokens(x, group_ends: torch.Tensor | None, config, *, rowwise: bool, columnwise: bool):
+def group_tables(group_ends: torch.Tensor | None, tokens: int, *configs) -> torch.Tensor | None:
+    """Tables for all operations of a layer of these configs on `tokens` tokens in these groups, forward and backward.
+
+    None where operations need none, or make their own because configs differ in format or backend.
+    """
+    if group_ends is None or not may_have_kernels(group_ends.device):
+        return None
+    wanted, *others = ((config.activation_format, ops.casting_backend(config.backend)) for config in configs)
+    fmt, backend = wanted
+    if backend is ops.Backend.REFERENCE or any(other != wanted for other in others):
+        return None
+    return ops.group_tables(group_ends, tokens, fmt, backend=backend)
+
+
+def quantized_tokens(
+    x,
+    config,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    group_ends: torch.Tensor | None = None,
+    group_tables: torch.Tensor | None = None,
+):
     """(rowwise or None, columnwise or None) of x [T, K]; group_ends: of experts, by whom the rows are sorted."""
-    quantize = ops.quantize if group_ends is None else ops.grouped_quantize
-    args = (x,) if group_ends is None else (x, group_ends)
-    options = options_of(config)
-    if group_ends is not None:
-        # Each group is padded anyway.
-        del options["padded"]
-    return quantized(quantize, *args, config.activation_format, rowwise=rowwise, columnwise=columnwise, **options)
+    options = {"rowwise": rowwise, "columnwise": columnwise, **options_of(config)}
+    if group_ends is None:
+        return quantized(ops.quantize, x, config.activation_format, **options)
+    # Each group is padded anyway.
+    del options["padded"]
+    options["group_tables"] = group_tables
+    return quantized(ops.grouped_quantize, x, group_ends, config.activation_format, **options)
 
 
 def fields(columnwise) -> tuple:
@@ -59,13 +82,11 @@ def fields(columnwise) -> tuple:
     return tuple(columnwise) if columnwise is not None else (None, None, None)
 
 
-def grad_input(dy_rowwise, weight, config, dtype: torch.dtype, group_ends: torch.Tensor | None = None) -> torch.Tensor:
-    """dy · w; group_ends: of experts, as in `weight_product`."""
-    return weight_product(dy_rowwise, weight, config, columnwise=True, out_dtype=dtype, group_ends=group_ends)
+def grad_input(dy_rowwise, weight, config, dtype: torch.dtype, **groups) -> torch.Tensor:
+    """dy · w; groups: of experts, as in `weight_product`."""
+    return weight_product(dy_rowwise, weight, config, columnwise=True, out_dtype=dtype, **groups)
 
 
-def grad_weight(
-    dy_columnwise, x_columnwise, weight, config, group_ends: torch.Tensor | None = None
-) -> torch.Tensor | None:
+def grad_weight(dy_columnwise, x_columnwise, weight, config, **groups) -> torch.Tensor | None:
     """dyᵀ · x, both quantised along tokens, or None: see `weight_gradient`."""
-    return weight_gradient(dy_columnwise, x_columnwise, weight, config, weight.dtype, group_ends)
+    return weight_gradient(dy_columnwise, x_columnwise, weight, config, weight.dtype, **groups)

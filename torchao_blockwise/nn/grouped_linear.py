@@ -96,19 +96,20 @@ class _GroupedLinear(torch.autograd.Function):
             stored = stored if rounded_to is None else MasterWeightTensor(hp, stored.config)
         needs_weight = ctx.needs_input_grad[1]
         save_quantized = needs_weight and config.saves_quantized_activations
-        rowwise, columnwise = fused.quantized_tokens(x, group_ends, config, rowwise=True, columnwise=save_quantized)
+        groups = {"group_ends": group_ends, "group_tables": fused.group_tables(group_ends, x.shape[0], config)}
+        rowwise, columnwise = fused.quantized_tokens(x, config, rowwise=True, columnwise=save_quantized, **groups)
         out = weight_product(
             rowwise,
             stored,
             config,
             columnwise=not contracts_columns,
             out_dtype=out_dtype or config.out_dtype or x.dtype,
-            group_ends=group_ends,
             rounded_to=rounded_to,
+            **groups,
         )
         saved_x = x if needs_weight and not save_quantized else None
         saved_weight = stored if rounded_to is None else stored.hp
-        ctx.save_for_backward(saved_weight, group_ends, saved_x, *fused.fields(columnwise))
+        ctx.save_for_backward(saved_weight, *groups.values(), saved_x, *fused.fields(columnwise))
         ctx.config, ctx.rounded_to, ctx.contracts_columns = config, rounded_to, contracts_columns
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.is_transposed = isinstance(weight, TransposedWeight)
@@ -118,12 +119,13 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         steps.refuse_second_order("grouped_linear")
         config = ctx.config
-        weight, group_ends, x, *columnwise = ctx.saved_tensors
+        weight, group_ends, group_tables, x, *columnwise = ctx.saved_tensors
+        groups = {"group_ends": group_ends, "group_tables": group_tables}
         weight = weight if ctx.rounded_to is None else MasterWeightTensor(weight, config)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         grad_x = grad_weight = None
         dy_rowwise, dy_columnwise = fused.quantized_tokens(
-            grad_output, group_ends, config, rowwise=needs_x, columnwise=needs_weight
+            grad_output, config, rowwise=needs_x, columnwise=needs_weight, **groups
         )
         if needs_x:
             grad_x = weight_product(
@@ -132,17 +134,17 @@ class _GroupedLinear(torch.autograd.Function):
                 config,
                 columnwise=ctx.contracts_columns,
                 out_dtype=ctx.x_dtype,
-                group_ends=group_ends,
                 rounded_to=ctx.rounded_to,
+                **groups,
             )
         del dy_rowwise
         if needs_weight:
             if x is None:
                 x_columnwise = ops.operand(config.activation_format, *columnwise)
             else:
-                _, x_columnwise = fused.quantized_tokens(x, group_ends, config, rowwise=False, columnwise=True)
+                _, x_columnwise = fused.quantized_tokens(x, config, rowwise=False, columnwise=True, **groups)
             sides = (dy_columnwise, x_columnwise) if ctx.contracts_columns else (x_columnwise, dy_columnwise)
-            grad_weight = weight_gradient(*sides, weight, config, ctx.weight_dtype, group_ends)
+            grad_weight = weight_gradient(*sides, weight, config, ctx.weight_dtype, **groups)
             if grad_weight is not None and ctx.is_transposed:
                 grad_weight = grad_weight.transpose(-2, -1)
         return grad_x, grad_weight, None, None, None

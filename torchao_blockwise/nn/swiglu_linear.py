@@ -157,8 +157,9 @@ class SwiGLUFunction(torch.autograd.Function):
         save_x = needs_gate_up and inner.saves_quantized_activations
         save_h = needs_down and outer.saves_quantized_activations
         x2d = x.reshape(-1, x.shape[-1])
-        x_rowwise, x_columnwise = fused.quantized_tokens(x2d, group_ends, inner, rowwise=True, columnwise=save_x)
-        groups = {"group_ends": group_ends}
+        group_tables = fused.group_tables(group_ends, x2d.shape[0], inner, outer)
+        groups = {"group_ends": group_ends, "group_tables": group_tables}
+        x_rowwise, x_columnwise = fused.quantized_tokens(x2d, inner, rowwise=True, columnwise=save_x, **groups)
         out_dtype = inner.out_dtype or x.dtype
         gate_up = weight_product(x_rowwise, gate_up_weight, inner, columnwise=False, out_dtype=out_dtype, **groups)
         del x_rowwise
@@ -174,6 +175,7 @@ class SwiGLUFunction(torch.autograd.Function):
             gate_up_weight,
             down_weight,
             group_ends,
+            group_tables,
             x2d if needs_gate_up and not save_x else None,
             gate_up if needs_x or needs_gate_up or (needs_down and not save_h) else None,
             *fused.fields(x_columnwise),
@@ -185,7 +187,8 @@ class SwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        gate_up_weight, down_weight, group_ends, x, gate_up, *copies = _compat.take_saved(ctx)
+        gate_up_weight, down_weight, group_ends, group_tables, x, gate_up, *copies = _compat.take_saved(ctx)
+        groups = {"group_ends": group_ends, "group_tables": group_tables}
         steps.refuse_second_order("SwiGLUMLP" if group_ends is None else "swiglu_experts")
         inner, outer = config_of(gate_up_weight), config_of(down_weight)
         needs_x, needs_gate_up, needs_down, needs_bias, _ = ctx.needs_input_grad
@@ -197,41 +200,40 @@ class SwiGLUFunction(torch.autograd.Function):
         dtype = None if gate_up is None else gate_up.dtype
         del gate_up
         dy_rowwise, dy_columnwise = fused.quantized_tokens(
-            dy, group_ends, outer, rowwise=needs_x or needs_gate_up, columnwise=needs_down
+            dy, outer, rowwise=needs_x or needs_gate_up, columnwise=needs_down, **groups
         )
         if needs_down:
-            h_columnwise = _h_columnwise(outer, h_copies if ctx.save_h else None, gate, up, group_ends)
-            grad_down = fused.grad_weight(dy_columnwise, h_columnwise, down_weight, outer, group_ends)
+            h_columnwise = _h_columnwise(outer, h_copies if ctx.save_h else None, gate, up, **groups)
+            grad_down = fused.grad_weight(dy_columnwise, h_columnwise, down_weight, outer, **groups)
             del h_columnwise
         # Each copy goes when its product is done: together they would be most of a step's memory.
         del dy_columnwise, h_copies
         if needs_x or needs_gate_up:
-            dh = fused.grad_input(dy_rowwise, down_weight, outer, dtype, group_ends)
+            dh = fused.grad_input(dy_rowwise, down_weight, outer, dtype, **groups)
             del dy_rowwise
             rowwise, columnwise = fused.quantized(
                 ops.swiglu_backward_quantize, dh, gate, up, inner.activation_format,
-                rowwise=needs_x, columnwise=needs_gate_up, group_ends=group_ends, **fused.options_of(inner),
+                rowwise=needs_x, columnwise=needs_gate_up, **groups, **fused.options_of(inner),
             )  # fmt: skip
             del dh, gate, up
         if needs_x:
-            grad_x = fused.grad_input(rowwise, gate_up_weight, inner, ctx.x_dtype, group_ends).view(ctx.x_shape)
+            grad_x = fused.grad_input(rowwise, gate_up_weight, inner, ctx.x_dtype, **groups).view(ctx.x_shape)
             del rowwise
         if needs_gate_up:
             if ctx.save_x:
                 x_columnwise = ops.operand(inner.activation_format, *x_copies)
             else:
-                _, x_columnwise = fused.quantized_tokens(x, group_ends, inner, rowwise=False, columnwise=True)
-            grad_gate_up = fused.grad_weight(columnwise, x_columnwise, gate_up_weight, inner, group_ends)
+                _, x_columnwise = fused.quantized_tokens(x, inner, rowwise=False, columnwise=True, **groups)
+            grad_gate_up = fused.grad_weight(columnwise, x_columnwise, gate_up_weight, inner, **groups)
         if needs_bias:
             grad_bias = steps.grad_bias(dy, ctx.bias_dtype)
         return grad_x, grad_gate_up, grad_down, grad_bias, None
 
 
-def _h_columnwise(config, saved, gate, up, group_ends=None):
+def _h_columnwise(config, saved, gate, up, **groups):
     """The columnwise copy of silu(gate) · up: the saved one, or made again from what was saved in its place."""
     if saved is not None:
         return ops.operand(config.activation_format, *saved)
     return ops.swiglu_quantize(
-        gate, up, config.activation_format, rowwise=False, columnwise=True, group_ends=group_ends,
-        **fused.options_of(config),
+        gate, up, config.activation_format, rowwise=False, columnwise=True, **groups, **fused.options_of(config),
     )  # fmt: skip

@@ -22,13 +22,14 @@ def weight_product(
     amax_groups: str = "",
     group_ends: torch.Tensor | None = None,
     rounded_to: torch.dtype | None = None,
+    group_tables: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a · wᵀ for `output` (columnwise=False), a · w for `grad_input` (columnwise=True).
 
     a: operand [T, K] or [T, N]. weight: [N, K]. Returns [T, N] or [T, K] of `out_dtype`.
     amax_groups: the process groups over which the weight is split, as `amax_over` takes them.
     group_ends: of experts, whose weight is [E, N, K]: which rows of `a` belong to each, as `ops.grouped_matmul` takes
-        it; without bias.
+        it; without bias. group_tables: those of these groups, if they are made, as it takes them.
     rounded_to: the dtype that a master weight is rounded to first, if another than its own.
     A copy of the weight that is not kept dies inside this call.
     """
@@ -48,40 +49,49 @@ def weight_product(
             group_ends,
             rounded_to,
             not torch.compiler.is_compiling(),
+            group_tables,
         )
     if weight.original is not None and not torch.compiler.is_compiling():
         weight.original.free()
     b = weight.columnwise_operand(backend=ops.casting_backend(config.backend)) if columnwise else weight.operand()
-    return _product(a, b, group_ends, out_dtype, bias, config.backend)
+    return _product(a, b, group_ends, out_dtype, bias, config.backend, group_tables)
 
 
-def _product(a, b, group_ends, out_dtype, bias, backend):
+def _product(a, b, group_ends, out_dtype, bias, backend, group_tables):
     if group_ends is None:
         return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
     assert bias is None, "grouped products have no bias"
-    return ops.grouped_matmul(a, b, group_ends, out_dtype=out_dtype, backend=backend)
+    return ops.grouped_matmul(a, b, group_ends, out_dtype=out_dtype, backend=backend, group_tables=group_tables)
 
 
 def weight_gradient(
-    dy_columnwise, x_columnwise, weight, config, dtype: torch.dtype, group_ends: torch.Tensor | None = None
+    dy_columnwise,
+    x_columnwise,
+    weight,
+    config,
+    dtype: torch.dtype,
+    group_ends: torch.Tensor | None = None,
+    group_tables: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """dyᵀ · x [N, K] of `dtype`, both operands quantised along tokens; None where it went into `weight.main_grad`.
 
     group_ends: of experts: the operands are those of `ops.grouped_quantize`, and the product is [E, N, K].
+    group_tables: as in `weight_product`.
     A weight with an attribute `main_grad`, of its shape in f32, has the product added there in the pass that computes
     it, and `weight.grad_added_to_main_grad` set, as Megatron-LM's optimizers expect. `.grad` stays as it is, and its
     hooks do not run. In eager mode alone: a compiled layer gives `.grad`.
     """
     main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
     backend = config.backend
+    groups = {"backend": backend, "group_tables": group_tables}
     if main_grad is None and group_ends is None:
         return ops.matmul(dy_columnwise, x_columnwise, out_dtype=dtype, backend=backend)
     if main_grad is None:
-        return ops.grouped_matmul(dy_columnwise, x_columnwise, group_ends, along="k", out_dtype=dtype, backend=backend)
+        return ops.grouped_matmul(dy_columnwise, x_columnwise, group_ends, along="k", out_dtype=dtype, **groups)
     if group_ends is None:
         ops.add_matmul_(main_grad, dy_columnwise, x_columnwise, backend=backend)
     else:
-        ops.add_grouped_matmul_(main_grad, dy_columnwise, x_columnwise, group_ends, backend=backend)
+        ops.add_grouped_matmul_(main_grad, dy_columnwise, x_columnwise, group_ends, **groups)
     weight.grad_added_to_main_grad = True
     return None
 
@@ -103,6 +113,7 @@ def _master_matmul(
     group_ends=None,
     rounded_to=None,
     eager=False,
+    group_tables=None,
 ):
     b = quantized_weight(
         hp,
@@ -115,7 +126,7 @@ def _master_matmul(
         rounded_to=rounded_to,
         keep_in_capture=eager,
     )
-    return _product(ops.operand(a_format, a, a_scale, a_global), b, group_ends, out_dtype, bias, backend)
+    return _product(ops.operand(a_format, a, a_scale, a_global), b, group_ends, out_dtype, bias, backend, group_tables)
 
 
 def _master_matmul_fake(
@@ -135,6 +146,7 @@ def _master_matmul_fake(
     group_ends=None,
     rounded_to=None,
     eager=False,
+    group_tables=None,
 ):
     return a.new_empty((a.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
 
@@ -144,7 +156,8 @@ def _master_matmul_fake(
 master_matmul_op = define_op(
     "master_matmul(Tensor a, Tensor a_scale, Tensor? a_global, Tensor hp, str a_format, str weight_format,"
     " bool power_of_2_scales, bool columnwise, str keep, ScalarType out_dtype, Tensor? bias, str backend,"
-    " str amax_groups='', Tensor? group_ends=None, ScalarType? rounded_to=None, bool eager=False) -> Tensor",
+    " str amax_groups='', Tensor? group_ends=None, ScalarType? rounded_to=None, bool eager=False,"
+    " Tensor? group_tables=None) -> Tensor",
     _master_matmul,
     _master_matmul_fake,
 )

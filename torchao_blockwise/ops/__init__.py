@@ -3,6 +3,7 @@
 from torchao_blockwise.ops.backend import Backend, casting_backend, get_backend
 from torchao_blockwise.ops.dequantize import dequantize
 from torchao_blockwise.ops.flat_shards import shard_entries
+from torchao_blockwise.ops.group_tables import group_tables
 from torchao_blockwise.ops.grouped_matmul import add_grouped_matmul_, grouped_matmul
 from torchao_blockwise.ops.grouped_quantize import grouped_quantize
 from torchao_blockwise.ops.matmul import add_matmul_, matmul
@@ -25,6 +26,7 @@ __all__ = [
     "casting_backend",
     "dequantize",
     "get_backend",
+    "group_tables",
     "grouped_matmul",
     "grouped_quantize",
     "is_operand",

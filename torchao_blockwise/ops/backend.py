@@ -80,6 +80,11 @@ def why_no_triton(device: torch.device, min_capability: tuple[int, int] = (8, 0)
     return f"the kernel needs {want} or newer, got {have}"
 
 
+def may_have_kernels(device: torch.device) -> bool:
+    """False where `why_no_triton` has a reason that no GPU needs to be asked for: for code that may be traced."""
+    return device.type != "cpu" or interpreting()
+
+
 def why_no_gluon(device: torch.device) -> str | None:
     """Why the Gluon kernels of products cannot run on `device`, or None if they can, for products that they take."""
     capability = compute_capability(device)

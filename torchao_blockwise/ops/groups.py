@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from torchao_blockwise.formats import BlockFormat
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -45,6 +47,15 @@ def _check_values(op: str, ends: list[int], tokens: int) -> None:
         previous = end
 
 
+def check_row_blocks(op: str, fmt: BlockFormat) -> None:
+    """Raise ValueError where a block of `fmt` holds several rows, which may be tokens of two groups."""
+    if fmt.block[0] != 1:
+        raise ValueError(
+            f"{op}: tokens in groups need blocks of one row, got {fmt.name}; take fp8_1x128 or nvfp4_1x16,"
+            " the formats of activations"
+        )
+
+
 def clamped_ends(group_ends: torch.Tensor, tokens: int) -> torch.Tensor:
     """max over i <= g of clamp(group_ends[i], 0, tokens), int32 [E]: ends that reach no memory but the tokens'."""
     return group_ends.clamp(0, tokens).cummax(0).values
@@ -56,9 +67,13 @@ def padded_tokens(tokens: int, groups: int, block: int) -> int:
     (tokens + min(groups, tokens) · (block - 1)) rounded down to a multiple of `block`: no more groups than that have
     tokens, and a group is padded by block - 1 at most. Numbers may be symbolic.
     """
-    # Of plain numbers it takes 4 µs, and every launch asks.
-    least = min if type(tokens) is type(groups) is int else torch.sym_min
-    return (tokens + least(groups, tokens) * (block - 1)) // block * block
+    return (tokens + smaller(groups, tokens) * (block - 1)) // block * block
+
+
+def smaller(a: int, b: int) -> int:
+    """min(a, b) of numbers that may be symbolic."""
+    # Of plain numbers `sym_min` takes 4 µs, and every launch asks.
+    return min(a, b) if type(a) is type(b) is int else torch.sym_min(a, b)
 
 
 def padded_ends(group_ends: torch.Tensor, tokens: int, block: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ from torchao_blockwise.formats import (
     get_format,
 )
 from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_gluon, why_no_triton
+from torchao_blockwise.ops.group_tables.layout import check_group_tables
 from torchao_blockwise.ops.grouped_matmul import deep_gemm, reference
 from torchao_blockwise.ops.groups import check_group_ends
 from torchao_blockwise.ops.library import define_op
@@ -51,6 +52,7 @@ def grouped_matmul(
     along: str = "m",
     out_dtype: torch.dtype,
     backend: Backend | str | None = None,
+    group_tables: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[m] = a[m] @ b[g].T for the rows m of each group g (along "m"), or out[g] = a[:, g] @ b[:, g].T (along "k").
 
@@ -64,6 +66,8 @@ def grouped_matmul(
         qdata [N, P] and [K, P], where P tokens hold each group padded to whole blocks. Returns [E, N, K] `out_dtype`;
         that of an empty group is zeros.
     out_dtype: bf16 | f16 | f32. backend: AUTO (default), or one by name.
+    group_tables: a result of `ops.group_tables` of these ends, M and the format of a, made once for all operations on
+        them; else each makes its own. Along "k", M is the number of tokens before they were padded.
     NaN and Inf propagate inside their group. Not differentiable.
 
     Raises TypeError for an operand or dtype, ValueError for shapes, devices, group ends or a backend that cannot run.
@@ -71,23 +75,31 @@ def grouped_matmul(
     """
     _check("grouped_matmul", a, b, along, out_dtype)
     backend = get_backend(backend).value
-    return grouped_matmul_op(*a, *b, group_ends, a.format_name, b.format_name, along, out_dtype, backend)
+    formats = a.format_name, b.format_name
+    return grouped_matmul_op(*a, *b, group_ends, *formats, along, out_dtype, backend, group_tables)
 
 
 def add_grouped_matmul_(
-    out: torch.Tensor, a, b, group_ends: torch.Tensor, *, backend: Backend | str | None = None
+    out: torch.Tensor,
+    a,
+    b,
+    group_ends: torch.Tensor,
+    *,
+    backend: Backend | str | None = None,
+    group_tables: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[g] += a[:, g] @ b[:, g].T, in fp32: experts' gradients added to what other microbatches left.
 
     out: [E, N, K] f32, contiguous, changed in place and returned; that of an empty group is neither read nor written.
-    a, b, group_ends: as in `grouped_matmul` along "k".
+    a, b, group_ends, group_tables: as in `grouped_matmul` along "k".
     Gluon and Triton kernels read and write `out` once, where a tile ends; other backends make the product first.
     Raises TypeError and ValueError like `grouped_matmul`, and for another `out`.
     """
     _check("add_grouped_matmul_", a, b, "k", torch.float32)
     wanted = [group_ends.numel(), a.qdata.shape[0], b.qdata.shape[0]]
     check_sum("add_grouped_matmul_", out, wanted, a.qdata.device)
-    add_grouped_matmul_op(out, *a, *b, group_ends, a.format_name, b.format_name, get_backend(backend).value)
+    formats = a.format_name, b.format_name
+    add_grouped_matmul_op(out, *a, *b, group_ends, *formats, get_backend(backend).value, group_tables)
     count_change(out)
     return out
 
@@ -126,11 +138,12 @@ def _check(op: str, a, b, along: str, out_dtype: torch.dtype) -> None:
         raise ValueError(f"{op}: a is on {a.qdata.device}, b on {b.qdata.device}; move one of them")
 
 
-def _check_ends(op: str, a, b, group_ends, a_fmt: BlockFormat, along: str) -> None:
+def _check_groups(op: str, a, b, group_ends, group_tables, a_fmt: BlockFormat, along: str) -> None:
     """In operations and their fakes: what has values is here, and what is traced is not."""
     # Along "k" the tokens are padded, and the number of columns is a bound of the ends.
     tokens = a.shape[0] if along == "m" else a.shape[1] * a_fmt.element.per_byte
     check_group_ends(op, group_ends, tokens, a.device)
+    check_group_tables(op, group_tables, group_ends, tokens, a_fmt.block[1], padded=along == "k")
     if along == "m" and group_ends.shape[0] != b.shape[0]:
         got = f"{group_ends.shape[0]} ends for payload of shape {list(b.shape)}"
         raise ValueError(f"{op}: group_ends must have one end for each matrix of b [E, N, K], got {got}")
@@ -172,34 +185,36 @@ def _pick(op: str, a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str, out
 
 
 def _grouped_matmul(
-    a, a_scale, a_global, b, b_scale, b_global, group_ends, a_format, b_format, along, out_dtype, backend
-):
+    a, a_scale, a_global, b, b_scale, b_global, group_ends, a_format, b_format, along, out_dtype, backend,
+    group_tables=None,
+):  # fmt: skip
     a_fmt, b_fmt = get_format(a_format), get_format(b_format)
-    _check_ends("grouped_matmul", a, b, group_ends, a_fmt, along)
+    _check_groups("grouped_matmul", a, b, group_ends, group_tables, a_fmt, along)
     chosen = _pick("grouped_matmul", a, b, a_fmt, b_fmt, along, out_dtype, backend)
+    arguments = a, a_scale, a_global, b, b_scale, b_global, group_ends, a_fmt, b_fmt, along, out_dtype
+    if chosen is Backend.GLUON:
+        from torchao_blockwise.ops.grouped_matmul import gluon
+
+        return gluon.grouped_matmul(*arguments, group_tables=group_tables)
     if chosen is Backend.TRITON:
         from torchao_blockwise.ops.grouped_matmul import triton
 
-        implementation = triton.grouped_matmul
-    elif chosen is Backend.GLUON:
-        from torchao_blockwise.ops.grouped_matmul import gluon
-
-        implementation = gluon.grouped_matmul
-    else:
-        implementation = deep_gemm.grouped_matmul if chosen is Backend.DEEP_GEMM else reference.grouped_matmul
-    operands = a, a_scale, a_global, b, b_scale, b_global
-    return implementation(*operands, group_ends, a_fmt, b_fmt, along, out_dtype)
+        return triton.grouped_matmul(*arguments)
+    implementation = deep_gemm if chosen is Backend.DEEP_GEMM else reference
+    return implementation.grouped_matmul(*arguments)
 
 
-def _add_grouped_matmul(out, a, a_scale, a_global, b, b_scale, b_global, group_ends, a_format, b_format, backend):
+def _add_grouped_matmul(
+    out, a, a_scale, a_global, b, b_scale, b_global, group_ends, a_format, b_format, backend, group_tables=None
+):
     a_fmt, b_fmt = get_format(a_format), get_format(b_format)
-    _check_ends("add_grouped_matmul_", a, b, group_ends, a_fmt, "k")
+    _check_groups("add_grouped_matmul_", a, b, group_ends, group_tables, a_fmt, "k")
     chosen = _pick("add_grouped_matmul_", a, b, a_fmt, b_fmt, "k", torch.float32, backend)
     arguments = a, a_scale, a_global, b, b_scale, b_global, group_ends, a_fmt, b_fmt
     if chosen is Backend.GLUON:
         from torchao_blockwise.ops.grouped_matmul import gluon
 
-        gluon.add_grouped_matmul(out, *arguments)
+        gluon.add_grouped_matmul(out, *arguments, group_tables=group_tables)
     elif chosen is Backend.TRITON:
         from torchao_blockwise.ops.grouped_matmul import triton
 
@@ -211,26 +226,30 @@ def _add_grouped_matmul(out, a, a_scale, a_global, b, b_scale, b_global, group_e
 
 
 def _grouped_matmul_fake(
-    a, a_scale, a_global, b, b_scale, b_global, group_ends, a_format, b_format, along, out_dtype, backend
-):
-    _check_ends("grouped_matmul", a, b, group_ends, get_format(a_format), along)
+    a, a_scale, a_global, b, b_scale, b_global, group_ends, a_format, b_format, along, out_dtype, backend,
+    group_tables=None,
+):  # fmt: skip
+    _check_groups("grouped_matmul", a, b, group_ends, group_tables, get_format(a_format), along)
     shape = (a.shape[0], b.shape[1]) if along == "m" else (group_ends.shape[0], a.shape[0], b.shape[0])
     return a.new_empty(shape, dtype=out_dtype)
 
 
-def _add_grouped_matmul_fake(out, a, a_scale, a_global, b, b_scale, b_global, group_ends, a_format, b_format, backend):
-    _check_ends("add_grouped_matmul_", a, b, group_ends, get_format(a_format), "k")
+def _add_grouped_matmul_fake(
+    out, a, a_scale, a_global, b, b_scale, b_global, group_ends, a_format, b_format, backend, group_tables=None
+):
+    _check_groups("add_grouped_matmul_", a, b, group_ends, group_tables, get_format(a_format), "k")
 
 
 grouped_matmul_op = define_op(
     "grouped_matmul(Tensor a, Tensor a_scale, Tensor? a_global, Tensor b, Tensor b_scale, Tensor? b_global,"
-    " Tensor group_ends, str a_format, str b_format, str along, ScalarType out_dtype, str backend) -> Tensor",
+    " Tensor group_ends, str a_format, str b_format, str along, ScalarType out_dtype, str backend,"
+    " Tensor? group_tables=None) -> Tensor",
     _grouped_matmul,
     _grouped_matmul_fake,
 )
 add_grouped_matmul_op = define_op(
     "add_grouped_matmul_(Tensor(a!) out, Tensor a, Tensor a_scale, Tensor? a_global, Tensor b, Tensor b_scale,"
-    " Tensor? b_global, Tensor group_ends, str a_format, str b_format, str backend) -> ()",
+    " Tensor? b_global, Tensor group_ends, str a_format, str b_format, str backend, Tensor? group_tables=None) -> ()",
     _add_grouped_matmul,
     _add_grouped_matmul_fake,
 )

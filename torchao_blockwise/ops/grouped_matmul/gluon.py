@@ -15,7 +15,8 @@ import torch
 
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, BlockFormat
 from torchao_blockwise.ops.backend import interpreting
-from torchao_blockwise.ops.grouped_matmul.schedule import schedule_groups, schedule_rows
+from torchao_blockwise.ops.group_tables.layout import count_rows
+from torchao_blockwise.ops.group_tables.triton import group_schedule, row_schedule
 from torchao_blockwise.ops.launch import Launch, ceil_div
 from torchao_blockwise.ops.matmul.builds import Build, builds_for, bytes_of_rounds
 from torchao_blockwise.ops.matmul.gluon import copies_out, in_tiles, multiprocessors, tiles_of
@@ -69,14 +70,15 @@ def grouped_matmul(
     along: str,
     out_dtype: torch.dtype,
     build: Build | None = None,
+    group_tables: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Product within what `why_not` admits. Arguments as in the op; build: the default is `choose_build`'s."""
     if along == "m":
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-        _launch_along_m(out, a, a_scale, b, b_scale, group_ends, a_fmt, build)
+        _launch_along_m(out, a, a_scale, b, b_scale, group_ends, a_fmt, build, group_tables)
     else:
         out = a.new_empty((group_ends.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
-        _launch_along_k(out, a, a_scale, b, b_scale, group_ends, a_fmt, False, build)
+        _launch_along_k(out, a, a_scale, b, b_scale, group_ends, a_fmt, False, build, group_tables)
     return out
 
 
@@ -92,26 +94,27 @@ def add_grouped_matmul(
     a_fmt: BlockFormat,
     b_fmt: BlockFormat,
     build: Build | None = None,
+    group_tables: torch.Tensor | None = None,
 ) -> None:
     """out [E, N, K] f32 += the groups' products, in the one pass that they take; empty groups are not touched."""
-    _launch_along_k(out, a, a_scale, b, b_scale, group_ends, a_fmt, True, build)
+    _launch_along_k(out, a, a_scale, b, b_scale, group_ends, a_fmt, True, build, group_tables)
 
 
-def _launch_along_m(out, a, a_scale, b, b_scale, group_ends, a_fmt, build):
-    (M, N), groups = out.shape, b.shape[0]
+def _launch_along_m(out, a, a_scale, b, b_scale, group_ends, a_fmt, build, group_tables):
+    (M, N), groups, block = out.shape, b.shape[0], a_fmt.block[1]
     available = multiprocessors(a.device)
     a, b = aligned_rows(a), aligned_rows(b.reshape(groups * N, -1))
     K = a.shape[1]
     build = choose_build("m", M, groups, M, N, K, available) if build is None else build
     copy_out = copies_out(N, out.dtype)
-    build = _complete(build, block=a_fmt.block[1], along="m", b_square=True, copy_out=copy_out)
-    schedule = schedule_rows(group_ends, M, build.tile_m)
+    build = _complete(build, block=block, along="m", b_square=True, copy_out=copy_out)
+    schedule = row_schedule(group_ends, M, block, build.tile_m, group_tables)
     # As many as there may be: how many there are, the schedule says.
-    tiles = (schedule.shape[0] - 1) * ceil_div(N, build.width)
+    tiles = count_rows(M, groups, build.tile_m) * ceil_div(N, build.width)
     _launch(a, a_scale, b, b_scale, schedule, out, out, (M, N, K), tiles, build)
 
 
-def _launch_along_k(out, a, a_scale, b, b_scale, group_ends, a_fmt, accumulate, build):
+def _launch_along_k(out, a, a_scale, b, b_scale, group_ends, a_fmt, accumulate, build, group_tables):
     groups, M, N = out.shape
     available, block = multiprocessors(a.device), a_fmt.block[1]
     padded = a.shape[1]
@@ -120,7 +123,7 @@ def _launch_along_k(out, a, a_scale, b, b_scale, group_ends, a_fmt, accumulate, 
     # The copy engine ends where the tensor does; a tile that runs on into the next group's rows is stored.
     copy_out = not accumulate and copies_out(N, out.dtype) and M % build.tile_m == 0
     build = _complete(build, block=block, along="k", accumulate=accumulate, copy_out=copy_out)
-    schedule = schedule_groups(group_ends, padded, block, not accumulate)
+    schedule = group_schedule(group_ends, padded, block, group_tables)
     tiles = groups * ceil_div(M, build.tile_m) * ceil_div(N, build.width)
     operands = aligned_rows(a), a_scale, aligned_rows(b), b_scale
     _launch(*operands, schedule, out, out.view(groups * M, N), (M, N, padded), tiles, build)

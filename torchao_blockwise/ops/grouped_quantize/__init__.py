@@ -7,8 +7,9 @@ import torch
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, get_format
 from torchao_blockwise.ops.backend import Backend, get_backend
 from torchao_blockwise.ops.fused import check_copies, new_copies, operands_of, pick_kernel, without_grad
+from torchao_blockwise.ops.group_tables.layout import check_group_tables
 from torchao_blockwise.ops.grouped_quantize import reference
-from torchao_blockwise.ops.groups import check_group_ends
+from torchao_blockwise.ops.groups import check_group_ends, check_row_blocks
 from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.ops.quantize import global_scale_op
 
@@ -23,6 +24,7 @@ def grouped_quantize(
     power_of_2_scales: bool = False,
     tensor_amax: torch.Tensor | None = None,
     backend: Backend | str | None = None,
+    group_tables: torch.Tensor | None = None,
 ):
     """`quantize` of tokens in groups: no block along the tokens reaches from one group into the next.
 
@@ -35,6 +37,8 @@ def grouped_quantize(
         columns after the last group are zeros. Scales as there, FP8 [P/B, K], NVFP4 [K, P/B].
     power_of_2_scales, backend: as in `quantize`.
     tensor_amax: NVFP4 only, as in `quantize`; without it the amax is that of the rows in groups.
+    group_tables: a result of `ops.group_tables` of these ends, M and `fmt`, made once for all operations on them; else
+        each makes its own.
     With both copies: (rowwise, columnwise). Every byte is defined. The host reads nothing back: shapes and launches
     follow from M and E alone. Bits do not depend on the backend. Not differentiable.
 
@@ -53,16 +57,7 @@ def grouped_quantize(
         amax_bits = grouped_amax_bits_op(x, group_ends) if tensor_amax is None else tensor_amax.view(torch.int32)
         global_scale = global_scale_op(amax_bits)
     options = (fmt.name, rowwise, columnwise, power_of_2_scales, backend)
-    return operands_of(grouped_quantize_op(x, group_ends, amax_bits, *options), fmt, global_scale)
-
-
-def check_row_blocks(op: str, fmt: BlockFormat) -> None:
-    """Raise ValueError where a block of `fmt` holds several rows, which may be tokens of two groups."""
-    if fmt.block[0] != 1:
-        raise ValueError(
-            f"{op}: tokens in groups need blocks of one row, got {fmt.name}; take fp8_1x128 or nvfp4_1x16,"
-            " the formats of activations"
-        )
+    return operands_of(grouped_quantize_op(x, group_ends, amax_bits, *options, group_tables), fmt, global_scale)
 
 
 def _check(x, fmt, tensor_amax):
@@ -77,20 +72,30 @@ def _check(x, fmt, tensor_amax):
         raise ValueError(f"grouped_quantize: tensor_amax must be a float32 scalar, got {got}")
 
 
-def _grouped_quantize(x, group_ends, amax_bits, format, rowwise, columnwise, power_of_2_scales, backend):
+def _check_groups(x, group_ends, fmt, group_tables):
     check_group_ends("grouped_quantize", group_ends, x.shape[0], x.device)
+    check_group_tables("grouped_quantize", group_tables, group_ends, x.shape[0], fmt.block[1])
+
+
+def _grouped_quantize(
+    x, group_ends, amax_bits, format, rowwise, columnwise, power_of_2_scales, backend, group_tables=None
+):
     fmt = get_format(format)
+    _check_groups(x, group_ends, fmt, group_tables)
     amax = None if amax_bits is None else amax_bits.view(torch.float32)
     if pick_kernel("grouped_quantize", x, backend, quantizes=True) is not Backend.TRITON:
         return reference.quantize(x, group_ends, fmt, amax, rowwise, columnwise, power_of_2_scales)
     from torchao_blockwise.ops.grouped_quantize import triton
 
-    return triton.quantize(x, group_ends, fmt, amax, rowwise, columnwise, power_of_2_scales)
+    return triton.quantize(x, group_ends, fmt, amax, rowwise, columnwise, power_of_2_scales, group_tables)
 
 
-def _grouped_quantize_fake(x, group_ends, amax_bits, format, rowwise, columnwise, power_of_2_scales, backend):
-    check_group_ends("grouped_quantize", group_ends, x.shape[0], x.device)
-    return new_copies(x, get_format(format), x.shape, rowwise, columnwise, group_ends)
+def _grouped_quantize_fake(
+    x, group_ends, amax_bits, format, rowwise, columnwise, power_of_2_scales, backend, group_tables=None
+):
+    fmt = get_format(format)
+    _check_groups(x, group_ends, fmt, group_tables)
+    return new_copies(x, fmt, x.shape, rowwise, columnwise, group_ends)
 
 
 def _grouped_amax_bits(x, group_ends):
@@ -105,7 +110,7 @@ def _grouped_amax_bits_fake(x, group_ends):
 
 grouped_quantize_op = define_op(
     "grouped_quantize(Tensor x, Tensor group_ends, Tensor? amax_bits, str format, bool rowwise, bool columnwise,"
-    " bool power_of_2_scales, str backend) -> Tensor[]",
+    " bool power_of_2_scales, str backend, Tensor? group_tables=None) -> Tensor[]",
     _grouped_quantize,
     _grouped_quantize_fake,
 )

@@ -1,4 +1,4 @@
-"""Grouped quantisation in Triton: a launch makes the table of blocks, then a launch a copy, by the kernels of quantize.
+"""Grouped quantisation in Triton: a launch a copy, by the kernels of quantize, led by the table of blocks.
 
 Where both copies come from one read without groups (gluon.py of quantize), they do with groups.
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.group_tables.triton import block_table
 from torchao_blockwise.ops.groups import padded_tokens
 from torchao_blockwise.ops.quantize import triton
-from torchao_blockwise.ops.triton_group_blocks import group_blocks
 
 
 def quantize(
@@ -25,10 +25,12 @@ def quantize(
     rowwise: bool,
     columnwise: bool,
     power_of_2_scales: bool,
+    group_tables: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """(qdata, scale) of each copy of `x` [M, K] that is asked for, rowwise first, as the reference makes them."""
     tokens, block = x.shape[0], fmt.block[1]
-    blocks, rows = group_blocks(group_ends, tokens, block), padded_tokens(tokens, group_ends.shape[0], block)
+    blocks = block_table(group_ends, tokens, block, group_tables)
+    rows = padded_tokens(tokens, group_ends.shape[0], block)
     warps = triton._FP8_BOTH_GLUON_WARPS
     if warps is not None and rowwise and columnwise and triton.why_not_gluon(fmt, x) is None:
         from torchao_blockwise.ops.quantize import gluon

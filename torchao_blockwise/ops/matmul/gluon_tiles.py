@@ -47,7 +47,7 @@ def turns_of_program(groups, M, N, B: gl.constexpr):
         tiles = gl.cdiv(M, B.tile_m) * gl.cdiv(N, B.width) * B.splits
         return gl.program_id(0), tiles, gl.num_programs(0), 0
     else:
-        entries = gl.load(groups[0])
+        entries = gl.load(groups[0] + (1 if B.accumulate else 0))
         tiles = entries * _tiles_of_entry(M, N, B)
         rounds = tiles // gl.num_programs(0)
         return 0, rounds + (_tile_of(rounds) < tiles).to(gl.int32), 1, entries

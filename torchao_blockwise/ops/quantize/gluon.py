@@ -82,7 +82,7 @@ def quantize_both(
     """(qdata, scale, columnwise qdata, columnwise scale) of `ops.quantize`, padded, bit for bit.
 
     x: what `gluon_tiles.why_not` has nothing against.
-    blocks: a table of `group_blocks`, of tokens in groups; their columnwise copy is padded to so many `rows`.
+    blocks: a result of `block_table`, of tokens in groups; their columnwise copy is padded to so many `rows`.
     """
     q, s = fmt.new_empty(x, *x.shape)
     columnwise = _quantize(x, (q, torch.uint8), s, fmt, power_of_2_scales, fmt.block[1], warps, blocks, rows)

@@ -312,7 +312,7 @@ def quantize(
 ) -> tuple[torch.Tensor, ...]:
     """(qdata, scale) of each copy asked for, rowwise first: those of `ops.quantize`, `padded`, bit for bit.
 
-    blocks: a table of `group_blocks`: of its tokens one copy, padded to so many `rows` where it is columnwise.
+    blocks: a result of `block_table`: of its tokens one copy, padded to so many `rows` where it is columnwise.
     """
     if _FP8_BOTH_GLUON_WARPS is not None and rowwise and columnwise and why_not_gluon(fmt, x) is None:
         from torchao_blockwise.ops.quantize import gluon

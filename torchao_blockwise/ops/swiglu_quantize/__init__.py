@@ -16,9 +16,10 @@ from torchao_blockwise.ops.fused import (
     quantized_copies,
     without_grad,
 )
-from torchao_blockwise.ops.grouped_quantize import check_row_blocks, grouped_quantize
+from torchao_blockwise.ops.group_tables.layout import check_group_tables
+from torchao_blockwise.ops.grouped_quantize import grouped_quantize
 from torchao_blockwise.ops.grouped_quantize import reference as grouped_reference
-from torchao_blockwise.ops.groups import check_group_ends
+from torchao_blockwise.ops.groups import check_group_ends, check_row_blocks
 from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.ops.quantize import quantize
 from torchao_blockwise.ops.swiglu_quantize import reference
@@ -52,12 +53,14 @@ def swiglu_quantize(
     group_ends: torch.Tensor | None = None,
     padded: bool = False,
     backend: Backend | str | None = None,
+    group_tables: torch.Tensor | None = None,
 ):
     """`quantize(swiglu(gate, up))` in one pass: h = silu(gate) · up never goes to memory.
 
     gate, up: as in `swiglu`. rowwise, columnwise, power_of_2_scales, padded: as in `quantize`, and so is what is
         returned.
-    group_ends: of tokens in groups; then it is `grouped_quantize(swiglu(gate, up), group_ends)`, padded as that is.
+    group_ends, group_tables: of tokens in groups; then it is `grouped_quantize(swiglu(gate, up), group_ends)`, padded
+        as that is, with its `group_tables`.
     The same bits as the two operations one after the other. NVFP4 and 128×128 blocks do run as the two: a tensor scale
     needs all of h before any block of it can be quantised. Not differentiable.
 
@@ -69,8 +72,9 @@ def swiglu_quantize(
     _check("swiglu_quantize", gate=gate, up=up)
     inputs = without_grad(gate, up)
     if fmt not in FUSED_FORMATS:
-        return _quantize(swiglu_op(*inputs, backend), group_ends, fmt, options, padded, backend)
-    return operands_of(swiglu_quantize_op(*inputs, fmt.name, *options.values(), backend, group_ends, padded), fmt)
+        return _quantize(swiglu_op(*inputs, backend), group_ends, fmt, options, padded, backend, group_tables)
+    copies = swiglu_quantize_op(*inputs, fmt.name, *options.values(), backend, group_ends, padded, group_tables)
+    return operands_of(copies, fmt)
 
 
 def swiglu_backward(
@@ -99,6 +103,7 @@ def swiglu_backward_quantize(
     group_ends: torch.Tensor | None = None,
     padded: bool = False,
     backend: Backend | str | None = None,
+    group_tables: torch.Tensor | None = None,
 ):
     """`quantize(cat(swiglu_backward(dh, gate, up), dim=1))` in one pass: the gradient of a merged [M, 2H] projection.
 
@@ -114,17 +119,26 @@ def swiglu_backward_quantize(
     _check("swiglu_backward_quantize", gate=gate, up=up, dh=dh)
     inputs = without_grad(dh, gate, up)
     if fmt not in FUSED_FORMATS or gate.shape[1] % _ALIGNMENT:
-        return _quantize(torch.cat(swiglu_backward_op(*inputs, backend), 1), group_ends, fmt, options, padded, backend)
-    copies = swiglu_backward_quantize_op(*inputs, fmt.name, *options.values(), backend, group_ends, padded)
+        gradient = torch.cat(swiglu_backward_op(*inputs, backend), 1)
+        return _quantize(gradient, group_ends, fmt, options, padded, backend, group_tables)
+    copies = swiglu_backward_quantize_op(
+        *inputs, fmt.name, *options.values(), backend, group_ends, padded, group_tables
+    )
     return operands_of(copies, fmt)
 
 
 def _quantize(
-    y: torch.Tensor, group_ends: torch.Tensor | None, fmt: BlockFormat, options: dict, padded: bool, backend: str
+    y: torch.Tensor,
+    group_ends: torch.Tensor | None,
+    fmt: BlockFormat,
+    options: dict,
+    padded: bool,
+    backend: str,
+    group_tables: torch.Tensor | None,
 ):
     if group_ends is None:
         return quantize(y, fmt, **options, padded=padded, backend=backend)
-    return grouped_quantize(y, group_ends, fmt, **options, backend=backend)
+    return grouped_quantize(y, group_ends, fmt, **options, backend=backend, group_tables=group_tables)
 
 
 def _check_quantize(op: str, fmt: BlockFormat, group_ends: torch.Tensor | None, **options: bool) -> None:
@@ -183,54 +197,61 @@ def _copies_of(y, group_ends, fmt, rowwise, columnwise, power_of_2_scales, padde
     return grouped_reference.quantize(y, group_ends, fmt, None, rowwise, columnwise, power_of_2_scales)
 
 
-def _check_ends(op, gate, group_ends):
+def _check_groups(op, gate, group_ends, format, group_tables):
     if group_ends is not None:
         check_group_ends(op, group_ends, gate.shape[0], gate.device)
+        check_group_tables(op, group_tables, group_ends, gate.shape[0], get_format(format).block[1])
 
 
-def _swiglu_quantize(gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None, padded=False):
-    _check_ends("swiglu_quantize", gate, group_ends)
+def _swiglu_quantize(
+    gate, up, format, rowwise, columnwise, power_of_2_scales, backend,
+    group_ends=None, padded=False, group_tables=None,
+):  # fmt: skip
+    _check_groups("swiglu_quantize", gate, group_ends, format, group_tables)
     fmt, options = get_format(format), (rowwise, columnwise, power_of_2_scales)
     if pick_kernel("swiglu_quantize", gate, backend, quantizes=True) is not Backend.TRITON:
         return _copies_of(reference.swiglu(gate, up), group_ends, fmt, *options, padded)
     from torchao_blockwise.ops.swiglu_quantize import triton
 
     copies = new_copies(gate, fmt, gate.shape, rowwise, columnwise, group_ends)
-    triton.swiglu_quantize(gate, up, fmt, copies, *options, group_ends)
+    triton.swiglu_quantize(gate, up, fmt, copies, *options, group_ends, group_tables)
     return made_copies(copies, fmt, gate.shape[0], columnwise, padded or group_ends is not None)
 
 
 def _swiglu_quantize_fake(
-    gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None, padded=False
-):
-    _check_ends("swiglu_quantize", gate, group_ends)
+    gate, up, format, rowwise, columnwise, power_of_2_scales, backend,
+    group_ends=None, padded=False, group_tables=None,
+):  # fmt: skip
+    _check_groups("swiglu_quantize", gate, group_ends, format, group_tables)
     return new_copies(gate, get_format(format), gate.shape, rowwise, columnwise, group_ends, padded)
 
 
 def _swiglu_backward_quantize(
-    dh, gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None, padded=False
-):
-    _check_ends("swiglu_backward_quantize", gate, group_ends)
+    dh, gate, up, format, rowwise, columnwise, power_of_2_scales, backend,
+    group_ends=None, padded=False, group_tables=None,
+):  # fmt: skip
+    _check_groups("swiglu_backward_quantize", gate, group_ends, format, group_tables)
     fmt, options = get_format(format), (rowwise, columnwise, power_of_2_scales)
     if pick_kernel("swiglu_backward_quantize", gate, backend, quantizes=True) is not Backend.TRITON:
         return _copies_of(torch.cat(reference.swiglu_backward(dh, gate, up), 1), group_ends, fmt, *options, padded)
     from torchao_blockwise.ops.swiglu_quantize import triton
 
     copies = new_copies(gate, fmt, _merged_shape(gate), rowwise, columnwise, group_ends)
-    triton.swiglu_backward_quantize(dh, gate, up, fmt, copies, *options, group_ends)
+    triton.swiglu_backward_quantize(dh, gate, up, fmt, copies, *options, group_ends, group_tables)
     return made_copies(copies, fmt, gate.shape[0], columnwise, padded or group_ends is not None)
 
 
 def _swiglu_backward_quantize_fake(
-    dh, gate, up, format, rowwise, columnwise, power_of_2_scales, backend, group_ends=None, padded=False
-):
-    _check_ends("swiglu_backward_quantize", gate, group_ends)
+    dh, gate, up, format, rowwise, columnwise, power_of_2_scales, backend,
+    group_ends=None, padded=False, group_tables=None,
+):  # fmt: skip
+    _check_groups("swiglu_backward_quantize", gate, group_ends, format, group_tables)
     return new_copies(gate, get_format(format), _merged_shape(gate), rowwise, columnwise, group_ends, padded)
 
 
 _OPTIONS = (
     "str format, bool rowwise, bool columnwise, bool power_of_2_scales, str backend,"
-    " Tensor? group_ends=None, bool padded=False"
+    " Tensor? group_ends=None, bool padded=False, Tensor? group_tables=None"
 )
 swiglu_op = define_op("swiglu(Tensor gate, Tensor up, str backend) -> Tensor", _swiglu, _swiglu_fake)
 swiglu_quantize_op = define_op(

@@ -153,7 +153,7 @@ def launch(
 ) -> None:
     """Fill (q, s, qt, st) from (gate, up), or with the gradients' copies from (dh, gate, up), none of them empty.
 
-    q, s: None where only the columnwise copy is made. blocks: a table of `group_blocks`, of tokens in groups.
+    q, s: None where only the columnwise copy is made. blocks: a result of `block_table`, of tokens in groups.
     """
     M, H = inputs[0].shape
     tiles_m = ceil_div(M, fmt.block[1]) if blocks is None else blocks.shape[0] - 1

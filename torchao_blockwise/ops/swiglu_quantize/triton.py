@@ -21,11 +21,12 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import FP8_1X128, BlockFormat
+from torchao_blockwise.ops.group_tables.triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.quantize.triton import why_not_gluon
 from torchao_blockwise.ops.swiglu_quantize import activation
 from torchao_blockwise.ops.triton_elements import from_f32, magnitude_bits, to_f32
-from torchao_blockwise.ops.triton_group_blocks import group_blocks, locate_rows
+from torchao_blockwise.ops.triton_group_blocks import locate_rows
 from torchao_blockwise.ops.triton_tiles import (
     columnwise_needs_rowwise,
     load_tile,
@@ -185,13 +186,14 @@ def _swiglu_backward_kernel(
 
 
 def _launch(
-    kernel, inputs, plain, fmt, copies, rowwise, columnwise, power_of_2_scales, width, group_ends=None, **flags
-) -> None:
+    kernel, inputs, plain, fmt, copies, rowwise, columnwise, power_of_2_scales, width,
+    group_ends=None, group_tables=None, **flags,
+) -> None:  # fmt: skip
     """Run `kernel` on `inputs` [M, H]; its copies are of an [M, width]."""
     M, H = inputs[0].shape
     if M == 0 or H == 0:
         return
-    blocks = None if group_ends is None else group_blocks(group_ends, M, fmt.block[1])
+    blocks = None if group_ends is None else block_table(group_ends, M, fmt.block[1], group_tables)
     if columnwise and why_not_gluon(fmt, *inputs) is None:
         from torchao_blockwise.ops.swiglu_quantize import gluon
 
@@ -222,11 +224,13 @@ def swiglu_quantize(
     columnwise: bool,
     power_of_2_scales: bool,
     group_ends: torch.Tensor | None = None,
+    group_tables: torch.Tensor | None = None,
 ) -> None:
     """Fill `copies`, (qdata, scale) of each copy asked for, with silu(gate) · up quantised, in those groups."""
     width = gate.shape[1]
     _launch(
-        _swiglu_kernel, (gate, up), (None,), fmt, copies, rowwise, columnwise, power_of_2_scales, width, group_ends
+        _swiglu_kernel, (gate, up), (None,), fmt, copies, rowwise, columnwise, power_of_2_scales, width,
+        group_ends, group_tables,
     )  # fmt: skip
 
 
@@ -247,12 +251,13 @@ def swiglu_backward_quantize(
     columnwise: bool,
     power_of_2_scales: bool,
     group_ends: torch.Tensor | None = None,
+    group_tables: torch.Tensor | None = None,
 ) -> None:
     """Fill `copies` with the [M, 2H] gradient (dgate | dup) quantised, in those groups."""
     H = gate.shape[1]
     _launch(
         _swiglu_backward_kernel, (dh, gate, up), (None, None), fmt, copies, rowwise, columnwise, power_of_2_scales,
-        2 * H, group_ends, WHOLE_BLOCKS=H % fmt.block[1] == 0,
+        2 * H, group_ends, group_tables, WHOLE_BLOCKS=H % fmt.block[1] == 0,
     )  # fmt: skip
 
 

@@ -1,0 +1,325 @@
+"""Tables of groups against loops over the groups; operations that are given them; tables that are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from grouped_cases import ROUTINGS, ends_of
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.ops.group_tables import layout, reference
+from torchao_blockwise.ops.groups import clamped_ends, padded_tokens
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
+
+kernels = pytest.importorskip("torchao_blockwise.ops.group_tables.triton")
+
+FORMATS = (FP8_1X128, NVFP4_1X16)
+every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+implementations = pytest.mark.parametrize(
+    "make", (reference.group_tables, kernels.group_tables), ids=("torch", "triton")
+)
+MALFORMED = pytest.mark.parametrize(
+    "ends", [(200, 100, 300), (-5, 130, 131), (60, 2**31 - 1, 0), (-(2**31), -1, -7)], ids=str
+)
+
+
+def int32(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# --- by loops over the groups -----------------------------------------------------------------------------------------
+
+
+def groups_of(group_ends: torch.Tensor, tokens: int) -> list[tuple[int, int, int]]:
+    """(number, first token, end) of each group, and of the tokens of no group, -1."""
+    ends = clamped_ends(group_ends, tokens).tolist()
+    return [*zip(range(len(ends)), [0, *ends], ends), (-1, ends[-1], tokens)]
+
+
+def along_k(group_ends, tokens: int, block: int, padded_blocks: int) -> list[list[int]]:
+    first, entries = 0, []
+    for g, start, end in groups_of(group_ends, tokens)[:-1]:
+        blocks = -(-(end - start) // block)
+        entries.append((-blocks, [g, *(min(n, padded_blocks) for n in (first, first + blocks)), 0]))
+        first += blocks
+    entries.sort(key=lambda entry: entry[0])
+    return [[len(entries), sum(length < 0 for length, _ in entries), 0, 0], *(entry for _, entry in entries)]
+
+
+def along_m(group_ends, tokens: int, tile: int) -> list[list[int]]:
+    entries = []
+    for g, start, end in groups_of(group_ends, tokens):
+        # Scales are copied from multiples of 16 bytes on.
+        tiles = -(-(end - start // 4 * 4) // tile) if end > start else 0
+        entries += [[g, len(entries), start, end]] * tiles
+    return [[len(entries), 0, 0, 0], *entries]
+
+
+def blocks_of(group_ends, tokens: int, block: int, count: int) -> list[list[int]]:
+    """Of all there is room for: those behind the last token hold none."""
+    *groups, (_, rest, _) = groups_of(group_ends, tokens)
+    blocks = [[first, end, end, 0] for _, start, end in groups for first in range(start, end, block)]
+    more = range(count - 1 - len(blocks))
+    return [[0, rest, tokens, 0], *blocks, *([rest + i * block, rest, tokens, 0] for i in more)]
+
+
+def check(make, group_ends, tokens: int, block: int, device: str) -> None:
+    at = layout.layout_of(tokens, len(group_ends), block)
+    # What is not written shows.
+    torch.full((4 * at.length,), -77, dtype=torch.int32, device=device)
+    found = make(group_ends.to(device), tokens, block)
+    assert (found.dtype, found.shape) == (torch.int32, (at.length, 4))
+    found = found.tolist()
+    padded_blocks = padded_tokens(tokens, len(group_ends), block) // block
+    assert found[: at.rows] == along_k(group_ends, tokens, block, padded_blocks)
+    for tile in layout.HEIGHTS:
+        wanted, first = along_m(group_ends, tokens, tile), at.rows_of(tile)
+        assert len(wanted) <= 1 + layout.count_rows(tokens, len(group_ends), tile) <= at.of_rows
+        assert found[first : first + len(wanted)] == wanted, tile
+    assert found[at.blocks :] == blocks_of(group_ends, tokens, block, at.of_blocks)
+
+
+@every_format
+@implementations
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_tables(make, fmt, routing, device):
+    check(make, *ends_of(routing), fmt.block[1], device)
+
+
+@implementations
+@MALFORMED
+def test_malformed_ends_are_clamped(make, ends, device):
+    for fmt in FORMATS:
+        check(make, int32(ends), 300, fmt.block[1], device)
+
+
+@implementations
+@pytest.mark.parametrize("experts", [1, 2, 37])
+def test_tables_of_random_sizes(make, experts, device):
+    sizes = torch.randint(0, 400, (experts,), generator=torch.Generator().manual_seed(experts))
+    check(make, sizes.cumsum(0).int(), int(sizes.sum()) + 77, FP8_1X128.block[1], device)
+
+
+@implementations
+@pytest.mark.parametrize("ends, tokens", (((1, 40_000), 40_001), ((5,), 40_000)), ids=("one group", "no group"))
+def test_long_groups_take_several_rounds(make, ends, tokens, device):
+    for fmt in FORMATS:
+        check(make, int32(ends), tokens, fmt.block[1], device)
+
+
+@implementations
+def test_no_tokens(make, device):
+    check(make, int32([0, 0, 0]), 0, FP8_1X128.block[1], device)
+
+
+@pytest.mark.gpu
+def test_tables_of_many_groups(device):
+    sizes = torch.randint(0, 400, (511,), generator=torch.Generator().manual_seed(0))
+    for fmt in FORMATS:
+        check(kernels.group_tables, sizes.cumsum(0).int(), int(sizes.sum()) + 77, fmt.block[1], device)
+
+
+@implementations
+def test_the_example_of_the_docstring(make, monkeypatch, device):
+    for module in (layout, reference, kernels):
+        monkeypatch.setattr(module, "HEIGHTS", (8,))
+    layout._remembered.cache_clear()
+    try:
+        found, at = make(int32([5, 5, 14]).to(device), 15, 8).tolist(), layout.layout_of(15, 3, 8)
+    finally:
+        layout._remembered.cache_clear()
+    assert found[:4] == [[3, 2, 0, 0], [2, 1, 3, 0], [0, 0, 1, 0], [1, 1, 1, 0]]
+    assert found[at.rows :][:5] == [[4, 0, 0, 0], [0, 0, 0, 5], [2, 1, 5, 14], [2, 1, 5, 14], [-1, 3, 14, 15]]
+    assert found[at.blocks :][:5] == [[0, 14, 15, 0], [0, 5, 5, 0], [5, 14, 14, 0], [13, 14, 14, 0], [14, 14, 15, 0]]
+
+
+@pytest.mark.parametrize("ends", [(70, 71, 271), (200, 100, 300), (-5, 130, 2**31 - 1), (0, 0, 0)], ids=str)
+def test_entries_along_k_lead_no_further_than_padded_tokens(ends, device):
+    """All that is known of the tokens is how many there are with their padding, which ends may fill wholly."""
+    for padded in (384, 640):
+        blocks = padded // FP8_1X128.block[1]
+        found = kernels.group_schedule(int32(ends).to(device), padded, FP8_1X128.block[1], None).tolist()
+        assert found[:4] == along_k(int32(ends), padded, FP8_1X128.block[1], blocks)
+        assert all(first <= last <= blocks for _, first, last, _ in found[1:4])
+
+
+# --- the operation ----------------------------------------------------------------------------------------------------
+
+
+@every_format
+def test_the_operation_gives_the_tables_of_its_backend(fmt):
+    ends, tokens = ends_of("tail")
+    for backend, make in (("reference", reference.group_tables), ("triton", kernels.group_tables)):
+        found = ops.group_tables(ends, tokens, fmt, backend=backend)
+        at = layout.layout_of(tokens, len(ends), fmt.block[1])
+        assert_bitwise_equal(found[: at.rows], make(ends, tokens, fmt.block[1])[: at.rows])
+        assert ops.group_tables(ends.to("meta"), tokens, fmt).shape == found.shape
+
+
+def test_sizes_may_be_symbolic():
+    def made(ends, x):
+        return ops.group_tables(ends, x.shape[0], FP8_1X128, backend="reference")
+
+    graph = make_fx(made, tracing_mode="symbolic")(int32([5, 7]), torch.zeros(9))
+    for ends, tokens in ((int32([3, 4, 200]), 333), (int32([100]), 101)):
+        assert torch.equal(graph(ends, torch.zeros(tokens)), made(ends, torch.zeros(tokens)))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    (
+        (
+            lambda: ops.group_tables(int32([3]), 5, FP8_128X128),
+            ValueError,
+            "group_tables: tokens in groups need blocks of",
+        ),
+        (
+            lambda: ops.group_tables(int32([3]).long(), 5, FP8_1X128),
+            TypeError,
+            "group_tables: group_ends must be int32",
+        ),
+        (lambda: ops.group_tables(int32([6]), 5, FP8_1X128), ValueError, r"must lie in \[0, 5\]"),
+    ),
+    ids=("format", "dtype", "ends"),
+)
+def test_refuses(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+# --- operations that are given tables ---------------------------------------------------------------------------------
+
+ENDS, TOKENS, OTHER_ENDS = int32([33, 33, 162]), 180, int32([1, 100, 170])
+COPIES = {"rowwise": True, "columnwise": True}
+
+
+def quantizers(fmt):
+    """{operation: call with group ends and options} in Triton, on tokens of which some are in no group."""
+    dh, gate, up = (random_tensor(TOKENS, 48, dtype=torch.bfloat16, seed=seed) / 64 for seed in range(3))
+    amax = {"tensor_amax": torch.tensor(64.0)} if fmt.has_global_scale else {}
+    calls = {"grouped_quantize": lambda ends, **o: ops.grouped_quantize(gate, ends, fmt, **COPIES, **amax, **o)}
+    if fmt is FP8_1X128:
+        calls["swiglu_quantize"] = lambda ends, **o: ops.swiglu_quantize(gate, up, fmt, **COPIES, group_ends=ends, **o)
+        calls["swiglu_backward_quantize"] = lambda ends, **o: ops.swiglu_backward_quantize(
+            dh, gate, up, fmt, **COPIES, group_ends=ends, **o
+        )
+    return calls
+
+
+QUANTIZERS = [(fmt, op) for fmt in FORMATS for op in quantizers(fmt)]
+every_quantizer = pytest.mark.parametrize("fmt, op", QUANTIZERS, ids=[f"{op}-{fmt.name}" for fmt, op in QUANTIZERS])
+
+
+def assert_same(got, expected) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert_bitwise_equal(a.qdata, b.qdata)
+        assert_bitwise_equal(a.scale, b.scale)
+
+
+@pytest.fixture
+def made(monkeypatch) -> list:
+    """Launches of the kernel."""
+    calls, launch = [], kernels.launch
+    monkeypatch.setattr(
+        kernels, "launch", lambda kernel, *args, **options: calls.append(kernel) or launch(kernel, *args, **options)
+    )
+    return calls
+
+
+@every_quantizer
+def test_quantised_with_tables_are_the_same_bits(fmt, op, made):
+    call = quantizers(fmt)[op]
+    expected = call(ENDS, backend="triton")
+    assert len(made) == 1
+    tables = ops.group_tables(ENDS, TOKENS, fmt, backend="triton")
+    assert_same(call(ENDS, backend="triton", group_tables=tables), expected)
+    assert len(made) == 2, "an operation that is given tables makes none"
+    assert_same(call(ENDS, backend="reference", group_tables=tables), expected)
+
+
+@every_quantizer
+def test_the_given_tables_are_those_that_are_read(fmt, op):
+    """Of other ends, so that it shows."""
+    call = quantizers(fmt)[op]
+    tables = ops.group_tables(OTHER_ENDS, TOKENS, fmt, backend="triton")
+    assert_same(call(ENDS, backend="triton", group_tables=tables), call(OTHER_ENDS, backend="triton"))
+
+
+@pytest.mark.parametrize("fmt, weight_fmt", ((FP8_1X128, FP8_128X128), (NVFP4_1X16, NVFP4_16X16)), ids=("fp8", "nvfp4"))
+def test_products_take_tables_of_the_tokens_without_padding(fmt, weight_fmt):
+    """Backends that need none too; Gluon's is tested with its kernels."""
+    x, dy, w = random_tensor(TOKENS, 33), random_tensor(TOKENS, 48, seed=1), random_tensor(3 * 48, 33).view(3, 48, 33)
+    options = {"out_dtype": torch.float32, "backend": "reference"}
+    given = {**options, "group_tables": ops.group_tables(ENDS, TOKENS, fmt, backend="triton")}
+    a, b = (ops.quantize(t, f, backend="reference") for t, f in ((x, fmt), (w, weight_fmt)))
+    assert_bitwise_equal(ops.grouped_matmul(a, b, ENDS, **given), ops.grouped_matmul(a, b, ENDS, **options))
+    a, b = (ops.grouped_quantize(t, ENDS, fmt, rowwise=False, columnwise=True, backend="reference") for t in (dy, x))
+    expected = ops.grouped_matmul(a, b, ENDS, along="k", **options)
+    assert_bitwise_equal(ops.grouped_matmul(a, b, ENDS, along="k", **given), expected)
+    del given["out_dtype"]
+    assert_bitwise_equal(ops.add_grouped_matmul_(torch.zeros_like(w), a, b, ENDS, **given), expected)
+
+
+def product_along(along: str):
+    """Call of a product of TOKENS tokens with tables."""
+    options = {"along": along, "out_dtype": torch.float32, "backend": "reference"}
+    columnwise = {"rowwise": False, "columnwise": True, "backend": "reference"}
+    x, w = torch.ones(TOKENS, 32), torch.ones(3, 8, 32)
+    if along == "m":
+        a, b = ops.quantize(x, FP8_1X128, backend="reference"), ops.quantize(w, FP8_128X128, backend="reference")
+    else:
+        a = b = ops.grouped_quantize(x, ENDS, FP8_1X128, **columnwise)
+    return lambda tables: ops.grouped_matmul(a, b, ENDS, **options, group_tables=tables)
+
+
+def add_along_k(tables):
+    a = ops.grouped_quantize(
+        torch.ones(TOKENS, 32), ENDS, FP8_1X128, rowwise=False, columnwise=True, backend="reference"
+    )
+    return ops.add_grouped_matmul_(torch.zeros(3, 32, 32), a, a, ENDS, backend="reference", group_tables=tables)
+
+
+TAKERS = {
+    "add_grouped_matmul_": add_along_k,
+    **{op: lambda tables, op=op: quantizers(FP8_1X128)[op](ENDS, group_tables=tables) for op in quantizers(FP8_1X128)},
+    "grouped_matmul along m": lambda tables: product_along("m")(tables),
+    "grouped_matmul along k": lambda tables: product_along("k")(tables),
+}
+
+
+def tables_of(ends, tokens: int = TOKENS, fmt=FP8_1X128) -> torch.Tensor:
+    return ops.group_tables(ends, tokens, fmt, backend="reference")
+
+
+WRONG = {
+    "dtype": (lambda: tables_of(ENDS).long(), TypeError, "group_tables must be int32, got torch.int64"),
+    "device": (lambda: tables_of(ENDS).to("meta"), ValueError, "on the device of group_ends cpu, got meta"),
+    "groups": (lambda: tables_of(ENDS[:2]), ValueError, "of 3 ends, .* tokens.* and blocks of 128"),
+    "fewer tokens": (lambda: tables_of(ENDS[:0].new_zeros(3), 40), ValueError, "make it of the same ends, tokens"),
+    "more tokens": (lambda: tables_of(ENDS, 1000), ValueError, "make it of the same ends, tokens"),
+    "format": (lambda: tables_of(ENDS, fmt=NVFP4_1X16), ValueError, r"blocks of 128, contiguous \[entries, 4\], got"),
+    "dims": (lambda: tables_of(ENDS).flatten(), ValueError, r"got shape \[\d+\]"),
+    "strides": (lambda: tables_of(ENDS).mT.contiguous().mT, ValueError, "stride"),
+}
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_tables_are_refused(taker, wrong):
+    make, error, message = WRONG[wrong]
+    with pytest.raises(error, match=f"^{taker.split()[0]}: .*{message}"):
+        TAKERS[taker](make())
+
+
+@pytest.mark.parametrize("groups", (1, 2, 5))
+def test_tables_along_k_fit_whatever_the_padding(groups):
+    """Of every number of tokens that may have been padded so, and of no other by more than the length can tell."""
+    block = FP8_1X128.block[1]
+    for tokens in range(700):
+        padded = padded_tokens(tokens, groups, block)
+        least, most = layout._before_padding(padded, groups, block)
+        assert least <= tokens <= most
+        for bound in (least, most):
+            assert padded_tokens(bound, groups, block) == padded

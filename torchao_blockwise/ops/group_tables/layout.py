@@ -1,0 +1,99 @@
+"""Where the tables of groups lie in their one tensor: what the host knows from the numbers of tokens and of groups."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from torchao_blockwise.ops.groups import padded_tokens, smaller
+from torchao_blockwise.ops.matmul.builds import BUILDS, SCHEDULE_FIELDS, TOKEN_ALIGNMENT
+
+# Of every entry of every table: 16 bytes, so that each table begins on a multiple of them.
+FIELDS = SCHEDULE_FIELDS
+# Tiles of rows that there are schedules for.
+HEIGHTS = tuple(sorted({build.tile_m for build in BUILDS}, reverse=True))
+
+
+class Layout(NamedTuple):
+    """First entries and lengths, in entries. The schedule along "k" comes first, at 0, wherever the others are."""
+
+    rows: int  # where the schedules along "m" begin, in the order of HEIGHTS,
+    of_rows: int  # and how far apart they are: with room for the lowest tiles
+    blocks: int  # where the table of blocks begins
+    of_blocks: int
+    length: int
+
+    def rows_of(self, tile: int) -> int:
+        """Where the schedule along "m" in tiles of `tile` rows begins."""
+        return self.rows + HEIGHTS.index(tile) * self.of_rows
+
+
+def layout_of(tokens: int, groups: int, block: int) -> Layout:
+    """The layout of `ops.group_tables` for a format whose blocks are `block` long. Numbers may be symbolic."""
+    if type(tokens) is type(groups) is int:
+        return _remembered(tokens, groups, block)
+    return _layout(tokens, groups, block)
+
+
+def _layout(tokens: int, groups: int, block: int) -> Layout:
+    rows = 1 + groups
+    of_rows = 1 + count_rows(tokens, groups, HEIGHTS[-1])
+    blocks = rows + len(HEIGHTS) * of_rows
+    # The tokens of no group are a group more.
+    of_blocks = 1 + padded_tokens(tokens, groups + 1, block) // block
+    return Layout(rows, of_rows, blocks, of_blocks, blocks + of_blocks)
+
+
+# Every operation asks, all of a layer for the same.
+_remembered = functools.lru_cache(maxsize=4096)(_layout)
+
+
+def count_rows(tokens: int, groups: int, tile: int) -> int:
+    """How many rows of tiles there are along "m" at most, those of the tokens of no group as well."""
+    filled = smaller(groups + 1, tokens)
+    # What a first tile begins earlier counts as tokens.
+    return padded_tokens(tokens + filled * (TOKEN_ALIGNMENT - 1), filled, tile) // tile
+
+
+def check_group_tables(
+    op: str, tables: torch.Tensor | None, group_ends: torch.Tensor, tokens: int, block: int, *, padded: bool = False
+) -> None:
+    """Raise unless `tables` is None, or what `ops.group_tables` makes of so many ends, `tokens` and blocks.
+
+    padded: `tokens` are those of a columnwise copy, of which how many there were before is known within a block.
+    Another number of tokens is seen where it changes the length; other ends are not seen: those are on the device.
+    Raises TypeError for a dtype, ValueError for a shape, strides or a device.
+    """
+    if tables is None:
+        return
+    if tables.dtype != torch.int32:
+        raise TypeError(f"{op}: group_tables must be int32, got {tables.dtype}; make it by ops.group_tables")
+    if tables.device != group_ends.device:
+        got = f"{group_ends.device}, got {tables.device}"
+        raise ValueError(f"{op}: group_tables must be on the device of group_ends {got}; make it there")
+    groups, shape = group_ends.shape[0], tables.shape
+    if len(shape) == 2 and type(shape[0]) is type(tokens) is int:
+        least, most = _before_padding(tokens, groups, block) if padded else (tokens, tokens)
+        fits = layout_of(least, groups, block).length <= shape[0] <= layout_of(most, groups, block).length
+        fits = fits and shape[1] == FIELDS and tables.is_contiguous()
+    else:
+        # Sizes of traced tokens are no more than symbols.
+        fits = len(shape) == 2
+    if not fits:
+        wanted = f"{groups} ends, {tokens} tokens{' with their padding' if padded else ''} and blocks of {block}"
+        raise ValueError(
+            f"{op}: group_tables must be what ops.group_tables makes of {wanted}, contiguous [entries, {FIELDS}], got"
+            f" shape {list(shape)}, stride {tables.stride()}; make it of the same ends, tokens and format, or leave it"
+            " out"
+        )
+
+
+def _before_padding(padded: int, groups: int, block: int) -> tuple[int, int]:
+    """The fewest and the most tokens of which `padded_tokens` makes so many."""
+    if padded < groups * block:
+        # Fewer tokens than groups: a block each.
+        return padded // block, padded // block
+    most = padded - (groups - 1) * (block - 1)
+    return most - (block - 1), most

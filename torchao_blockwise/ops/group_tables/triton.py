@@ -1,0 +1,126 @@
+"""Tables of groups in Triton, in one launch: a program a group, and one for the tokens of no group.
+
+Each loads all ends at once, sums up where its group's entries begin in each table, and writes them, so many at a time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from torchao_blockwise.ops.group_tables.layout import FIELDS, HEIGHTS, layout_of
+from torchao_blockwise.ops.groups import padded_tokens
+from torchao_blockwise.ops.launch import launch
+from torchao_blockwise.ops.matmul.builds import TOKEN_ALIGNMENT
+from torchao_blockwise.ops.triton_groups import load_ends
+
+_FIELDS = tl.constexpr(FIELDS)
+_ALIGNMENT = tl.constexpr(TOKEN_ALIGNMENT)
+# Entries that a program writes at once.
+_CHUNK = tl.constexpr(128)
+
+
+@triton.jit
+def _tiles_of_rows(start, end, tile):
+    """How many tiles hold tokens [start, end), where the first begins at a multiple of the alignment."""
+    first = start // _ALIGNMENT * _ALIGNMENT
+    return tl.where(end > start, (end - first + (tile - 1)) // tile, 0)
+
+
+@triton.jit
+def _write_entry(ptrs, mask, first, second, third, fourth):
+    tl.store(ptrs, first, mask=mask)
+    tl.store(ptrs + 1, second, mask=mask)
+    tl.store(ptrs + 2, third, mask=mask)
+    tl.store(ptrs + 3, fourth, mask=mask)
+
+
+@triton.jit
+def _write_entries(table_ptr, count, first, step, second, third, fourth):
+    """So many entries: the first field of each is `step` more than of the one before, others are alike."""
+    for written in range(0, count, _CHUNK):
+        i = written + tl.arange(0, _CHUNK)
+        _write_entry(table_ptr + i * _FIELDS, i < count, first + i * step, second, third, fourth)
+
+
+@triton.jit(do_not_specialize=["tokens", "padded_blocks", "of_rows", "of_blocks"])
+def _group_tables_kernel(
+    ends_ptr,  # [groups] int32
+    tables_ptr,  # [.., FIELDS] int32
+    tokens,
+    groups,
+    padded_blocks,  # of the groups when each is padded to whole blocks: entries along "k" lead no further
+    of_rows,  # entries of a schedule along "m",
+    of_blocks,  # and of the table of blocks
+    BLOCK: tl.constexpr,
+    HEIGHTS: tl.constexpr,
+    E_PAD: tl.constexpr,
+):
+    group = tl.program_id(0)
+    index, ends, sizes = load_ends(ends_ptr, tokens, groups, E_PAD)
+    earlier = index < group
+    is_group = group < groups
+    start = tl.max(tl.where(earlier, ends, 0), 0)
+    end = tl.where(is_group, tl.sum(tl.where(index == group, ends, 0), 0), tokens)
+
+    lengths = (sizes + (BLOCK - 1)) // BLOCK
+    length = (end - start + (BLOCK - 1)) // BLOCK
+    first_block = tl.sum(tl.where(earlier, lengths, 0), 0)
+    longer = (lengths > length) | ((lengths == length) & earlier)
+    place = tl.sum(longer.to(tl.int32), 0)
+    first, last = tl.minimum(first_block, padded_blocks), tl.minimum(first_block + length, padded_blocks)
+    _write_entry(tables_ptr + (1 + place) * _FIELDS, is_group, group, first, last, 0)
+    _write_entry(tables_ptr, group == groups, groups, tl.sum((sizes > 0).to(tl.int32), 0), 0, 0)
+
+    table_ptr = tables_ptr + (1 + groups) * _FIELDS
+    number = tl.where(is_group, group, -1)
+    for i in tl.static_range(len(HEIGHTS)):
+        first_tile = tl.sum(tl.where(earlier, _tiles_of_rows(ends - sizes, ends, HEIGHTS[i]), 0), 0)
+        tiles = _tiles_of_rows(start, end, HEIGHTS[i])
+        _write_entries(table_ptr + (1 + first_tile) * _FIELDS, tiles, number, 0, first_tile, start, end)
+        _write_entry(table_ptr, group == groups, first_tile + tiles, 0, 0, 0)
+        table_ptr += of_rows * _FIELDS
+
+    # Behind the tokens of no group, of which none is live, come blocks that begin where all tokens end or later.
+    count = tl.where(is_group, length, of_blocks - 1 - first_block)
+    live = tl.where(is_group, end, start)
+    _write_entries(table_ptr + (1 + first_block) * _FIELDS, count, start, BLOCK, live, end, 0)
+    _write_entry(table_ptr, group == groups, 0, start, tokens, 0)
+
+
+def group_tables(group_ends: torch.Tensor, tokens: int, block: int, padded_blocks: int | None = None) -> torch.Tensor:
+    """The tables of `ops.group_tables`, for a format whose blocks are `block` long.
+
+    padded_blocks: how many there are along "k", where that is known and the number of `tokens`, but for a bound, not.
+    """
+    groups = group_ends.shape[0]
+    layout = layout_of(tokens, groups, block)
+    tables = group_ends.new_empty((layout.length, FIELDS))
+    if padded_blocks is None:
+        padded_blocks = padded_tokens(tokens, groups, block) // block
+    launch(
+        _group_tables_kernel, groups + 1,
+        group_ends, tables, tokens, groups, padded_blocks, layout.of_rows, layout.of_blocks,
+        BLOCK=block, HEIGHTS=HEIGHTS, E_PAD=triton.next_power_of_2(groups), num_warps=4,
+    )  # fmt: skip
+    return tables
+
+
+def block_table(group_ends: torch.Tensor, tokens: int, block: int, tables: torch.Tensor | None) -> torch.Tensor:
+    """The table of blocks, [blocks + 1, FIELDS], of these tables, or of tables made here."""
+    layout = layout_of(tokens, group_ends.shape[0], block)
+    tables = group_tables(group_ends, tokens, block) if tables is None else tables
+    return tables.narrow(0, layout.blocks, layout.of_blocks)
+
+
+def row_schedule(
+    group_ends: torch.Tensor, tokens: int, block: int, tile: int, tables: torch.Tensor | None
+) -> torch.Tensor:
+    """The schedule along "m" in tiles of `tile` rows of these tables, or of tables made here."""
+    layout = layout_of(tokens, group_ends.shape[0], block)
+    tables = group_tables(group_ends, tokens, block) if tables is None else tables
+    return tables.narrow(0, layout.rows_of(tile), layout.of_rows)
+
+
+def group_schedule(group_ends: torch.Tensor, padded: int, block: int, tables: torch.Tensor | None) -> torch.Tensor:
+    """Tables that begin with the schedule along "k" over `padded` tokens: these, or some made here."""
+    return group_tables(group_ends, padded, block, padded // block) if tables is None else tables
