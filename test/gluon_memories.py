@@ -86,7 +86,7 @@ class Shared:
         assert len(shape) == 1
         return Shared(self.data.view(-1))
 
-    def slice(self, start, length, dim):
+    def slice(self, start, length, dim=0):
         return Shared(self.data.narrow(dim, start, length))
 
     def load(self, layout):

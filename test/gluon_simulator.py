@@ -158,6 +158,7 @@ class Multiprocessor:
             "_load_async": self._load_async,
             "_store_async": self._store_async,
             "_rank": lambda ctas: self.rank,
+            "_reciprocal": self._reciprocal,
             "warpgroup_mma": self._warpgroup_mma,
             "warpgroup_mma_wait": self._warpgroup_mma_wait,
             "fence_async_shared": lambda: None,
@@ -165,7 +166,7 @@ class Multiprocessor:
 
     def _gl(self):
         return types.SimpleNamespace(
-            to_tensor=torch.tensor,
+            to_tensor=torch.as_tensor,
             where=lambda c, x, y: torch.where(torch.as_tensor(c), torch.as_tensor(x), torch.as_tensor(y)),
             minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
             cdiv=lambda x, y: -(-x // y),
@@ -237,6 +238,10 @@ class Multiprocessor:
     def _check_running(self):
         if not self.running:
             raise SimulationError("a multiprocessor was written to after it had ended")
+
+    def _reciprocal(self, x):
+        # The hardware's is an ulp off, up or down.
+        return torch.nextafter(1 / x, torch.tensor(float(self.scheduler.random.choice((0, 9)))))
 
     # mbarrier
     def _init(self, barrier, count):

@@ -135,6 +135,14 @@ def test_products_fit_in_shared_memory(builds, kind):
         assert row["SHARED"] <= 227 * 1024, row["label"]
 
 
+@pytest.mark.parametrize("along", ("m", "k"))
+def test_each_partition_loads_the_entry_of_each_tile(builds, along):
+    """Triton 3.6 and 3.7 lost the producer's loads from a `for`: its tiles were all the first, and the kernel hung."""
+    for row in products(builds, f"grouped_{along}"):
+        loads = row["loads_in_loops"]
+        assert len(loads) >= 2 and min(loads) >= {"m": 4, "k": 2}[along], row["label"]
+
+
 def test_token_counts_do_not_rebuild_products(builds):
     for tile in {row["label"].split()[1] for row in products(builds, "plain")}:
         for fmt in ("fp8_128x128", "fp8_1x128"):

@@ -245,6 +245,13 @@ def _half_defined_words(ptx: str) -> list[str]:
     return [word for word, *halves in words if not defined.issuperset(halves)]
 
 
+def _loads_in_loops(ttgir: str) -> list[int]:
+    """Of each partition of a kernel how many loads from memory are in its loops."""
+    partitions = re.split(r"^\s*(?:default \{|partition\d+\()", ttgir, flags=re.M)[1:]
+    loops = (re.split(r"scf\.(?:for|while)", partition, maxsplit=1)[1:] for partition in partitions)
+    return [len(re.findall(r"tt\.load", *loop)) if loop else 0 for loop in loops]
+
+
 def _main(target: int) -> None:
     builds = _record_builds(target)
     rows, resources = [], {}
@@ -257,6 +264,7 @@ def _main(target: int) -> None:
             instructions = Counter(_INSTRUCTIONS.findall(compiled.asm["ptx"]))
             row = {"label": label, "kernel": kernel, "build": compiled.hash, "instructions": instructions}
             row["SHARED"] = compiled.metadata.shared
+            row["loads_in_loops"] = _loads_in_loops(compiled.asm["ttgir"])
             row["half_defined_words"] = _half_defined_words(compiled.asm["ptx"])
             rows.append(resources[compiled.hash] | row)
         builds.clear()

@@ -163,8 +163,8 @@ FAULTS = {
     ),
     "the phase never turns": ("gl.where(wraps, phase ^ 1, phase)", "phase"),
     "output is staged before the last copy left": (
-        "    # The copy before has left shared memory.\n    tma.store_wait(0)\n",
-        "",
+        "            # The copies of the tile before have left shared memory.\n            tma.store_wait(0)\n",
+        "            pass\n",
     ),
     "the program ends before its copies": ("    if B.copy_out:\n        tma.store_wait(0)\n", ""),
     "a copy for both waits for one": ("_WARPS * B.consumers * B.ctas)", "_WARPS * B.consumers)"),
@@ -177,6 +177,8 @@ FAULTS = {
 def test_the_simulator_sees(monkeypatch, tmp_path, fault):
     """The kernel with one fault: in some order of the partitions it must fail or give another product."""
     launcher = simulate(monkeypatch, simulator.with_fault(pipeline, *FAULTS[fault], tmp_path).matmul_fp8_kernel)
+    # Several tiles for each.
+    launcher.programs = 1
     a, b = operands(500, 257, 2000, "one-row")
     wanted = ops.matmul(a, b, out_dtype=torch.float32, backend="reference")
 

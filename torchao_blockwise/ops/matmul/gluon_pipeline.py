@@ -153,10 +153,8 @@ def _scaled(partial, a_scale, b_scale, B: gl.constexpr):
 
 
 @gluon.jit
-def _copy_out(acc, staging, out, row, column, B: gl.constexpr):
+def _copy_out(acc, staging, out, row, column):
     """A whole wave, through shared memory and the copy engine."""
-    # The last copy from here, which is a tile ago, has left shared memory.
-    tma.store_wait(B.waves - 1)
     staging.store(acc.to(out.dtype))
     fence_async_shared()
     _store_async(out, [row, column], staging)
@@ -192,11 +190,11 @@ def _write(
     if not B.copy_out:
         _store_out(acc, MMA, out, base, row, start, end, column, N, B)
     elif B.along == "":
-        _copy_out(acc, staging, out, row, column, B)
+        _copy_out(acc, staging, out, row, column)
     elif B.along == "k":
-        _copy_out(acc, staging, out, base + row, column, B)
+        _copy_out(acc, staging, out, base + row, column)
     elif row >= start and row + _WAVE <= end:
-        _copy_out(acc, staging, out, row, column, B)
+        _copy_out(acc, staging, out, row, column)
     elif row < end:
         # The copy engine ends where the tensor does; beside this group's rows lie others'.
         _store_out(acc, MMA, groups[1], base, row, start, end, column, N, B)
@@ -370,6 +368,9 @@ def _consume(CONSUMER: gl.constexpr, b_scale_ptr, out, out_ring, bias_ptr, rings
         # On its way from memory while this tile is written.
         entry = load_entry(tile + step, entries, groups, M, N, B)
         row += WAVE * _WAVE
+        if B.copy_out:
+            # The copies of the tile before have left shared memory.
+            tma.store_wait(0)
         staging = out_ring.index(CONSUMER * B.waves) if B.copy_out else out_ring
         _write(acc0, MMA, staging, out, bias_ptr, groups, part, row, start, end, column, M, N, B)
         if B.waves == 2:

@@ -19,6 +19,12 @@ _ALIGNMENT: gl.constexpr = gl.constexpr(TOKEN_ALIGNMENT)
 
 
 @gluon.jit
+def _reciprocal(x):
+    """1 / x of an f32, an estimate: an ulp off."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _divided(x, by, B: gl.constexpr):
     """(x // by, x % by) of 0 <= x < 2^24, which is more tiles than there is memory for.
 
@@ -29,10 +35,7 @@ def _divided(x, by, B: gl.constexpr):
         quotient = x // by
         rest = x - quotient * by
     else:
-        reciprocal = gl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [by.to(gl.float32)], dtype=gl.float32, is_pure=True, pack=1
-        )
-        quotient = (x.to(gl.float32) * reciprocal).to(gl.int32)
+        quotient = (x.to(gl.float32) * _reciprocal(gl.to_tensor(by).to(gl.float32))).to(gl.int32)
         rest = x - quotient * by
         # The estimate is one off at most.
         missed = (rest >= by).to(gl.int32) - (rest < 0).to(gl.int32)
@@ -94,6 +97,8 @@ def locate_tile(tile, entry, M, N, K, B: gl.constexpr):
     start, begin, end = 0, 0, M
     if B.along == "m":
         part, first_row, start, end = entry
+        # A schedule of more tokens leads to no others' memory.
+        end = gl.minimum(end, M)
         tile = _tile_of(tile) - first_row * tiles_n
         begin = start // _ALIGNMENT * _ALIGNMENT
         tiles_m = gl.cdiv(end - begin, B.tile_m)
