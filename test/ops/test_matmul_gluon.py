@@ -163,8 +163,8 @@ FAULTS = {
     ),
     "the phase never turns": ("gl.where(wraps, phase ^ 1, phase)", "phase"),
     "output is staged before the last copy left": (
-        "            # The copies of the tile before have left shared memory.\n            tma.store_wait(0)\n",
-        "            pass\n",
+        "tma.store_wait(B.waves - 1)\n",
+        "tma.store_wait(B.waves)\n",
     ),
     "the program ends before its copies": ("    if B.copy_out:\n        tma.store_wait(0)\n", ""),
     "a copy for both waits for one": ("_WARPS * B.consumers * B.ctas)", "_WARPS * B.consumers)"),

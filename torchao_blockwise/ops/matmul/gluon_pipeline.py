@@ -153,8 +153,11 @@ def _scaled(partial, a_scale, b_scale, B: gl.constexpr):
 
 
 @gluon.jit
-def _copy_out(acc, staging, out, row, column):
+def _copy_out(acc, staging, out, row, column, B: gl.constexpr):
     """A whole wave, through shared memory and the copy engine."""
+    if B.along != "m":
+        # The copy that was here a tile ago has left; the one of the wave before may be on its way.
+        tma.store_wait(B.waves - 1)
     staging.store(acc.to(out.dtype))
     fence_async_shared()
     _store_async(out, [row, column], staging)
@@ -190,39 +193,33 @@ def _write(
     if not B.copy_out:
         _store_out(acc, MMA, out, base, row, start, end, column, N, B)
     elif B.along == "":
-        _copy_out(acc, staging, out, row, column)
+        _copy_out(acc, staging, out, row, column, B)
     elif B.along == "k":
-        _copy_out(acc, staging, out, base + row, column)
+        _copy_out(acc, staging, out, base + row, column, B)
     elif row >= start and row + _WAVE <= end:
-        _copy_out(acc, staging, out, row, column)
+        _copy_out(acc, staging, out, row, column, B)
     elif row < end:
         # The copy engine ends where the tensor does; beside this group's rows lie others'.
         _store_out(acc, MMA, groups[1], base, row, start, end, column, N, B)
 
 
-@gluon.constexpr_function
-def _place_of(wave, build):
-    """(which of a stage's copies, from which of its rows on) of a wave."""
-    return wave * WAVE_ROWS // build.copied_rows, wave * WAVE_ROWS % build.copied_rows
-
-
 @gluon.jit
 def _wave_of(ring, stage, WAVE: gl.constexpr, B: gl.constexpr):
     """A wave of the tile of a in a stage."""
-    PLACE: gl.constexpr = _place_of(WAVE, B)
-    wave = ring.index(stage * B.copies + PLACE[0])
-    if B.copied_rows > _WAVE:
-        wave = wave.slice(PLACE[1], _WAVE)
-    return wave
+    if B.copies == 1:
+        rows = ring.index(stage).slice(WAVE * _WAVE, _WAVE)
+    else:
+        rows = ring.index(stage * B.copies + WAVE)
+    return rows
 
 
 @gluon.jit
 def _load_row_scales(ring, stage, WAVE: gl.constexpr, B: gl.constexpr):
     """The scales of a wave."""
-    PLACE: gl.constexpr = _place_of(WAVE, B)
-    scales = ring.index(stage * B.copies + PLACE[0]).reshape([B.copied_rows])
-    if B.copied_rows > _WAVE:
-        scales = scales.slice(PLACE[1], _WAVE)
+    if B.copies == 1:
+        scales = ring.index(stage).reshape([B.copied_rows]).slice(WAVE * _WAVE, _WAVE)
+    else:
+        scales = ring.index(stage * B.copies + WAVE).reshape([_WAVE])
     return scales.load(gl.SliceLayout(1, _accumulator_layout(B.tile_n, B.ctas)))
 
 
@@ -368,8 +365,8 @@ def _consume(CONSUMER: gl.constexpr, b_scale_ptr, out, out_ring, bias_ptr, rings
         # On its way from memory while this tile is written.
         entry = load_entry(tile + step, entries, groups, M, N, B)
         row += WAVE * _WAVE
-        if B.copy_out:
-            # The copies of the tile before have left shared memory.
+        if B.copy_out and B.along == "m":
+            # All copies of the tile before have left: not each wave has had one.
             tma.store_wait(0)
         staging = out_ring.index(CONSUMER * B.waves) if B.copy_out else out_ring
         _write(acc0, MMA, staging, out, bias_ptr, groups, part, row, start, end, column, M, N, B)

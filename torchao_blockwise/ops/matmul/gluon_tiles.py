@@ -33,7 +33,7 @@ def _divided(x, by, B: gl.constexpr):
     """
     if B.along == "":
         quotient = x // by
-        rest = x - quotient * by
+        rest = x % by
     else:
         quotient = (x.to(gl.float32) * _reciprocal(gl.to_tensor(by).to(gl.float32))).to(gl.int32)
         rest = x - quotient * by
