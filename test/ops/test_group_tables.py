@@ -149,8 +149,9 @@ def test_entries_along_k_lead_no_further_than_padded_tokens(ends, device):
 
 
 @every_format
-def test_the_operation_gives_the_tables_of_its_backend(fmt):
+def test_the_operation_gives_the_tables_of_its_backend(fmt, device):
     ends, tokens = ends_of("tail")
+    ends = ends.to(device)
     for backend, make in (("reference", reference.group_tables), ("triton", kernels.group_tables)):
         found = ops.group_tables(ends, tokens, fmt, backend=backend)
         at = layout.layout_of(tokens, len(ends), fmt.block[1])
@@ -191,14 +192,15 @@ def test_refuses(call, error, message):
 
 # --- operations that are given tables ---------------------------------------------------------------------------------
 
-ENDS, TOKENS, OTHER_ENDS = int32([33, 33, 162]), 180, int32([1, 100, 170])
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ENDS, TOKENS, OTHER_ENDS = int32([33, 33, 162]).to(DEVICE), 180, int32([1, 100, 170]).to(DEVICE)
 COPIES = {"rowwise": True, "columnwise": True}
 
 
 def quantizers(fmt):
     """{operation: call with group ends and options} in Triton, on tokens of which some are in no group."""
-    dh, gate, up = (random_tensor(TOKENS, 48, dtype=torch.bfloat16, seed=seed) / 64 for seed in range(3))
-    amax = {"tensor_amax": torch.tensor(64.0)} if fmt.has_global_scale else {}
+    dh, gate, up = (random_tensor(TOKENS, 48, dtype=torch.bfloat16, seed=seed, device=DEVICE) / 64 for seed in range(3))
+    amax = {"tensor_amax": torch.tensor(64.0, device=DEVICE)} if fmt.has_global_scale else {}
     calls = {"grouped_quantize": lambda ends, **o: ops.grouped_quantize(gate, ends, fmt, **COPIES, **amax, **o)}
     if fmt is FP8_1X128:
         calls["swiglu_quantize"] = lambda ends, **o: ops.swiglu_quantize(gate, up, fmt, **COPIES, group_ends=ends, **o)
@@ -250,7 +252,8 @@ def test_the_given_tables_are_those_that_are_read(fmt, op):
 @pytest.mark.parametrize("fmt, weight_fmt", ((FP8_1X128, FP8_128X128), (NVFP4_1X16, NVFP4_16X16)), ids=("fp8", "nvfp4"))
 def test_products_take_tables_of_the_tokens_without_padding(fmt, weight_fmt):
     """Backends that need none too; Gluon's is tested with its kernels."""
-    x, dy, w = random_tensor(TOKENS, 33), random_tensor(TOKENS, 48, seed=1), random_tensor(3 * 48, 33).view(3, 48, 33)
+    x, dy, w = (random_tensor(*shape, device=DEVICE) for shape in ((TOKENS, 33), (TOKENS, 48), (3 * 48, 33)))
+    w = w.view(3, 48, 33)
     options = {"out_dtype": torch.float32, "backend": "reference"}
     given = {**options, "group_tables": ops.group_tables(ENDS, TOKENS, fmt, backend="triton")}
     a, b = (ops.quantize(t, f, backend="reference") for t, f in ((x, fmt), (w, weight_fmt)))
@@ -266,7 +269,7 @@ def product_along(along: str):
     """Call of a product of TOKENS tokens with tables."""
     options = {"along": along, "out_dtype": torch.float32, "backend": "reference"}
     columnwise = {"rowwise": False, "columnwise": True, "backend": "reference"}
-    x, w = torch.ones(TOKENS, 32), torch.ones(3, 8, 32)
+    x, w = torch.ones(TOKENS, 32, device=DEVICE), torch.ones(3, 8, 32, device=DEVICE)
     if along == "m":
         a, b = ops.quantize(x, FP8_1X128, backend="reference"), ops.quantize(w, FP8_128X128, backend="reference")
     else:
@@ -275,10 +278,9 @@ def product_along(along: str):
 
 
 def add_along_k(tables):
-    a = ops.grouped_quantize(
-        torch.ones(TOKENS, 32), ENDS, FP8_1X128, rowwise=False, columnwise=True, backend="reference"
-    )
-    return ops.add_grouped_matmul_(torch.zeros(3, 32, 32), a, a, ENDS, backend="reference", group_tables=tables)
+    x, out = torch.ones(TOKENS, 32, device=DEVICE), torch.zeros(3, 32, 32, device=DEVICE)
+    a = ops.grouped_quantize(x, ENDS, FP8_1X128, rowwise=False, columnwise=True, backend="reference")
+    return ops.add_grouped_matmul_(out, a, a, ENDS, backend="reference", group_tables=tables)
 
 
 TAKERS = {
@@ -295,7 +297,7 @@ def tables_of(ends, tokens: int = TOKENS, fmt=FP8_1X128) -> torch.Tensor:
 
 WRONG = {
     "dtype": (lambda: tables_of(ENDS).long(), TypeError, "group_tables must be int32, got torch.int64"),
-    "device": (lambda: tables_of(ENDS).to("meta"), ValueError, "on the device of group_ends cpu, got meta"),
+    "device": (lambda: tables_of(ENDS).to("meta"), ValueError, "on the device of group_ends (cpu|cuda:0), got meta"),
     "groups": (lambda: tables_of(ENDS[:2]), ValueError, "of 3 ends, .* tokens.* and blocks of 128"),
     "fewer tokens": (lambda: tables_of(ENDS[:0].new_zeros(3), 40), ValueError, "make it of the same ends, tokens"),
     "more tokens": (lambda: tables_of(ENDS, 1000), ValueError, "make it of the same ends, tokens"),

@@ -205,7 +205,7 @@ FAULTS = {
     "a quotient that is one off stays": ("quotient, rest = quotient + missed, rest - missed * by", "pass"),
     "a wave is staged before a copy that left later": (
         '        if B.copy_out and B.along == "m":\n            # All copies',
-        '        if False:\n            # All copies',
+        "        if False:\n            # All copies",
     ),
     "waves are staged in one place": ("out_ring.index(CONSUMER * B.waves + 1)", "out_ring.index(CONSUMER * B.waves)"),
     "entries behind the schedule are read": (
