@@ -5,7 +5,7 @@ held between forward and backward, and the peak of all together, without the ste
 `columnwise`, `rowwise`, `save_activations` and `master_weights` give the same gradients, bit for bit. Writes
 benchmarks/results/memory_<device>.json and .md.
 
-    python benchmarks/bench_memory.py [--dim 4096 --hidden 14336 --layers 4 --tokens 8192]
+    python benchmarks/bench_memory.py [--dim 4096 --hidden 14336 --layers 4 --tokens 8192] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("dim", 4096), ("hidden", 14336), ("layers", 4), ("tokens", 8192)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "bench_memory: needs a CUDA GPU, whose allocator it reads; none found\n")
@@ -96,9 +97,10 @@ def main() -> None:
     text = table(rows)
     print(text)
     name = f"memory_{slug(device)}"
-    content = {"shape": vars(args), "environment": environment(device), "rows": rows}
-    write_json(RESULTS / f"{name}.json", content)
-    write_text(RESULTS / f"{name}.md", text + "\n")
+    shape = {k: v for k, v in vars(args).items() if k != "out"}
+    content = {"shape": shape, "environment": environment(device), "rows": rows}
+    write_json(args.out / f"{name}.json", content)
+    write_text(args.out / f"{name}.md", text + "\n")
 
 
 def table(rows: dict[str, dict]) -> str:
