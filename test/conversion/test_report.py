@@ -83,6 +83,10 @@ def test_bytes_are_those_that_training_keeps(config):
     for layer, module in zip(conversion_report(model).layers, (model[0], model[2])):
         assert layer.quantized_bytes == module.weight.quantized_bytes
         assert layer.bytes_after == module.weight.hp.nbytes + module.weight.quantized_bytes
+    cached = mlp(replace(config, columnwise="cached"))
+    cached(torch.randn(2, 64, requires_grad=True)).sum().backward()
+    for layer, module in zip(conversion_report(cached).layers, (cached[0], cached[2])):
+        assert layer.quantized_bytes == module.weight.quantized_bytes
     on_demand = mlp(replace(config, rowwise="on_demand"))
     on_demand(torch.randn(2, 64, requires_grad=True)).sum().backward()
     for layer, module in zip(conversion_report(on_demand).layers, (on_demand[0], on_demand[2])):

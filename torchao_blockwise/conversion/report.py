@@ -24,9 +24,9 @@ class LayerReport:
     fqn: of the layer, or of the weight of experts ("layers.0.experts.down_proj").
     status: "converted", "skipped" or "cannot convert"; reason says why, or to what format.
     shape: (out_features, in_features), or (experts, N, K).
-    bytes_before: the high-precision weight. bytes_after: the Parameter and the quantised copy that training keeps.
-    quantized_bytes: the quantised copy alone; 0 with rowwise="on_demand", where none is kept. Shards that FSDP2 gathers
-        quantised keep theirs from the first step on, whatever the option.
+    bytes_before: the high-precision weight. bytes_after: the Parameter and the quantised copies that training keeps.
+    quantized_bytes: the quantised copies alone; 0 with rowwise="on_demand", where none is kept. Shards that FSDP2
+        gathers quantised keep theirs from the first step on, whatever the option.
     """
 
     fqn: str
@@ -167,6 +167,9 @@ def _bytes(weight, shape, status: str, config: TrainingConfig | None) -> tuple[i
         return before, weight.nbytes, weight.nbytes
     if status != CONVERTED or config is None:
         return before, before, 0
-    keeps = config.kept_copies != "none" or not config.master_weights or fsdp.is_gathered_quantized(weight)
-    quantized = config.weight_format.nbytes(*shape) if keeps else 0
+    # A quantised Parameter, and what FSDP2 gathers, is the rowwise copy whatever is kept of others.
+    is_rowwise = not config.master_weights or fsdp.is_gathered_quantized(weight)
+    kept, fmt, (*experts, n, k) = "rowwise" if is_rowwise else config.kept_copies, config.weight_format, shape
+    quantized = fmt.nbytes(*experts, n, k) if kept != "none" else 0
+    quantized += fmt.nbytes(*experts, k, n) if kept == "both" else 0
     return before, (before if config.master_weights else 0) + quantized, quantized
