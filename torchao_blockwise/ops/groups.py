@@ -79,7 +79,7 @@ def smaller(a: int, b: int) -> int:
 def padded_ends(group_ends: torch.Tensor, tokens: int, block: int) -> torch.Tensor:
     """Σ over i <= g of ⌈m_i / block⌉ · block, int32 [E]: ends of the groups when each is padded to whole blocks."""
     ends = clamped_ends(group_ends, tokens)
-    sizes = ends - _starts(ends)
+    sizes = ends - starts_of(ends)
     return ((sizes + (block - 1)) // block * block).cumsum(0, dtype=torch.int32)
 
 
@@ -89,9 +89,10 @@ def padded_rows(group_ends: torch.Tensor, tokens: int, block: int) -> torch.Tens
     rows = torch.arange(padded_tokens(tokens, ends.numel(), block), dtype=torch.int32, device=ends.device)
     # An empty group ends where the one before does: `right` steps over it. Rows behind all groups overrun the last one.
     group = torch.searchsorted(padded, rows, right=True).clamp(max=ends.numel() - 1)
-    source = rows - _starts(padded)[group] + _starts(ends)[group]
+    source = rows - starts_of(padded)[group] + starts_of(ends)[group]
     return torch.where(source < ends[group], source, tokens).long()
 
 
-def _starts(ends: torch.Tensor) -> torch.Tensor:
+def starts_of(ends: torch.Tensor) -> torch.Tensor:
+    """Where groups begin that end there: each where the one before ends."""
     return torch.cat((ends.new_zeros(1), ends[:-1]))

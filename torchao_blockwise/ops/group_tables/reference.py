@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.ops.group_tables.layout import FIELDS, HEIGHTS, layout_of
-from torchao_blockwise.ops.groups import clamped_ends
+from torchao_blockwise.ops.groups import clamped_ends, starts_of
 from torchao_blockwise.ops.matmul.builds import TOKEN_ALIGNMENT
 
 
@@ -16,7 +16,7 @@ def group_tables(group_ends: torch.Tensor, tokens: int, block: int) -> torch.Ten
     tables = group_ends.new_zeros((layout.length, FIELDS))
     # The tokens of no group are a group more.
     ends = torch.cat((clamped_ends(group_ends, tokens), group_ends.new_full((1,), tokens)))
-    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+    starts = starts_of(ends)
     blocks = _ceil_div(ends - starts, block)
 
     order = blocks[:-1].argsort(descending=True, stable=True)
