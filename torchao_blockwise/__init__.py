@@ -16,7 +16,7 @@ from torchao_blockwise.conversion import (
     skip_routers,
 )
 from torchao_blockwise.nn import NormLinear, linear
-from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
+from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, weights_unchanged
 
 __version__ = "0.1.0"
 
@@ -41,4 +41,5 @@ __all__ = [
     "skip_fqns",
     "skip_lm_head",
     "skip_routers",
+    "weights_unchanged",
 ]

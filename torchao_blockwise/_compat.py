@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import importlib.util
@@ -131,26 +130,14 @@ def schema_of(op):
     return op._schema
 
 
+def operation_name(op) -> str:
+    """The name of an operator overload's operation: "add_" of `aten.add_.Tensor`."""
+    return op._overloadpacket.__name__
+
+
 def is_capturing(x: torch.Tensor) -> bool:
     """Whether a CUDA graph is being captured that would record operations on `x`."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def capture_id(x: torch.Tensor) -> int | None:
-    """What tells the capture of a CUDA graph that would record operations on `x` from all others.
-
-    0 where there is none, None where the driver does not say which.
-    """
-    if not is_capturing(x):
-        return 0
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    try:
-        get = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
-    except (OSError, AttributeError):
-        return None
-    failed = get(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
-    return None if failed else number.value
 
 
 def version_of(x: torch.Tensor) -> int:
@@ -215,6 +202,7 @@ def register_sharding(op, rule) -> None:
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_argnum = first_option
 
 
+@functools.cache
 def functional_gathers() -> set:
     """The operations by which DTensor gathers the shards of a tensor."""
     if not torch.distributed.is_available():

@@ -48,9 +48,30 @@ class FsdpParameter(NamedTuple):
 
 def state_of(module: torch.nn.Module):
     """FSDP2's state of a module that `fully_shard` was called on, else None."""
+    if not torch.distributed.is_available():
+        return None
     from torch.distributed.fsdp import FSDPModule
 
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+def places_of_shards(modules) -> set[tuple[torch.nn.Module, str]]:
+    """(module, attribute) of the parameters that FSDP2 shards in these modules; it swaps them where they are used."""
+    states = [state for state in map(state_of, modules) if state is not None]
+    infos = [p._module_info for group in _groups_of(states) for p in group.fsdp_params]
+    places = {(info.module, info.param_name) for info in infos}
+    return places.union(*(zip(info.shared_modules, info.shared_param_names) for info in infos))
+
+
+def release_held_gathers(states, kinds: tuple[type, ...]) -> None:
+    """Let go of the gathered parameters that a pass before has left, in groups with a shard of one of `kinds`.
+
+    FSDP2 holds them with `reshard_after_forward=False`, a root's default, until a backward pass, and would use them
+    again whatever became of the shards.
+    """
+    for group in _groups_of(states):
+        if group.is_unsharded and any(isinstance(p._sharded_local_tensor, kinds) for p in group.fsdp_params):
+            group._to_sharded()
 
 
 def scope_of(state):
@@ -101,9 +122,9 @@ def parameters_of(states, names: dict[torch.Tensor, str]) -> list[FsdpParameter]
     return found
 
 
-def reduces_gradients(states) -> bool:
-    """Whether a backward pass leaves gradients that an optimizer can step with: `set_requires_gradient_sync`."""
-    return any(group.reduce_grads for group in _groups_of(states))
+def modules_of(state) -> tuple[torch.nn.Module, ...]:
+    """The modules that one call of `fully_shard` made this state for."""
+    return tuple(state._modules)
 
 
 def partial_reshards(states) -> list[tuple[torch.nn.Module, list[torch.Tensor]]]:
@@ -126,20 +147,19 @@ def _groups_of(states) -> list:
     return [group for group in groups if group is not None]
 
 
-def watch(before_gathers: Callable, after_backward: Callable) -> None:
-    """Have FSDP2 call `before_gathers(state)` where an iteration begins and `after_backward(state)` where it ends.
+def watch(before_gathers: Callable) -> None:
+    """Have FSDP2 call `before_gathers(state)` where a pass begins.
 
-    Begins: a forward pass of a root, by whatever method it is entered, or `unshard()` by hand outside of one. FSDP2 has
+    That is a forward pass of a root, by whatever method it is entered, or `unshard()` by hand outside of one. FSDP2 has
     no hook there: module hooks come after its own, which gather, or are left out by `register_fsdp_forward_method`.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    if not (hasattr(FSDPState, "_root_pre_forward") and hasattr(FSDPState, "_root_post_backward_final_callback")):
+    if not hasattr(FSDPState, "_root_pre_forward"):
         # Another FSDP2 than the supported ones: gathers ask for `sync_weight_scales` by hand.
         return
     root_pre_forward, unshard = FSDPState._root_pre_forward, FSDPModule.unshard
-    final_callback = FSDPState._root_post_backward_final_callback
 
     @functools.wraps(root_pre_forward)
     def watched_root_pre_forward(self, *args, **kwargs):
@@ -156,14 +176,8 @@ def watch(before_gathers: Callable, after_backward: Callable) -> None:
             before_gathers(state)
         return unshard(self, *args, **kwargs)
 
-    @functools.wraps(final_callback)
-    def watched_final_callback(self, *args, **kwargs):
-        final_callback(self, *args, **kwargs)
-        after_backward(self)
-
     FSDPState._root_pre_forward = watched_root_pre_forward
     FSDPModule.unshard = watched_unshard
-    FSDPState._root_post_backward_final_callback = watched_final_callback
 
 
 def flattens_for_fsdp1() -> bool:

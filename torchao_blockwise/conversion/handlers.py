@@ -126,11 +126,13 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     if not isinstance(module, nn.Linear):
         take_products_of_others()
     names = {m: fqn for fqn, m in model.named_modules()}
-    for weight in weights_of(module, parameter_name).values():
+    for name, weight in weights_of(module, parameter_name).items():
         assert weight is not None, "checked before"
         holders = _holders(weight, model)
         if not _trains_by(weight, config):
             _swap(weight, _converted(weight, config))
+        if isinstance(weight, MasterWeightTensor):
+            weight.layer = f"{names[module]}.{name}".lstrip(".")
         for holder in holders:
             keep_state_dicts_plain(holder)
             if isinstance(holder, nn.Linear):

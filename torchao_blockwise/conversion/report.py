@@ -11,10 +11,11 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
+from torchao_blockwise.conversion.state_dicts import is_converted
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
 
-CONVERTED, SKIPPED, CANNOT = "converted", "skipped", "cannot convert"
+CONVERTED, SKIPPED, CANNOT, REPLACED = "converted", "skipped", "cannot convert", "replaced"
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,10 @@ class LayerReport:
     """One linear layer, or one weight of experts.
 
     fqn: of the layer, or of the weight of experts ("layers.0.experts.down_proj").
-    status: "converted", "skipped" or "cannot convert"; reason says why, or to what format.
+    status: "converted", "skipped", "cannot convert" or "replaced"; reason says why, or to what format.
     shape: (out_features, in_features), or (experts, N, K).
-    bytes_before: the high-precision weight. bytes_after: the Parameter and the quantised copies that training keeps.
-    quantized_bytes: the quantised copies alone; 0 with rowwise="on_demand", where none is kept. Shards that FSDP2
-        gathers quantised keep theirs from the first step on, whatever the option.
+    bytes_before: the high-precision weight. bytes_after: the Parameter, and the payload that FSDP2 gathers of it.
+    quantized_bytes: the quantized ones of these; 0 for a master weight by itself, which is quantized where it is read.
     """
 
     fqn: str
@@ -133,6 +133,8 @@ def _state(module: nn.Module, weight):
         return CONVERTED, _format(weight.config), weight.config
     if isinstance(weight, QuantizedTensor):
         return CONVERTED, f"{weight.fmt.name}, no master", weight.config
+    if is_converted(module):
+        return REPLACED, "was converted, weight replaced", None
     return SKIPPED, skip_reason(module) or "not selected", None
 
 
@@ -167,9 +169,6 @@ def _bytes(weight, shape, status: str, config: TrainingConfig | None) -> tuple[i
         return before, weight.nbytes, weight.nbytes
     if status != CONVERTED or config is None:
         return before, before, 0
-    # A quantised Parameter, and what FSDP2 gathers, is the rowwise copy whatever is kept of others.
-    is_rowwise = not config.master_weights or fsdp.is_gathered_quantized(weight)
-    kept, fmt, (*experts, n, k) = "rowwise" if is_rowwise else config.kept_copies, config.weight_format, shape
-    quantized = fmt.nbytes(*experts, n, k) if kept != "none" else 0
-    quantized += fmt.nbytes(*experts, k, n) if kept == "both" else 0
+    is_stored = not config.master_weights or fsdp.is_gathered_quantized(weight)
+    quantized = config.weight_format.nbytes(*shape) if is_stored else 0
     return before, (before if config.master_weights else 0) + quantized, quantized

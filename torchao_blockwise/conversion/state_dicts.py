@@ -17,9 +17,14 @@ def keep_state_dicts_plain(module: nn.Module) -> None:
     A quantised weight whose whole master an optimizer has is saved as that master, else as it is; what FSDP2 shards of
     one without a master as the values that it stands for, in float32.
     """
-    if not any(hook is _save_plain for hook in _compat.state_dict_hooks_of(module)):
+    if not is_converted(module):
         module.register_state_dict_post_hook(_save_plain)
         module.register_load_state_dict_pre_hook(_load_assigned)
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether a weight of `module` was converted, whatever has become of it."""
+    return any(hook is _save_plain for hook in _compat.state_dict_hooks_of(module))
 
 
 def _save_plain(module: nn.Module, state_dict, prefix: str, local_metadata) -> None:

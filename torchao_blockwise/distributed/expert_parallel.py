@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torchao_blockwise import _compat
 from torchao_blockwise.nn import permute, unpermute
 from torchao_blockwise.ops.groups import check_group_ends, clamped_ends
-from torchao_blockwise.tensors import MasterWeightTensor, weight_cache
+from torchao_blockwise.tensors import MasterWeightTensor, weight_operands
 
 
 class Journey(NamedTuple):
@@ -154,7 +154,7 @@ class _Exchange:
         for parameter in module.parameters(recurse=False):
             local = _compat.local_of(parameter)
             if isinstance(local, MasterWeightTensor) and local.config.weight_format.has_global_scale:
-                weight_cache.split_over(local.hp, group.group_name)
+                weight_operands.split_over(local.hp, group.group_name)
         tokens, own_ends, self.journey = dispatch_tokens(x, group_ends, group)
         return tokens, own_ends
 

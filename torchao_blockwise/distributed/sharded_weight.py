@@ -18,7 +18,7 @@ from torchao_blockwise import _compat_fsdp, ops
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.partial_cast import CODES, ENTRIES, block_count, partial_block_amax, partial_cast_
 from torchao_blockwise.tensors import MasterWeightTensor
-from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard, set_shard
+from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard, is_current, set_shard
 
 
 class Recipe(NamedTuple):
@@ -63,6 +63,11 @@ class ShardedWeight:
         self.shard.payload = payload
         # Without the padding: flat for a shard of dim 0, and shards of others have none.
         self.own_payload = payload[: self.layout.local_shape[0]].view(-1) if self.layout.dim == 0 else payload
+        self.renew_scales()
+
+    def renew_scales(self) -> None:
+        """Make new scales to write to: gathered weights hold the old ones."""
+        fmt, device = self.fmt, self.parameter.device
         shape = fmt.scale_shape(*self.layout.shape)
         self.scales = torch.empty(self.blocks, dtype=fmt.scale_dtype, device=device)
         self.shard.scale = self.scales[: torch.Size(shape).numel()].view(shape)
@@ -134,6 +139,14 @@ class ShardedWeight:
         """Elements of a block along the sharded dim."""
         rows, columns = self.fmt.block
         return {-1: columns, -2: rows}.get(self.layout.dim - len(self.layout.shape), 1)
+
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if the values can be seen to be others than those of the payload."""
+        if not is_current(self.master.hp, self.shard):
+            raise RuntimeError(
+                f"weights_unchanged: {self.layout.name} was changed inside the scope, which keeps quantized shards of "
+                "the old values; leave the scope before optimizer steps, loads and edits"
+            )
 
     def publish(self, ready: torch.cuda.Event | None) -> None:
         """Let gathers of the parameter find the payload."""

@@ -6,10 +6,9 @@ MAX is exact, so what is gathered equals the whole weight quantised at once, for
 of magnitudes: among floats a MAX loses a NaN.
 
 When? A rank cannot see that another's values changed, and a collective that only some ranks enter hangs them all. So no
-rank decides by what it sees: scales are made anew where each forward pass of a root begins, and where `unshard()` is
-called by hand. It is left out in two cases that the program itself, the same on all ranks, makes: in backward, where
-values stand, and after a backward pass that did not reduce gradients (`set_requires_gradient_sync(False)`), after which
-no optimizer can have stepped. A change by hand there is refused when the weight is gathered.
+rank decides by what it sees: shards are quantized where each forward pass of a root begins, and where `unshard()` is
+called by hand. It is left out in backward, and inside `weights_unchanged` after the first time, which the program, the
+same on all ranks, says. What an earlier pass left gathered is let go of, and gathered anew.
 """
 
 from __future__ import annotations
@@ -28,14 +27,15 @@ from torchao_blockwise.distributed.primary_shards import cast_loaded, check_shar
 from torchao_blockwise.distributed.sharded_weight import Part, Recipe, ShardedWeight, add_amaxes, cast
 from torchao_blockwise.ops.partial_cast import block_scales_
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
+from torchao_blockwise.tensors.unchanged import Scope, scopes_of
 
 
 def sync_weight_scales(model: nn.Module) -> None:
     """Make the scales and the payload of all sharded master weights of `model` match their values; a collective.
 
     One MAX all-reduce of int32 amaxes, 4 bytes a block, for all weights of a shard group together. It runs by itself
-    where a forward pass or `unshard()` begins; call it, on all ranks, after changing weights by hand between the
-    microbatches of a step. A model without FSDP2 has nothing to do.
+    where a forward pass or `unshard()` begins; call it, on all ranks, where values were changed by hand between the
+    forward pass and the gathers of its backward pass. A model without FSDP2 has nothing to do.
     Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank does not come, naming
     the rank and the weight.
     """
@@ -74,6 +74,9 @@ class _ShardGroup:
         self._reduce(bits)
         self._reduce_tensor_amaxes(bits)
         encode = torch.empty(self.blocks, dtype=torch.float32, device=self.device)
+        for weight in self.weights:
+            if weight.layout.quantized:
+                weight.renew_scales()
         for recipe, weights in self.recipes.items():
             shards = [weight.shard for weight in weights]
             block_scales_(
@@ -127,7 +130,8 @@ class _WeightScales:
 
     def __init__(self, states, names):
         self.states = states
-        self.unreduced = False
+        # The scopes of `weights_unchanged` that were open at the last sync.
+        self.scopes: list[Scope] = []
         weights = [
             ShardedWeight(parameter)
             for parameter in _compat_fsdp.parameters_of(states, names)
@@ -148,11 +152,24 @@ class _WeightScales:
         return all(weight.is_current for group in self.groups for weight in group.weights)
 
     def sync(self) -> None:
-        self.unreduced = False
+        self.scopes = self._scopes()
         with torch.no_grad():
             for group in self.groups:
                 group.sync()
             cast_loaded(self.primaries)
+
+    def begin_pass(self) -> None:
+        """Quantize the shards and let go of what is gathered, unless the program says that weights stand still."""
+        if any(scope in self.scopes for scope in self._scopes()):
+            for group in self.groups:
+                for weight in group.weights:
+                    weight.check_unchanged()
+            return
+        self.sync()
+        _compat_fsdp.release_held_gathers(self.states, (MasterWeightTensor, QuantizedShard))
+
+    def _scopes(self) -> list[Scope]:
+        return scopes_of(_compat_fsdp.modules_of(self.states[0])[0])
 
 
 _NOTE = "weight_scales"
@@ -191,17 +208,8 @@ def _reshard_wholly(states) -> None:
 def _before_gathers(state) -> None:
     if _compat.in_backward():
         return
-    scales = _scales_of(*(_compat_fsdp.scope_of(state) or (state, (state,))))
-    if not scales.unreduced:
-        scales.sync()
-
-
-def _after_backward(state) -> None:
-    owner, states = _compat_fsdp.scope_of(state) or (state, (state,))
-    scales = _compat_fsdp.notes_of(owner).get(_NOTE)
-    if scales is not None:
-        scales.unreduced = not _compat_fsdp.reduces_gradients(states)
+    _scales_of(*(_compat_fsdp.scope_of(state) or (state, (state,)))).begin_pass()
 
 
 if dist.is_available():
-    _compat_fsdp.watch(_before_gathers, _after_backward)
+    _compat_fsdp.watch(_before_gathers)

@@ -7,13 +7,16 @@ around it, which would take the product apart; so the layer does not rely on bei
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.nn.linear import is_low_precision, linear
 from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
+from torchao_blockwise.tensors.unchanged import check_unchanged
 
 
 class ConvertedLinear(nn.Linear):
@@ -27,8 +30,12 @@ class ConvertedLinear(nn.Linear):
 
     def forward(self, input):
         weight = self.weight
-        # `torch.func.functional_call` and gathers by others may put a plain weight in its place.
-        return linear(input, weight, self.bias) if is_low_precision(weight) else super().forward(input)
+        if is_low_precision(weight):
+            if not torch.compiler.is_compiling():
+                check_unchanged(self)
+            return linear(input, weight, self.bias)
+        _warn_replaced(self.fqn)
+        return super().forward(input)
 
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
@@ -54,6 +61,17 @@ setattr(
         ConvertedLinear._mark_distributed,
     ),
 )
+
+
+@torch.compiler.assume_constant_result
+def _warn_replaced(fqn: str) -> None:
+    """Say that a layer computes with a plain weight; by itself Python says it once a layer."""
+    warnings.warn(
+        f"{fqn or 'a converted layer'} was converted to low precision, but its weight was replaced by a plain tensor (by "
+        "functional_call, pruning, a dispatcher or an assignment, say): it computes in high precision; convert last, or "
+        "put a converted Parameter there",
+        stacklevel=2,
+    )
 
 
 def convert_class(module: nn.Linear, fqn: str = "") -> None:

@@ -24,7 +24,7 @@ from torchao_blockwise.tensors import (
     NVFP4TrainingConfig,
     TrainingConfig,
 )
-from torchao_blockwise.tensors.weight_cache import amax_over
+from torchao_blockwise.tensors.weight_operands import amax_over
 
 # What layers here take for a weight.
 WEIGHTS = (MasterWeightTensor, BlockwiseFP8Tensor, NVFP4Tensor)

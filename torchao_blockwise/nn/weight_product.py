@@ -8,7 +8,7 @@ from torchao_blockwise import ops
 from torchao_blockwise.formats import get_format
 from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
-from torchao_blockwise.tensors.weight_cache import quantized_weight
+from torchao_blockwise.tensors.weight_operands import weight_operand
 
 
 def weight_product(
@@ -31,7 +31,7 @@ def weight_product(
     group_ends: of experts, whose weight is [E, N, K]: which rows of `a` belong to each, as `ops.grouped_matmul` takes
         it; without bias. group_tables: those of these groups, if they are made, as it takes them.
     rounded_to: the dtype that a master weight is rounded to first, if another than its own.
-    A copy of the weight that is not kept dies inside this call.
+    The quantized copy of a master weight dies inside this call, outside of `weights_unchanged`.
     """
     if isinstance(weight, MasterWeightTensor):
         return master_matmul_op(
@@ -41,14 +41,12 @@ def weight_product(
             config.weight_format.name,
             config.power_of_2_scales,
             columnwise,
-            config.kept_copies,
             out_dtype,
             bias,
             config.backend.value,
             amax_groups,
             group_ends,
             rounded_to,
-            not torch.compiler.is_compiling(),
             group_tables,
         )
     if weight.original is not None and not torch.compiler.is_compiling():
@@ -105,26 +103,22 @@ def _master_matmul(
     weight_format,
     power_of_2,
     columnwise,
-    keep,
     out_dtype,
     bias,
     backend,
     amax_groups="",
     group_ends=None,
     rounded_to=None,
-    eager=False,
     group_tables=None,
 ):
-    b = quantized_weight(
+    b = weight_operand(
         hp,
         get_format(weight_format),
         columnwise=columnwise,
-        keep=keep,
         power_of_2_scales=power_of_2,
         backend=ops.casting_backend(backend),
         amax_groups=amax_groups,
         rounded_to=rounded_to,
-        keep_in_capture=eager,
     )
     return _product(ops.operand(a_format, a, a_scale, a_global), b, group_ends, out_dtype, bias, backend, group_tables)
 
@@ -138,25 +132,23 @@ def _master_matmul_fake(
     weight_format,
     power_of_2,
     columnwise,
-    keep,
     out_dtype,
     bias,
     backend,
     amax_groups="",
     group_ends=None,
     rounded_to=None,
-    eager=False,
     group_tables=None,
 ):
     return a.new_empty((a.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
 
 
-# One operation from the master's values to the product: the quantised copy is never a value of a compiled graph, so
-# the cache that outlives the graph can own it.
+# One operation from the master's values to the product: the quantized copy is never a value of a compiled graph, which
+# could hold it from forward to backward, and a scope that keeps it is asked when the graph runs.
 master_matmul_op = define_op(
     "master_matmul(Tensor a, Tensor a_scale, Tensor? a_global, Tensor hp, str a_format, str weight_format,"
-    " bool power_of_2_scales, bool columnwise, str keep, ScalarType out_dtype, Tensor? bias, str backend,"
-    " str amax_groups='', Tensor? group_ends=None, ScalarType? rounded_to=None, bool eager=False,"
+    " bool power_of_2_scales, bool columnwise, ScalarType out_dtype, Tensor? bias, str backend,"
+    " str amax_groups='', Tensor? group_ends=None, ScalarType? rounded_to=None,"
     " Tensor? group_tables=None) -> Tensor",
     _master_matmul,
     _master_matmul_fake,

@@ -10,6 +10,7 @@ from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.quantized import QuantizedTensor
 from torchao_blockwise.tensors.quantized_shard import QuantizedShard
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight
+from torchao_blockwise.tensors.unchanged import weights_unchanged
 
 torch.serialization.add_safe_globals([BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor])
 
@@ -23,4 +24,5 @@ __all__ = [
     "QuantizedTensor",
     "TrainingConfig",
     "TransposedWeight",
+    "weights_unchanged",
 ]

@@ -29,12 +29,10 @@ class TrainingConfig(AOBaseConfig):
     quantized_activations: ClassVar[str]
     power_of_2_scales: ClassVar[bool] = False
 
-    columnwise: str = "on_demand"
     save_activations: str = ""
     master_weights: bool = True
     backend: Backend | str = Backend.AUTO
     out_dtype: torch.dtype | None = None
-    rowwise: str = "cached"
 
     def __post_init__(self):
         if not self.save_activations:
@@ -42,8 +40,6 @@ class TrainingConfig(AOBaseConfig):
         object.__setattr__(self, "backend", get_backend(self.backend))
         name = type(self).__name__
         for field, choices in (
-            ("columnwise", ("on_demand", "cached")),
-            ("rowwise", ("cached", "on_demand")),
             ("save_activations", (self.quantized_activations, "high_precision")),
         ):
             if getattr(self, field) not in choices:
@@ -56,52 +52,25 @@ class TrainingConfig(AOBaseConfig):
                 f"{name}: out_dtype must be torch.bfloat16, torch.float16, torch.float32 or None (the input's), "
                 f"got {self.out_dtype!r}"
             )
-        if self.columnwise == "cached" and not self.master_weights:
-            raise ValueError(
-                f"{name}: columnwise='cached' keeps a second copy beside the master weight's cache, but "
-                "master_weights=False keeps only the quantised weight; use columnwise='on_demand'"
-            )
-        if self.rowwise == "on_demand" and not self.master_weights:
-            raise ValueError(
-                f"{name}: rowwise='on_demand' quantises the master weight where it is used, but master_weights=False "
-                "keeps no values to quantise, only the quantised weight; use rowwise='cached'"
-            )
-        if self.rowwise == "on_demand" and self.columnwise == "cached":
-            raise ValueError(
-                f"{name}: columnwise='cached' keeps a quantised copy of the weight, rowwise='on_demand' keeps none; "
-                "use columnwise='on_demand' for the least memory, or rowwise='cached'"
-            )
 
     @property
     def saves_quantized_activations(self) -> bool:
         return self.save_activations == self.quantized_activations
-
-    @property
-    def kept_copies(self) -> str:
-        """Which quantised copies of a master weight outlive their use: "none", "rowwise", or "both"."""
-        if self.rowwise == "on_demand":
-            return "none"
-        return "both" if self.columnwise == "cached" else "rowwise"
 
 
 @dataclass(frozen=True)
 class BlockwiseFP8TrainingConfig(TrainingConfig):
     """Train in blockwise FP8: weights 128×128, activations and gradients 1×128, all three GEMMs in e4m3.
 
-    columnwise: "on_demand" (default) builds the weight's transposed copy in backward and frees it after use; "cached"
-        keeps it as long as the weight's value stands: one more byte a parameter, one transpose a step less.
     save_activations: "fp8" (default) saves the columnwise FP8 copy of the input for `grad_weight`, 1 byte an element;
         "high_precision" saves the input itself and quantises it in backward. Gradients are the same bits.
     power_of_2_scales: round scales to powers of two.
-    master_weights: True (default) keeps the Parameter in high precision and quantises it when used, once per change of
-        value; False makes the Parameter the quantised tensor itself, 1 byte a parameter: for frozen bases, and for
-        `distributed.MasterWeightOptimizer`, which has the masters alone.
+    master_weights: True (default) keeps the Parameter in high precision and quantizes it where a product reads it,
+        forward and backward (`weights_unchanged` keeps the copies of several passes); False makes the Parameter the
+        quantized tensor itself, 1 byte a parameter: for frozen bases, and for `distributed.MasterWeightOptimizer`,
+        which has the masters alone.
     backend: who computes, AUTO or one by name; see `ops.Backend`.
     out_dtype: dtype of the layer's output; None (default) is the input's, or autocast's.
-    rowwise: "cached" (default) keeps the quantised copy of a master weight as long as its value stands: one byte a
-        parameter, however many products read it; "on_demand" quantises where a product reads the weight, forward and
-        backward, and frees after: no byte a parameter, for one more read of the high-precision weight a pass. The same
-        bits. What FSDP2 gathers is quantised once a step with either.
 
     Raises ValueError or TypeError for a value or combination that cannot work.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.

@@ -5,12 +5,13 @@
 
 One input a weight travels, in bytes: FSDP2 keeps only the first one in a group of one rank, refuses several where it
 shards another dim than the first, and wants each in the padded size of the shard where rows split unevenly. Scales do
-not travel: every rank has computed all of them. They and the payload are found by the shard's values, as quantised
-copies are: nothing saves or copies them.
+not travel: every rank has computed all of them. They and the payload are found by the shard's values: nothing saves or
+copies them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import FP8_128X128
-from torchao_blockwise.tensors import weight_cache
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
@@ -78,7 +78,8 @@ class ShardLayout:
 class WeightShard:
     """What a rank sends of a weight, and the scales of all of it. Filled by `distributed.sync_weight_scales`.
 
-    payload: uint8 of layout.payload_shape. scale, global_scale: of the whole weight, as quantised tensors store them.
+    payload: uint8 of layout.payload_shape, from which gathers copy. scale, global_scale: of the whole weight, as
+    quantised tensors store them; gathered weights hold them, so that each sync makes new ones.
     version: change count of the values that the payload was made of, None where they have none.
     ready: recorded on the stream that wrote the payload.
     """
@@ -110,12 +111,13 @@ def is_gathered_quantized(weight: torch.Tensor) -> bool:
 def carry_shard(hp: torch.Tensor, copy: torch.Tensor) -> None:
     """Let `copy`, the values `hp` on another device, be gathered as they are: FSDP2 copies offloaded shards first."""
     shard = _shards.get(hp)
-    if shard is not None and copy.dtype == hp.dtype and _is_current(hp, shard):
+    if shard is not None and copy.dtype == hp.dtype and is_current(hp, shard):
         moved = WeightShard(shard.layout, shard.payload, shard.scale, shard.global_scale, ready=shard.ready)
         set_shard(copy, moved)
 
 
-def _is_current(hp: torch.Tensor, shard: WeightShard) -> bool:
+def is_current(hp: torch.Tensor, shard: WeightShard) -> bool:
+    """Whether `hp`, as far as PyTorch counts, still has the values that the payload was made of."""
     return shard.version is None or shard.version == _compat.version_of(hp)
 
 
@@ -124,18 +126,19 @@ def pre_all_gather(master, module: torch.nn.Module) -> tuple[tuple[torch.Tensor]
     shard = _shards.get(master.hp)
     if shard is not None and not shard.layout.quantized:
         return (_padded(master.hp, shard.layout),), shard
-    if shard is None or not _is_current(master.hp, shard):
+    if shard is None or not is_current(master.hp, shard):
         name = f"a weight of {module}" if shard is None else shard.layout.name
         why = "have no scales of the whole weight yet" if shard is None else "changed after their scales were computed"
         raise RuntimeError(
-            f"FSDP2 gathers {name}, whose values {why}; call torchao_blockwise.distributed.sync_weight_scales(model) "
-            "on all ranks after changing weights by hand between microbatches of a step, or before gathering by hand"
+            f"FSDP2 gathers {name}, whose values {why}, outside of a forward pass of the root; change weights before "
+            "forward or after backward, or call torchao_blockwise.distributed.sync_weight_scales(model) on all ranks"
         )
     assert shard.payload is not None
     if shard.ready is not None:
         # Gathers run on a stream of their own.
         torch.cuda.current_stream(shard.payload.device).wait_event(shard.ready)
-    return (shard.payload,), shard
+    # The scales of now: a gather may still be under way when the next sync makes others.
+    return (shard.payload,), dataclasses.replace(shard)
 
 
 @functools.cache
@@ -168,11 +171,7 @@ def post_all_gather(
     (gathered,) = outs
     if not layout.quantized:
         hp = _whole(gathered, layout.shape)
-        weight_cache.keep_nothing(hp)
-        if out is None:
-            return type(master)(hp, layout.config), ()
-        weight_cache.keep_nothing(_local(out).hp)
-        return None
+        return None if out is not None else (type(master)(hp, layout.config), ())
     element = layout.config.weight_format.element
     arrives_packed = layout.packs or element.per_byte == 1
     payload = _whole(gathered, layout.config.weight_format.qdata_shape(*layout.shape) if layout.packs else layout.shape)
@@ -183,8 +182,7 @@ def post_all_gather(
     if not arrives_packed:
         with _compat.keeping_version(weight.qdata):
             weight.qdata.copy_(element.pack(payload))
-    if weight.scale.data_ptr() != shard.scale.data_ptr():  # type: ignore[union-attr]
-        weight.scale, weight.global_scale = shard.scale, shard.global_scale
+    weight.scale, weight.global_scale = shard.scale, shard.global_scale
     return None
 
 

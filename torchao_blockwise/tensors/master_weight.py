@@ -11,77 +11,36 @@ from torchao.utils import TorchAOBaseTensor
 from torchao_blockwise import _compat, _compat_fsdp
 from torchao_blockwise._compat import pytree
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
-from torchao_blockwise.tensors import fsdp, weight_cache
+from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
+from torchao_blockwise.tensors.operations import Result, result_of
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
+from torchao_blockwise.tensors.weight_operands import kept_bytes, kept_weights, weight_operand
 
 aten = torch.ops.aten
 
-# What stays a master weight: moves, copies and views. Everything else computes on the values and gives plain tensors.
-_SAME_VALUES = {aten.alias.default, aten.detach.default}
-_KEEPS_TYPE = {
-    aten.as_strided.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.empty_like.default,
-    aten.expand.default,
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten.permute.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unbind.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-    aten._pin_memory.default,
-    aten._to_copy.default,
-    aten._unsafe_view.default,
-}
-# Some experts are master weights still; rows of a matrix, which embeddings look up so, are values.
-_PICKS_EXPERTS = {aten.index.Tensor, aten.index_select.default}
-_GATHERS = _compat.functional_gathers()
-_KEEPS_TYPE |= _GATHERS | {aten.constant_pad_nd.default}
-_PRODUCTS = {
-    aten.addbmm.default,
-    aten.addmm.default,
-    aten.addmv.default,
-    aten.baddbmm.default,
-    aten.bmm.default,
-    aten.convolution.default,
-    aten.dot.default,
-    aten.linear.default,
-    aten.matmul.default,
-    aten.mm.default,
-    aten.mv.default,
-    aten._grouped_mm.default,
-    aten._trilinear.default,
-}
+# Plain aliases of a weight: checkpointing detaches what it saves, and what a DTensor holds is asked for as a view.
+_ALIASES = {aten.alias.default, aten.detach.default}
 
 
-@dataclass(frozen=True)
-class _Rounding:
-    """What `weight.to(dtype)` was made of: the same values as long as neither the weight nor the copy changes."""
+@dataclass(eq=False)
+class _CastOf:
+    """What `weight.to(dtype)` was made of; its aliases share this. Cut where the copy may become another one's values.
 
-    hp: weakref.ref
-    version: int
-    own_version: int
+    hp: of the weight, or None.
+    """
+
+    hp: weakref.ref | None
 
 
 class MasterWeightTensor(TorchAOBaseTensor):
     """A weight that holds high-precision values `hp` and is quantised when a layer uses it.
 
-    To optimizers, initialisers and state dicts it is the high-precision tensor. `F.linear`, and `F.grouped_mm` on
-    experts [E, N, K], quantise it once per change of value, over any number of microbatches, and run the three GEMMs as
-    `config` says. A product that would run in high precision without being seen raises. Where FSDP2 shards it, ranks
-    gather it quantised.
+    To optimizers, initializers and state dicts it is the high-precision tensor. `F.linear`, and `F.grouped_mm` on
+    experts [E, N, K], quantize it where they read it, in forward and in backward, and run the three GEMMs as `config`
+    says; `weights_unchanged` keeps the copies of several passes. Operations that could be a product in high precision
+    raise (`tensors.operations`). Where FSDP2 shards it, ranks gather it quantized.
 
     hp: [.., N, K] bf16 | f16 | f32; values are shared with it, not copied.
     config: a `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`.
@@ -111,40 +70,37 @@ class MasterWeightTensor(TorchAOBaseTensor):
         self.hp = hp.detach() if hp.requires_grad else hp
         self.config = config
 
-    # Of what `to(dtype)` gives; no part of a weight's state.
-    _rounding: _Rounding | None = None
+    # The layer's name in the model that was converted, for errors; no part of a weight's state, as the next one.
+    layer: str = ""
+    _cast_of: _CastOf | None = None
 
     @property
     def source(self) -> tuple[torch.Tensor, torch.dtype | None]:
-        """(hp, dtype): whose values, rounded to `dtype`, are this one's; (its own, None) if it is no copy of others.
+        """(hp, dtype): whose values, rounded to `dtype`, products read; (its own, None) if it is no cast of others.
 
-        Models cast weights on every use; by this the quantised copy of the rounded values is kept with the weight.
+        Models cast weights on every use. A cast that autograd records is linked to its weight: products read the
+        weight's present values, forward and backward, so that the copy is neither kept nor saved for backward. What
+        is done to the cast by other means than a product sees, and changes, its own values, and cuts the link.
         """
-        made = self._rounding
-        hp = None if made is None else made.hp()
-        if made is None or hp is None:
-            return self.hp, None
-        versions = _compat.version_of(hp), _compat.version_of(self.hp)
-        return (hp, self.dtype) if versions == (made.version, made.own_version) else (self.hp, None)
+        hp = None if self._cast_of is None or self._cast_of.hp is None else self._cast_of.hp()
+        return (self.hp, None) if hp is None else (hp, self.dtype)
 
     def transposed_view(self) -> MasterWeightTensor:
-        """[.., K, N] over the same memory, strided; its quantised copy is another one."""
+        """[.., K, N] over the same memory, strided."""
+        _cut_link(self)
         with _compat.counting_changes():
             return type(self)(self.hp.transpose(-2, -1), self.config)
 
     @property
     def quantized_bytes(self) -> int:
-        """Bytes of the quantised copies that are kept between uses now."""
-        return weight_cache.kept_bytes(self.hp)
+        """Bytes of the quantized copies that `weights_unchanged` keeps now."""
+        return kept_bytes(self.hp)
 
     def quantized(self, *, columnwise: bool = False):
-        """The operand that products use: `hp` quantised in `config.weight_format`, rowwise or columnwise."""
-        return weight_cache.quantized_weight(
-            self.hp,
-            self.config.weight_format,
-            columnwise=columnwise,
-            keep=self.config.kept_copies,
-            power_of_2_scales=self.config.power_of_2_scales,
+        """The operand that products use: `hp` quantized in `config.weight_format`, rowwise or columnwise."""
+        config = self.config
+        return weight_operand(
+            self.hp, config.weight_format, columnwise=columnwise, power_of_2_scales=config.power_of_2_scales
         )
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
@@ -172,18 +128,14 @@ class MasterWeightTensor(TorchAOBaseTensor):
                 "FullyShardedDataParallel (FSDP1) makes plain tensors of parameters: converted layers would train in "
                 "high precision; use torch.distributed.fsdp.fully_shard (FSDP2), or leave the model unconverted"
             )
-        if func in _PRODUCTS:
-            raise NotImplementedError(
-                f"{func}: a product with a MasterWeightTensor would run in high precision; use "
-                "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts) for low precision, or weight.hp for "
-                "high precision"
-            )
-        if (result := _compat.decomposed(func, args, kwargs or {})) is not NotImplemented:
+        kwargs = kwargs or {}
+        if (result := _compat.decomposed(func, args, kwargs)) is not NotImplemented:
             return result
-        if func in _SAME_VALUES or (func is aten.view.default and list(args[1]) == list(args[0].shape)):
-            # The very same `hp`, so that its quantised copy is found again: checkpointing detaches what it saves, and
-            # what a DTensor holds is asked for as a view.
-            return cls(args[0].hp, args[0].config)
+        if func in _ALIASES or (func is aten.view.default and list(args[1]) == list(args[0].shape)):
+            # The very same `hp`: what is kept of it is found by it.
+            alias = args[0]._like(args[0].hp)
+            alias._cast_of = args[0]._cast_of
+            return alias
         if swaps_last_dims(func, args):
             return TransposedWeight(args[0])
         masters: list[MasterWeightTensor] = []
@@ -193,23 +145,67 @@ class MasterWeightTensor(TorchAOBaseTensor):
             return x.hp
 
         plain_args = pytree.tree_map_only(cls, unwrap, args)
-        plain_kwargs = pytree.tree_map_only(cls, unwrap, kwargs or {})
+        plain_kwargs = pytree.tree_map_only(cls, unwrap, kwargs)
+        first = masters[0]
+        result = result_of(func, first.dim())
+        if result is Result.REFUSED:
+            raise NotImplementedError(_refusal(func, masters))
+        for master in masters:
+            _cut_link(master)
         with _compat.counting_changes():
             out = func(*plain_args, **plain_kwargs)
         if _compat.schema_of(func).is_mutable:
-            for master in _written(func, args, kwargs or {}):
-                weight_cache.note_change(master.hp)
-            return _same_objects(out, args, kwargs or {})
-        if _keeps_type(func, masters[0]) and _is_float(out):
-            config = masters[0].config
-            if func is aten._to_copy.default:
-                fsdp.carry_shard(masters[0].hp, out)
-                return _rounded(masters[0], cls(out, config))
-            if func in _GATHERS:
-                fsdp.warn_of_high_precision_gather()
-                out = _compat.waited(out)
-            return pytree.tree_map_only(torch.Tensor, lambda x: cls(x, config), out)
+            # Fused optimizers do not count, and autograd checks what it saved by the counts.
+            for master in _written(func, args, kwargs):
+                if not master.hp.is_inference():
+                    torch.autograd.graph.increment_version(master.hp)
+            return _same_objects(out, args, kwargs)
+        if result is Result.PLAIN:
+            return out
+        if func in _compat.functional_gathers():
+            fsdp.warn_of_high_precision_gather()
+            out = _compat.waited(out)
+        shapes = {master.shape for master in masters} if result is Result.DERIVED else None
+        if shapes is not None and not _stays_weight(args, masters):
+            return out
+
+        def rewrap(x: torch.Tensor) -> torch.Tensor:
+            fits = x.is_floating_point() and (shapes is None or x.shape in shapes)
+            return first._like(x) if fits else x
+
+        out = pytree.tree_map_only(torch.Tensor, rewrap, out)
+        if func is aten._to_copy.default and isinstance(out, cls):
+            fsdp.carry_shard(first.hp, out.hp)
+            _link(first, out)
         return out
+
+    def _like(self, hp: torch.Tensor) -> MasterWeightTensor:
+        """A weight of the same layer with other values."""
+        other = type(self)(hp, self.config)
+        if self.layer:
+            other.layer = self.layer
+        return other
+
+
+def _refusal(func, masters: list[MasterWeightTensor]) -> str:
+    names = sorted({master.layer for master in masters if master.layer})
+    return (
+        f"{func}: {', '.join(names) or 'a converted weight'} would be used in high precision without being seen: only "
+        "operations that are known to be no product may read a MasterWeightTensor; use torch.nn.functional.linear (or "
+        "nn.Linear; grouped_mm for experts) for low precision, weight.hp for high precision, or leave the layer out "
+        "(filter_fn=skip_fqns(...))"
+    )
+
+
+def _stays_weight(args, masters: list[MasterWeightTensor]) -> bool:
+    """Whether what an operation makes of a weight, in its shape, is to be used as one.
+
+    Under `no_grad` only what is made of the weight first of all, as `w + b @ a`: optimizers compute there, and their
+    `grad.add(w)` is no weight. Gradients are none either.
+    """
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return True
+    return not _compat.in_backward() and pytree.tree_leaves(args)[0] is masters[0]
 
 
 @MasterWeightTensor.implements_torch_function(torch.Tensor.data.__set__)
@@ -229,21 +225,20 @@ def _share_memory(func, types, args, kwargs):
     return args[0]
 
 
-def _keeps_type(func, weight: MasterWeightTensor) -> bool:
-    return func in _KEEPS_TYPE or (func in _PICKS_EXPERTS and weight.dim() == 3)
+def _link(weight: MasterWeightTensor, cast: MasterWeightTensor) -> None:
+    """Let products with `cast`, which is `weight` in another dtype, read the weight, where that is what is meant.
+
+    Where autograd records the cast, or a scope says that the weight does not change; any other copy is a copy.
+    """
+    recorded = torch.is_grad_enabled() and weight.requires_grad
+    if weight.dtype != cast.dtype and weight.device == cast.device and (recorded or id(weight.hp) in kept_weights):
+        cast._cast_of = _CastOf(weakref.ref(weight.hp))
 
 
-def _rounded(weight: MasterWeightTensor, copy: MasterWeightTensor) -> MasterWeightTensor:
-    """`copy`, that knows it is `weight` in another dtype."""
-    hp, own = weight.hp, copy.hp
-    if hp.dtype != own.dtype and hp.device == own.device and not (hp.is_inference() or own.is_inference()):
-        copy._rounding = _Rounding(weakref.ref(hp), _compat.version_of(hp), _compat.version_of(own))
-    return copy
-
-
-def _is_float(out) -> bool:
-    first = out[0] if isinstance(out, (list, tuple)) and out else out
-    return isinstance(first, torch.Tensor) and first.is_floating_point()
+def _cut_link(weight: MasterWeightTensor) -> None:
+    """Called where other memory than the weight's own may be changed through `weight`: it is a copy by itself now."""
+    if weight._cast_of is not None:
+        weight._cast_of.hp = None
 
 
 def _written(func, args, kwargs) -> list[MasterWeightTensor]:

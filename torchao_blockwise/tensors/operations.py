@@ -1,0 +1,103 @@
+"""Which operations may be done to a master weight: a closed rule, so that no product runs in high precision unseen.
+
+    pointwise operations, by tag                        on the values
+    views, by the aliases that their schema declares    on the values; a view of a weight is a weight
+    what the lists here name, reductions among them     on the values
+    everything else, every product among them           refused
+
+In-place, `out=` and `_foreach_` forms follow the operation that they are forms of: tags and names of them prove nothing,
+there are `addmm_` and `_foreach_mm` too. What comes out is a weight again where it could be used as one: copies, views, `cat`, and, of the
+weight's shape, `w * mask` and `w + b @ a`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+
+import torch
+
+from torchao_blockwise import _compat
+
+
+class Result(enum.Enum):
+    """What an operation on master weights gives."""
+
+    WEIGHT = "a weight"
+    DERIVED = "a weight where it has the shape of one"
+    PLAIN = "plain values"
+    REFUSED = "nothing"
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# By the name of the operation, without what marks its in-place and `_foreach_` forms.
+_WEIGHT = _names(
+    "as_strided cat clone constant_pad_nd contiguous detach empty_like lift lift_fresh new_empty new_empty_strided "
+    "new_zeros repeat squeeze stack t transpose unsafe_split unsafe_split_with_sizes unsqueeze _pin_memory "
+    "_reshape_copy _to_copy _unsafe_view"
+)
+_DERIVED = _names(
+    "as_strided_scatter copy diagonal_scatter fill flip floor_divide index_add index_copy index_fill index_put index_reduce "
+    "masked_scatter native_dropout put renorm roll scatter scatter_add scatter_reduce select_scatter slice_scatter "
+    "tril triu _index_put_impl _unsafe_index_put _weight_norm_interface _weight_norm_interface_backward"
+)
+_PLAIN = _names(
+    # Reductions: their tag is younger than the oldest PyTorch that is supported.
+    "all amax amin aminmax any argmax argmin count_nonzero linalg__powsum linalg_vector_norm logsumexp max mean min nansum "
+    "norm powsum prod std std_mean sum trace var var_mean "
+    # Distances between weights.
+    "dist huber_loss huber_loss_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward "
+    # Embedding and row lookup.
+    "embedding embedding_renorm gather index index_select masked_select nonzero take _embedding_bag "
+    "_embedding_bag_forward_only _unsafe_index "
+    # Order, and what one looks at values by.
+    "allclose argsort bincount bucketize cummax cummin cumprod cumsum equal hash_tensor histc histogram is_pinned isin "
+    "kthvalue "
+    "median mode nanmedian searchsorted sort topk unique_consecutive unique_dim _local_scalar_dense _unique _unique2 "
+    # Initialization: random fills, and the factors that it makes weights of.
+    "bernoulli cauchy exponential eye full_like geometric linalg_qr log_normal new_full new_ones normal ones_like "
+    "rand_like randint_like randn_like random uniform zero zeros_like _linalg_svd "
+    # Memory.
+    "record_stream resize resize_as set _assert_tensor_metadata "
+    # Optimizers.
+    "_amp_foreach_non_finite_check_and_unscale _fused_adagrad _fused_adam _fused_adamw _fused_sgd"
+)
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+# Of a matrix they look up rows, as embeddings do; of a stack of experts they pick experts, which are weights still.
+_PICKS_EXPERTS = {"index", "index_select"}
+
+
+def _is_pointwise(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+@functools.cache
+def result_of(func, dims: int = 2) -> Result:
+    """What the operator overload `func` gives of master weights of `dims` dims, or that it is refused."""
+    if func.namespace == "torchao_blockwise":
+        # Ours, which quantize what they multiply.
+        return Result.PLAIN
+    if func.namespace in _COLLECTIVES:
+        return Result.WEIGHT if func in _compat.functional_gathers() else Result.PLAIN
+    if func.namespace != "aten":
+        return Result.REFUSED
+    schema = _compat.schema_of(func)
+    name = _compat.operation_name(func).removeprefix("_foreach_").removesuffix("_")
+    if name in _PICKS_EXPERTS and dims == 3:
+        return Result.WEIGHT
+    for names, result in ((_WEIGHT, Result.WEIGHT), (_DERIVED, Result.DERIVED), (_PLAIN, Result.PLAIN)):
+        if name in names:
+            return result
+    if torch.Tag.view_copy in func.tags:
+        return Result.WEIGHT
+    if _is_pointwise(name):
+        return Result.DERIVED
+    aliases = [value.alias_info for value in schema.returns]
+    if not schema.is_mutable and aliases and all(alias is not None for alias in aliases):
+        return Result.WEIGHT
+    return Result.REFUSED

@@ -1,0 +1,142 @@
+"""The operand that a product reads of a master weight: quantized for this product, freed after it.
+
+Nothing that was derived from a weight outlives the pass that made it. A copy kept under a version counter cannot be
+made right: compiled optimizers, collectives, aliases and other processes change values without counting. So each
+product quantizes the weight that it reads: rowwise in forward, straight to columnwise in backward. Blocks are square,
+so that is the transpose, in one pass. Copies are kept only where the program says that weights stand still, inside
+`weights_unchanged`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.quantize import tensor_amax_bits_op
+
+# Names of the process groups over which the tensor is split that the values are a part of.
+_splits: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def weight_operand(
+    hp: torch.Tensor,
+    fmt: BlockFormat,
+    *,
+    columnwise: bool,
+    power_of_2_scales: bool = False,
+    backend: ops.Backend | str | None = None,
+    amax_groups: str = "",
+    rounded_to: torch.dtype | None = None,
+):
+    """`hp` [.., N, K] quantized in `fmt`, rowwise or columnwise: the caller's own, or what a scope keeps.
+
+    amax_groups: the process groups over which the weight is split that `hp` is a part of, as `amax_over` takes them.
+        Their ranks must use it together, as they do a DTensor.
+    rounded_to: the dtype that values are rounded to before they are quantized, if another than their own.
+    """
+    if fmt.has_global_scale:
+        amax_groups = amax_groups or _splits.get(hp, "")
+
+    def quantize(columnwise: bool):
+        values = hp if rounded_to is None else hp.to(rounded_to)
+        return ops.quantize(
+            values,
+            fmt,
+            rowwise=not columnwise,
+            columnwise=columnwise,
+            power_of_2_scales=power_of_2_scales,
+            tensor_amax=amax_over(values, amax_groups),
+            backend=backend,
+        )
+
+    # Replays of a CUDA graph repeat what was captured: it must not read copies that die with a scope, nor own them.
+    kept = None if not kept_weights or _compat.is_capturing(hp) else kept_weights.get(id(hp))
+    if kept is None:
+        return quantize(columnwise)
+    recipe = fmt.name, power_of_2_scales, amax_groups, rounded_to
+
+    def transpose(rowwise):
+        return ops.transpose(rowwise, columns=hp.shape[-1], backend=backend)
+
+    return kept.operand(recipe, columnwise, quantize, transpose)
+
+
+class KeptCopies:
+    """The quantized copies of one weight that `weights_unchanged` keeps.
+
+    hp: its values. check: raises if they can be seen to have changed. keeps: what each scope around keeps of it,
+        "rowwise" or "both".
+    """
+
+    def __init__(self, hp: torch.Tensor, check: Callable[[], None]):
+        self.hp, self.check = hp, check
+        self.keeps: list[str] = []
+        self._copies: dict[tuple, list] = {}
+
+    def operand(self, recipe: tuple, columnwise: bool, quantize: Callable, transpose: Callable):
+        """The copy of this recipe, made now or before.
+
+        recipe: all that its bits depend on but the values. quantize: (columnwise) -> a new copy. transpose: rowwise ->
+        columnwise. A copy belongs to the stream that made it: no other waits for it.
+        """
+        stream = torch.cuda.current_stream(self.hp.device) if self.hp.is_cuda else None
+        with lock:
+            self.check()
+            rowwise, transposed = copies = self._copies.setdefault((*recipe, stream), [None, None])
+            if not columnwise:
+                copies[0] = quantize(columnwise=False) if rowwise is None else rowwise
+                return copies[0]
+            if transposed is None:
+                transposed = quantize(columnwise=True) if rowwise is None else transpose(rowwise)
+            if "both" in self.keeps:
+                copies[1] = transposed
+            return transposed
+
+    def leave(self, keep: str) -> None:
+        """Free what no scope around keeps now that one is left."""
+        self.keeps.remove(keep)
+        for copies in self._copies.values():
+            copies[:] = copies[0] if self.keeps else None, copies[1] if "both" in self.keeps else None
+
+    @property
+    def nbytes(self) -> int:
+        operands = [copy for copies in self._copies.values() for copy in copies if copy is not None]
+        return sum(t.nbytes for operand in operands for t in operand if t is not None)
+
+
+# By the id of `hp`, which the entry holds; of the process and not of a thread, because autograd has threads of its own.
+kept_weights: dict[int, KeptCopies] = {}
+lock = threading.RLock()
+
+
+def kept_bytes(hp: torch.Tensor) -> int:
+    """Bytes of the copies of `hp` that scopes keep now."""
+    kept = kept_weights.get(id(hp))
+    return 0 if kept is None else kept.nbytes
+
+
+def split_over(hp: torch.Tensor, groups: str) -> None:
+    """Quantize `hp` from now on as a part of a tensor that is split over `groups`, as `amax_over` takes them.
+
+    For experts that a rank holds alone: the model hands over the part, and no more is known of it.
+    """
+    _splits[hp] = groups
+
+
+def amax_over(x: torch.Tensor, groups: str) -> torch.Tensor | None:
+    """The amax of the tensor that `x` is a part of, f32 scalar; None where it is all of it.
+
+    groups: names of the process groups over which the tensor is split, with commas between them.
+    """
+    if not groups:
+        return None
+    # Bits, because a MAX over ranks loses a NaN among floats.
+    bits = tensor_amax_bits_op(x)
+    for group in groups.split(","):
+        bits = _compat.max_over_ranks(bits, group)
+    return bits.view(torch.float32)
