@@ -14,7 +14,7 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, BlockwiseFP8TrainingConfig, MasterWeightTensor, NVFP4Tensor, ops
 from torchao_blockwise import NVFP4TrainingConfig as NVFP4Config
-from torchao_blockwise.tensors import weight_cache
+from torchao_blockwise.tensors import weight_operands
 from torchao_blockwise.testing import random_tensor
 
 FP8, FP8_POW2, NVFP4 = (
@@ -125,7 +125,7 @@ def cache_calls():
 
     counting = types.SimpleNamespace(quantize=quantize, transpose=transpose, Backend=ops.Backend)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_cache, "ops", counting)
+        patch.setattr(weight_operands, "ops", counting)
         yield calls
 
 

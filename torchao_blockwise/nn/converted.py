@@ -27,14 +27,19 @@ class ConvertedLinear(nn.Linear):
 
     fqn = ""
     converted_from: type = nn.Linear
+    said_replaced = False
 
     def forward(self, input):
+        if not torch.compiler.is_compiling():
+            check_unchanged(self)
         weight = self.weight
         if is_low_precision(weight):
-            if not torch.compiler.is_compiling():
-                check_unchanged(self)
             return linear(input, weight, self.bias)
-        _warn_replaced(self.fqn)
+        if torch.compiler.is_compiling():
+            _warn_replaced(self.fqn)
+        elif not self.said_replaced:
+            self.said_replaced = True
+            _warn_replaced(self.fqn)
         return super().forward(input)
 
     def __reduce_ex__(self, protocol):
@@ -65,7 +70,7 @@ setattr(
 
 @torch.compiler.assume_constant_result
 def _warn_replaced(fqn: str) -> None:
-    """Say that a layer computes with a plain weight; by itself Python says it once a layer."""
+    """Say that a layer computes with a plain weight; in a compiled one while it is traced."""
     warnings.warn(
         f"{fqn or 'a converted layer'} was converted to low precision, but its weight was replaced by a plain tensor (by "
         "functional_call, pruning, a dispatcher or an assignment, say): it computes in high precision; convert last, or "

@@ -22,6 +22,7 @@ aten = torch.ops.aten
 
 # Plain aliases of a weight: checkpointing detaches what it saves, and what a DTensor holds is asked for as a view.
 _ALIASES = {aten.alias.default, aten.detach.default}
+_JOINS = {aten.cat.default, aten.stack.default}
 
 
 @dataclass(eq=False)
@@ -169,8 +170,11 @@ class MasterWeightTensor(TorchAOBaseTensor):
         if shapes is not None and not _stays_weight(args, masters):
             return out
 
+        # What is flattened together, as by `parameters_to_vector`, is no weight.
+        flat = func in _JOINS and first.dim() < 2
+
         def rewrap(x: torch.Tensor) -> torch.Tensor:
-            fits = x.is_floating_point() and (shapes is None or x.shape in shapes)
+            fits = x.is_floating_point() and not (flat and x.dim() < 2) and (shapes is None or x.shape in shapes)
             return first._like(x) if fits else x
 
         out = pytree.tree_map_only(torch.Tensor, rewrap, out)
@@ -210,8 +214,10 @@ def _stays_weight(args, masters: list[MasterWeightTensor]) -> bool:
 
 @MasterWeightTensor.implements_torch_function(torch.Tensor.data.__set__)
 def _set_data(func, types, args, kwargs):
-    """`weight.data = x` takes over the values of `x`, plain or a master weight."""
+    """`weight.data = x` takes over the values of `x`; either may be plain and the other a master weight."""
     weight, data = args
+    if not isinstance(weight, MasterWeightTensor):
+        return func(weight, data.hp)
     new = data if isinstance(data, MasterWeightTensor) else MasterWeightTensor(data.detach(), weight.config)
     with _compat.no_torch_function():
         func(weight, new)

@@ -1,0 +1,313 @@
+"""The closed rule of what may be done to a master weight: no product runs in high precision unseen."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FP8, linear_by_hand, master, mlp
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor, conversion_report
+from torchao_blockwise.tensors.operations import Result, result_of
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+aten = torch.ops.aten
+
+N, K = 40, 24
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (8, K)), generator=torch.Generator().manual_seed(3))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+PRODUCTS = {
+    "matmul": lambda w: x() @ w.t(),
+    "matmul_of_weight": lambda w: w @ x(K, 3),
+    "mm_out": lambda w: torch.mm(x(), w.detach().t(), out=torch.empty(8, N)),
+    "mv": lambda w: torch.mv(w, x(K)),
+    "addmm": lambda w: torch.addmm(w, x(N, 2), x(2, K)),
+    "addmm_": lambda w: w.detach().addmm_(x(N, 2), x(2, K)),
+    "addmm_into_plain": lambda w: x(8, N).addmm_(x(), w.detach().t()),
+    "addr_": lambda w: w.detach().addr_(x(N), x(K)),
+    "baddbmm": lambda w: torch.baddbmm(x(2, 8, N), x(2, 8, K), w.t().expand(2, K, N)),
+    "baddbmm_": lambda w: x(2, 8, N).baddbmm_(x(2, 8, K), w.detach().t().expand(2, K, N)),
+    "bmm_out": lambda w: torch.bmm(w.detach()[None], x(1, K, 3), out=torch.empty(1, N, 3)),
+    "einsum": lambda w: torch.einsum("tk,nk->tn", x(), w),
+    "tensordot": lambda w: torch.tensordot(x(), w, ([1], [1])),
+    "inner": lambda w: torch.inner(x(), w),
+    "dot_of_rows": lambda w: torch.dot(w[0], x(K)),
+    "bilinear": lambda w: F.bilinear(x(), x(), w.unsqueeze(0).expand(2, N, K)[:, :K]),
+    "conv1d": lambda w: F.conv1d(x(2, K, 9), w[:, :, None]),
+    "conv_transpose1d": lambda w: F.conv_transpose1d(x(2, N, 9), w[:, :, None]),
+    "cdist": lambda w: torch.cdist(x(), w),
+    "multi_dot": lambda w: torch.linalg.multi_dot([x(), w.t(), x(N, 2)]),
+    "attention": lambda w: F.scaled_dot_product_attention(x(1, 1, 8, K), w[None, None], w[None, None]),
+    "chain": lambda w: torch.chain_matmul(x(), w.t()),
+    "matrix_exp": lambda w: torch.linalg.matrix_exp(w[:K]),
+    "fft": lambda w: torch.fft.fft(w),
+    "sparse": lambda w: torch.sparse.mm(w.to_sparse(), x(K, 3)),
+    "softmax": lambda w: w.softmax(-1),
+    "lstm": lambda w: torch.lstm_cell(x(2, K), (x(2, 10), x(2, 10)), w, x(N, 10)),
+    "normalized": lambda w: x() @ F.normalize(w).t(),
+    "masked": lambda w: x() @ (w * (w > 0)).t(),
+    "flipped": lambda w: x() @ w.flip(0).t(),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+@pytest.mark.parametrize("mode", ("grad", "no_grad", "inference"))
+def test_products_are_refused(product, mode):
+    w = master(N, K)
+    before = w.hp.clone()
+    context = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
+    with context(), pytest.raises(NotImplementedError, match="high precision without being seen"):
+        product(w)
+    assert torch.equal(w.hp, before)
+
+
+def test_a_refusal_names_the_layer_and_the_remedy():
+    model = nn.ModuleDict({"block": mlp()})
+    quantize_(model, FP8)
+    with pytest.raises(NotImplementedError, match=r"aten\.mm\.default: block\.2\.weight .*nn\.Linear.*weight\.hp"):
+        torch.mm(x(3, 32), model["block"][2].weight.data[:, :].clone())
+
+
+def every_overload():
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace == "aten":
+            base, _, overload = rest.partition(".")
+            yield getattr(getattr(aten, base), overload or "default", None)
+
+
+# By what they compute, and by words that only products have in their names.
+_WORDS = ("mm", "mv", "matmul", "conv", "linear", "bilinear", "lstm", "gru", "rnn", "attention", "dot", "addr", "ger")
+_NO_PRODUCTS = ("converted", "convert", "argsort", "merge", "integer", "trig", "linearize", "comm", "summ")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_operation_with_the_name_of_a_product_is_let_through():
+    """`_foreach_mm`, `addmm_`, `mm.out` and whatever PyTorch adds; its tags and forms prove nothing."""
+    allowed = {
+        str(op)
+        for op in every_overload()
+        if op is not None
+        and result_of(op) is not Result.REFUSED
+        and any(word in op._schema.name.split("::")[1].split("_") + [op._schema.name.split("::")[1]] for word in _WORDS)
+    }
+    mm = {str(op) for op in every_overload() if op is not None and op._schema.name.rstrip("_").endswith(("mm", "mv"))}
+    assert len(mm) > 30 and not {name for name in mm if "mm" in name} & allowed
+    assert not allowed
+
+
+def test_operations_of_others_are_refused():
+    with torch.library._scoped_library("rule_of_others", "FRAGMENT") as library:
+        library.define("product(Tensor x, Tensor w) -> Tensor")
+        library.impl("product", lambda a, w: a @ w.t(), "CompositeExplicitAutograd")
+        with pytest.raises(NotImplementedError, match="rule_of_others.product"):
+            torch.ops.rule_of_others.product(x(), master(N, K))
+
+
+# --- what stays a weight, so that a layer with it runs in low precision -----------------------------------------------
+
+b, a = x(N, 2), x(2, K)
+STAY = {
+    "lora": lambda w: w + b @ a,
+    "mask": lambda w: w * (x(N, K) > 0),
+    "mask_first": lambda w: (x(N, K) > 0).float() * w,
+    "scaled_rows": lambda w: w * x(N, 1),
+    "where": lambda w: torch.where(x(N, K) > 0, w, 0.0),
+    "masked_fill": lambda w: w.masked_fill(x(N, K) > 0, 0),
+    "clamp": lambda w: w.clamp(-1, 1),
+    "lerp": lambda w: torch.lerp(w, x(N, K), 0.5),
+    "normalized": lambda w: F.normalize(w, dim=1),
+    "cat": lambda w: torch.cat([w[:10], w[10:]]),
+    "stack": lambda w: torch.stack([w, w])[0],
+    "chunk": lambda w: torch.cat(w.chunk(4)),
+    "flip": lambda w: w.flip(0),
+    "roll": lambda w: w.roll(3, 0),
+    "tril": lambda w: w.tril(),
+    "dropout": lambda w: F.dropout(w, 0.5),
+    "padded": lambda w: F.pad(w, (0, 0, 0, 8))[:N],
+    "view": lambda w: w.view(4, 10, K).view(N, K),
+    "flat": lambda w: w.view(-1).view(N, K),
+    "twice_transposed": lambda w: w.t().t(),
+    "cast": lambda w: w.to(torch.bfloat16).float(),
+    "clone": lambda w: w.clone(),
+    "unflattened": lambda w: w.unflatten(0, (4, -1)).flatten(0, 1),
+    "rearranged": lambda w: w.reshape(4, 10, K).permute(1, 0, 2).reshape(N, K),
+}
+
+
+@pytest.mark.parametrize("made", STAY.values(), ids=STAY)
+def test_what_is_made_of_a_weight_trains_in_low_precision(made):
+    w = master(N, K)
+    torch.manual_seed(0)
+    derived = made(w)
+    assert type(derived) is MasterWeightTensor and derived.config is w.config and derived.shape == (N, K)
+    tokens = x().requires_grad_()
+    out = F.linear(tokens, derived)
+    dy = x(8, N)
+    out.backward(dy)
+    expected, grad_input, grad_weight, _ = linear_by_hand(x(), derived.hp.detach(), None, dy, FP8)
+    assert torch.equal(out, expected) and torch.equal(tokens.grad, grad_input)
+    # The gradient of the weight is what autograd makes of that of the derived one.
+    plain = nn.Parameter(w.hp.clone())
+    torch.manual_seed(0)
+    made(plain).backward(grad_weight)
+    assert type(w.grad) is torch.Tensor and torch.equal(w.grad, plain.grad)
+
+
+@pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
+def test_evaluation_of_what_is_made_of_a_weight_is_low_precision_too(context):
+    w = master(N, K)
+    with context():
+        assert type(w + b @ a) is MasterWeightTensor
+        assert torch.equal(F.linear(x(), w + b @ a), F.linear(x(), MasterWeightTensor(w.hp + b @ a, FP8)))
+
+
+def test_compiled_layers_on_derived_weights(fresh_dynamo):
+    w, down = master(N, K), nn.Parameter(b.clone())
+
+    def layer(tokens):
+        return F.linear(tokens, w + down @ a)
+
+    expected = layer(x())
+    expected.square().sum().backward()
+    grads = w.grad, down.grad
+    w.grad = down.grad = None
+    out = torch.compile(layer, fullgraph=True)(x())
+    out.square().sum().backward()
+    assert torch.equal(out, expected)
+    for actual, wanted in zip((w.grad, down.grad), grads):
+        torch.testing.assert_close(actual, wanted)
+
+
+# --- what is plain ----------------------------------------------------------------------------------------------------
+
+PLAIN = {
+    "sum": lambda w: w.sum(),
+    "mean": lambda w: w.mean(0),
+    "norm": lambda w: w.norm(),
+    "amax": lambda w: w.abs().amax(),
+    "std": lambda w: w.std(),
+    "compare": lambda w: w > 0,
+    "isfinite": lambda w: torch.isfinite(w),
+    "zeros_like": lambda w: torch.zeros_like(w),
+    "rand_like": lambda w: torch.rand_like(w),
+    "embedding": lambda w: F.embedding(torch.tensor([1, 2]), w),
+    "rows": lambda w: w[torch.tensor([1, 2])],
+    "topk": lambda w: w.topk(3).values,
+    "sort": lambda w: w.sort().values,
+    "quantile": lambda w: w.quantile(0.5),
+    "histc": lambda w: torch.histc(w.detach()),
+    "unique": lambda w: w.unique(),
+    "mse": lambda w: F.mse_loss(w, torch.zeros(N, K)),
+    "cosine": lambda w: F.cosine_similarity(w, torch.ones(N, K)),
+    "vector": lambda w: nn.utils.parameters_to_vector([w]),
+}
+
+
+@pytest.mark.parametrize("read", PLAIN.values(), ids=PLAIN)
+def test_values_that_are_no_weight_are_plain(read):
+    w = master(N, K)
+    result = read(w)
+    assert type(result) is torch.Tensor
+    expected = read(w.hp)
+    assert result.shape == expected.shape
+    if "rand" not in inspect.getsource(read):
+        torch.testing.assert_close(result, expected)
+
+
+def test_gradients_and_states_of_optimizers_are_plain():
+    w, mask = master(N, K), nn.Parameter(torch.ones(N, K))
+    F.linear(x(), w * mask).sum().backward()
+    assert type(w.grad) is torch.Tensor and type(mask.grad) is torch.Tensor
+    with torch.no_grad():
+        assert type(w.grad.add(w, alpha=0.1)) is torch.Tensor
+        assert type(torch._foreach_add([w.grad], [w])[0]) is torch.Tensor
+    optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9, weight_decay=0.1)
+    optimizer.step()
+    assert type(optimizer.state[w]["momentum_buffer"]) is torch.Tensor
+
+
+INITIALIZERS = (
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.trunc_normal_,
+    nn.init.zeros_,
+    nn.init.ones_,
+    nn.init.eye_,
+    nn.init.xavier_normal_,
+    nn.init.kaiming_uniform_,
+    nn.init.orthogonal_,
+    lambda w: nn.init.sparse_(w, 0.5),
+)
+
+
+@pytest.mark.parametrize("init", INITIALIZERS, ids=lambda f: f.__name__)
+def test_initializers_fill_a_weight_as_a_plain_one(init):
+    w, plain = master(N, K), nn.Parameter(torch.empty(N, K))
+    for p in (w, plain):
+        torch.manual_seed(0)
+        init(p)
+    assert torch.equal(w.hp, plain.data)
+
+
+# --- a layer whose weight was replaced --------------------------------------------------------------------------------
+
+
+def test_pruned_and_parametrized_layers_stay_converted(recwarn):
+    for change in (
+        lambda m: prune.l1_unstructured(m[0], "weight", 0.5),
+        lambda m: parametrizations.weight_norm(m[0]),
+        lambda m: nn.utils.parametrize.register_parametrization(m[0], "weight", Symmetric()),
+    ):
+        model = mlp(FP8, features=(64, 64, 32))
+        change(model)
+        assert type(model[0].weight) is MasterWeightTensor
+        model(x(8, 64)).sum().backward()
+    assert not [w for w in recwarn if "replaced" in str(w.message)]
+
+
+class Symmetric(nn.Module):
+    def forward(self, w):
+        return w.triu() + w.triu(1).transpose(-1, -2)
+
+
+REPLACED = {
+    "parameter": lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(160, 64))),
+    "deleted": lambda m: (delattr(m[0], "weight"), setattr(m[0], "weight", torch.zeros(160, 64))),
+    "_parameters": lambda m: m[0]._parameters.__setitem__("weight", nn.Parameter(torch.zeros(160, 64))),
+    "to_plain": lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.hp)),
+}
+
+
+@pytest.mark.parametrize("replace", REPLACED.values(), ids=REPLACED)
+@pytest.mark.parametrize("backend", (None, "inductor"), ids=("eager", "compiled"))
+def test_a_replaced_weight_is_said_once(replace, backend, fresh_dynamo):
+    model = nn.Sequential(mlp(FP8))
+    replace(model[0])
+    run = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+    with pytest.warns(UserWarning, match="was converted to low precision, but its weight was replaced") as caught:
+        for _ in range(3):
+            run(x(8, 64))
+    ours = [w for w in caught if "replaced" in str(w.message)]
+    assert len(ours) == 1 and str(ours[0].message).startswith("0 was converted")
+    layer, *_ = conversion_report(model[0]).layers
+    assert (layer.status, layer.reason) == ("replaced", "was converted, weight replaced")
+
+
+def test_functional_call_with_a_plain_state_dict_is_said():
+    model = mlp(FP8)
+    with pytest.warns(UserWarning, match="2 was converted"):
+        torch.func.functional_call(model, dict(model.state_dict()), x(8, 64))
+    masters = dict(model.named_parameters())
+    assert torch.equal(torch.func.functional_call(model, masters, x(8, 64)), model(x(8, 64)))

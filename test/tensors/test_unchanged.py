@@ -1,0 +1,309 @@
+"""`weights_unchanged`: each weight is quantized once inside, changes raise, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from helpers import FP8, NVFP4, Tied, both_formats, mlp, replace
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import quantize_
+
+from torchao_blockwise import linears_and_experts, ops, weights_unchanged
+from torchao_blockwise.nn import SwiGLUExperts
+from torchao_blockwise.tensors import weight_operands
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was done to weights: ("rowwise" | "columnwise" | "transpose", shape of the payload), in order."""
+    seen = []
+
+    class Counting:
+        Backend = ops.Backend
+
+        @staticmethod
+        def quantize(hp, *args, columnwise, **options):
+            seen.append("columnwise" if columnwise else "rowwise")
+            return ops.quantize(hp, *args, columnwise=columnwise, **options)
+
+        @staticmethod
+        def transpose(*args, **options):
+            seen.append("transpose")
+            return ops.transpose(*args, **options)
+
+    monkeypatch.setattr(weight_operands, "ops", Counting)
+    return seen
+
+
+def tokens(seed: int = 0):
+    return torch.randn(30, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def passes(model, count: int = 3, run=None):
+    """Gradients of all parameters after some microbatches."""
+    model.zero_grad()
+    for i in range(count):
+        (run or model)(tokens(i)).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def kept_bytes(model) -> int:
+    return sum(m.weight.quantized_bytes for m in model.modules() if isinstance(m, nn.Linear))
+
+
+@both_formats
+@pytest.mark.parametrize("keep", ("rowwise", "both"))
+@pytest.mark.parametrize("backend", (None, "inductor"), ids=("eager", "compiled"))
+def test_each_weight_is_quantized_once(config, keep, backend, calls, fresh_dynamo):
+    """Gradients are the bits of the passes outside; leaving frees all copies."""
+    model = mlp(config)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    expected = passes(model, run=run)
+    assert sorted(calls) == ["columnwise"] * 6 + ["rowwise"] * 6
+    calls.clear()
+    with weights_unchanged(model, keep=keep):
+        actual = passes(model, run=run)
+        fmt, shapes = config.weight_format, [m.weight.shape for m in (model[0], model[2])]
+        both = sum(fmt.nbytes(k, n) for n, k in shapes) if keep == "both" else 0
+        assert kept_bytes(model) == sum(fmt.nbytes(*shape) for shape in shapes) + both
+    assert calls.count("rowwise") == 2 and calls.count("columnwise") == 0
+    assert calls.count("transpose") == (2 if keep == "both" else 6)
+    assert kept_bytes(model) == 0 and not weight_operands.kept_weights
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_compiled_layers_are_not_compiled_again(fresh_dynamo):
+    model = mlp(FP8)
+    run = torch.compile(model, fullgraph=True)
+    passes(model, 1, run)
+    with weights_unchanged(model):
+        passes(model, 1, run)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(2):
+            passes(model, 1, run)
+            with weights_unchanged(model, keep="both"):
+                passes(model, 1, run)
+
+
+CHANGES = {
+    "add_": lambda m: m[0].weight.add_(1),
+    "data": lambda m: m[0].weight.data.mul_(2),
+    "hp": lambda m: m[0].weight.hp.mul_(2),
+    "set_data": lambda m: setattr(m[0].weight, "data", torch.zeros(160, 64)),
+    "optimizer": lambda m: torch.optim.SGD([m[0].weight], lr=1.0).step(),
+    "compiled_optimizer": lambda m: torch.compile(torch.optim.SGD([m[0].weight], lr=1.0).step)(),
+    "load": lambda m: m.load_state_dict(mlp(seed=1).state_dict()),
+    "load_assigned": lambda m: m.load_state_dict(mlp(seed=1).state_dict(), assign=True),
+    "replaced": lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(160, 64))),
+    "replaced_by_converted": lambda m: setattr(m[0], "weight", mlp(FP8, seed=1)[0].weight),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("when", ("next use", "exit"))
+def test_a_change_inside_raises_with_the_name(change, when, fresh_dynamo):
+    model = mlp(FP8)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"weights_unchanged: 0\.weight was (changed|replaced) inside the scope"):
+        with weights_unchanged(model):
+            model(tokens())
+            with torch.no_grad():
+                change(model)
+            if when == "next use":
+                model(tokens())
+                pytest.fail("the changed weight was used")
+    assert not weight_operands.kept_weights
+    model(tokens())
+
+
+def test_an_exception_frees_and_is_not_hidden():
+    model = mlp(FP8)
+    with pytest.raises(KeyError, match="of the program"), weights_unchanged(model):
+        model(tokens())
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        raise KeyError("of the program")
+    assert kept_bytes(model) == 0 and not weight_operands.kept_weights
+
+
+def test_other_values_of_keep_are_refused():
+    with pytest.raises(ValueError, match=r"keep must be one of \('rowwise', 'both'\), got 'columnwise'"):
+        with weights_unchanged(mlp(FP8), keep="columnwise"):
+            pass
+
+
+def test_scopes_nest(calls):
+    model, fmt = mlp(FP8), FP8.weight_format
+    rowwise = sum(fmt.nbytes(*m.weight.shape) for m in (model[0], model[2]))
+    with weights_unchanged(model):
+        passes(model)
+        with weights_unchanged(model[0], keep="both"):
+            passes(model)
+            assert kept_bytes(model) == rowwise + fmt.nbytes(64, 160)
+        assert kept_bytes(model) == rowwise
+        passes(model)
+    assert calls.count("rowwise") == 2 and kept_bytes(model) == 0
+
+
+def test_backward_runs_after_the_scope_is_left(calls):
+    model = mlp(FP8)
+    expected = passes(model, 1)
+    calls.clear()
+    with weights_unchanged(model):
+        loss = model(tokens()).square().sum()
+    model.zero_grad()
+    loss.backward()
+    assert calls == ["rowwise"] * 2 + ["columnwise"] * 2
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(p.grad, grad)
+
+
+def test_threads_share_the_copies(calls):
+    """Also where they begin at once, and scopes are left in another order than they were entered."""
+    model, start, results = mlp(FP8), threading.Barrier(4), []
+    expected = model(tokens())
+
+    def work(i):
+        with weights_unchanged(model):
+            start.wait()
+            results.append(model(tokens()).detach())
+            start.wait()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    calls.clear()
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert calls == ["rowwise"] * 2 and len(results) == 4
+    assert all(torch.equal(r, expected) for r in results) and not weight_operands.kept_weights
+
+
+def test_checkpointed_layers_use_the_copies(calls):
+    model = mlp(FP8)
+    expected = passes(model)
+    calls.clear()
+    with weights_unchanged(model):
+        actual = passes(model, run=lambda x: checkpoint(model, x, use_reentrant=False))
+    assert calls.count("rowwise") == 2
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("cast", (False, True), ids=("own dtype", "cast to bf16"))
+@pytest.mark.parametrize("mode", ("train", "evaluate"))
+def test_experts_are_quantized_once(cast, mode, calls):
+    """Also where the model casts them on every use, as torchtitan does."""
+    experts = SwiGLUExperts(3, 64, 32)
+    quantize_(experts, FP8, filter_fn=linears_and_experts())
+    ends = torch.tensor([10, 10, 30], dtype=torch.int32)
+
+    def run():
+        x = tokens().bfloat16() if cast else tokens()
+        w = experts.gate_up.to(torch.bfloat16) if cast else experts.gate_up
+        out = torch.nn.functional.grouped_mm(x, w.transpose(-2, -1), offs=ends)
+        if mode == "train":
+            out.float().sum().backward()
+        return out.detach()
+
+    with torch.set_grad_enabled(mode == "train"):
+        expected = run()
+        calls.clear()
+        with weights_unchanged(experts, keep="both"):
+            assert all(torch.equal(run(), expected) for _ in range(3))
+    assert calls.count("rowwise") == 1 and calls.count("transpose") <= 1 and "columnwise" not in calls
+
+
+def test_shared_weights_have_one_copy(calls):
+    model = Tied()
+    quantize_(model, FP8)
+    ids = torch.arange(20)
+    with weights_unchanged(model):
+        for _ in range(2):
+            model(ids).sum().backward()
+    assert calls.count("rowwise") == 3
+
+
+def test_other_models_are_not_concerned(calls):
+    """A teacher stands still while its student trains."""
+    teacher, student = mlp(FP8, seed=1), mlp(FP8)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    with weights_unchanged(teacher):
+        for i in range(2):
+            with torch.no_grad():
+                goal = teacher(tokens(i))
+            (student(tokens(i)) - goal).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert calls.count("rowwise") == 2 + 2 * 2
+
+
+def test_nothing_holds_the_model_afterwards():
+    model = mlp(NVFP4)
+    with weights_unchanged(model, keep="both"):
+        passes(model)
+    gone = weakref.ref(model[0].weight.hp)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_quantized_parameters_and_plain_models_need_no_scope():
+    for model in (mlp(), mlp(replace(FP8, master_weights=False))):
+        with weights_unchanged(model):
+            model(tokens())
+            for p in model.parameters():
+                p.data.copy_(torch.zeros(p.shape))
+            assert not model(tokens()).any()
+
+
+def test_inference_tensors_are_kept_too(calls):
+    with torch.inference_mode():
+        model = mlp(FP8)
+        with weights_unchanged(model):
+            assert torch.equal(model(tokens()), model(tokens()))
+    assert calls == ["rowwise"] * 2
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_neither_reads_nor_keeps_the_copies():
+    """Replays after the scope, and after a change, compute with the values of then."""
+    model, x = mlp(FP8).cuda().bfloat16(), tokens().detach().cuda().bfloat16()
+    with torch.no_grad():
+        model(x)
+        with weights_unchanged(model):
+            kept = model(x)
+            bytes_before = kept_bytes(model)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = model(x)
+            assert kept_bytes(model) == bytes_before
+            graph.replay()
+            assert torch.equal(out, kept)
+        model[0].weight.mul_(2)
+        graph.replay()
+        assert torch.equal(out, model(x)) and not torch.equal(out, kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stream", ("own", "other"))
+def test_copies_belong_to_the_stream_that_made_them(stream):
+    model, x = mlp(FP8).cuda().bfloat16(), tokens().detach().cuda().bfloat16()
+    with torch.no_grad(), weights_unchanged(model):
+        expected = model(x)
+        once = kept_bytes(model)
+        other = torch.cuda.current_stream() if stream == "own" else torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            assert torch.equal(model(x), expected)
+        assert kept_bytes(model) == (once if stream == "own" else 2 * once)
+        torch.cuda.synchronize()

@@ -1,0 +1,329 @@
+"""Whatever writes to a converted weight, the next pass reads what was written.
+
+Every writer, also those that no version counter sees, against every reader: after the write, output and gradients are
+those of a fresh conversion of the same values, bit for bit. Writers and readers over ranks are in
+`distributed/test_writers_over_ranks.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from helpers import FP8, NVFP4, replace
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor, linears_and_experts, weights_unchanged
+from torchao_blockwise.nn import SwiGLUExperts
+
+pytestmark = [
+    pytest.mark.usefixtures("no_interpreter"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+WIDTH, TOKENS = 48, 24
+
+
+class Mlp(nn.Module):
+    """Two linear layers; nothing between them that a compiler could round otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 80), nn.Linear(80, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = SwiGLUExperts(3, WIDTH, 32)
+
+    def forward(self, x):
+        return self.experts(x, torch.tensor([10, 10, TOKENS], dtype=torch.int32))
+
+
+def made(kind, config, state=None):
+    torch.manual_seed(0)
+    model = kind()
+    if state is not None:
+        model.load_state_dict(state)
+    quantize_(model, config, filter_fn=linears_and_experts())
+    return model
+
+
+def read(run, model):
+    """(output, grad_input, gradients) of one pass."""
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    model.zero_grad()
+    out = run(x)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def values_of(model) -> dict:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+# --- writers: each changes every weight of the model -------------------------------------------------------------------
+
+
+def weights(model) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.dim() > 1]
+
+
+def optimizer_step(kind, compiled: bool = False, **options):
+    def write(model):
+        optimizer = kind(model.parameters(), lr=0.1, **options)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        (torch.compile(optimizer.step) if compiled else optimizer.step)()
+        model.zero_grad()
+
+    return write
+
+
+def compiled_average(model):
+    """A compiled exponential moving average, written back."""
+
+    @torch.compile
+    def average(parameters, others):
+        with torch.no_grad():
+            for p, other in zip(parameters, others):
+                p.lerp_(other, 0.5)
+
+    average(weights(model), [torch.ones_like(p) for p in weights(model)])
+
+
+def adam_of_torchao(name: str):
+    def write(model):
+        import torchao.optim
+
+        optimizer = getattr(torchao.optim, name)(model.parameters(), lr=0.1)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        model.zero_grad()
+
+    return write
+
+
+def every(change):
+    def write(model):
+        with torch.no_grad():
+            for p in weights(model):
+                change(p)
+
+    return write
+
+
+def through_numpy(p):
+    """An alias that PyTorch knows nothing of."""
+    torch.from_numpy(p.hp.numpy()).data.mul_(2)
+    p.hp.numpy()[:] += 0.25
+
+
+def through_storage(p):
+    memory = torch.frombuffer(memoryview(p.hp.numpy()).cast("B"), dtype=torch.float32)
+    memory.mul_(-1)
+
+
+def in_another_process(model):
+    """The values lie in memory that a child writes to."""
+    arrays = [p.hp.share_memory_().numpy() for p in weights(model)]
+    if (child := os.fork()) == 0:
+        for array in arrays:
+            array *= 3
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def load(assign: bool):
+    def write(model):
+        model.load_state_dict({k: v * 2 + 0.125 for k, v in values_of(model).items()}, assign=assign)
+
+    return write
+
+
+def flat_vector(model):
+    vector = parameters_to_vector(model.parameters())
+    vector_to_parameters(vector.detach() * 0.5, model.parameters())
+
+
+def swap(model):
+    for p in weights(model):
+        other = nn.Parameter(MasterWeightTensor(p.hp * 2, p.config))
+        torch.utils.swap_tensors(p, other)
+
+
+UNSEEN = {
+    "compiled_adamw": optimizer_step(torch.optim.AdamW, compiled=True),
+    "compiled_average": compiled_average,
+    "torchao_adamw8bit": adam_of_torchao("AdamW8bit"),
+    "numpy": every(through_numpy),
+    "storage": every(through_storage),
+    "other_process": in_another_process,
+    "dlpack": every(lambda p: torch.from_dlpack(p.hp).mul_(2)),
+    "data_of_state_dict": lambda model: [v.data.mul_(2) for v in model.state_dict().values()],
+    "hp_data": every(lambda p: p.hp.data.mul_(2)),
+    "vector": flat_vector,
+}
+SEEN = {
+    "sgd": optimizer_step(torch.optim.SGD, weight_decay=0.5, momentum=0.9),
+    "adamw_fused": optimizer_step(torch.optim.AdamW, fused=True),
+    "adamw_foreach": optimizer_step(torch.optim.AdamW, foreach=True),
+    "in_place": every(lambda p: p.add_(1)),
+    "data": every(lambda p: p.data.mul_(2)),
+    "set_data": every(lambda p: setattr(p, "data", p.hp * 3)),
+    "detach": every(lambda p: p.detach().mul_(2)),
+    "rows": every(lambda p: p[1:].fill_(0.5)),
+    "load": load(assign=False),
+    "load_assigned": load(assign=True),
+    "swap_tensors": swap,
+}
+WRITERS = {**SEEN, **UNSEEN}
+
+RECIPES = {"fp8": (Mlp, FP8), "nvfp4": (Mlp, NVFP4), "experts": (Experts, FP8), "experts_nvfp4": (Experts, NVFP4)}
+
+
+@pytest.fixture(scope="module", params=("eager", "compiled"))
+def how(request):
+    torch._dynamo.reset()
+    yield (lambda model: model) if request.param == "eager" else torch.compile
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def reader(request, how):
+    """(model, its pass, its kind and config); warm: it has read its weights before anything is written."""
+    kind, config = RECIPES[request.param]
+    model = made(kind, config)
+    run = how(model)
+    read(run, model)
+    return model, run, kind, config
+
+
+def assert_reads_what_is_there(reader):
+    model, run, kind, config = reader
+    fresh = made(kind, config, values_of(model))
+    actual, expected = read(run, model), read(fresh, fresh)
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_the_next_pass_reads_what_was_written(reader, writer):
+    model = reader[0]
+    before = values_of(model)
+    writer(model)
+    changed = [name for name, value in values_of(model).items() if value.dim() > 1]
+    assert changed and not any(torch.equal(values_of(model)[name], before[name]) for name in changed)
+    assert_reads_what_is_there(reader)
+
+
+@pytest.mark.parametrize("writer", UNSEEN.values(), ids=UNSEEN)
+def test_a_scope_keeps_nothing_for_the_next(reader, writer):
+    model, run, *_ = reader
+    with weights_unchanged(model, keep="both"):
+        read(run, model)
+    writer(model)
+    with weights_unchanged(model):
+        assert_reads_what_is_there(reader)
+
+
+# --- quantized Parameters: their payload is the truth ------------------------------------------------------------------
+
+QUANTIZED_WRITERS = {
+    "copy_": every(lambda p: p.copy_(torch.randn(p.shape))),
+    "set_data": every(lambda p: setattr(p, "data", torch.randn(p.shape))),
+    "data_copy_": every(lambda p: p.data.copy_(torch.randn(p.shape))),
+    "payload": every(lambda p: p.qdata.view(torch.uint8).bitwise_and_(0x77)),
+    "scale": every(lambda p: p.scale.view(torch.uint8).zero_()),
+    "load": load(assign=False),
+    "load_assigned": load(assign=True),
+}
+
+
+@pytest.mark.parametrize("writer", QUANTIZED_WRITERS.values(), ids=QUANTIZED_WRITERS)
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+@pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+def test_quantized_parameters_are_read_as_they_are(config, compiled, writer):
+    model = made(Mlp, replace(config, master_weights=False))
+    run = torch.compile(model) if compiled else model
+    read(run, model)
+    writer(model)
+    fresh = copy.deepcopy(model)
+    for a, b in zip(read(run, model), read(fresh, fresh), strict=True):
+        assert torch.equal(a, b)
+
+
+# --- every optimizer, and each compiled --------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    name: getattr(torch.optim, name)
+    for name in ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "NAdam", "RAdam")
+}
+OPTIMIZERS |= {name: getattr(torch.optim, name) for name in ("RMSprop", "Rprop", "SGD")}
+# It takes matrices alone.
+OPTIMIZERS |= {"Muon": torch.optim.Muon} if hasattr(torch.optim, "Muon") else {}
+
+
+def steps(optimizer_of, config, compiled: bool):
+    """Losses of three steps, and the values after them."""
+    model = made(Mlp, config)
+    parameters = list(model.parameters()) if optimizer_of is not OPTIMIZERS.get("Muon") else weights(model)
+    optimizer = optimizer_of(parameters, lr=0.001 if optimizer_of is torch.optim.RMSprop else 0.05)
+    x, losses = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)), []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    step = torch.compile(optimizer.step) if compiled else optimizer.step
+    for _ in range(3):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            step(closure)
+        else:
+            closure()
+            step()
+    assert all(type(s) is torch.Tensor for state in optimizer.state.values() for s in state.values() if torch.is_tensor(s))
+    return losses, model
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+def test_every_optimizer_trains(optimizer, compiled, fresh_dynamo):
+    """The last loss is that of the values that the optimizer left, as a fresh conversion computes it."""
+    if compiled and optimizer is torch.optim.LBFGS:
+        pytest.skip("its closure runs the model, which PyTorch does not compile with it")
+    losses, model = steps(optimizer, FP8, compiled)
+    assert losses[-1] != losses[0]
+    fresh = made(Mlp, FP8, values_of(model))
+    for a, b in zip(read(model, model), read(fresh, fresh), strict=True):
+        assert torch.equal(a, b)
+    # And plain weights of the same values would go a similar way: an optimizer that did nothing would not.
+    assert losses[-1] < 1.05 * losses[0]
+
+
+@pytest.mark.parametrize("name", ("AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW", "CPUOffloadOptimizer"))
+def test_optimizers_of_torchao_train(name, fresh_dynamo):
+    import torchao.optim
+
+    if name == "CPUOffloadOptimizer":
+        pytest.skip("it asks for a CUDA GPU")
+    kind = getattr(torchao.optim, name, None)
+    if kind is None:
+        pytest.skip(f"this torchao has no {name}")
+    losses, model = steps(kind, FP8, compiled=False)
+    assert losses[-1] < losses[0]
+    fresh = made(Mlp, FP8, values_of(model))
+    for a, b in zip(read(model, model), read(fresh, fresh), strict=True):
+        assert torch.equal(a, b)
