@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import checkpoint_checks as checkpoints
 import expert_checks as experts
+import fsdp_change_checks as change
 import fsdp_checks as checks
 import fsdp_life_checks as life
 import primary_shard_checks as primary
@@ -50,6 +51,13 @@ CHECKS = (
     (life.loads, (3,), BOTH),
     (life.follows_changes_by_hand, (1, 4), BOTH),
     (life.refuses_stale_values, (2,), ("fp8",)),
+    (change.follows_every_writer, (2,), BOTH),
+    (change.follows_changes_between_microbatches, (2,), BOTH),
+    (change.refills_what_evaluation_left_gathered, (1, 2), BOTH),
+    (change.keeps_the_scales_of_what_is_gathered, (2,), BOTH),
+    (change.quantizes_shards_once_in_a_scope, (1, 2), BOTH),
+    (change.refuses_changes_in_a_scope, (2,), ("fp8",)),
+    (change.whole_is_what_was_written, (3,), BOTH),
     (life.enters_by_other_ways, (2,), BOTH),
     (life.frees_what_it_gathers, (1, 4), BOTH),
     (life.dies_with_the_model, (2,), BOTH),

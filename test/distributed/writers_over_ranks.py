@@ -1,0 +1,183 @@
+"""What test_writers_over_ranks.py runs on every rank: writers, and models that are whole on a rank or split by it."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+import torch.distributed as dist
+from helpers import FP8, NVFP4, replace
+from ranks import device, join, leave
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor, _compat, linears_and_experts
+from torchao_blockwise.distributed import ExpertParallel
+from torchao_blockwise.nn import SwiGLUExperts
+from torchao_blockwise.ops import backend
+
+RECIPES = {"fp8": replace(FP8, backend="reference"), "nvfp4": replace(NVFP4, backend="reference")}
+
+
+def local(p: torch.Tensor) -> torch.Tensor:
+    return _compat.local_of(p.detach())
+
+
+def values(p: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, plain and the very memory."""
+    part = local(p)
+    return part.hp if isinstance(part, MasterWeightTensor) else part
+
+
+# --- writers: all ranks call them; weights of whole models stay alike on all ranks, as training keeps them --------------
+
+
+def broadcast(model):
+    for p in model.parameters():
+        if dist.get_rank() == 0:
+            values(p).mul_(3)
+        dist.broadcast(values(p).data, src=0)
+
+
+def broadcast_wrapper(model):
+    """On `p.data`, as optimizers do it: the master weight itself is handed to the collective."""
+    for p in model.parameters():
+        if dist.get_rank() == 0:
+            values(p).mul_(3)
+        dist.broadcast(p.data, src=0)
+
+
+def all_reduce(model):
+    for p in model.parameters():
+        dist.all_reduce(p.data)
+
+
+def send(model):
+    for p in model.parameters():
+        if dist.get_rank() == 0:
+            values(p).mul_(3)
+            dist.send(p.data, dst=1)
+        else:
+            dist.recv(p.data, src=0)
+
+
+def scatter(model):
+    for p in model.parameters():
+        whole = [values(p) * 3 for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+        dist.scatter(values(p).data, whole, src=0)
+
+
+def zero_redundancy(model):
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def compiled_optimizer(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.compile(optimizer.step)()
+
+
+def numpy_alias(model):
+    for p in model.parameters():
+        values(p).detach().cpu().numpy()[...] *= 3
+        if device().type == "cuda":
+            values(p).data.mul_(3)
+
+
+# --- readers ----------------------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = SwiGLUExperts(4, 128, 48)
+
+    def forward(self, x):
+        return self.experts(x, torch.tensor([7, 7, 20, 30], dtype=torch.int32, device=x.device))
+
+
+def whole(config):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256, bias=False), nn.Linear(256, 128, bias=False)).to(device())
+    quantize_(model, config)
+    return model
+
+
+def tensor_parallel(config):
+    return parallelize_module(whole(config), _mesh(), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+
+def expert_parallel(config):
+    torch.manual_seed(0)
+    model = Experts().to(device())
+    quantize_(model, config, filter_fn=linears_and_experts())
+    parallelize_module(model.experts, _mesh(), ExpertParallel())
+    return model
+
+
+def _mesh():
+    return init_device_mesh(device().type, (dist.get_world_size(),))
+
+
+def outcome(run, model):
+    x = torch.randn(30, 128, generator=torch.Generator().manual_seed(5)).to(device()).requires_grad_()
+    model.zero_grad()
+    out = run(x)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(local(p.grad) for p in model.parameters())]
+
+
+def case_of(kind, write, recipe: str, compiled: bool = False):
+    def check():
+        torch._dynamo.reset()
+        model = kind(RECIPES[recipe])
+        run = torch.compile(model) if compiled else model
+        outcome(run, model)
+        before = [values(p).clone() for p in model.parameters()]
+        write(model)
+        assert not any(torch.equal(a, values(p)) for a, p in zip(before, model.parameters()))
+        fresh = kind(RECIPES[recipe])
+        with torch.no_grad():
+            for p, q in zip(fresh.parameters(), model.parameters(), strict=True):
+                values(p).copy_(values(q))
+        for a, b in zip(outcome(run, model), outcome(fresh, fresh), strict=True):
+            assert torch.equal(a, b)
+
+    return check
+
+
+_WHOLE = (broadcast, broadcast_wrapper, all_reduce, send, scatter, zero_redundancy)
+CASES = {f"whole-{w.__name__}-{r}": case_of(whole, w, r) for w in _WHOLE for r in RECIPES}
+CASES |= {f"whole-compiled-{w.__name__}": case_of(whole, w, "fp8", True) for w in (broadcast, zero_redundancy)}
+CASES |= {
+    f"{kind.__name__}-{w.__name__}-{r}": case_of(kind, w, r)
+    for kind in (tensor_parallel, expert_parallel)
+    for w in (compiled_optimizer, numpy_alias)
+    for r in RECIPES
+}
+
+
+def run_writers(rank: int, ranks: int, port: int, file: str, chosen) -> None:
+    backend.interpreting = lambda: False
+    join(rank, ranks, port)
+    raised: dict = dict.fromkeys(chosen, "not reached")
+    for name in chosen:
+        try:
+            CASES[name]()
+            raised[name] = None
+        except Exception:
+            raised[name] = traceback.format_exc()
+        torch.save(raised, file)
+        if raised[name] is not None:
+            # The other rank may wait in a collective for this one.
+            break
+    torch.save(raised, file)
+    if all(result is None for result in raised.values()):
+        leave()
