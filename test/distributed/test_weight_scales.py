@@ -33,6 +33,12 @@ from torchao_blockwise.testing import assert_bitwise_equal
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
+@pytest.fixture(autouse=True)
+def installed():
+    """As where a model has been converted: some weights here are made by hand."""
+    _compat_fsdp.install()
+
+
 @pytest.fixture
 def mesh():
     """A mesh of this process alone."""

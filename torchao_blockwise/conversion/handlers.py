@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from torchao_blockwise import _compat, _compat_versions
+from torchao_blockwise import _compat, _compat_fsdp, _compat_versions
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
@@ -125,6 +125,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     else:
         targets = _targets_if_first(module, model, filter_fn)
     _check(targets, config, model, parameter_name)
+    _compat_fsdp.install()
     if not isinstance(module, nn.Linear):
         take_products_of_others()
     names = {m: fqn for fqn, m in model.named_modules()}
