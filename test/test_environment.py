@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
+
+from torchao_blockwise import _compat_triton
 
 NEEDS = "RuntimeError: torchao_blockwise needs torch 2.11 and torchao 0.17 or newer, got "
 # PyTorch 2.9 has none of these.
@@ -33,6 +37,60 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 def last_line(done: subprocess.CompletedProcess) -> str:
     return done.stderr.strip().splitlines()[-1]
+
+
+# --- Triton's cache of kernels ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unwritable(tmp_path, monkeypatch):
+    """Triton's cache folder, below what is no folder: permissions would not stop root."""
+    triton = pytest.importorskip("triton")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    return tmp_path / "file" / "cache"
+
+
+def test_kernels_are_kept_elsewhere_where_tritons_cache_cannot_be_written(unwritable):
+    from triton.runtime.cache import get_cache_manager
+
+    def build():
+        return get_cache_manager("0123").put(b"kernel", "kernel.bin")
+
+    with pytest.warns(UserWarning, match="set TRITON_CACHE_DIR to a folder that can be written") as warned:
+        path = _compat_triton.with_cache(build)
+    assert str(unwritable) in str(warned[0].message) and Path(path).read_bytes() == b"kernel"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _compat_triton.with_cache(build) == path
+
+
+@pytest.mark.parametrize("error", (FileNotFoundError(2, "No such file or directory", "gcc"), OSError("else")), ids=str)
+def test_other_errors_of_a_build_stay(tmp_path, monkeypatch, error):
+    triton = pytest.importorskip("triton")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(triton.knobs.cache, "dir", "cache")
+
+    def build():
+        raise error
+
+    with pytest.raises(OSError) as raised:
+        _compat_triton.with_cache(build)
+    assert raised.value is error
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_without_a_cache_of_kernels(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    done = python(
+        "import torch" + CONVERT.replace("Linear(16, 16)", "Linear(256, 384).cuda()") + "\n"
+        "loss = model(torch.ones(64, 256, device='cuda')).square().mean()\nloss.backward()\n"
+        "print(model.weight.grad.isfinite().all().item())"
+    )
+    assert done.stdout.strip() == "True", done.stderr
+    assert done.stderr.count("Triton cannot keep kernels in") == 1
 
 
 # --- versions ---------------------------------------------------------------------------------------------------------

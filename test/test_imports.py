@@ -215,6 +215,7 @@ NAMES_IN_COMPAT = (
     "torchao.quantization.quant_api.quantize_",
     "triton.backends.nvidia.driver.make_tensordesc_arg",
     "triton.compiler.CompiledKernel.run",
+    "triton.knobs.cache.dir",
     "triton.knobs.runtime.add_stages_inspection_hook",
     "triton.knobs.runtime.debug",
     "triton.knobs.runtime.interpret",
