@@ -24,7 +24,7 @@ RANKS |= {"checkpoint": 6, "integrations": 6, "diagnostics": 6}
 RANKS |= {"tuning": 6, "tune": 7}
 EXEMPT = {"testing", "__init__"}
 # Where names of others live that they do not promise to keep.
-COMPAT = {"_compat", "_compat_fsdp", "_compat_triton"}
+COMPAT = {"_compat", "_compat_fsdp", "_compat_triton", "_compat_versions"}
 KERNELS = {"triton", "gluon", "cublas", "deep_gemm"}
 THIRD_PARTIES = {"torch", "torchao", "triton"}
 
@@ -194,7 +194,6 @@ NAMES_IN_COMPAT = (
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_dtensor",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
     "torch.distributed.tensor.DTensor._local_tensor",
     "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
@@ -215,6 +214,7 @@ NAMES_IN_COMPAT = (
     "torchao.quantization.quant_api.quantize_",
     "triton.backends.nvidia.driver.make_tensordesc_arg",
     "triton.compiler.CompiledKernel.run",
+    "triton.knobs.cache.dir",
     "triton.knobs.runtime.add_stages_inspection_hook",
     "triton.knobs.runtime.debug",
     "triton.knobs.runtime.interpret",

@@ -271,7 +271,7 @@ def test_a_table_keeps_what_was_measured_with_the_same_versions(user_folder, mon
     assert content["gpu"] == "cpu" and content["versions"]["torch"] == torch.__version__
     monkeypatch.setattr(tables, "versions", lambda: {"torch": "99"})
     assert write(64, 4.0)[:2] == (0, {64: 4.0})
-    (user_folder / "cpu.json").write_text("{")
+    (user_folder / "cpu.json").write_text("[" * 200_000)
     assert write(64, 5.0)[:2] == (0, {64: 5.0})
 
 
@@ -325,6 +325,24 @@ def test_a_folder_that_cannot_be_is_refused_before_measuring(tmp_path, capsys):
     with pytest.raises(SystemExit):
         tune.main(["--device", "cpu", "--folder", str(tmp_path / "file" / "tables")])
     assert "choose another --folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    (("tempfile.TemporaryFile", PermissionError("read-only")), ("pathlib.Path.expanduser", RuntimeError())),
+    ids=("read-only", "no home"),
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_measuring(broken, error, monkeypatch, capsys):
+    """Broken by hand: root, whom permissions do not stop and who has a home, may run the tests."""
+
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(broken, refuse)
+    monkeypatch.setattr(tune, "tune", lambda *args: pytest.fail("it measures"))
+    with pytest.raises(SystemExit) as exit_info:
+        tune.main(["--device", "cpu"])
+    assert exit_info.value.code == 2 and "choose another --folder" in capsys.readouterr().err
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

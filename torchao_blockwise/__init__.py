@@ -1,22 +1,29 @@
 """torchao_blockwise: train transformers in blockwise FP8 and NVFP4 with PyTorch and torchao."""
 
-from torchao_blockwise import distributed, formats, ops
-from torchao_blockwise.conversion import (
-    BlockwiseFP8TrainingConfig,
-    NVFP4TrainingConfig,
-    conversion_report,
-    dry_run,
-    experts,
-    is_linear,
-    keep_last_blocks,
-    linears_and_experts,
-    min_features,
-    skip_fqns,
-    skip_lm_head,
-    skip_routers,
-)
-from torchao_blockwise.nn import NormLinear, linear
-from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, weights_unchanged
+from torchao_blockwise import _compat_versions
+
+try:
+    from torchao_blockwise import distributed, formats, ops
+    from torchao_blockwise.conversion import (
+        BlockwiseFP8TrainingConfig,
+        NVFP4TrainingConfig,
+        conversion_report,
+        dry_run,
+        experts,
+        is_linear,
+        keep_last_blocks,
+        linears_and_experts,
+        min_features,
+        skip_fqns,
+        skip_lm_head,
+        skip_routers,
+    )
+    from torchao_blockwise.nn import NormLinear, linear
+    from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, weights_unchanged
+except Exception:
+    # Versions that are older still than those that `quantize_` refuses: say that, not which name they lack.
+    _compat_versions.check()
+    raise
 
 __version__ = "0.1.0"
 

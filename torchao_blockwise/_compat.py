@@ -20,13 +20,21 @@ def has_triton() -> bool:
 
 
 @functools.cache
+def why_old_triton() -> str | None:
+    """Why the Triton that is installed cannot build the kernels, which are written for 3.6 or newer, or None."""
+    try:
+        import triton
+    except Exception as error:
+        return f"triton cannot be imported ({type(error).__name__}: {error}); install it anew"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
+        return f"the kernels need Triton 3.6 or newer, got {triton.__version__} (pip install -U triton)"
+    return None
+
+
+@functools.cache
 def has_gluon() -> bool:
     """Whether Triton's Gluon for Hopper is there, in a version whose names are known: 3.6 or newer."""
-    if not has_triton():
-        return False
-    import triton
-
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+    return has_triton() and why_old_triton() is None
 
 
 # What `torch.nn.functional.grouped_mm` calls, and tensor subclasses are asked about; models call it too.
@@ -53,6 +61,16 @@ def deep_gemm() -> types.ModuleType:
     return importlib.import_module("deep_gemm")
 
 
+def why_no_scaled_mm() -> str | None:
+    """Why this PyTorch cannot be asked for products with block scales, or None if it can."""
+    functional = torch.nn.functional
+    for package, name in ((torch, "_scaled_mm_v2"), (functional, "ScalingType"), (functional, "SwizzleType")):
+        if not hasattr(package, name):
+            return f"PyTorch {torch.__version__} has no {package.__name__}.{name}"
+    return None
+
+
+@functools.cache
 def scaling_codes(*names: str) -> list[int]:
     """What `scaled_mm` takes for scalings and swizzles that `torch.nn.functional.scaled_mm` knows by these names."""
     from torch.nn.functional import ScalingType, SwizzleType

@@ -1,17 +1,94 @@
-"""Names of FSDP2 that PyTorch does not promise to keep: each is used here and nowhere else."""
+"""Names of FSDP2 that PyTorch does not promise to keep: each is used here and nowhere else.
+
+An import wraps nothing: rooms say what they need (`at_install`), and it is done where a model is converted (`install`).
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
+import threading
 import types
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from torchao_blockwise import _compat
+
+# What is wrapped of FSDP2, or called by what wraps it.
+_NEEDED = (
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+    "torch.distributed.fsdp.FSDPModule.unshard",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_extensions",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._setattr_on_modules",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_dtensor",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
+)
+_to_install: list[Callable[[], None]] = []
+_lock = threading.Lock()
+_installed = False
+
+
+def at_install(wrap: Callable, *args) -> None:
+    """Have `install` call wrap(*args)."""
+    _to_install.append(functools.partial(wrap, *args))
+
+
+def install() -> None:
+    """Wrap what must be wrapped of FSDP2; once a process.
+
+    All of it or, where this FSDP2 lacks a name, nothing: then gathers are refused (`why_not_installed`), and where
+    there are ranks, which may use FSDP2, a warning says so before.
+    """
+    global _installed
+    if _installed or not torch.distributed.is_available():
+        return
+    with _lock:
+        if not _installed and not _missing():
+            for wrap in _to_install:
+                wrap()
+            _installed = True
+    if not _installed and torch.distributed.is_initialized():
+        _warn_of_missing()
+
+
+def why_not_installed() -> str | None:
+    """Why FSDP2 must not be given converted weights, with the remedy, or None if it may be."""
+    if _installed:
+        return None
+    if missing := _missing():
+        return (
+            f"FSDP2 of PyTorch {torch.__version__} has no {' and no '.join(missing)}, by which shards are quantised; "
+            "take a PyTorch that has it (2.11 to 2.13 do), or another way than fully_shard to split the model"
+        )
+    return (
+        "what it calls for such weights is installed where a model is converted, and none was in this process; call "
+        "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks, before fully_shard if they are quantised"
+    )
+
+
+@functools.cache
+def _warn_of_missing() -> None:
+    warnings.warn(f"quantize_: {why_not_installed()}", stacklevel=2)
+
+
+def _missing() -> list[str]:
+    """What this FSDP2 lacks of what is needed."""
+    return [path for path in _NEEDED if not _exists(path)]
+
+
+def _exists(path: str) -> bool:
+    module, cls, name = path.rsplit(".", 2)
+    try:
+        return hasattr(getattr(importlib.import_module(module), cls), name)
+    except (ImportError, AttributeError):
+        return False
 
 
 class FsdpParameter(NamedTuple):
@@ -156,9 +233,6 @@ def watch(before_gathers: Callable) -> None:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    if not hasattr(FSDPState, "_root_pre_forward"):
-        # Another FSDP2 than the supported ones: gathers ask for `sync_weight_scales` by hand.
-        return
     root_pre_forward, unshard = FSDPState._root_pre_forward, FSDPModule.unshard
 
     @functools.wraps(root_pre_forward)
@@ -208,10 +282,6 @@ def shard_parameters(kind: type, shard_of: Callable) -> None:
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-    wanted = ("reset_sharded_param", "to_sharded_dtensor", "_setattr_on_modules", "_init_extensions")
-    if not all(hasattr(FSDPParam, name) for name in wanted):
-        # Another FSDP2 than the supported ones: it slices, and slices that cut blocks are refused.
-        return
     init, reset = FSDPParam.__init__, FSDPParam.reset_sharded_param
     signature = inspect.signature(init)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import tempfile
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -102,6 +105,31 @@ class Launching:
         return lambda x, shape, strides: tuple(encode(_Descriptor(x, shape, strides), description, *more))
 
 
+# Kept until the process ends, when it is removed.
+_temporary_caches: list[tempfile.TemporaryDirectory] = []
+
+
+def with_cache(build: Callable):
+    """`build()`, which may write what Triton builds; where its cache folder cannot be written, into a temporary one."""
+    try:
+        return build()
+    except OSError as error:
+        from triton import knobs
+
+        folder, path = os.path.abspath(knobs.cache.dir), os.path.abspath(error.filename or os.devnull)
+        if os.path.commonpath((path, folder)) not in (path, folder):
+            # A compiler that is missing, or the like.
+            raise
+        _temporary_caches.append(tempfile.TemporaryDirectory(prefix="torchao_blockwise_", ignore_cleanup_errors=True))
+        knobs.cache.dir = _temporary_caches[-1].name
+        warnings.warn(
+            f"Triton cannot keep kernels in {folder} ({error}); this process keeps them in {knobs.cache.dir}; set "
+            "TRITON_CACHE_DIR to a folder that can be written",
+            stacklevel=2,
+        )
+    return build()
+
+
 @functools.cache
 def launching() -> Launching | None:
     """How compiled kernels are launched without Triton's Python launcher; None where that is not known to work."""
@@ -110,4 +138,5 @@ def launching() -> Launching | None:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version not in _KNOWN or triton.knobs.runtime.interpret:
         return None
-    return Launching(version) if triton.runtime.driver.active.get_current_target().backend == "cuda" else None
+    target = with_cache(lambda: triton.runtime.driver.active.get_current_target())
+    return Launching(version) if target.backend == "cuda" else None

@@ -10,6 +10,7 @@ finds it. Numbers of tokens in between, and layers of nearly the same shape, nee
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 import torch
@@ -37,12 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.device is None and not torch.cuda.is_available():
         parser.exit(2, "tune: needs a CUDA GPU, whose kernels it times; none found\n")
     device = torch.device(args.device or "cuda")
-    folder = args.folder or choice.user_folder()
     try:
         # Rather than after minutes of measuring.
+        folder = args.folder or choice.user_folder()
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.exit(2, f"tune: cannot write to {folder}: {error}; choose another --folder\n")
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError) as error:
+        parser.exit(2, f"tune: cannot write the table: {error}; choose another --folder\n")
     products = products_of(args.model_shapes or features_of(args.models), args.tokens, args.recipes)
     print(f"{choice.device_name(device)}: {len(products)} products")
     entries = tune(products, device)

@@ -33,6 +33,12 @@ from torchao_blockwise.testing import assert_bitwise_equal
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
+@pytest.fixture(autouse=True)
+def installed():
+    """As where a model has been converted: some weights here are made by hand."""
+    _compat_fsdp.install()
+
+
 @pytest.fixture
 def mesh():
     """A mesh of this process alone."""
@@ -162,7 +168,7 @@ def test_fsdp2_still_has_what_is_watched():
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    watched = [FSDPState._root_pre_forward, FSDPState._root_post_backward_final_callback, FSDPModule.unshard]
+    watched = [FSDPState._root_pre_forward, FSDPModule.unshard]
     watched += [FSDPParam.__init__, FSDPParam.reset_sharded_param]
     given = inspect.signature(FSDPParam.__init__).parameters
     assert {"param", "module_info", "shard_placement_fn"} <= given.keys()

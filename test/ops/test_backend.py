@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 import warnings
 
 import pytest
@@ -97,6 +99,27 @@ def test_triton_must_be_installed(monkeypatch):
     monkeypatch.setattr(_compat, "has_triton", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert why_no_triton(CPU) == "triton is not installed (pip install triton)"
+
+
+@pytest.mark.parametrize(
+    ("triton", "reason"),
+    (
+        (types.SimpleNamespace(__version__="3.5.1"), r"Triton 3\.6 or newer, got 3\.5\.1 \(pip install -U triton\)"),
+        (None, r"triton cannot be imported \(ModuleNotFoundError: .*\); install it anew"),
+    ),
+    ids=("too old", "broken"),
+)
+def test_triton_must_be_one_that_can_build_the_kernels(triton, reason, monkeypatch):
+    monkeypatch.setattr(_compat, "has_triton", lambda: True)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    _compat.why_old_triton.cache_clear()
+    try:
+        with pytest.raises(ValueError, match=f"backend triton cannot run: .*{reason}"):
+            ops.quantize(torch.randn(16, 32), "nvfp4_16x16", backend="triton")
+        ops.quantize(torch.randn(16, 32), "nvfp4_16x16")
+    finally:
+        _compat.why_old_triton.cache_clear()
 
 
 def test_triton_needs_a_gpu_that_is_new_enough(monkeypatch):

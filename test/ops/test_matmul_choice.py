@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,6 +171,12 @@ def test_backends_of_other_versions_are_left_out(folders):
     assert list(choice.table_of(CPU)) == [(*FP8, 256, 128)]
 
 
+def with_entry(**changes) -> str:
+    """A table whose last entry has these changes."""
+    entries = [entry((256, 128), 64, reference=1.0), entry((512, 128), 64, reference=1.0) | changes]
+    return json.dumps({"schema": choice.SCHEMA, "entries": entries})
+
+
 BROKEN = {
     "no JSON": "{",
     "no entries": json.dumps({"schema": choice.SCHEMA}),
@@ -178,18 +185,63 @@ BROKEN = {
     "no features": json.dumps({"schema": choice.SCHEMA, "entries": [entry((0, 1), 1, triton=1.0)]}),
     "entries that are none": json.dumps({"schema": choice.SCHEMA, "entries": ["triton"]}),
     "a list": "[]",
+    "lists in lists": "[" * 200_000,
+    "bytes that are not UTF-8": b"\xff\xfe{",
+    "backends that are none": with_entry(us=["triton"]),
+    "formats that are none": with_entry(formats=[["fp8_1x128"], {}]),
+    **{f"features {x!r}": with_entry(features=[x, 128]) for x in (1e999, float("nan"), -1, 2.5, "256", True, 10**400)},
+    **{f"tokens {x!r}": with_entry(tokens=x) for x in (1e999, float("nan"), -1, None, [64], 10**400)},
+    **{f"a time of {x!r}": with_entry(us={"triton": x}) for x in (1e999, float("nan"), -1.0, "1.0", True, None)},
 }
 
 
-@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("text", BROKEN.values(), ids=(name[:30] for name in BROKEN))
 def test_a_broken_table_is_named_once_and_not_used(folders, text):
     write(folders / "shipped", entry((256, 128), 64, triton=1.0))
     path = folders / "user" / "cpu.json"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert_named_once(path)
+
+
+def test_a_folder_in_a_tables_place_is_named_once_and_not_used(folders):
+    write(folders / "shipped", entry((256, 128), 64, triton=1.0))
+    (folders / "user" / "cpu.json").mkdir()
+    assert_named_once(folders / "user" / "cpu.json")
+
+
+def test_a_table_that_may_not_be_read_is_named_once_and_not_used(folders, monkeypatch):
+    """Root, whom permissions do not stop, may run the tests."""
+    write(folders / "shipped", entry((256, 128), 64, triton=1.0))
+    read = Path.read_text
+
+    def refused(path, *args, **kwargs):
+        if path.parent.name == "user":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert_named_once(folders / "user" / "cpu.json")
+
+
+def test_without_a_home_directory_products_are_computed_all_the_same(folders, monkeypatch):
+    write(folders / "shipped", entry((256, 128), 64, triton=1.0))
+    monkeypatch.delenv(choice.ENVIRONMENT_VARIABLE)
+    monkeypatch.delenv("HOME", raising=False)
+
+    def nobody(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert_named_once("no home directory", remedy=f"set {choice.ENVIRONMENT_VARIABLE}")
+
+
+def assert_named_once(what, remedy="python -m torchao_blockwise.tune"):
+    """Of two lookups the first warns of the user's table, and both use the shipped one."""
     choice.forget()
     with pytest.warns(UserWarning, match="is not used") as warned:
         assert ranking(64, 256, 128) == ["triton"]
-    assert str(path) in str(warned[0].message) and "python -m torchao_blockwise.tune" in str(warned[0].message)
+    (message,) = (str(warning.message) for warning in warned)
+    assert str(what) in message and remedy in message and len(message) < 600
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ranking(64, 256, 128) == ["triton"]

@@ -113,6 +113,14 @@ def test_says_why_not(reason, case, monkeypatch):
     assert why_not(monkeypatch, **{"product": (128, 128, 128), **case}) == reason
 
 
+def test_a_pytorch_that_has_no_such_product_is_a_reason(monkeypatch):
+    monkeypatch.delattr(torch, "_scaled_mm_v2")
+    cublas._why_never.cache_clear()
+    reason = why_not(monkeypatch, (128, 128, 128))
+    cublas._why_never.cache_clear()
+    assert reason == f"PyTorch {torch.__version__} has no torch._scaled_mm_v2"
+
+
 @pytest.mark.parametrize("b_fmt", (FP8_128X128, FP8_1X128), ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("bias", (False, True), ids=("plain", "bias"))
 @pytest.mark.parametrize("product", ((1, 16, 1), (4, 16, 16), (6, 32, 25), (130, 144, 400)), ids=shape_id)

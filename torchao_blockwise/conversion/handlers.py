@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from torchao_blockwise import _compat
+from torchao_blockwise import _compat, _compat_fsdp, _compat_versions
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
@@ -113,8 +113,10 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     """Make `module`, an `nn.Linear` or one that holds experts, train as `config` says; in place, and returned.
 
     parameter_name: of the one Parameter to convert, as torchao passes it for a name in an `FqnToConfig`.
-    Raises ValueError if it, or another layer of the same `quantize_` call, cannot be converted, before any change.
+    Raises ValueError if it, or another layer of the same `quantize_` call, cannot be converted, before any change;
+    RuntimeError where PyTorch or torchao is too old.
     """
+    _compat_versions.check()
     model, filter_fn = _compat.quantize_call()
     model = module if model is None else model
     if filter_fn is None:
@@ -123,6 +125,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     else:
         targets = _targets_if_first(module, model, filter_fn)
     _check(targets, config, model, parameter_name)
+    _compat_fsdp.install()
     if not isinstance(module, nn.Linear):
         take_products_of_others()
     names = {m: fqn for fqn, m in model.named_modules()}

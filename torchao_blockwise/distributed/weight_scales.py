@@ -35,10 +35,12 @@ def sync_weight_scales(model: nn.Module) -> None:
 
     One MAX all-reduce of int32 amaxes, 4 bytes a block, for all weights of a shard group together. It runs by itself
     where a forward pass or `unshard()` begins; call it, on all ranks, where values were changed by hand between the
-    forward pass and the gathers of its backward pass. A model without FSDP2 has nothing to do.
+    forward pass and the gathers of its backward pass, and once where no model was converted in this process: weights
+    made by hand. A model without FSDP2 has nothing to do.
     Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank does not come, naming
     the rank and the weight.
     """
+    _compat_fsdp.install()
     found = dict.fromkeys(map(_compat_fsdp.state_of, model.modules()))
     states = [state for state in found if state is not None]
     # Before the first forward pass no state knows its root: those go together.
@@ -211,5 +213,4 @@ def _before_gathers(state) -> None:
     _scales_of(*(_compat_fsdp.scope_of(state) or (state, (state,)))).begin_pass()
 
 
-if dist.is_available():
-    _compat_fsdp.watch(_before_gathers)
+_compat_fsdp.at_install(_compat_fsdp.watch, _before_gathers)

@@ -73,7 +73,7 @@ def why_no_triton(device: torch.device, min_capability: tuple[int, int] = (8, 0)
     capability = compute_capability(device)
     # The environment is asked last, and on a GPU that can never: reading it takes 0.6 µs.
     if capability >= min_capability or interpreting():
-        return None
+        return _compat.why_old_triton()
     if device.type != "cuda":
         return f"Triton kernels run on CUDA devices, got {device.type} (TRITON_INTERPRET=1 interprets them on a CPU)"
     have, want = (f"sm_{a}{b}" for a, b in (capability, min_capability))

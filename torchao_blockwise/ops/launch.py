@@ -183,4 +183,4 @@ def _launch_by_triton(kernel, grid: int, args, options):
     tensor = next(x for x in tensors if isinstance(x, torch.Tensor))
     args = [_in_form(*arg) if type(arg) is tuple else arg for arg in args]
     with torch.cuda.device_of(tensor):
-        return kernel[(grid,)](*args, **options)
+        return _compat_triton.with_cache(lambda: kernel[(grid,)](*args, **options))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchao_blockwise import _compat
+from torchao_blockwise import _compat, _compat_fsdp
 from torchao_blockwise.formats import FP8_128X128
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.config import TrainingConfig
@@ -121,8 +121,16 @@ def is_current(hp: torch.Tensor, shard: WeightShard) -> bool:
     return shard.version is None or shard.version == _compat.version_of(hp)
 
 
+def check_installed(module: torch.nn.Module) -> None:
+    """Raise RuntimeError where FSDP2 gathers a weight of `module`, and nothing keeps its shards' payloads right."""
+    reason = _compat_fsdp.why_not_installed()
+    if reason is not None:
+        raise RuntimeError(f"FSDP2 gathers a weight of {module}: {reason}")
+
+
 def pre_all_gather(master, module: torch.nn.Module) -> tuple[tuple[torch.Tensor], WeightShard]:
     """What this rank sends of `master`, a parameter of `module`, and what turns all ranks' parts into the weight."""
+    check_installed(module)
     shard = _shards.get(master.hp)
     if shard is not None and not shard.layout.quantized:
         return (_padded(master.hp, shard.layout),), shard

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torchao.utils import TorchAOBaseTensor
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import _compat, _compat_fsdp, ops
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
@@ -234,9 +234,11 @@ def _plain_new(func, x, size, *args, dtype=None, device=None, **kwargs):
 def _copy_(func, x, src, non_blocking=False):
     """From a tensor of the same kind: its bytes. From high precision: quantised as `x` is. Never to high precision."""
     if not isinstance(x, QuantizedTensor):
+        # An FSDP2 that is not prepared copies parts of what it shards.
+        reason = _compat_fsdp.why_not_installed()
         raise NotImplementedError(
-            f"copy_: the source is a {type(src).__name__}, the target a plain tensor; copy from source.dequantize() "
-            "(fully_shard: convert with master_weights=True)"
+            f"copy_: the source is a {type(src).__name__}, the target a plain tensor; copy from source.dequantize()"
+            + (f" (fully_shard: {reason})" if reason is not None else "")
         )
     src = _like("copy_", x, src)
     for mine, theirs in zip(x._tensors(), src._tensors()):

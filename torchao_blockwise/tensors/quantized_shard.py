@@ -134,6 +134,7 @@ class QuantizedShard(QuantizedTensor):
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """FSDP2 calls it for what this rank sends: the payload, and the scales beside it, which do not travel."""
+        fsdp.check_installed(module)
         if self.original.awaits_cast:
             raise RuntimeError(
                 f"FSDP2 gathers a weight of {module}, whose values were loaded or copied in after its last cast; call "
@@ -232,6 +233,5 @@ def _why_not(weight: QuantizedTensor, part: _compat_fsdp.FsdpRows) -> str | None
     return None
 
 
-if torch.distributed.is_available():
-    _compat_fsdp.shard_parameters(QuantizedTensor, shard_of)
+_compat_fsdp.at_install(_compat_fsdp.shard_parameters, QuantizedTensor, shard_of)
 torch.serialization.add_safe_globals([QuantizedShard, ShardLayout])

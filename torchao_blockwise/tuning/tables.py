@@ -102,6 +102,6 @@ def _entries_in(path: Path, content: dict) -> list[dict]:
         if all(old[name] == value for name, value in content.items()):
             choice.table_entries(old["entries"])
             return old["entries"]
-    except (OSError, KeyError, TypeError, ValueError, AttributeError):
+    except Exception:  # whatever is wrong with it: it is written anew
         pass
     return []

@@ -22,6 +22,8 @@ import functools
 import json
 import math
 import os
+import reprlib
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -94,15 +96,19 @@ def table_of(device: torch.device) -> Table:
     """The shipped table for this kind of device with the user's laid over it; {} where there is neither."""
     name = f"{slug_of(device_name(device))}.json"
     table: Table = {}
-    for folder in (SHIPPED_TABLES, user_folder()):
-        for key, buckets in _read(folder / name).items():
+    for folder in (lambda: SHIPPED_TABLES, user_folder):
+        for key, buckets in _read(folder, name).items():
             table.setdefault(key, {}).update(buckets)
     return table
 
 
 def user_folder() -> Path:
-    """Where the user's own tables lie."""
-    return Path(os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/torchao_blockwise").expanduser()
+    """Where the user's own tables lie. Raises RuntimeError where that is in a home directory, and there is none."""
+    folder = Path(os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/torchao_blockwise")
+    try:
+        return folder.expanduser()
+    except RuntimeError as error:
+        raise RuntimeError(f"no home directory for {folder}; set {ENVIRONMENT_VARIABLE} to a folder") from error
 
 
 def forget() -> None:
@@ -124,33 +130,36 @@ def slug_of(name: str) -> str:
 def table_entries(entries: list[dict]) -> Table:
     """The table that a file's entries make. Backends that this version does not know are left out.
 
-    Raises KeyError, TypeError or ValueError for entries that are none.
+    Raises for entries that are none, or hold numbers that are no sizes or times.
     """
     known = {backend.value for backend in Backend} - {Backend.AUTO.value}
     table: Table = {}
     for entry in entries:
         a_format, b_format = entry["formats"]
-        first, second = map(int, entry["features"])
-        times = {backend: float(us) for backend, us in entry["us"].items() if backend in known}
-        if min(first, second, int(entry["tokens"])) < 1 or not all(us > 0 for us in times.values()):
-            raise ValueError(f"features, tokens and times must be above 0, got {entry}")
+        (first, second), tokens = entry["features"], entry["tokens"]
+        times = {backend: us for backend, us in entry["us"].items() if backend in known}
+        are_sizes = all(type(x) is int and 0 < x <= sys.maxsize for x in (first, second, tokens))
+        if not are_sizes or not all(type(us) in (int, float) and 0 < us < math.inf for us in times.values()):
+            raise ValueError(f"features, tokens and times must be numbers above 0, got {reprlib.repr(entry)}")
         if times:
             order = tuple(Backend(backend) for backend in sorted(times, key=times.__getitem__))
-            table.setdefault((a_format, b_format, first, second), {})[token_bucket(int(entry["tokens"]))] = order
+            table.setdefault((a_format, b_format, first, second), {})[token_bucket(tokens)] = order
     return table
 
 
-def _read(path: Path) -> Table:
-    """The table in a file; {} where there is no file, or, with a warning, where it cannot be used."""
+def _read(folder: Callable[[], Path], name: str) -> Table:
+    """The table of that name in `folder()`; {} where there is no file, or, with a warning, where it cannot be used."""
+    path: Path | str = name
     try:
+        path = folder() / name
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:
-            raise ValueError(f"it has schema {content['schema']}, this version reads {SCHEMA}")
+            raise ValueError(f"it has schema {reprlib.repr(content['schema'])}, this version reads {SCHEMA}")
         return table_entries(content["entries"])
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        # A broken cache must not stop a training run: AUTO works without it.
+    except Exception as error:
+        # Whatever is wrong with a file must not stop a training run: AUTO works without it.
         remedy = "delete it, or write it again with python -m torchao_blockwise.tune"
         warnings.warn(f"matmul: the table {path} is not used: {type(error).__name__}: {error}; {remedy}", stacklevel=2)
         return {}

@@ -23,10 +23,6 @@ from torchao_blockwise.formats import E2M1, E4M3, BlockFormat
 from torchao_blockwise.ops.backend import compute_capability
 from torchao_blockwise.ops.matmul.rows import aligned_rows
 
-_1X128, _128X128 = _compat.scaling_codes("BlockWise1x128"), _compat.scaling_codes("BlockWise128x128")
-_1X16_AND_TENSOR = _compat.scaling_codes("BlockWise1x16", "TensorWise")
-_SWIZZLED_AND_NOT = _compat.scaling_codes("SWIZZLE_32_4_4", "NO_SWIZZLE")
-
 _SWIZZLE_ROWS, _SWIZZLE_COLUMNS = 128, 4
 _ALIGNMENT_BYTES = 16
 # Rows of one-row scales lie 16 bytes apart.
@@ -66,6 +62,9 @@ def _why_never(
     cuda = tuple(int(part) for part in (version or "0.0").split(".")[:2])
     if cuda < (12, 9):
         return f"block scaling needs CUDA 12.9 or newer, got {version}"
+    why_not_asked = _compat.why_no_scaled_mm()
+    if why_not_asked is not None:
+        return why_not_asked
     if a_fmt.block[0] != 1:
         return f"the first operand must have one-row blocks, got {a_fmt.name}"
     if out_dtype not in (torch.bfloat16, torch.float32):
@@ -81,8 +80,8 @@ def matmul(a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt, out_dtype, 
         a_scales = [swizzle_scales(rowwise_scales(a_scale, a_fmt, a.shape[0]), k), a_global]
         b_scales = [swizzle_scales(rowwise_scales(b_scale, b_fmt, b.shape[0]), k), b_global]
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
-        a_scalings = b_scalings = _1X16_AND_TENSOR
-        swizzles = _SWIZZLED_AND_NOT
+        a_scalings = b_scalings = _compat.scaling_codes("BlockWise1x16", "TensorWise")
+        swizzles = _compat.scaling_codes("SWIZZLE_32_4_4", "NO_SWIZZLE")
     else:
         m, one_row = a.shape[0], b_fmt.block[0] == 1
         a, b = aligned_rows(a), aligned_rows(b)
@@ -90,7 +89,8 @@ def matmul(a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt, out_dtype, 
             a = F.pad(a.view(torch.uint8), (0, 0, 0, missing)).view(a.dtype)
             a_scale = F.pad(a_scale, (0, missing))
         a_scales, b_scales = [a_scale.t()], [b_scale.t() if one_row else pad_k_blocks(b_scale).t()]
-        a_scalings, b_scalings = _1X128, _1X128 if one_row else _128X128
+        a_scalings = _compat.scaling_codes("BlockWise1x128")
+        b_scalings = a_scalings if one_row else _compat.scaling_codes("BlockWise128x128")
         swizzles = []
     out = _compat.scaled_mm(a, b.t(), a_scales, a_scalings, swizzles, b_scales, b_scalings, swizzles, product_dtype)
     if a_fmt.element is not E2M1:

@@ -1,0 +1,127 @@
+"""What lies outside the package and may be old, missing or broken: it is said in a sentence, where it matters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from torchao_blockwise import _compat_triton
+
+NEEDS = "RuntimeError: torchao_blockwise needs torch 2.11 and torchao 0.17 or newer, got "
+# PyTorch 2.9 has none of these.
+OLD_TORCH = """
+import torch, torchao
+import torch.nn.functional as F
+torch.__version__ = "2.9.1+cpu"
+del F.ScalingType, F.SwizzleType, F.scaled_mm, torch._scaled_mm_v2
+"""
+OLD_TORCHAO = """
+import torch, torchao
+torchao.__version__ = "0.16.0"
+"""
+CONVERT = """
+import torchao_blockwise
+from torchao.quantization import quantize_
+model = torch.nn.Linear(16, 16)
+quantize_(model, torchao_blockwise.BlockwiseFP8TrainingConfig())
+"""
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def last_line(done: subprocess.CompletedProcess) -> str:
+    return done.stderr.strip().splitlines()[-1]
+
+
+# --- Triton's cache of kernels ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unwritable(tmp_path, monkeypatch):
+    """Triton's cache folder, below what is no folder: permissions would not stop root."""
+    triton = pytest.importorskip("triton")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    return tmp_path / "file" / "cache"
+
+
+def test_kernels_are_kept_elsewhere_where_tritons_cache_cannot_be_written(unwritable):
+    from triton.runtime.cache import get_cache_manager
+
+    def build():
+        return get_cache_manager("0123").put(b"kernel", "kernel.bin")
+
+    with pytest.warns(UserWarning, match="set TRITON_CACHE_DIR to a folder that can be written") as warned:
+        path = _compat_triton.with_cache(build)
+    assert str(unwritable) in str(warned[0].message) and Path(path).read_bytes() == b"kernel"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _compat_triton.with_cache(build) == path
+
+
+@pytest.mark.parametrize("error", (FileNotFoundError(2, "No such file or directory", "gcc"), OSError("else")), ids=str)
+def test_other_errors_of_a_build_stay(tmp_path, monkeypatch, error):
+    triton = pytest.importorskip("triton")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(triton.knobs.cache, "dir", "cache")
+
+    def build():
+        raise error
+
+    with pytest.raises(OSError) as raised:
+        _compat_triton.with_cache(build)
+    assert raised.value is error
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_without_a_cache_of_kernels(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    done = python(
+        "import torch" + CONVERT.replace("Linear(16, 16)", "Linear(256, 384).cuda()") + "\n"
+        "loss = model(torch.ones(64, 256, device='cuda')).square().mean()\nloss.backward()\n"
+        "print(model.weight.grad.isfinite().all().item())"
+    )
+    assert done.stdout.strip() == "True", done.stderr
+    assert done.stderr.count("Triton cannot keep kernels in") == 1
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("old", "got"), ((OLD_TORCH, "torch 2.9.1+cpu"), (OLD_TORCHAO, "torchao 0.16.0")))
+@pytest.mark.parametrize("call", ("quantize_", "dry_run"))
+def test_an_older_package_is_refused_at_conversion(old, got, call):
+    convert = CONVERT.replace("quantize_(model", f"torchao_blockwise.{call}(model") if call == "dry_run" else CONVERT
+    done = python(old + "import torchao_blockwise\nprint('imported')" + convert)
+    assert done.stdout.strip() == "imported", done.stderr
+    assert last_line(done).startswith(NEEDS) and got in last_line(done)
+    assert last_line(done).endswith("pip install -U torch torchao")
+
+
+def test_a_package_too_old_to_import_says_so():
+    done = python(OLD_TORCH + "del torch._grouped_mm\nimport torchao_blockwise")
+    assert last_line(done).startswith(NEEDS + "torch 2.9.1+cpu")
+
+
+def test_what_cannot_be_imported_from_new_packages_is_no_matter_of_versions():
+    assert "_grouped_mm" in last_line(python("import torch\ndel torch._grouped_mm\nimport torchao_blockwise"))
+
+
+@pytest.mark.parametrize(
+    "version", ("2.11.0", "2.13.0+cpu", "2.12.0a0+gitdeadbee", "2.11.0.dev20260101", "3.0", "main")
+)
+def test_newer_versions_and_those_that_say_nothing_convert(version, monkeypatch):
+    import torch
+
+    from torchao_blockwise import _compat_versions
+
+    monkeypatch.setattr(torch, "__version__", version)
+    assert _compat_versions.why_too_old() is None

@@ -1,0 +1,26 @@
+"""Versions of other packages: which are wanted, said in one sentence where older ones are installed."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+_WANTED = {"torch": (2, 11), "torchao": (0, 17)}
+
+
+def why_too_old() -> str | None:
+    """What is wanted, what is installed and the remedy, or None where nothing installed is known to be too old."""
+    installed = {name: str(getattr(importlib.import_module(name), "__version__", "")) for name in _WANTED}
+    numbers = {name: re.match(r"(\d+)\.(\d+)", version) for name, version in installed.items()}
+    if all(found is None or tuple(map(int, found.groups())) >= _WANTED[name] for name, found in numbers.items()):
+        return None
+    wanted = " and ".join(f"{name} {major}.{minor}" for name, (major, minor) in _WANTED.items())
+    got = " and ".join(f"{name} {version}" for name, version in installed.items())
+    return f"torchao_blockwise needs {wanted} or newer, got {got}; pip install -U {' '.join(_WANTED)}"
+
+
+def check() -> None:
+    """Raise RuntimeError where versions are installed that are too old."""
+    reason = why_too_old()
+    if reason is not None:
+        raise RuntimeError(reason)
