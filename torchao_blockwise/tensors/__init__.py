@@ -11,7 +11,7 @@ from torchao_blockwise.tensors.quantized import QuantizedTensor
 from torchao_blockwise.tensors.quantized_shard import QuantizedShard
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 
-torch.serialization.add_safe_globals([BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor])
+torch.serialization.add_safe_globals([MasterWeightTensor])
 
 __all__ = [
     "BlockwiseFP8Tensor",
