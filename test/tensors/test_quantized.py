@@ -11,15 +11,20 @@ import torch.nn.functional as F
 from helpers import QUANTIZERS, every_kind, saved_and_loaded, weight
 from torch import nn
 
-from torchao_blockwise import BlockwiseFP8Tensor, BlockwiseFP8TrainingConfig, MasterWeightTensor
+from torchao_blockwise import BlockwiseFP8Tensor, BlockwiseFP8TrainingConfig, MasterWeightTensor, NVFP4TrainingConfig
 from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 CONFIG = BlockwiseFP8TrainingConfig(master_weights=False)
+CONFIGS = {"e4m3": CONFIG, "e2m1": NVFP4TrainingConfig(master_weights=False)}
 SHAPES = ((256, 384), (2, 128, 256), (3, 2, 16, 16), (129, 127), (1, 1), (0, 128), (128, 0), (2, 0, 16))
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+
+
+def with_config(from_hp, w):
+    return from_hp(w, config=CONFIGS[from_hp(w).fmt.element.name])
 
 
 def assert_same(a, b, *, is_parameter: bool | None = None) -> None:
@@ -64,7 +69,7 @@ COPIES = {
 @shapes
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_copies_keep_everything(from_hp, shape, copied):
-    q = from_hp(weight(*shape, dtype=torch.bfloat16), config=CONFIG)
+    q = with_config(from_hp, weight(*shape, dtype=torch.bfloat16))
     parameter, frozen = nn.Parameter(q), nn.Parameter(q, requires_grad=False)
     assert_same(copied(q), q, is_parameter=False)
     assert_same(copied(parameter), parameter, is_parameter=True)
@@ -74,7 +79,7 @@ def test_copies_keep_everything(from_hp, shape, copied):
 
 @every_kind
 def test_clone_detach_and_alias(from_hp):
-    q = from_hp(weight(130, 70), config=CONFIG)
+    q = with_config(from_hp, weight(130, 70))
     assert_same(q.clone(), q)
     assert q.clone().qdata.data_ptr() != q.qdata.data_ptr()
     assert_same(nn.Parameter(q).detach(), q, is_parameter=False)
@@ -83,7 +88,7 @@ def test_clone_detach_and_alias(from_hp):
 
 @every_kind
 def test_flatten_and_unflatten(from_hp):
-    q = from_hp(weight(130, 71), config=CONFIG)
+    q = with_config(from_hp, weight(130, 71))
     names, attributes = q.__tensor_flatten__()
     again = type(q).__tensor_unflatten__({n: getattr(q, n) for n in names}, attributes, q.shape, q.stride())
     assert_same(again, q)
@@ -133,8 +138,8 @@ def test_state_dict_out_and_in(from_hp):
 @pytest.mark.parametrize("shape", ((256, 384), (2, 130, 71)), ids=str)
 def test_meta(from_hp, shape):
     with torch.device("meta"):
-        q = from_hp(torch.empty(shape), config=CONFIG)
-    real = from_hp(weight(*shape), config=CONFIG)
+        q = with_config(from_hp, torch.empty(shape))
+    real = with_config(from_hp, weight(*shape))
     assert [t.shape for t in q._tensors()] == [t.shape for t in real._tensors()]
     empty = torch.empty_like(q, device="cpu")
     empty.copy_(real)

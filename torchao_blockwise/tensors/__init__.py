@@ -12,7 +12,7 @@ from torchao_blockwise.tensors.quantized_shard import QuantizedShard
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 from torchao_blockwise.tensors.unchanged import weights_unchanged
 
-torch.serialization.add_safe_globals([BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor])
+torch.serialization.add_safe_globals([MasterWeightTensor])
 
 __all__ = [
     "BlockwiseFP8Tensor",

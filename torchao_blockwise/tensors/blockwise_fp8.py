@@ -7,7 +7,8 @@ import torch
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import FP8_128X128, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
-from torchao_blockwise.tensors.quantized import QuantizedTensor, check_quantizable
+from torchao_blockwise.tensors.consistency import check_attributes, check_parts
+from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files, check_quantizable
 
 
 class BlockwiseFP8Tensor(QuantizedTensor):
@@ -33,6 +34,10 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         power_of_2_scales: bool = False,
         config: TrainingConfig | None = None,
     ):
+        check_attributes(cls.__name__, FP8_128X128, dtype, config)
+        if not isinstance(power_of_2_scales, bool):
+            raise TypeError(f"{cls.__name__}: power_of_2_scales must be True or False, got {power_of_2_scales!r}")
+        _check_parts(cls.__name__, qdata, scale)
         return _compat.make_wrapper(
             cls, qdata.shape, inner=qdata, strides=qdata.stride(), dtype=dtype, device=qdata.device
         )
@@ -59,8 +64,18 @@ class BlockwiseFP8Tensor(QuantizedTensor):
     def fmt(self) -> BlockFormat:
         return FP8_128X128
 
+    def _check(self):
+        _check_parts(type(self).__name__, self.qdata, self.scale, self.global_scale)
+
     def _make(self, qdata, scale, *, columns=None, dtype=None):
         return type(self)(qdata, scale, dtype or self.dtype, self.power_of_2_scales, self.config)
 
     def _requantize(self, hp):
         return self.from_hp(hp, power_of_2_scales=self.power_of_2_scales, config=self.config)
+
+
+def _check_parts(name: str, qdata, scale, global_scale=None) -> None:
+    check_parts(name, FP8_128X128, qdata, scale, global_scale, getattr(qdata, "shape", ()))
+
+
+allow_in_files(BlockwiseFP8Tensor)

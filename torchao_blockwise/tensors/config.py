@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -52,6 +52,15 @@ class TrainingConfig(AOBaseConfig):
                 f"{name}: out_dtype must be torch.bfloat16, torch.float16, torch.float32 or None (the input's), "
                 f"got {self.out_dtype!r}"
             )
+
+    def __setstate__(self, state):
+        """What loads and copies set: fields, checked as those of a new config; those of other versions are left out."""
+        if not isinstance(state, dict):
+            raise TypeError(f"{type(self).__name__}: its state must be a dict of fields, got {type(state).__name__}")
+        for field in fields(self):
+            if field.name in state:
+                object.__setattr__(self, field.name, state[field.name])
+        self.__post_init__()
 
     @property
     def saves_quantized_activations(self) -> bool:
@@ -104,4 +113,6 @@ class NVFP4TrainingConfig(TrainingConfig):
 
 
 _compat.allow_config_module(__name__)
-torch.serialization.add_safe_globals([Backend, BlockwiseFP8TrainingConfig, NVFP4TrainingConfig])
+torch.serialization.add_safe_globals([BlockwiseFP8TrainingConfig, NVFP4TrainingConfig])
+# A file gets a backend by its value; of the class itself it could change the members.
+torch.serialization.add_safe_globals([(get_backend, f"{Backend.__module__}.{Backend.__qualname__}")])

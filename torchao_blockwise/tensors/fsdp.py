@@ -15,13 +15,13 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchao_blockwise import _compat, _compat_fsdp
-from torchao_blockwise.formats import FP8_128X128
+from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
@@ -45,6 +45,23 @@ class ShardLayout:
     ranks: int
     config: TrainingConfig
     quantized: bool = True
+
+    def __post_init__(self):
+        sizes = (*self.shape, self.dim, self.rank, self.ranks) if isinstance(self.shape, tuple) else ("",)
+        if not all(type(n) is int and n >= 0 for n in sizes) or not (
+            self.dim < len(self.shape) and len(self.shape) >= 2 and self.rank < self.ranks
+        ):
+            got = f"dim {self.dim!r} of {self.shape!r}, rank {self.rank!r} of {self.ranks!r}"
+            raise ValueError(f"ShardLayout: it must be a dim of [.., N, K] and a rank of some ranks, got {got}")
+        if not isinstance(self.config, TrainingConfig) or self.dtype not in HIGH_PRECISION_DTYPES:
+            got = f"{type(self.config).__name__} and {self.dtype}"
+            raise TypeError(f"ShardLayout: it needs a TrainingConfig and bfloat16, float16 or float32, got {got}")
+
+    def __setstate__(self, state):
+        """What loads and copies set: fields, checked as those of a new layout."""
+        for field in fields(self):
+            object.__setattr__(self, field.name, state[field.name])
+        self.__post_init__()
 
     @property
     def padded_shape(self) -> tuple[int, ...]:

@@ -64,6 +64,9 @@ class MasterWeightTensor(TorchAOBaseTensor):
         )
 
     def __init__(self, hp: torch.Tensor, config: TrainingConfig):
+        if isinstance(hp, TorchAOBaseTensor) or hp.layout is not torch.strided:
+            got = f"a {type(hp).__name__} in {hp.layout}"
+            raise TypeError(f"MasterWeightTensor: hp must be a strided tensor of values, got {got}; dequantize() it")
         if hp.dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(f"MasterWeightTensor: hp must be bfloat16, float16 or float32, got {hp.dtype}")
         if not isinstance(config, TrainingConfig):
@@ -210,6 +213,24 @@ def _stays_weight(args, masters: list[MasterWeightTensor]) -> bool:
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
     return not _compat.in_backward() and pytree.tree_leaves(args)[0] is masters[0]
+
+
+def _set_state(self, state):
+    """What loads set: values and a config that fit the tensor, and whether it is a Parameter. Nothing else."""
+    name, state = type(self).__name__, state if isinstance(state, dict) else {}
+    hp = state.get("hp")
+    if not isinstance(hp, torch.Tensor):
+        raise TypeError(f"{name}: hp must be a tensor, got {type(hp).__name__}; save the weight anew")
+    self.__init__(hp, state.get("config"))  # type: ignore[misc]  # checks both
+    if (hp.shape, hp.dtype, hp.device.type) != (self.shape, self.dtype, self.device.type):
+        got, wanted = (f"{list(x.shape)}, {x.dtype} on {x.device}" for x in (hp, self))
+        raise ValueError(f"{name}: hp must be {wanted}, as the tensor reports, got {got}; save the weight anew")
+    if state.get("_is_param") is True:
+        self._is_param = True
+
+
+# torchao gives each class one that sets whatever a file names.
+MasterWeightTensor.__setstate__ = _set_state
 
 
 @MasterWeightTensor.implements_torch_function(torch.Tensor.data.__set__)

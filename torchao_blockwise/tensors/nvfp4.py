@@ -7,7 +7,8 @@ import torch
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
-from torchao_blockwise.tensors.quantized import QuantizedTensor, check_quantizable
+from torchao_blockwise.tensors.consistency import check_attributes, check_parts
+from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files, check_quantizable
 
 _FORMATS = {fmt.block: fmt for fmt in (NVFP4_16X16, NVFP4_1X16)}
 
@@ -38,6 +39,9 @@ class NVFP4Tensor(QuantizedTensor):
         dtype: torch.dtype,
         config: TrainingConfig | None = None,
     ):
+        fmt = _format_of(cls.__name__, block_size)
+        check_attributes(cls.__name__, fmt, dtype, config)
+        _check_parts(cls.__name__, fmt, qdata, scale, global_scale, columns)
         return _compat.make_wrapper(cls, (*qdata.shape[:-1], columns), inner=qdata, dtype=dtype, device=qdata.device)
 
     def __init__(self, qdata, scale, global_scale, columns, block_size, dtype, config=None):
@@ -45,7 +49,7 @@ class NVFP4Tensor(QuantizedTensor):
         self.scale = scale
         self.global_scale = global_scale
         self.columns = columns
-        self.block_size = tuple(block_size)
+        self.block_size = _FORMATS[tuple(block_size)].block
         self.config = config
 
     @classmethod
@@ -58,10 +62,7 @@ class NVFP4Tensor(QuantizedTensor):
         exist or fewer than 2 dims.
         """
         check_quantizable(w, cls.__name__)
-        fmt = _FORMATS.get(tuple(block_size))  # type: ignore[arg-type]  # any tuple may be asked for
-        if fmt is None:
-            sizes = " or ".join(map(str, _FORMATS))
-            raise ValueError(f"{cls.__name__}.from_hp: block_size must be {sizes}, got {block_size!r}")
+        fmt = _format_of(f"{cls.__name__}.from_hp", block_size)
         q = ops.quantize(w.detach(), fmt)
         return cls(q.qdata, q.scale, q.global_scale, w.shape[-1], fmt.block, w.dtype, config)
 
@@ -69,9 +70,29 @@ class NVFP4Tensor(QuantizedTensor):
     def fmt(self) -> BlockFormat:
         return _FORMATS[self.block_size]
 
+    def _check(self):
+        _check_parts(type(self).__name__, self.fmt, self.qdata, self.scale, self.global_scale, self.columns)
+
     def _make(self, qdata, scale, *, columns=None, dtype=None):
         columns = self.columns if columns is None else columns
         return type(self)(qdata, scale, self.global_scale, columns, self.block_size, dtype or self.dtype, self.config)
 
     def _requantize(self, hp):
         return self.from_hp(hp, block_size=self.block_size, config=self.config)
+
+
+def _format_of(name: str, block_size) -> BlockFormat:
+    fmt = _FORMATS.get(tuple(block_size)) if isinstance(block_size, (tuple, list)) else None  # type: ignore[call-overload]
+    if fmt is None:
+        sizes = " or ".join(map(str, _FORMATS))
+        raise ValueError(f"{name}: block_size must be {sizes}, got {block_size!r}")
+    return fmt
+
+
+def _check_parts(name: str, fmt: BlockFormat, qdata, scale, global_scale, columns) -> None:
+    if not isinstance(columns, (int, torch.SymInt)) or isinstance(columns, bool) or columns < 0:
+        raise ValueError(f"{name}: columns must be the length of the last dim, got {columns!r}")
+    check_parts(name, fmt, qdata, scale, global_scale, (*getattr(qdata, "shape", ())[:-1], columns))
+
+
+allow_in_files(NVFP4Tensor)

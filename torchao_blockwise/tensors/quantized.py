@@ -21,7 +21,7 @@ aten = torch.ops.aten
 class QuantizedTensor(TorchAOBaseTensor):
     """Base of tensors that are stored as rowwise payload and scales. Subclasses list their tensors and attributes.
 
-    Subclasses define `fmt`, `_make(qdata, scale)` and `from_hp`.
+    Subclasses define `fmt`, `_check()`, `_make(qdata, scale)` and `from_hp`.
     """
 
     config: TrainingConfig | None
@@ -45,6 +45,10 @@ class QuantizedTensor(TorchAOBaseTensor):
         """What values are rounded to before they are quantised."""
         return self.dtype
 
+    def _check(self) -> None:
+        """Raise TypeError or ValueError unless the parts fit each other, as the constructor does."""
+        raise NotImplementedError
+
     def _make(self, qdata: torch.Tensor, scale: torch.Tensor, *, columns: int | None = None, dtype=None):
         """A tensor like this one over other payload; `columns` is the logical last dim, default this one's."""
         raise NotImplementedError
@@ -55,6 +59,8 @@ class QuantizedTensor(TorchAOBaseTensor):
 
     def operand(self):
         """The rowwise operand (qdata, scale, global_scale) for `ops.matmul`."""
+        # Kernels trust it, and attributes may have been set since the tensor was made.
+        self._check()
         return ops.operand(self.fmt, self.qdata, self.scale, self.global_scale)
 
     def columnwise_operand(self, backend: ops.Backend | str | None = None):
@@ -107,8 +113,8 @@ class QuantizedTensor(TorchAOBaseTensor):
         """Pickle payload and scales as bytes: plain pickle knows no fp8 storage."""
         names, attributes = self.__tensor_flatten__()
         tensors = {name: (_bits(getattr(self, name)), getattr(self, name).dtype) for name in names}
-        others = {k: v for k, v in vars(self).items() if k not in (*names, *attributes, "original")}
-        return _rebuild, (type(self), tensors, attributes, others, self.requires_grad)
+        is_parameter = {"_is_param": True} if isinstance(self, torch.nn.Parameter) else {}
+        return _rebuild, (type(self), tensors, attributes, is_parameter, self.requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
         return stable_hash(self)
@@ -139,11 +145,61 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8 if x.element_size() == 1 else torch.int32)
 
 
-def _rebuild(cls, tensors, attributes, others, requires_grad):
-    inner = {name: stored.view(dtype) for name, (stored, dtype) in tensors.items()}
+def _rebuild(kind, tensors, attributes, others, requires_grad):
+    """What `__reduce_ex__` took apart. Files are not trusted: this sets what it knows, and the constructor checks it.
+
+    kind: the class, or its name, which is what files loaded with weights_only=True have of it.
+    others: `_is_param` if it was a Parameter; what else older versions wrote there is left out.
+    """
+    cls = _IN_FILES.get(kind) if isinstance(kind, str) else kind
+    if not (isinstance(cls, type) and issubclass(cls, QuantizedTensor)):
+        raise TypeError(f"load: a quantized tensor is one of {', '.join(_IN_FILES)}, got {kind!r}; save it anew")
+    name = cls.__name__
+    required, optional = set(cls.tensor_data_names), set(getattr(cls, "optional_tensor_data_names", ()))
+    _check_names(name, "tensors", tensors, required, optional)
+    _check_names(name, "attributes", attributes, set(cls.tensor_attribute_names))
+    if not isinstance(others, dict) or not isinstance(requires_grad, bool):
+        raise TypeError(f"{name}: a file has {others!r} and requires_grad={requires_grad!r} for it; save it anew")
+    inner = {part: _from_bits(name, part, stored) for part, stored in tensors.items()}
     x = cls.__tensor_unflatten__(inner, attributes, None, None)
-    vars(x).update(others)
+    if others.get("_is_param") is True:
+        x._is_param = True
     return x.requires_grad_(requires_grad)
+
+
+def _check_names(name: str, what: str, given, required: set[str], optional: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    if not isinstance(given, dict) or not required <= given.keys() <= required | optional:
+        got = sorted(map(str, given)) if isinstance(given, dict) else type(given).__name__
+        raise ValueError(f"{name}: a file must have the {what} {sorted(required)} for it, got {got}; save it anew")
+
+
+def _from_bits(name: str, part: str, stored) -> torch.Tensor:
+    """The inner tensor of (its bytes as integers, its dtype): memory of its own, plain, no entry twice."""
+    x, dtype = stored if isinstance(stored, tuple) and len(stored) == 2 else (stored, None)
+    if not isinstance(x, torch.Tensor) or hasattr(x, "__tensor_flatten__") or not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}: {part} must be stored as a plain tensor and a dtype, got {stored!r}; save it anew")
+    if x.layout is not torch.strided or x.dtype not in (torch.uint8, torch.int32):
+        raise TypeError(f"{name}: {part} must be stored as strided bytes, got {x.dtype}, {x.layout}; save it anew")
+    extent = 0
+    for stride, size in sorted(zip(x.stride(), x.shape)) if x.numel() else ():
+        if size > 1 and stride <= extent:
+            raise ValueError(f"{name}: {part} {list(x.shape)} has strides {x.stride()}, which overlap; save it anew")
+        extent += stride * (size - 1)
+    # Another tensor than the file's own, which it may yet change.
+    return x.view(dtype)
+
+
+_IN_FILES: dict[str, type] = {}
+
+
+def allow_in_files(cls: type) -> None:
+    """Let `torch.load(weights_only=True)` make tensors of `cls` through `_rebuild`, and by no other way.
+
+    Where a file names the class, the loader hands out its name: of a class it would also make and change instances
+    without a check.
+    """
+    _IN_FILES[cls.__name__] = cls
+    torch.serialization.add_safe_globals([(cls.__name__, f"{cls.__module__}.{cls.__qualname__}")])
 
 
 torch.serialization.add_safe_globals([_rebuild])
@@ -266,10 +322,13 @@ def _set_data(func, types, args, kwargs):
     """`x.data = src`: takes over the payload of a tensor of the same kind, or of high precision quantised as `x` is."""
     x, src = args
     src = _like("data", x, src)
+    names, attributes = x.__tensor_flatten__()
+    parts = {name: getattr(src, name) for name in names}
+    # Raises where these are no parts of a tensor with the attributes of `x`.
+    type(x).__tensor_unflatten__(parts, attributes, None, None)
     with _compat.no_torch_function():
         func(x, src)
-    for name in x.__tensor_flatten__()[0]:
-        setattr(x, name, getattr(src, name))
+    vars(x).update(parts)
 
 
 @QuantizedTensor.implements_torch_function(torch.Tensor.share_memory_)

@@ -18,9 +18,10 @@ import torch
 from torchao_blockwise import _compat, _compat_fsdp, ops
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.tensors import fsdp
+from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
 from torchao_blockwise.tensors.original import Original
-from torchao_blockwise.tensors.quantized import QuantizedTensor
+from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files
 
 aten = torch.ops.aten
 
@@ -68,6 +69,7 @@ class QuantizedShard(QuantizedTensor):
         dtype: torch.dtype,
         global_scale: torch.Tensor | None = None,
     ):
+        _check_parts(cls.__name__, qdata, scale, global_scale, part, dtype)
         return _compat.make_wrapper(cls, part.local_shape, dtype=dtype, device=qdata.device)
 
     def __init__(self, qdata, scale, part, dtype, global_scale=None):
@@ -102,6 +104,7 @@ class QuantizedShard(QuantizedTensor):
     @property
     def own_bytes(self) -> torch.Tensor:
         """The payload, flat, for casts to write."""
+        self._check()
         return self.qdata.view(torch.uint8).view(-1)
 
     def values(self) -> torch.Tensor:
@@ -110,6 +113,7 @@ class QuantizedShard(QuantizedTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """qdata · scale [· global_scale] of the rows."""
+        self._check()
         block = self.fmt.block[0] if self.dim() == 2 else 1
         border, end = self.part.start % block, self.part.start + self.shape[0]
         # Begun at a block's border, by zeros, so that rows meet their scales.
@@ -125,6 +129,9 @@ class QuantizedShard(QuantizedTensor):
         other = self.detach().clone()
         other.original.take_over(values.to(self.device))
         return other
+
+    def _check(self):
+        _check_parts(type(self).__name__, self.qdata, self.scale, self.global_scale, self.part, self.dtype)
 
     def _make(self, qdata, scale, *, columns=None, dtype=None):
         part = self.part
@@ -200,6 +207,18 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
     return x
 
 
+def _check_parts(name: str, qdata, scale, global_scale, part: ShardLayout, dtype) -> None:
+    if not isinstance(part, ShardLayout) or part.dim:
+        raise TypeError(f"{name}: part must be a ShardLayout of rows, got {part!r}; shard with fully_shard")
+    fmt = part.config.weight_format
+    check_attributes(name, fmt, dtype, part.config)
+    got = getattr(qdata, "shape", ())
+    if got[:-1] != part.local_shape[:-1]:
+        wanted = f"{list(part.local_shape)} of {part.name}"
+        raise ValueError(f"{name}: qdata must be the rows {wanted}, got {list(got)}; shard anew with fully_shard")
+    check_parts(name, fmt, qdata, scale, global_scale, part.shape)
+
+
 def shard_of(weight: QuantizedTensor, part: _compat_fsdp.FsdpRows) -> QuantizedShard:
     """What the rank holds of `weight`; memory of its own, so that the whole is freed.
 
@@ -234,4 +253,5 @@ def _why_not(weight: QuantizedTensor, part: _compat_fsdp.FsdpRows) -> str | None
 
 
 _compat_fsdp.at_install(_compat_fsdp.shard_parameters, QuantizedTensor, shard_of)
-torch.serialization.add_safe_globals([QuantizedShard, ShardLayout])
+allow_in_files(QuantizedShard)
+torch.serialization.add_safe_globals([ShardLayout])

@@ -39,6 +39,9 @@ class TransposedWeight(TorchAOBaseTensor):
 
     @staticmethod
     def __new__(cls, weight: torch.Tensor):
+        if not isinstance(weight, TorchAOBaseTensor) or weight.dim() != 3:
+            got = f"a {type(weight).__name__} of shape {list(weight.shape)}"
+            raise TypeError(f"TransposedWeight: weight must be experts [E, N, K] of ours, got {got}; use x.mT")
         *batch, rows, columns = weight.shape
         *batch_strides, row_stride, column_stride = weight.stride()
         return _compat.make_wrapper(

@@ -1,0 +1,38 @@
+"""Some thousand damaged checkpoints, in a process of their own: a read out of bounds ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("fuzz_checkpoints.py")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_damaged_files_are_refused_or_multiply_in_bounds():
+    done = run("--count", "3000")
+    assert done.returncode in (0, 1), done.stderr[-2000:]
+    result = json.loads(done.stdout.strip().split("\n")[-1])
+    assert result["failures"] == []
+    totals = result["totals"]
+    # Undamaged files load, damage is refused often, and often harmless.
+    assert totals["none: multiplied"] == 150
+    assert totals["usual: refused"] > 1000 and totals["usual: multiplied"] > 30
+    assert totals["bytes: refused"] > 200 and totals["bytes: multiplied"] > 30
+    assert result["layouts"] > 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are forbidden by mprotect")
+def test_a_read_out_of_bounds_is_noticed():
+    assert run("--overrun").returncode == -signal.SIGSEGV
