@@ -14,6 +14,7 @@ from torchao_blockwise.conversion import (
     skip_fqns,
     skip_lm_head,
     skip_routers,
+    unconvert,
 )
 from torchao_blockwise.nn import NormLinear, linear
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
@@ -41,4 +42,5 @@ __all__ = [
     "skip_fqns",
     "skip_lm_head",
     "skip_routers",
+    "unconvert",
 ]

@@ -24,6 +24,11 @@ def keep_state_dicts_plain(module: nn.Module) -> None:
         module.register_load_state_dict_pre_hook(_load_assigned)
 
 
+def keep_state_dicts_no_longer(module: nn.Module) -> None:
+    """Take back what `keep_state_dicts_plain` did to `module`."""
+    _compat.remove_state_dict_hooks(module, (_save_plain, _load_assigned))
+
+
 def _save_plain(module: nn.Module, state_dict, prefix: str, local_metadata) -> None:
     for name, param in _compat.parameters_of(module).items():
         saved = state_dict.get(prefix + name)

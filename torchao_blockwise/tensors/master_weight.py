@@ -127,6 +127,10 @@ class MasterWeightTensor(TorchAOBaseTensor):
         versions = _compat.version_of(hp), _compat.version_of(self.hp)
         return (hp, self.dtype) if versions == (made.version, made.own_version) else (self.hp, None)
 
+    def dequantize(self) -> torch.Tensor:
+        """A copy of the values: what PEFT merges into."""
+        return self.hp.clone()
+
     def transposed_view(self) -> MasterWeightTensor:
         """[.., K, N] over the same memory, strided; its quantised copy is another one."""
         with _compat.counting_changes():
