@@ -43,7 +43,8 @@ min_features
 ops
 skip_fqns
 skip_lm_head
-skip_routers""",
+skip_routers
+unconvert""",
     )
 
 
@@ -68,6 +69,7 @@ def test_signatures():
         "keep_last_blocks",
         "min_features",
         "skip_fqns",
+        "unconvert",
         "ops.quantize",
         "ops.matmul",
         "ops.transpose",
@@ -89,6 +91,7 @@ dry_run(model, config, filter_fn)
 keep_last_blocks(model, count)
 min_features(features)
 skip_fqns(patterns)
+unconvert(model)
 ops.quantize(x, fmt, rowwise, columnwise, power_of_2_scales, tensor_amax, padded, backend)
 ops.matmul(a, b, out_dtype, bias, backend)
 ops.transpose(x, columns, backend)""",

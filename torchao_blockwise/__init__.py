@@ -17,6 +17,7 @@ try:
         skip_fqns,
         skip_lm_head,
         skip_routers,
+        unconvert,
     )
     from torchao_blockwise.nn import NormLinear, linear
     from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, weights_unchanged
@@ -48,5 +49,6 @@ __all__ = [
     "skip_fqns",
     "skip_lm_head",
     "skip_routers",
+    "unconvert",
     "weights_unchanged",
 ]

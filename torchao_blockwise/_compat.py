@@ -100,6 +100,16 @@ def quantize_call():
     return None, None
 
 
+def transformers_quantizes() -> bool:
+    """Whether transformers has called `quantize_` while it loads a model, as a `TorchAoConfig` makes it do."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.integrations.torchao":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def default_filter():
     """The filter_fn that `torchao.quantization.quantize_` uses when none is given."""
     from torchao.quantization import quantize_
@@ -122,6 +132,13 @@ def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | Non
 def state_dict_hooks_of(module: torch.nn.Module) -> list:
     """The hooks that run when `module` has filled a state dict."""
     return list(module._state_dict_hooks.values())
+
+
+def remove_state_dict_hooks(module: torch.nn.Module, hooks) -> None:
+    """Take `hooks` of state dicts and of their loads away from `module`."""
+    for registered in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        for key in [key for key, hook in registered.items() if getattr(hook, "hook", hook) in hooks]:
+            del registered[key]
 
 
 def make_wrapper(cls, shape, *, inner: torch.Tensor | None = None, **options) -> torch.Tensor:

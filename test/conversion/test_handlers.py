@@ -213,7 +213,8 @@ def state(model):
             for name, m in model.named_modules()
         ],
         [(name, id(p), type(p), p.requires_grad) for name, p in model.named_parameters()],
-        {n: pickle.dumps(v) for n, v in model.state_dict().items() if not isinstance(v, nn.UninitializedParameter)},
+        # The Parameters themselves: a pickle names the memory, and values that a state dict decodes are a copy.
+        {n: pickle.dumps(v) for n, v in model.named_parameters() if not isinstance(v, nn.UninitializedParameter)},
     )
 
 

@@ -116,13 +116,23 @@ def test_a_wrapper_module_saves_plain_tensors_too():
 
 
 @pytest.mark.parametrize("assign", (False, True), ids=("copy", "assign"))
-def test_quantised_parameters_load_plain_values(assign):
-    """Without master weights the state dict holds quantised tensors; plain ones are quantised when they are loaded."""
+def test_quantized_parameters_load_plain_values(assign):
     model, plain = mlp(replace(FP8, master_weights=False)), mlp(seed=3)
     model.load_state_dict(plain.state_dict(), assign=assign)
     weight = model[0].weight
     assert type(weight) is BlockwiseFP8Tensor and isinstance(weight, nn.Parameter) and not weight.config.master_weights
     assert torch.equal(weight, BlockwiseFP8Tensor.from_hp(plain[0].weight))
-    assert type(model.state_dict()["0.weight"]) is BlockwiseFP8Tensor
     model.load_state_dict(saved_and_loaded(model.state_dict()), assign=assign)
     assert torch.equal(model[0].weight, weight)
+
+
+@both_formats
+@pytest.mark.parametrize("assign", (False, True), ids=("copy", "assign"))
+def test_checkpoints_that_hold_quantized_tensors_load(config, assign):
+    """As they were written before state dicts of quantized Parameters were plain."""
+    config = replace(config, master_weights=False)
+    model, source = mlp(config), mlp(config, seed=3)
+    state = saved_and_loaded({name: p.detach() for name, p in source.named_parameters()})
+    model.load_state_dict(state, assign=assign)
+    assert type(model[0].weight) is type(source[0].weight) and torch.equal(model[0].weight, source[0].weight)
+    assert torch.equal(model(torch.ones(2, 64)), source(torch.ones(2, 64)))

@@ -89,6 +89,7 @@ PRIMARY_CHECKS = (
     (primary.loads, (3,), BOTH),
     (primary.adopts_loads, (2,), BOTH),
     (primary.refuses_stale_values, (2,), ("fp8",)),
+    (primary.refuses_writes_into_state_dicts, (2,), BOTH),
     (primary.starts_on_meta, (4,), BOTH),
     (primary.refuses, (2,), BOTH),
     (primary.reshards_to_fewer_ranks, (4,), ("fp8",)),

@@ -298,6 +298,37 @@ def refuses_stale_values(mesh, config):
     assert "whose values were loaded" in message and "sync_weight_scales(model) on all ranks" in message, message
 
 
+def refuses_writes_into_state_dicts(mesh, config):
+    """A rank alone cannot cast what was written there: it says so before it gathers, and a load of it works."""
+    for owned in (True, False):
+        model = primary(config, mesh)
+        optimizer = master_adamw(model) if owned else None
+        model(batch())
+        model.state_dict()
+        expected = model(batch()).detach()
+        state = model.state_dict()
+        assert all(type(x.to_local()) is torch.Tensor for x in state.values())
+        state["1.down.weight"].to_local().mul_(-1)
+        message = message_of(shards_of(model)["1.down.weight"].to_local().dequantize)
+        assert message.startswith("RuntimeError: dequantize: values were written into what state_dict()"), message
+        message = message_of(model, batch())
+        assert "call model.load_state_dict(state) on all ranks after writing" in message, message
+        state = {name: x.clone() for name, x in state.items()}
+        model = primary(config, mesh)
+        optimizer = master_adamw(model) if owned else None
+        model(batch())
+        model.load_state_dict(state)
+        assert not torch.equal(model(batch()), expected)
+        wholes = whole(state)
+        assert_gathers(model, {name: wholes[name] for name in shards_of(model)}, config)
+        if optimizer is not None:
+            # A step casts masters, whatever was written there.
+            model.state_dict()["1.down.weight"].to_local().mul_(-1)
+            optimizer.step()
+            wholes["1.down.weight"] = -wholes["1.down.weight"]
+            assert_gathers(model, {name: wholes[name] for name in shards_of(model)}, config)
+
+
 def starts_on_meta(mesh, config):
     with torch.device("meta"):
         model = nn.Sequential(Block(48, 150), Block(48, 150))

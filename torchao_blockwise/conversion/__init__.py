@@ -14,6 +14,7 @@ from torchao_blockwise.conversion.filters import (
 )
 from torchao_blockwise.conversion.handlers import convert_module, why_not_convertible
 from torchao_blockwise.conversion.report import ConversionReport, LayerReport, conversion_report, dry_run
+from torchao_blockwise.conversion.unconvert import unconvert
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "skip_fqns",
     "skip_lm_head",
     "skip_routers",
+    "unconvert",
     "why_not_convertible",
 ]

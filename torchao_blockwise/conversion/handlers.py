@@ -8,6 +8,7 @@ of a `quantize_` checks all layers that will follow, so that a model is converte
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import torch
@@ -83,10 +84,8 @@ def _why_no_weight(weight, config: TrainingConfig, model: nn.Module | None, is_l
         return f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
     if config.backend is Backend.CUBLAS and not is_linear:
         return "cuBLAS has no products of experts; take backend='auto' for them"
-    if weakref.getweakrefs(weight):
-        return "something holds a weak reference to its weight; convert before torch.compile and parallel wrappers run"
-    if _compat.is_held(weight):
-        return "a view of its weight or the graph of a forward pass is alive; drop it (del output, loss) before"
+    if (reason := why_not_swappable(weight)) is not None:
+        return reason
     if model is not None and not config.master_weights:
         others = [m for m in _holders(weight, model) if not isinstance(m, nn.Linear) and not expert_weights(m)]
         if others:
@@ -94,6 +93,15 @@ def _why_no_weight(weight, config: TrainingConfig, model: nn.Module | None, is_l
                 f"its weight is shared with another module, {type(others[0]).__name__}, which cannot use a quantised "
                 "tensor; take master_weights=True, or exclude the layer"
             )
+    return None
+
+
+def why_not_swappable(weight: torch.Tensor) -> str | None:
+    """Why the content of the Parameter `weight` cannot be exchanged, with the remedy, or None."""
+    if weakref.getweakrefs(weight):
+        return "something holds a weak reference to its weight; convert before torch.compile and parallel wrappers run"
+    if _compat.is_held(weight):
+        return "a view of its weight or the graph of a forward pass is alive; drop it (del output, loss) before"
     return None
 
 
@@ -117,6 +125,12 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     RuntimeError where PyTorch or torchao is too old.
     """
     _compat_versions.check()
+    if _compat.transformers_quantizes():
+        raise ValueError(
+            "from_pretrained: a TorchAoConfig freezes what it loads, and what it saves comes back unconverted; "
+            f"load the model without quantization_config, then call quantize_(model, {type(config).__name__}(...))"
+        )
+    _take_plain_tensor(module)
     model, filter_fn = _compat.quantize_call()
     model = module if model is None else model
     if filter_fn is None:
@@ -133,7 +147,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
         assert weight is not None, "checked before"
         holders = _holders(weight, model)
         if not _trains_by(weight, config):
-            _swap(weight, _converted(weight, config))
+            swap(weight, _converted(weight, config))
         if isinstance(weight, MasterWeightTensor):
             weight.layer = f"{names[module]}.{name}".lstrip(".")
         for holder in holders:
@@ -141,6 +155,17 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
             if isinstance(holder, nn.Linear):
                 convert_class(holder, names[holder])
     return module
+
+
+def _take_plain_tensor(module: nn.Module) -> None:
+    """Make a frozen Parameter of a plain tensor that has taken the place of a converted layer's weight.
+
+    PEFT merges so: it adds to what `dequantize` gives, puts it there, and calls `quantize_`.
+    """
+    weight = vars(module).get("weight")
+    if isinstance(module, ConvertedLinear) and isinstance(weight, torch.Tensor):
+        del module.weight
+        module.weight = nn.Parameter(weight.detach(), requires_grad=False)
 
 
 def _targets_if_first(module, model, filter_fn) -> list[tuple[str, nn.Module]]:
@@ -171,12 +196,14 @@ def _converted(weight: nn.Parameter, config: TrainingConfig) -> torch.Tensor:
     return NVFP4Tensor.from_hp(hp, block_size=config.weight_format.block, config=config)
 
 
-def _swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
+def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     """Give the Parameter object `weight` the content of `converted`, keeping its gradient, hooks and attributes."""
     if isinstance(converted, QuantizedTensor) and weight.requires_grad:
         converted.original = Original(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
-    attributes = {k: v for k, v in vars(weight).items() if k not in vars(new)}
+    is_ours = isinstance(weight, (MasterWeightTensor, QuantizedTensor))
+    own = {*itertools.chain(*weight.__tensor_flatten__()), "original", "_is_param"} if is_ours else ()
+    attributes = {k: v for k, v in vars(weight).items() if k not in vars(new) and k not in own}
     grad, weight.grad = weight.grad, None
     try:
         torch.utils.swap_tensors(weight, new)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.state_values import GivenOut, plain_values, same_bits
 
 
 def keep_state_dicts_plain(module: nn.Module) -> None:
@@ -14,12 +16,17 @@ def keep_state_dicts_plain(module: nn.Module) -> None:
 
     What is saved shares the memory of the master weights; of a sharded one it is a DTensor, placed as the parameter.
     FSDP2 moves shards of uneven rows in the first forward pass and with every load: take a new state dict after those.
-    A quantised weight whose whole master an optimizer has is saved as that master, else as it is; what FSDP2 shards of
-    one without a master as the values that it stands for, in float32.
+    A quantized weight whose whole master an optimizer has is saved as that master, else as the values that it stands
+    for, in its dtype (`plain_values`). What is written there before the weight is used next is cast into it.
     """
     if not is_converted(module):
         module.register_state_dict_post_hook(_save_plain)
         module.register_load_state_dict_pre_hook(_load_assigned)
+
+
+def keep_state_dicts_no_longer(module: nn.Module) -> None:
+    """Take back what `keep_state_dicts_plain` did to `module`."""
+    _compat.remove_state_dict_hooks(module, (_save_plain, _load_assigned))
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -34,10 +41,25 @@ def _save_plain(module: nn.Module, state_dict, prefix: str, local_metadata) -> N
         if saved is not param and isinstance(local := _compat.local_of(saved), MasterWeightTensor):
             state_dict[prefix + name] = _compat.with_local(saved, local.hp)
         elif saved is not param and isinstance(quantized := _compat.local_of(param), QuantizedTensor):
-            master = None if quantized.original is None else quantized.original.master(param)
-            if master is None and isinstance(quantized, QuantizedShard):
-                master = _compat.with_local(param, quantized.values())
-            state_dict[prefix + name] = saved if master is None else master
+            state_dict[prefix + name] = _plain(param, quantized)
+
+
+def _plain(param: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
+    """The master of a quantized weight, or values that it stands for, noted as given out."""
+    original = quantized.original = quantized.original or Original()
+    master = original.master(param)
+    if master is not None:
+        values = _compat.local_of(master)
+    elif original.awaits_cast:
+        return _compat.with_local(param, original.hp)
+    else:
+        # What a rank has of a weight cannot be quantized again by itself.
+        values = plain_values(quantized) if param is quantized else quantized.dequantize()
+        # A tied weight has several names for one tensor.
+        last = original.last_given and original.last_given()
+        values = last if last is not None and same_bits(last, values) else values
+    original.give(GivenOut(values, is_master=master is not None))
+    return _compat.with_local(param, values)
 
 
 def _load_assigned(module: nn.Module, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:

@@ -305,6 +305,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return self.master(parameter) if parameter in self._of and not self._splits else None
 
     def _write(self) -> None:
+        for weight in self._weights:
+            given = weight.original.given
+            if given is not None and given.is_master:
+                # About to be cast, whatever was written there.
+                weight.original.given = None
         write_weights(self._weights, self._group if self._splits else None)
 
     def _write_first(self, weights: Sequence[PrimaryWeight]) -> None:

@@ -56,7 +56,11 @@ class PrimaryWeight:
         """What waits to become the master's."""
         if self.quantized.original is None:
             self.quantized.original = Original()
-        return self.quantized.original
+        original = self.quantized.original
+        if original.given is not None and not original.given.is_master:
+            # Values written into a state dict become the weight's now.
+            self.quantized._settle()
+        return original
 
     def begin_with(self, values: torch.Tensor) -> None:
         """Make a master of f32 values, those that this rank steps; it takes their memory."""

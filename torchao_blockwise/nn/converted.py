@@ -90,6 +90,13 @@ def convert_class(module: nn.Linear, fqn: str = "") -> None:
         module.fqn = fqn
 
 
+def restore_class(module: ConvertedLinear) -> None:
+    """Give `module` the class back that it had before `convert_class`; one that others derived is left alone."""
+    if type(module) is _class_of(module.converted_from):
+        module.__dict__.pop("fqn", None)
+        module.__class__ = module.converted_from
+
+
 @functools.cache
 def _class_of(base: Any) -> Any:
     # Under the same name in the same module: tracers take what lies in torch.nn for one operation.

@@ -89,6 +89,10 @@ class MasterWeightTensor(TorchAOBaseTensor):
         hp = None if self._cast_of is None or self._cast_of.hp is None else self._cast_of.hp()
         return (self.hp, None) if hp is None else (hp, self.dtype)
 
+    def dequantize(self) -> torch.Tensor:
+        """A copy of the values: what PEFT merges into."""
+        return self.hp.clone()
+
     def transposed_view(self) -> MasterWeightTensor:
         """[.., K, N] over the same memory, strided."""
         _cut_link(self)

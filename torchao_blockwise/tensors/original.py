@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from torchao_blockwise.tensors.state_values import GivenOut, same_bits
+
 MasterOf = Callable[[torch.Tensor], torch.Tensor | None]
 
 
@@ -22,12 +24,15 @@ class Original:
     hp: [.., N, K], or None where the values were taken or freed, or are known in quantised form alone.
     changed: values were copied into the weight after an optimizer took the last ones.
     awaits_cast: the payload is not of these values yet; only of a shard, which a rank cannot quantise alone.
+    given: what a state dict gave in the weight's place, until the payload is read.
     """
 
     def __init__(self, hp: torch.Tensor | None = None):
         self.hp = hp
         self.changed = False
         self.awaits_cast = False
+        self.given: GivenOut | None = None
+        self.last_given: weakref.ref | None = None
         self._master_of: weakref.WeakMethod | None = None
 
     def __deepcopy__(self, memo) -> Original:
@@ -60,19 +65,23 @@ class Original:
         if hp is not None:
             self.hp = getattr(hp, "hp", hp).detach().clone()
             self.changed = True
-        elif not all(_same_bits(mine, theirs) for mine, theirs in pairs):
+        elif not all(same_bits(mine, theirs) for mine, theirs in pairs):
             # A checkpoint's payload may also come after the masters that it was made of, and leaves them.
             self.hp = None
             self.changed = True
 
+    def give(self, given: GivenOut) -> None:
+        """Called where a state dict has it in the weight's place."""
+        self.given, self.last_given = given, weakref.ref(given.values)
+
     def take_over(self, values: torch.Tensor) -> None:
         """Called where a shard takes high-precision values: from now on its own, until a cast of all ranks."""
         self.note_copy(values, ())
-        self.awaits_cast = True
+        self.awaits_cast, self.given = True, None
 
     def cast_is_done(self) -> None:
         """Called where the payload is of these values, and where an optimizer has quantised its master."""
-        self.awaits_cast = False
+        self.awaits_cast, self.given = False, None
         self.free()
 
     def moved(self, device: torch.device | None) -> Original:
@@ -85,8 +94,3 @@ class Original:
         """The whole master of `weight`, if an optimizer of this process has it."""
         master_of = None if self._master_of is None else self._master_of()
         return None if master_of is None else master_of(weight)
-
-
-def _same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    mine, theirs = (x.contiguous().view(-1).view(torch.uint8) for x in (mine, theirs))
-    return torch.equal(mine, theirs.to(mine.device))

@@ -14,6 +14,7 @@ from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.state_values import settle
 
 aten = torch.ops.aten
 
@@ -25,11 +26,26 @@ class QuantizedTensor(TorchAOBaseTensor):
     """
 
     config: TrainingConfig | None
-    qdata: torch.Tensor
     scale: torch.Tensor
     global_scale: torch.Tensor | None = None
     # Of weights that train; no part of a weight's state.
     original: Original | None = None
+
+    @property
+    def qdata(self) -> torch.Tensor:
+        """The payload. Whatever reads it, a compiled graph too, finds what was written into a state dict's values."""
+        if self.original is not None and self.original.given is not None:
+            self._settle()
+        return self.__dict__["qdata"]
+
+    @qdata.setter
+    def qdata(self, payload: torch.Tensor) -> None:
+        self.__dict__["qdata"] = payload
+
+    def _settle(self) -> None:
+        assert self.original is not None
+        given, self.original.given = self.original.given, None
+        settle(self, given)
 
     @property
     def fmt(self) -> BlockFormat:

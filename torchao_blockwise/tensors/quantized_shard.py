@@ -111,9 +111,22 @@ class QuantizedShard(QuantizedTensor):
         """The rows' values, f32 or as they were loaded: what waits for a cast, or what the payload stands for."""
         return self.dequantize(torch.float32) if self.original.hp is None else self.original.hp
 
+    def _settle(self) -> None:
+        """A rank alone cannot cast what was written into a state dict: `_refuse_written` says so where it matters."""
+
+    def _refuse_written(self, where: str) -> None:
+        given = self.original.given
+        if given is not None and given.is_written:
+            raise RuntimeError(
+                f"{where}: values were written into what state_dict() gave for a weight {list(self.whole_shape)}, and "
+                "a rank alone cannot quantize them; call model.load_state_dict(state) on all ranks after writing"
+            )
+        self.original.given = None
+
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """qdata · scale [· global_scale] of the rows."""
         self._check()
+        self._refuse_written("dequantize")
         block = self.fmt.block[0] if self.dim() == 2 else 1
         border, end = self.part.start % block, self.part.start + self.shape[0]
         # Begun at a block's border, by zeros, so that rows meet their scales.
@@ -148,6 +161,7 @@ class QuantizedShard(QuantizedTensor):
                 "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks after changing weights by hand "
                 "between microbatches of a step, or before gathering by hand"
             )
+        self._refuse_written(f"FSDP2 gathers {module}")
         return (self._sent(),), WeightShard(self.part, scale=self.scale, global_scale=self.global_scale)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):

@@ -1,0 +1,143 @@
+"""unconvert: the plain model again, bit for bit, in the same objects."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import FP8, RECIPES, Tied, both_formats, mlp, replace
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor, linears_and_experts, unconvert
+from torchao_blockwise.distributed import MasterWeightOptimizer
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+
+def train(model, optimizer, steps: int = 2) -> torch.Tensor:
+    for step in range(steps):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return model(x).detach()
+
+
+@pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
+def test_a_model_that_was_converted_trains_as_one_that_was_not(config):
+    """With the optimizer from before, whose states and groups hold the same objects."""
+    plain, model = mlp(), mlp()
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (plain, model)]
+    quantize_(model, config)
+    ids, classes = [id(p) for p in model.parameters()], [type(m) for m in plain.modules()]
+    model[0].weight.marked = "by the program"
+    assert unconvert(model) is model
+    assert ids == [id(p) for p in model.parameters()] and [type(m) for m in model.modules()] == classes
+    assert all(type(p) is nn.Parameter and p.requires_grad for p in model.parameters())
+    assert vars(model[0].weight) == {"marked": "by the program"} and not hasattr(model[0], "fqn")
+    assert not model[0]._state_dict_hooks and not model[0]._load_state_dict_pre_hooks
+    assert_bitwise_equal(train(model, optimizers[1]), train(plain, optimizers[0]))
+    copy.deepcopy(model).load_state_dict(plain.state_dict(), assign=True)
+
+
+@both_formats
+def test_values_and_gradients_of_training_stay(config):
+    model = mlp(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    calls = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: calls.append(p))
+    train(model, optimizer)
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    gradients = [p.grad for p in model.parameters()]
+    unconvert(model)
+    for name, x in model.state_dict().items():
+        assert_bitwise_equal(x, state[name], name)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), gradients))
+    before = len(calls)
+    train(model, optimizer, steps=1)
+    assert len(calls) == before + 1 and calls[-1] is model[0].weight
+
+
+@both_formats
+@pytest.mark.parametrize("master_weights", (True, False), ids=("masters", "quantized"))
+def test_converted_again(config, master_weights):
+    config = replace(config, master_weights=master_weights)
+    model = mlp(config)
+    x = torch.randn(4, 64)
+    expected = model(x).detach()
+    weight = model[0].weight
+    quantize_(unconvert(model), config)
+    assert model[0].weight is weight and isinstance(weight, MasterWeightTensor) == master_weights
+    assert_bitwise_equal(model(x).detach(), expected)
+
+
+@both_formats
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_quantized_parameters_become_their_masters(config, dtype):
+    model = mlp(replace(config, master_weights=False), dtype=dtype)
+    owned, alone = model[0].weight, model[2].weight
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, model, params=[owned], lr=0.1)
+    master, decoded = optimizer.master(owned).clone(), alone.dequantize()
+    unconvert(model)
+    assert model[0].weight is owned and type(owned) is nn.Parameter and owned.dtype == dtype
+    assert_bitwise_equal(owned.detach(), master.to(dtype))
+    assert torch.allclose(alone.detach(), decoded, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_tied_and_frozen_weights():
+    model = Tied()
+    model.blocks[0].weight.requires_grad_(False)
+    quantize_(model, FP8)
+    unconvert(model)
+    assert model.embed.weight is model.lm_head.weight and type(model.embed.weight) is nn.Parameter
+    assert not model.blocks[0].weight.requires_grad and model.blocks[1].weight.requires_grad
+
+
+def test_experts():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(2, 32, 16))
+
+    model = nn.Sequential(Experts())
+    values = model[0].w.detach().clone()
+    quantize_(model, FP8, filter_fn=linears_and_experts())
+    assert isinstance(model[0].w, MasterWeightTensor)
+    unconvert(model)
+    assert type(model[0].w) is nn.Parameter and not model[0]._state_dict_hooks
+    assert_bitwise_equal(model[0].w.detach(), values)
+
+
+def test_a_model_that_was_not_converted_is_left_alone():
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    assert all(torch.equal(x, before[name]) for name, x in unconvert(model).state_dict().items())
+
+
+def test_a_held_weight_is_refused_before_any_change():
+    model = mlp(FP8)
+    out = model(torch.randn(2, 64))
+    with pytest.raises(
+        ValueError, match=r"(?s)unconvert: 2 of 2 weights .*nothing was changed:\n  0.weight: .*drop it"
+    ):
+        unconvert(model)
+    assert isinstance(model[0].weight, MasterWeightTensor)
+    del out
+
+
+def test_weights_that_ranks_share_are_refused():
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(mlp(FP8), mesh=dist.device_mesh.DeviceMesh("cpu", [0]))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"0.weight: ranks share it; load model.state_dict\(\) into a model"):
+                unconvert(model)
+            model(torch.randn(2, 64))
+    finally:
+        dist.destroy_process_group()

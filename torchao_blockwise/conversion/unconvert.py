@@ -1,0 +1,65 @@
+"""The way back: converted layers become what they were, with the values that they train now."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchao_blockwise import _compat
+from torchao_blockwise.conversion.handlers import swap, why_not_swappable
+from torchao_blockwise.conversion.state_dicts import keep_state_dicts_no_longer
+from torchao_blockwise.nn.converted import ConvertedLinear, restore_class
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+from torchao_blockwise.tensors.state_values import plain_values
+
+_FSDP: tuple[type, ...] = ()
+if torch.distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule
+
+    _FSDP = (FSDPModule,)
+
+
+@torch.no_grad()
+def unconvert(model: nn.Module) -> nn.Module:
+    """Make every converted layer of `model` a plain one again, in place; returns `model`.
+
+    Parameters stay the same objects, with their gradients, hooks and attributes, so that an optimizer made before still
+    trains them. Values are those of master weights; of quantized Parameters the masters, in the weight's dtype, where a
+    `MasterWeightOptimizer` has them (which ends with this: make another optimizer), else what the payload stands for.
+    The model can be converted again.
+    Raises ValueError, before any change, for weights that ranks share or that something else holds.
+    """
+    weights: dict[nn.Parameter, str] = {}
+    for fqn, module in model.named_modules():
+        for name, p in _compat.parameters_of(module).items():
+            if p is not None and isinstance(_compat.local_of(p), (MasterWeightTensor, QuantizedTensor)):
+                weights.setdefault(p, f"{fqn}.{name}".lstrip("."))
+    sharded = any(isinstance(module, _FSDP) for module in model.modules())
+    reasons = {fqn: _why_not(p, sharded) for p, fqn in weights.items()}
+    failures = [f"  {fqn}: {reason}" for fqn, reason in reasons.items() if reason is not None]
+    if failures:
+        raise ValueError(
+            f"unconvert: {len(failures)} of {len(weights)} weights cannot be made plain, and nothing was changed:\n"
+            + "\n".join(failures)
+        )
+    for p in weights:
+        swap(p, _plain(p))
+    for module in model.modules():
+        keep_state_dicts_no_longer(module)
+        if isinstance(module, ConvertedLinear):
+            restore_class(module)
+    return model
+
+
+def _why_not(weight: nn.Parameter, sharded: bool) -> str | None:
+    if sharded or _compat.local_of(weight) is not weight:
+        return "ranks share it; load model.state_dict() into a model that is sharded alike and was never converted"
+    return why_not_swappable(weight)
+
+
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    if isinstance(weight, MasterWeightTensor):
+        return weight.hp
+    assert isinstance(weight, QuantizedTensor)
+    master = None if weight.original is None else weight.original.master(weight)
+    return plain_values(weight) if master is None else master.to(weight.dtype, copy=True)

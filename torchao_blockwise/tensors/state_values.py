@@ -1,0 +1,107 @@
+"""What state dicts hold in the place of quantized weights: plain values, and what programs write into them.
+
+    state_dict() ─▶ plain_values(weight), or the optimizer's master     given out, and noted on the weight's Original
+    the next read of the payload ─▶ settle: values that were written there since are cast first
+
+So `dcp.load(model.state_dict())` loads, as it does for plain weights. A fingerprint of the values tells, not version
+counters: collectives, aliases and other processes write without counting. What was given out is held until that read
+and no longer: to write later, take a new state dict.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchao_blockwise import _compat, ops
+
+if TYPE_CHECKING:
+    from torchao_blockwise.tensors.quantized import QuantizedTensor
+
+
+class GivenOut:
+    """What a state dict holds in the place of a weight. is_master: they are the memory of an optimizer's master."""
+
+    def __init__(self, values: torch.Tensor, is_master: bool):
+        self.values = values
+        self.is_master = is_master
+        self._fingerprint = _fingerprint(values)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the values changed since; waits for the device."""
+        return not torch.equal(self._fingerprint, _fingerprint(self.values))
+
+
+def _fingerprint(values: torch.Tensor) -> torch.Tensor:
+    """An integer of all bits and where they lie; that of values with one changed element is always another."""
+    bits = values.detach().view(_integer(values)).int()
+    odd = 2 * torch.arange(bits.shape[-1], dtype=torch.int32, device=bits.device) + 1
+    rows = (bits * odd).sum(-1, dtype=torch.int64).flatten()
+    return (rows * (2 * torch.arange(len(rows), device=rows.device) + 1)).sum()
+
+
+def _integer(values: torch.Tensor) -> torch.dtype:
+    return torch.int32 if values.element_size() == 4 else torch.int16
+
+
+@torch.no_grad()
+def plain_values(x: QuantizedTensor) -> torch.Tensor:
+    """The values that `x` stands for, in its dtype, such that quantizing them gives these values again.
+
+    Decoded values, where need be with the largest ones of a block moved by one unit in the last place. A scale is made
+    of the block's largest value in two roundings, so that the decoded one, rounded too, may give the scale next to it.
+    Scales that are powers of two may come back halved, with a doubled payload: the same values and products.
+    """
+    decoded = values = x.dequantize()
+    # One step is enough for all formats; the second look sees that it was.
+    for _ in range(2):
+        again = x._requantize(values)
+        if not x.numel() or same_bits(again.dequantize(), decoded):
+            break
+        # Integers of the same width count through magnitudes, whatever the sign.
+        bits = values.view(_integer(values))
+        too_small, too_large = again.scale.float() < x.scale.float(), again.scale.float() > x.scale.float()
+        steps = _over_blocks(x, too_small.to(bits.dtype) - too_large.to(bits.dtype))
+        values = torch.where(_is_peak(x, values), bits + steps, bits).view(values.dtype)
+    return values
+
+
+def _is_peak(x: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
+    """Whether each value is as large as any of its block."""
+    flat = values.contiguous().view(-1)
+    peaks = ops.partial_block_amax([flat], [0], [values.shape], x.fmt, dtype=values.dtype)
+    return values.float().abs() == _over_blocks(x, peaks.view(torch.float32).view(x.scale.shape))
+
+
+def _over_blocks(x: QuantizedTensor, grid: torch.Tensor) -> torch.Tensor:
+    """A value a block, repeated over its elements: [.., N, K]."""
+    rows, columns = x.fmt.block
+    return grid.repeat_interleave(rows, -2)[..., : x.shape[-2], :].repeat_interleave(columns, -1)[..., : x.shape[-1]]
+
+
+@torch.no_grad()
+def settle(x: QuantizedTensor, given: GivenOut) -> None:
+    """Cast what was written into what a state dict gave out, if anything was.
+
+    Raises RuntimeError in a backward pass, whose forward pass had other values.
+    """
+    if not given.is_written:
+        return
+    if _compat.in_backward():
+        raise RuntimeError(
+            f"backward: values were written into what state_dict() gave for a weight {list(x.shape)} after the forward "
+            "pass that used it; write them before forward or after backward"
+        )
+    assert x.original is not None, "it has what was given"
+    written = x._requantize(given.values.detach().to(x.device, x.dtype))
+    if not given.is_master:
+        x.original.note_copy(given.values, ())
+    for mine, theirs in zip(x._tensors(), written._tensors()):
+        mine.copy_(theirs)
+
+
+def same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    mine, theirs = (x.contiguous().view(-1).view(torch.uint8) for x in (mine, theirs))
+    return torch.equal(mine, theirs.to(mine.device))
