@@ -61,7 +61,7 @@ def table(results: list[Result]) -> str:
 def footnotes(config: RunConfig, corpus: Corpus, device: torch.device) -> str:
     """What the table's numbers are and where they come from, for the reader of the terminal."""
     tokens = config.steps * config.tokens_per_step
-    read = f"{tokens / 1e6:,.1f} M tokens from {len(corpus.train) / 1e6:,.1f} MB of text ({corpus.name})"
+    read = f"{tokens:,} tokens from {len(corpus.train) / 1e6:,.1f} MB of text ({corpus.name})"
     passes = corpus.passes(tokens)
     repeated = f"each byte {passes:.1f} times" if passes > 1 else "no byte twice"
     notes = [
