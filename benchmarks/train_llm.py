@@ -1,6 +1,6 @@
 """Train the same small Llama-style language model in bf16, blockwise FP8 and NVFP4, and compare them.
 
-python benchmarks/train_llm.py                      # all three, on real text; about 3 minutes on two CPU cores
+python benchmarks/train_llm.py                      # all three, on real text; 2 to 4 minutes on two CPU cores
 python benchmarks/train_llm.py --preset 350m --data my_text/ --compile
 python benchmarks/train_llm.py --model moe-tiny         # a mixture of experts; likewise
 """
@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import environment
 import torch
-from llm import checkpoint, report
+from llm import checkpoint, products, report
 from llm.config import PRESETS, RunConfig, UsageError, override
 from llm.data import Corpus, read_corpus
 from llm.memory import require_memory
 from llm.recipes import RECIPES
-from llm.training import Result, train
+from llm.training import Result, seconds_to_train, train
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _GUARANTEES = """\
@@ -64,6 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
     numbers.add_argument("--warmup", type=_whole_int, metavar="N", help="steps of linear warmup")
     numbers.add_argument("--seed", type=_whole_int, metavar="N", help="of weights and data order (default: 0)")
     numbers.add_argument("--lr", type=_positive_float, help="peak learning rate")
+    what = "what a CPU computes bf16 products in (default: bf16, or fp32 where a short probe finds that far faster)"
+    numbers.add_argument("--products", choices=products.PRECISIONS, help=what)
     switch = {"action": "store_const", "const": True}
     numbers.add_argument("--tied-head", help="share the embedding with the output head", **switch)
     numbers.add_argument("--compile", help="torch.compile the model", **switch)
@@ -102,15 +104,17 @@ def run(args: argparse.Namespace) -> int:
     if args.resume and not any(checkpoint.path_of(args.out, r).exists() for r in recipes):
         remedy = "run with --checkpoint-every N first, or name its --out"
         raise UsageError(f"--resume: no checkpoint in {args.out}; {remedy}")
-    corpus = read_corpus(args.data, config.seq_len, config.held_out_sequences)
+    corpus = read_corpus(args.data, config.seq_len, config.held_out_sequences, site_packages=device.type == "cuda")
     print(opening_line(config, corpus, device, recipes))
     if recipes != ["bf16"] or config.experts:
         import_torchao()
+    if not (args.resume or config.compile):
+        print(estimate(recipes, config, corpus, device))
     results = [
         train(r, config, corpus, device, args.out, checkpoint_every=args.checkpoint_every, resume=args.resume)
         for r in recipes
     ]
-    print(f"\n{report.table(results)}\n\n{report.footnotes(device)}\n")
+    print(f"\n{report.table(results)}\n\n{report.footnotes(config, corpus, device)}\n")
     write_results(args.out, "train_llm", config, corpus, device, results)
     if args.results:
         write_results(RESULTS, results_name(config, device), config, corpus, device, results)
@@ -134,7 +138,12 @@ def pick_device(name: str | None) -> torch.device:
 def config_from(args: argparse.Namespace, device: torch.device) -> RunConfig:
     """The preset with the command line's values in place of its own."""
     names = ("steps", "batch_size", "seq_len", "grad_accumulation", "warmup", "seed", "lr", "tied_head", "compile")
-    values = {name: getattr(args, name) for name in (*names, "activation_checkpointing")}
+    values = {name: getattr(args, name) for name in (*names, "activation_checkpointing", "products")}
+    # In compiled code products cannot be replaced one by one.
+    if device.type == "cpu" and not args.products and not args.compile:
+        values["products"] = products.pick()
+    if device.type != "cpu" and args.products == "fp32":
+        raise UsageError(f"--products fp32: {device} multiplies bf16 itself; leave --products out, or add --device cpu")
     return override(args.preset or ("cpu" if device.type == "cpu" else "125m"), **values)
 
 
@@ -162,7 +171,15 @@ def opening_line(config: RunConfig, corpus: Corpus, device: torch.device, recipe
         size += f", {config.experts} experts of which a token takes {config.top_k} ({active})"
     text = f"{len(corpus.train) / 1e6:.1f} MB of {corpus.name}"
     work = f"{config.steps:,} steps of {config.tokens_per_step:,} tokens in each of {', '.join(recipes)}"
-    return f"{environment.device_name(device)} | {size} | {text} | {work}"
+    emulated = " | bf16 products in fp32, which is faster here" * (config.products == "fp32")
+    return f"{environment.device_name(device)} | {size} | {text} | {work}{emulated}"
+
+
+def estimate(recipes: list[str], config: RunConfig, corpus: Corpus, device: torch.device) -> str:
+    """How long all recipes will take, in one line, after a few steps of each."""
+    seconds = [seconds_to_train(recipe, config, corpus, device) for recipe in recipes]
+    each = ", ".join(f"{recipe} {report.duration(s)}" for recipe, s in zip(recipes, seconds))
+    return f"about {report.duration(sum(seconds))} for {len(recipes)} recipe{'s' * (len(recipes) > 1)}: {each}"
 
 
 def write_results(
@@ -171,7 +188,7 @@ def write_results(
     """name.json, name.md and name.png in `folder`."""
     prepare_folder(folder)
     report.write_json(folder / f"{name}.json", config, corpus, device, results)
-    report.write_table(folder / f"{name}.md", results, device)
+    report.write_table(folder / f"{name}.md", config, corpus, device, results)
     print(f"wrote {folder / name}.json, .md", end="")
     try:
         from llm.plot import tokens_text, write_plot

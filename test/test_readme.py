@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def test_all_results_are_found():
 def test_figures_come_from_the_results(name, shown):
     written = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf-8")
     assert shown == written.split("\n\n")[0].strip()
+
+
+def test_the_processor_of_the_figures_is_named():
+    written = (ROOT / "benchmarks" / "results" / "train_llm_cpu.json").read_text(encoding="utf-8")
+    assert f"on a CPU ({json.loads(written)['environment']['device']})" in README
 
 
 def test_links_lead_somewhere():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from llm.products import PRECISIONS
+
 VOCABULARY = 256  # a token is a byte
 
 
@@ -18,6 +20,7 @@ class RunConfig:
     steps count optimizer updates; batch_size counts sequences a microbatch; lr is the peak of warmup and cosine.
     experts: how many MLPs of width `hidden` a layer has, of which a token takes top_k; 0 for a dense model.
     shared_experts: how many more every token takes. balance_rate: by how much a step favours an expert with few tokens.
+    products: what bf16 products are computed in, "fp32" on processors that are slow in bf16; see `llm.products`.
     Raises UsageError for values that cannot train.
     """
 
@@ -43,6 +46,7 @@ class RunConfig:
     top_k: int = 0
     shared_experts: int = 0
     balance_rate: float = 0.01
+    products: str = "bf16"
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "seq_len", "grad_accumulation", "held_out_sequences"):
@@ -51,6 +55,10 @@ class RunConfig:
         if not 0 <= self.warmup < self.steps:
             most = self.steps - 1
             raise UsageError(f"warmup must be from 0 to steps - 1 = {most}, got {self.warmup}; lower --warmup")
+        if self.products not in PRECISIONS:
+            raise UsageError(f"products must be one of {', '.join(PRECISIONS)}, got {self.products!r}")
+        if self.compile and self.products == "fp32":
+            raise UsageError("bf16 products in fp32 run eagerly; leave --compile or --products fp32 out")
         if not self.lr > 0:
             raise UsageError(f"lr must be above 0, got {self.lr}")
         if self.experts and not 1 <= self.top_k <= self.experts:
@@ -77,11 +85,11 @@ class RunConfig:
         return self.batch_size * self.grad_accumulation * self.seq_len
 
 
-# Widths are multiples of 128, the FP8 block. `cpu`: all three recipes in about 3 minutes on two cores. The large ones
+# Widths are multiples of 128, the FP8 block. `cpu`: all three recipes in 2 to 4 minutes on two cores. The large ones
 # have the layers of the models of that name; a byte vocabulary makes them smaller. They fit 16, 40 and 80 GB.
 # `moe-*` are mixtures of experts: `moe-tiny` for two cores and a few minutes, the others for 24 and 80 GB.
 _LONG = {"steps": 1000, "warmup": 100, "grad_accumulation": 2}
-_CPU = {"steps": 128, "warmup": 25, "batch_size": 8, "seq_len": 128, "lr": 1.5e-3, "held_out_sequences": 64}
+_CPU = {"steps": 80, "warmup": 16, "batch_size": 8, "seq_len": 128, "lr": 1.5e-3, "held_out_sequences": 64}
 _PRESETS = (
     RunConfig("tiny", 128, 2, 2, 256, steps=8, warmup=2, batch_size=2, seq_len=64, lr=2e-3, held_out_sequences=4),
     RunConfig("cpu", 256, 4, 4, 640, **_CPU),

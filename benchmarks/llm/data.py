@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+import platform
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import torch
 
 from llm.config import VOCABULARY, UsageError
 
+# 16,384 steps of 16,384 tokens before text is repeated.
 MAX_BYTES = 256 * 2**20
 _PROBE_BYTES = 4096
 
@@ -56,44 +60,85 @@ class Corpus:
         return -torch.special.xlogy(p, p).sum().item()
 
     def batch(self, seed: int, step: int, sequences: int) -> torch.Tensor:
-        """Windows [sequences, seq_len + 1] int64 of the training text, the same for every call with these arguments."""
-        # The CPU generator reads the low 32 bits of its seed: both numbers have to reach them.
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        starts = torch.randint(0, len(self.train) - self.seq_len, (sequences,), generator=generator)
+        """Windows [sequences, seq_len + 1] int64 of the training text, the same for every call with these arguments.
+
+        Windows lie side by side and come in random order; none comes again before all have come.
+        """
+        windows = (len(self.train) - 1) // self.seq_len
+        first, last = step * sequences, (step + 1) * sequences - 1
+        passes = range(first // windows, last // windows + 1)
+        order = torch.cat([_order(windows, seed, i) for i in passes])
+        starts = order[first - passes[0] * windows :][:sequences] * self.seq_len
         return self.train[starts[:, None] + torch.arange(self.seq_len + 1)].long()
 
+    def passes(self, tokens: int) -> float:
+        """How many times the training text is read in so many tokens."""
+        return tokens / len(self.train)
 
-def read_corpus(path: str | None, seq_len: int, held_out_sequences: int) -> Corpus:
-    """The text at `path`, a file or a folder; None: the Python sources of this installation's standard library.
+
+@functools.lru_cache(maxsize=2)
+def _order(windows: int, seed: int, number: int) -> torch.Tensor:
+    """The random order of a pass over the text."""
+    # The CPU generator reads the low 32 bits of its seed: both numbers have to reach them.
+    return torch.randperm(windows, generator=torch.Generator().manual_seed(seed * 1_000_003 + number))
+
+
+def read_corpus(path: str | None, seq_len: int, held_out_sequences: int, *, site_packages: bool = False) -> Corpus:
+    """The text at `path`, a file or a folder; None: Python's standard library, on demand with what is in site-packages.
 
     Files are joined in sorted order up to `MAX_BYTES`; in a folder, hidden and binary (NUL bytes) files are left out.
+    Of this installation's sources, copies and what cannot be read are left out as well.
     Raises UsageError for a path that does not exist, cannot be read, or holds too little text.
     """
-    if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files, name = _files(root, ".py"), f"Python {'.'.join(map(str, os.sys.version_info[:2]))} standard library"
-    else:
-        root, name = Path(path), str(path)
-        if not root.exists():
-            raise UsageError(f"--data {path}: no such file or folder; give one that exists, or leave --data out")
-        files = _files(root) if root.is_dir() else [root]
-    pieces, size = [], 0
-    for file in files:
+    name = path or _installation(site_packages)
+    text = bytearray()
+    for piece in _files_at(path) if path else _python_sources(site_packages):
+        text += piece[: MAX_BYTES - len(text)]
+        if len(text) == MAX_BYTES:
+            break
+    if not text:
+        raise UsageError(f"{name}: no text found; give a file or folder with text")
+    return Corpus.from_bytes(bytes(text), name, seq_len, held_out_sequences)
+
+
+def _files_at(path: str) -> Iterator[bytes]:
+    root = Path(path)
+    if not root.exists():
+        raise UsageError(f"--data {path}: no such file or folder; give one that exists, or leave --data out")
+    for file in _files(root) if root.is_dir() else [root]:
         try:
-            with file.open("rb") as opened:
-                piece = opened.read(MAX_BYTES - size)
+            piece = _read(file)
         except OSError as error:
             reason = error.strerror or error
             raise UsageError(f"--data: cannot read {file}: {reason}; fix its permissions or move it away") from None
-        if root.is_dir() and b"\0" in piece[:_PROBE_BYTES]:
+        if file is root or b"\0" not in piece[:_PROBE_BYTES]:
+            yield piece
+
+
+def _installation(site_packages: bool) -> str:
+    version = ".".join(platform.python_version_tuple()[:2])
+    return f"Python {version} standard library" + " and site-packages" * site_packages
+
+
+def _python_sources(site_packages: bool) -> Iterator[bytes]:
+    names = ("stdlib", "purelib", "platlib") if site_packages else ("stdlib",)
+    # Pure Python packages and others lie in one folder as a rule.
+    roots = dict.fromkeys(Path(sysconfig.get_paths()[name]) for name in names)
+    seen = set()
+    for file in (file for root in roots for file in _files(root, ".py")):
+        try:
+            piece = _read(file)
+        except OSError:
             continue
-        pieces.append(piece)
-        size += len(piece)
-        if size == MAX_BYTES:
-            break
-    if size == 0:
-        raise UsageError(f"{name}: no text found in {len(files)} file(s); give a file or folder with text")
-    return Corpus.from_bytes(b"".join(pieces), name, seq_len, held_out_sequences)
+        digest = hashlib.sha256(piece).digest()
+        if digest not in seen:
+            seen.add(digest)
+            yield piece
+
+
+def _read(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(MAX_BYTES)
 
 
 def _files(root: Path, suffix: str = "") -> list[Path]:

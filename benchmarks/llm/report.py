@@ -58,16 +58,30 @@ def table(results: list[Result]) -> str:
     return "\n".join((lines[0], f"|{rule}|", *lines[1:]))
 
 
-def footnotes(device: torch.device) -> str:
-    """What the table's numbers are, for the reader of the terminal."""
+def footnotes(config: RunConfig, corpus: Corpus, device: torch.device) -> str:
+    """What the table's numbers are and where they come from, for the reader of the terminal."""
+    tokens = config.steps * config.tokens_per_step
+    read = f"{tokens:,} tokens from {len(corpus.train) / 1e6:,.1f} MB of text ({corpus.name})"
+    passes = corpus.passes(tokens)
+    repeated = f"each byte {passes:.1f} times" if passes > 1 else "no byte twice"
     notes = [
+        f"{environment.device_name(device)}. {read}, {repeated}.",
         "held-out loss: nats a byte, each model in its own precision. train loss: mean of the last steps (5 %, or 10).",
         "weights: those of linear layers and experts as the GEMMs read them; every recipe keeps fp32 masters besides.",
         "activations: saved for backward by one microbatch, run eagerly.",
     ]
     if device.type == "cpu":
         notes.append("On a CPU low precision is emulated: tokens/s and memory say nothing of a GPU, the losses do.")
+    if config.products == "fp32":
+        notes.append("This processor is slow in bf16: bf16 products are computed in fp32 on the same operands.")
     return "\n".join(notes)
+
+
+def duration(seconds: float) -> str:
+    """In words: 41 s, 3 min, 2.5 h."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def write_json(path: Path, config: RunConfig, corpus: Corpus, device: torch.device, results: list[Result]) -> None:
@@ -79,6 +93,7 @@ def write_json(path: Path, config: RunConfig, corpus: Corpus, device: torch.devi
             "name": corpus.name,
             "sha256_16": corpus.digest,
             "train_bytes": len(corpus.train),
+            "passes": corpus.passes(config.steps * config.tokens_per_step),
             "held_out_sequences": len(corpus.held_out),
             "unigram_entropy": corpus.unigram_entropy,
         },
@@ -89,9 +104,9 @@ def write_json(path: Path, config: RunConfig, corpus: Corpus, device: torch.devi
     environment.write_json(path, content)
 
 
-def write_table(path: Path, results: list[Result], device: torch.device) -> None:
+def write_table(path: Path, config: RunConfig, corpus: Corpus, device: torch.device, results: list[Result]) -> None:
     """The table and its footnotes as Markdown."""
-    environment.write_text(path, f"{table(results)}\n\n{footnotes(device)}\n")
+    environment.write_text(path, f"{table(results)}\n\n{footnotes(config, corpus, device)}\n")
 
 
 def _finite(x: float) -> float | None:

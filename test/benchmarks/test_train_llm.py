@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import train_llm
-from llm import checkpoint, memory, plot, report, training
+from llm import checkpoint, data, memory, plot, products, report, training
 from llm.config import PRESETS, RunConfig, UsageError, difference, override
 from llm.data import Corpus, read_corpus
-from llm.model import Router
+from llm.model import Router, next_byte_loss
 from llm.recipes import RECIPES, convert
 
 CPU = torch.device("cpu")
@@ -29,6 +30,12 @@ TEXT = "".join(f"def f{i}(x):\n    return x + {i * i}\n" for i in range(400)).en
 def eager_on_one_thread(one_thread, monkeypatch):
     # The eager reference is far faster than Triton's interpreter, and agrees with it bit for bit.
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+@pytest.fixture(autouse=True)
+def on_any_processor(monkeypatch):
+    # What is expected must not depend on how fast the tester's machine multiplies bf16.
+    monkeypatch.setattr(products, "_fp32_speedup", lambda: 1.0)
 
 
 @pytest.fixture
@@ -83,6 +90,16 @@ def test_batches_depend_on_seed_and_step_alone(corpus):
     assert first.shape == (4, TINY.seq_len + 1) and first.dtype == torch.int64
 
 
+def test_no_text_comes_twice_before_all_has_come():
+    corpus = Corpus.from_bytes(bytes(i // 8 for i in range(8 * 80)), "text", 8, 1)
+    windows = (len(corpus.train) - 1) // 8
+    seen = torch.cat([corpus.batch(0, step, 4)[:, 1:] for step in range(windows // 4)])
+    assert len(seen) >= windows - 3 and len({tuple(row.tolist()) for row in seen}) == len(seen)
+    across = [tuple(row.tolist()) for step in range(windows // 2) for row in corpus.batch(0, step, 4)]
+    assert sorted(across[:windows]) == sorted(across[windows : 2 * windows]) != across[:windows]
+    assert across[:windows] != across[windows : 2 * windows]
+
+
 @pytest.mark.parametrize("size", [2 * 65, 2 * 65 + 1, 1000, 5003])
 def test_held_out_text_is_cut_out_of_the_training_text(size):
     data = bytes(i % 251 for i in range(size))
@@ -109,8 +126,178 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_pa
 
 def test_default_corpus_is_the_standard_library():
     corpus = read_corpus(None, 128, 8)
-    assert "standard library" in corpus.name and len(corpus.train) > 5_000_000
+    assert corpus.name.endswith("standard library") and len(corpus.train) > 5_000_000
     assert corpus.digest == read_corpus(None, 64, 8).digest
+
+
+@pytest.fixture
+def installation(tmp_path, monkeypatch) -> Path:
+    """A Python with two modules, a package, a copy and a file that cannot be read."""
+    for name, content in (
+        ("lib/b.py", b"b" * 90),
+        ("lib/a.py", b"a" * 90),
+        ("lib/note.txt", b"no" * 90),
+        ("lib/site-packages/pkg/c.py", b"c" * 90),
+        ("lib/site-packages/pkg/copy_of_a.py", b"a" * 90),
+        ("lib/site-packages/pkg/secret.py", b"s" * 90),
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    packages = str(tmp_path / "lib/site-packages")
+    paths = {"stdlib": str(tmp_path / "lib"), "purelib": packages, "platlib": packages}
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: paths)
+    read = data._read
+
+    def refuse_secrets(file: Path) -> bytes:
+        if file.name == "secret.py":
+            raise PermissionError(13, "Permission denied")
+        return read(file)
+
+    monkeypatch.setattr(data, "_read", refuse_secrets)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("site_packages", "expected", "name"),
+    [(False, b"a" * 90 + b"b" * (90 - 9), "library"), (True, b"a" * 90 + b"b" * 90 + b"c" * (90 - 9), "site-packages")],
+    ids=("library", "all"),
+)
+def test_sources_of_an_installation(site_packages, expected, name, installation):
+    corpus = read_corpus(None, 8, 1, site_packages=site_packages)
+    assert bytes(corpus.train) == expected and corpus.name.endswith(name)
+
+
+def test_text_ends_at_its_cap(installation, monkeypatch):
+    monkeypatch.setattr(data, "MAX_BYTES", 100)
+    assert bytes(read_corpus(None, 8, 1, site_packages=True).train) == b"a" * 90 + b"b"
+
+
+@pytest.mark.parametrize(("device", "everything"), [("cpu", False), ("cuda", True)])
+def test_a_gpu_reads_all_sources(device, everything, monkeypatch, tmp_path):
+    asked = []
+
+    def read(*args, site_packages):
+        asked.append(site_packages)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(train_llm, "read_corpus", read)
+    monkeypatch.setattr(train_llm, "pick_device", lambda name: torch.device(device))
+    monkeypatch.setattr(train_llm, "require_memory", lambda config, device: None)
+    assert train_llm.main(["--preset", "tiny", "--out", str(tmp_path)]) == 2
+    assert asked == [everything]
+
+
+# Products in fp32, for processors that are slow in bf16
+
+
+def gradients(step, operands: list[torch.Tensor], precision: str) -> list[torch.Tensor]:
+    """The result of step(*operands) and its gradients, with bf16 products in `precision`."""
+    operands = [x.clone().requires_grad_() for x in operands]
+    with products.computed_in(precision):
+        out = step(*operands)
+        out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out))
+    return [out.detach(), *(x.grad for x in operands)]
+
+
+def attend(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def experts(x, w):
+    ends = torch.tensor([5, 5, 24], dtype=torch.int32)
+    return torch.nn.functional.grouped_mm(x, w.mT, offs=ends)
+
+
+STEPS = {
+    "linear": (torch.nn.functional.linear, [(3, 24, 64), (40, 64)]),
+    "linear with bias": (torch.nn.functional.linear, [(24, 64), (40, 64), (40,)]),
+    "bmm": (torch.bmm, [(2, 24, 64), (2, 64, 40)]),
+    "attention": (attend, [(2, 2, 24, 64)] * 3),
+    "experts": (experts, [(24, 64), (3, 40, 64)]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_products_in_fp32_are_those_of_bf16(name):
+    step, shapes = STEPS[name]
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    plain, redone = (gradients(step, operands, p) for p in ("bf16", "fp32"))
+    exact = gradients(step, [x.float() for x in operands], "bf16")
+    for a, b, truth in zip(plain, redone, exact, strict=True):
+        assert a.dtype == b.dtype == torch.bfloat16
+        # One rounding to bf16, of sums that differ in order alone.
+        scale = truth.abs().max()
+        assert (b - truth).abs().max() <= max((a - truth).abs().max(), 2**-8 * scale)
+
+
+def multiplied(monkeypatch, **values) -> set[torch.dtype]:
+    """The dtypes that a training step and an evaluation multiply in, the recipe's own products left out."""
+    seen = set()
+    original = products._InFp32.__torch_dispatch__
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if any(word in str(func) for word in ("mm", "attention")):
+                seen.update(a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point())
+            return func(*args, **(kwargs or {}))
+
+    def watched(self, *args, **kwargs):
+        with Watch():
+            return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(products._InFp32, "__torch_dispatch__", watched)
+    corpus = Corpus.from_bytes(TEXT, "text", TINY.seq_len, 1)
+    training.train("bf16", replace(MOE, steps=1, warmup=0, products="fp32", **values), corpus, CPU)
+    return seen
+
+
+@pytest.mark.parametrize("recomputed", (False, True), ids=("saved", "recomputed"))
+def test_no_product_of_a_step_is_left_in_bf16(recomputed, monkeypatch):
+    assert multiplied(monkeypatch, activation_checkpointing=recomputed) == {torch.float32}
+
+
+@MODELS
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_in_fp32_change_neither_the_first_loss_nor_what_is_saved(recipe, config, corpus):
+    config = replace(config, steps=1, warmup=0)
+    plain, redone = (training.train(recipe, replace(config, products=p), corpus, CPU) for p in ("bf16", "fp32"))
+    assert redone.losses[0] == pytest.approx(plain.losses[0], rel=1e-3)
+    assert redone.activation_bytes == plain.activation_bytes
+
+
+@pytest.mark.parametrize(("speedup", "picked"), [(0.2, "bf16"), (1.9, "bf16"), (2.0, "fp32"), (20.0, "fp32")])
+def test_a_processor_that_is_slow_in_bf16_multiplies_in_fp32(speedup, picked, monkeypatch):
+    monkeypatch.setattr(products, "_fp32_speedup", lambda: speedup)
+    args = train_llm.make_parser().parse_args(["--preset", "tiny"])
+    assert train_llm.config_from(args, CPU).products == picked
+    args = train_llm.make_parser().parse_args(["--preset", "tiny", "--products", "bf16"])
+    assert train_llm.config_from(args, CPU).products == "bf16"
+    # Neither a GPU nor a compiled run is probed.
+    monkeypatch.setattr(products, "pick", lambda: pytest.fail("probed"))
+    args = train_llm.make_parser().parse_args(["--preset", "tiny"])
+    assert train_llm.config_from(args, torch.device("cuda")).products == "bf16"
+    args = train_llm.make_parser().parse_args(["--preset", "tiny", "--compile"])
+    assert train_llm.config_from(args, CPU).products == "bf16"
+
+
+def test_the_probe_compares_the_two_ways_on_a_clock(monkeypatch):
+    monkeypatch.undo()
+    now = 0.0
+
+    def product(a, b):
+        nonlocal now
+        now += {torch.bfloat16: 3.0, torch.float32: 1.0}[a.dtype]
+        return a
+
+    class Clock(products.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return product(*args) if func is torch.ops.aten.mm.default else func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(products.time, "perf_counter", lambda: now)
+    with Clock():
+        assert products._fp32_speedup() == 3.0
 
 
 # Training
@@ -201,9 +388,10 @@ def test_activation_checkpointing_changes_memory_and_not_the_curve(config, corpu
 @MODELS
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_learns(recipe, config, corpus):
-    result = training.train(recipe, replace(config, steps=14), corpus, CPU)
-    assert result.losses[0] == pytest.approx(math.log(256), rel=0.05)
-    assert result.held_out_loss < 0.8 * result.losses[0]
+    with torch.no_grad():
+        start = next_byte_loss(convert_model(recipe, config), corpus.batch(0, 0, 64)).item()
+    assert start == pytest.approx(math.log(256), rel=0.05)
+    assert training.train(recipe, replace(config, steps=14), corpus, CPU).held_out_loss < 0.8 * start
 
 
 def test_a_tied_head_is_one_parameter(corpus):
@@ -248,6 +436,27 @@ def test_conversion_spares_the_head_routers_and_nvfp4_the_last_block(config, rec
     model = training.build(config, CPU)
     assert convert(model, recipe) == words
     assert all(type(router.weight) is torch.nn.Parameter for router in model.routers())
+
+
+def test_the_estimate_counts_steps_and_evaluation(corpus, monkeypatch):
+    now, durations = 0.0, iter([9.0, 2.0, 3.0])
+
+    def train_step(*args):
+        nonlocal now
+        now += next(durations)
+        return torch.zeros(())
+
+    monkeypatch.setattr(training, "train_step", train_step)
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now)
+    # 4 held-out sequences are 2 steps of text, and evaluating takes a third of training.
+    assert training.seconds_to_train("bf16", TINY, corpus, CPU) == pytest.approx((8 + 2 / 3) * 2)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(41.4, "41 s"), (99.6, "2 min"), (179, "3 min"), (5400, "90 min"), (9000, "2.5 h")]
+)
+def test_durations_in_words(seconds, words):
+    assert report.duration(seconds) == words
 
 
 # Mixtures of experts
@@ -398,6 +607,17 @@ def test_a_warmup_longer_than_the_run_is_refused(capsys, tmp_path):
     assert "warmup must be" in refusal(capsys, "--warmup", 8, "--steps", 8, "--out", tmp_path)
 
 
+def test_products_in_fp32_are_for_a_cpu(monkeypatch):
+    args = train_llm.make_parser().parse_args(["--products", "fp32"])
+    with pytest.raises(UsageError, match="--products fp32: cuda multiplies bf16 itself"):
+        train_llm.config_from(args, torch.device("cuda"))
+
+
+def test_products_in_fp32_are_not_compiled():
+    with pytest.raises(UsageError, match="products in fp32 run eagerly"):
+        replace(TINY, compile=True, products="fp32")
+
+
 def test_an_output_folder_that_is_a_file_is_refused(capsys, text_file):
     assert "not a folder" in refusal(capsys, "--out", text_file)
 
@@ -488,10 +708,14 @@ def test_the_command_leaves_table_json_and_picture(text_file, tmp_path, capsys, 
     assert train_llm.main(argv) == 0
     printed = capsys.readouterr().out
     assert "0.4 M parameters" in printed and "8 steps of 128 tokens" in printed
+    assert re.search(r"^about \d+ s for 3 recipes: bf16 \d+ s, fp8 \d+ s, nvfp4 \d+ s$", printed, flags=re.MULTILINE)
 
     content = json.loads((out / "train_llm.json").read_text())
     assert content["config"]["dim"] == TINY.dim and content["config"]["seed"] == 0
-    assert content["environment"]["torch"] == torch.__version__ and content["environment"]["device"]
+    assert content["environment"]["torch"] == torch.__version__ and content["config"]["products"] == "bf16"
+    device, data = content["environment"]["device"], content["data"]
+    assert device and f"{device}. 1,024 tokens from 0.0 MB of text ({text_file}), no byte twice." in printed
+    assert data["passes"] == 8 * 128 / data["train_bytes"]
     assert [row["recipe"] for row in content["table"]] == list(RECIPES)
     for row in content["table"]:
         assert row["held_out_loss"] > 0 and row["tokens_per_second"] > 0 and row["peak_bytes"] is None

@@ -70,7 +70,11 @@ class _E4M3(Element):
         return clamped.masked_fill(y.isnan(), float("nan")).to(self.storage_dtype)
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
-        return qdata.float()
+        if qdata.is_cuda:
+            return qdata.float()
+        # On a CPU PyTorch converts one element at a time; looking them up is several times as fast.
+        values = torch.arange(256, dtype=torch.uint8, device=qdata.device).view(self.storage_dtype).float()
+        return _look_up(values, qdata.view(torch.uint8))
 
 
 # Magnitudes by code 0..7; bit 3 of a code is the sign. Source: OCP Microscaling spec.
@@ -95,14 +99,21 @@ class _E2M1(Element):
     """1 sign, 2 exponent, 1 mantissa bit; no NaN, no infinity. A NaN encodes as 0. Source: OCP Microscaling spec."""
 
     def encode(self, y: torch.Tensor) -> torch.Tensor:
-        borders = torch.tensor(_E2M1_BORDERS, device=y.device)
-        code = torch.bucketize(y.abs().contiguous(), borders, right=True, out_int32=True).to(torch.uint8)
-        code = torch.where(y.signbit(), code | _SIGN_BIT, code)
-        return self.pack(code.masked_fill(y.isnan(), 0))
+        code = (y.signbit() & ~y.isnan()).to(torch.uint8) * _SIGN_BIT
+        magnitude = y.abs()
+        # One comparison after the other: on a CPU `bucketize` takes ten times as long.
+        for border in _E2M1_BORDERS:
+            code += magnitude >= border
+        return self.pack(code)
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
         values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=qdata.device)
-        return values[self.unpack(qdata, columns).int()]
+        return _look_up(values, self.unpack(qdata, columns))
+
+
+def _look_up(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """values[codes]; `index_select` is far faster on a CPU than an index."""
+    return values.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 E4M3 = _E4M3("e4m3", max=448.0, bits=8, storage_dtype=torch.float8_e4m3fn)

@@ -44,7 +44,7 @@ def matmul(
         with torch.autocast(a.device.type, enabled=False):
             for k, start in enumerate(range(0, columns, step)):
                 partial = a_elements[:, start : start + step] @ b_elements[:, start : start + step].mT
-                out += partial * a_scale[:, k, None] * b_scale[None, :, k]
+                out += partial.mul_(a_scale[:, k, None]).mul_(b_scale[None, :, k])
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)

@@ -21,7 +21,9 @@ def block_amax(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     grid_rows, grid_columns = fmt.grid(rows, columns)
     block_rows, block_columns = fmt.block
     padding = (0, grid_columns * block_columns - columns, 0, grid_rows * block_rows - rows)
-    padded = F.pad(x.float().abs(), padding)
+    magnitude = x.float().abs()
+    # Padding copies, by nothing as well.
+    padded = F.pad(magnitude, padding) if any(padding) else magnitude
     blocks = padded.unflatten(-2, (grid_rows, block_rows)).unflatten(-1, (grid_columns, block_columns))
     return blocks.amax(dim=(-3, -1))
 
@@ -37,8 +39,10 @@ def quantize(
     x: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor | None, power_of_2_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """qdata = rne(x · encode), rowwise, for `x` [.., M, K]: qdata [.., M, packed(K)] and the stored scale grid."""
+    # A transpose is laid out once; all that follows reads it in order.
+    x = x.float().contiguous()
     scales = fmt.compute_scales(block_amax(x, fmt), amax, power_of_2_scales)
     encode = expand_blocks(scales.encode, fmt, *x.shape[-2:])
-    qdata = fmt.element.encode(x.float() * encode)
+    qdata = fmt.element.encode(x * encode)
     scale = scales.scale.mT.contiguous() if fmt.transposed_scales else scales.scale
     return qdata, scale
