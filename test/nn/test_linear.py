@@ -63,6 +63,17 @@ def test_results_are_the_composed_operations(config, bias, shape, device):
 
 
 @every_recipe
+@pytest.mark.parametrize("n, k", ((0, 32), (32, 0), (0, 0)))
+def test_layers_without_features(config, n, k):
+    layer, x = nn.Linear(k, n), torch.randn(2, 5, k, requires_grad=True)
+    quantize_(layer, config)
+    out = layer(x)
+    assert torch.equal(out, layer.bias.expand(2, 5, n))
+    out.sum().backward()
+    assert x.grad.shape == x.shape and layer.weight.grad.shape == (n, k) and not x.grad.any()
+
+
+@every_recipe
 @settings(max_examples=10, deadline=None)
 @given(t=st.integers(0, 140), n=st.integers(1, 140), k=st.integers(1, 140))
 def test_any_shape(config, t, n, k):

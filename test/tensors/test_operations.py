@@ -32,10 +32,11 @@ PRODUCTS = {
     "matmul_of_weight": lambda w: w @ x(K, 3),
     "mm_out": lambda w: torch.mm(x(), w.detach().t(), out=torch.empty(8, N)),
     "mv": lambda w: torch.mv(w, x(K)),
-    "addmm": lambda w: torch.addmm(w, x(N, 2), x(2, K)),
-    "addmm_": lambda w: w.detach().addmm_(x(N, 2), x(2, K)),
+    "addmm": lambda w: torch.addmm(x(N), x(), w.t()),
+    "addmm_of_two": lambda w: torch.addmm(w[:, :N], w, x(K, K)),
     "addmm_into_plain": lambda w: x(8, N).addmm_(x(), w.detach().t()),
-    "addr_": lambda w: w.detach().addr_(x(N), x(K)),
+    "addmv": lambda w: torch.addmv(x(N), w, x(K)),
+    "addr": lambda w: torch.addr(x(N, K), x(N), w[0]),
     "baddbmm": lambda w: torch.baddbmm(x(2, 8, N), x(2, 8, K), w.t().expand(2, K, N)),
     "baddbmm_": lambda w: x(2, 8, N).baddbmm_(x(2, 8, K), w.detach().t().expand(2, K, N)),
     "bmm_out": lambda w: torch.bmm(w.detach()[None], x(1, K, 3), out=torch.empty(1, N, 3)),
@@ -120,6 +121,8 @@ def test_operations_of_others_are_refused():
 b, a = x(N, 2), x(2, K)
 STAY = {
     "lora": lambda w: w + b @ a,
+    "addmm": lambda w: torch.addmm(w, b, a, alpha=0.5),
+    "baddbmm": lambda w: torch.baddbmm(w[None], b[None], a[None])[0],
     "mask": lambda w: w * (x(N, K) > 0),
     "mask_first": lambda w: (x(N, K) > 0).float() * w,
     "scaled_rows": lambda w: w * x(N, 1),
@@ -236,6 +239,16 @@ def test_gradients_and_states_of_optimizers_are_plain():
     optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9, weight_decay=0.1)
     optimizer.step()
     assert type(optimizer.state[w]["momentum_buffer"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("form", ("addmm_", "out"))
+def test_a_product_of_others_is_added_in_place(form):
+    """As adapters are merged."""
+    w = master(N, K)
+    expected = torch.addmm(w.hp, b, a)
+    with torch.no_grad():
+        w.addmm_(b, a) if form == "addmm_" else torch.addmm(w, b, a, out=w.detach())
+    assert torch.equal(w.hp, expected)
 
 
 INITIALIZERS = (

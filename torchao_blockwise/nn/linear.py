@@ -97,7 +97,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, config, amax_groups):
         fmt = config.activation_format
-        x2d = x.reshape(-1, x.shape[-1])
+        x2d = steps.as_rows(x)
         needs_grad_weight = ctx.needs_input_grad[1]
         save_quantized = needs_grad_weight and config.saves_quantized_activations
         quantized = ops.quantize(
@@ -134,7 +134,7 @@ class _Linear(torch.autograd.Function):
         config = ctx.config
         weight, *saved_x = _compat.take_saved(ctx)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        dy = steps.as_rows(grad_output)
         grad_x = grad_weight = grad_bias = None
         backend = ops.casting_backend(config.backend)
 

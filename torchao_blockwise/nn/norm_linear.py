@@ -97,7 +97,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(ctx, x, norm_weight, norm_bias, weight, bias, kind, eps, dtype):
         config = config_of(weight)
         options = fused.options_of(config)
-        x2d = x.reshape(-1, x.shape[-1])
+        x2d = steps.as_rows(x)
         needs_norm, needs_weight = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         save_quantized = needs_weight and config.saves_quantized_activations
         statistics = ops.norm_statistics(x2d, kind, eps, backend=options["backend"])
@@ -121,7 +121,7 @@ class _NormLinear(torch.autograd.Function):
         weight, x, mean, rstd, norm_weight, norm_bias, *columnwise = _compat.take_saved(ctx)
         *needs, needs_weight, needs_bias = ctx.needs_input_grad[:5]
         fmt, options = config.activation_format, fused.options_of(config)
-        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        dy = steps.as_rows(grad_output)
         grads, grad_weight, grad_bias = [None] * 3, None, None
         dy_rowwise, dy_columnwise = fused.quantized(
             ops.quantize, dy, fmt, rowwise=any(needs), columnwise=needs_weight, **options

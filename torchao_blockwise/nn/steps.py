@@ -28,6 +28,11 @@ def refuse_second_order(layer: str) -> None:
         )
 
 
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` [.., K] as [T, K]; K may be 0."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
 def as_shape_of(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`out` [T, N] with the leading dims of `x` [.., K]."""
     # No view: hooks of FSDP2 hang on outputs, and an in-place operation on a view of one would leave them behind.

@@ -100,7 +100,7 @@ class _SwiGLULinear(torch.autograd.Function):
         config = config_of(weight)
         needs_inputs, needs_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
         save_quantized = needs_weight and config.saves_quantized_activations
-        gate2d, up2d = (t.reshape(-1, t.shape[-1]) for t in (gate, up))
+        gate2d, up2d = map(steps.as_rows, (gate, up))
         rowwise, columnwise = fused.quantized(
             ops.swiglu_quantize, gate2d, up2d, config.activation_format,
             rowwise=True, columnwise=save_quantized, **fused.options_of(config),
@@ -120,7 +120,7 @@ class _SwiGLULinear(torch.autograd.Function):
         config = ctx.config
         weight, gate, up, *columnwise = _compat.take_saved(ctx)
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
-        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        dy = steps.as_rows(grad_output)
         dgate = dup = grad_weight = grad_bias = None
         dy_rowwise, dy_columnwise = fused.quantized(
             ops.quantize, dy, config.activation_format,
@@ -156,7 +156,7 @@ class SwiGLUFunction(torch.autograd.Function):
         needs_x, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         save_x = needs_gate_up and inner.saves_quantized_activations
         save_h = needs_down and outer.saves_quantized_activations
-        x2d = x.reshape(-1, x.shape[-1])
+        x2d = steps.as_rows(x)
         group_tables = fused.group_tables(group_ends, x2d.shape[0], inner, outer)
         groups = {"group_ends": group_ends, "group_tables": group_tables}
         x_rowwise, x_columnwise = fused.quantized_tokens(x2d, inner, rowwise=True, columnwise=save_x, **groups)
@@ -192,7 +192,7 @@ class SwiGLUFunction(torch.autograd.Function):
         steps.refuse_second_order("SwiGLUMLP" if group_ends is None else "swiglu_experts")
         inner, outer = config_of(gate_up_weight), config_of(down_weight)
         needs_x, needs_gate_up, needs_down, needs_bias, _ = ctx.needs_input_grad
-        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        dy = steps.as_rows(grad_output)
         grad_x = grad_gate_up = grad_down = grad_bias = None
         x_copies, h_copies = copies[:3], copies[3:]
         del copies

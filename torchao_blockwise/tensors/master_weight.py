@@ -153,9 +153,10 @@ class MasterWeightTensor(TorchAOBaseTensor):
             return x.hp
 
         plain_args = pytree.tree_map_only(cls, unwrap, args)
+        first_alone = len(masters) == 1 and args[0] is masters[0]
         plain_kwargs = pytree.tree_map_only(cls, unwrap, kwargs)
         first = masters[0]
-        result = result_of(func, first.dim())
+        result = result_of(func, first.dim(), first_alone)
         if result is Result.REFUSED:
             raise NotImplementedError(_refusal(func, masters))
         for master in masters:

@@ -66,6 +66,8 @@ _PLAIN = _names(
     "_amp_foreach_non_finite_check_and_unscale _fused_adagrad _fused_adam _fused_adamw _fused_sgd"
 )
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+# self + a · b: the product is of others, where the weight is `self` alone.
+_ADDS_A_PRODUCT = _names("addbmm addmm addr baddbmm")
 # Of a matrix they look up rows, as embeddings do; of a stack of experts they pick experts, which are weights still.
 _PICKS_EXPERTS = {"index", "index_select"}
 
@@ -77,8 +79,11 @@ def _is_pointwise(name: str) -> bool:
 
 
 @functools.cache
-def result_of(func, dims: int = 2) -> Result:
-    """What the operator overload `func` gives of master weights of `dims` dims, or that it is refused."""
+def result_of(func, dims: int = 2, first_alone: bool = False) -> Result:
+    """What the operator overload `func` gives of master weights of `dims` dims, or that it is refused.
+
+    first_alone: whether its first argument is the one master weight that it reads.
+    """
     if func.namespace == "torchao_blockwise":
         # Ours, which quantize what they multiply.
         return Result.PLAIN
@@ -90,6 +95,8 @@ def result_of(func, dims: int = 2) -> Result:
     name = _compat.operation_name(func).removeprefix("_foreach_").removesuffix("_")
     if name in _PICKS_EXPERTS and dims == 3:
         return Result.WEIGHT
+    if name in _ADDS_A_PRODUCT and first_alone:
+        return Result.DERIVED
     for names, result in ((_WEIGHT, Result.WEIGHT), (_DERIVED, Result.DERIVED), (_PLAIN, Result.PLAIN)):
         if name in names:
             return result
