@@ -199,6 +199,9 @@ class MasterWeightTensor(TorchAOBaseTensor):
         if _compat.schema_of(func).is_mutable:
             for master in _written(func, args, kwargs or {}):
                 weight_cache.note_change(master.hp)
+                if not master.is_inference():
+                    # Foreach and fused operations count no change of a subclass, which is what eager layers save.
+                    torch.autograd.graph.increment_version(master)
             return _same_objects(out, args, kwargs or {})
         if _keeps_type(func, masters[0]) and _is_float(out):
             config = masters[0].config
