@@ -24,7 +24,7 @@ RANKS |= {"checkpoint": 6, "integrations": 6, "diagnostics": 6}
 RANKS |= {"tuning": 6, "tune": 7}
 EXEMPT = {"testing", "__init__"}
 # Where names of others live that they do not promise to keep.
-COMPAT = {"_compat", "_compat_fsdp", "_compat_triton", "_compat_versions"}
+COMPAT = {"_compat", "_compat_caches", "_compat_fsdp", "_compat_triton", "_compat_versions"}
 KERNELS = {"triton", "gluon", "cublas", "deep_gemm"}
 THIRD_PARTIES = {"torch", "torchao", "triton"}
 
@@ -179,6 +179,7 @@ NAMES_IN_COMPAT = (
     "torch.Tensor._version",
     "torch._grouped_mm",
     "torch._scaled_mm_v2",
+    "torch.compiler.config.cache_key_tag",
     "torch.autograd.profiler._is_profiler_enabled",
     "torch._C._current_graph_task_id",
     "torch.autograd._unsafe_preserve_version_counter",
@@ -198,6 +199,7 @@ NAMES_IN_COMPAT = (
     "torch.distributed.tensor.DTensor._local_tensor",
     "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
     "torch.distributed.tensor.DTensor._spec",
+    "torch.distributed.tensor.DTensor._stable_hash_for_caching",
     "torch.ops._c10d_functional._wrap_tensor_autograd",
     "torch.ops._c10d_functional.all_reduce",
     "torch.ops.aten.mm.default._schema",

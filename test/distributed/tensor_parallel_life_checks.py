@@ -112,12 +112,14 @@ def saves_high_precision(mesh, config):
 
 
 def catches_changes_before_backward(mesh, config):
-    model = parallelize_module(block(config), mesh, PLANS)
-    out = model(tokens())
-    with torch.no_grad():
-        model.up.weight.mul_(2)
-    with raises(RuntimeError, "modified by an inplace operation"):
-        out.sum().backward()
+    torch._dynamo.reset()
+    for compiled in (False, True):
+        model = parallelize_module(block(config), mesh, PLANS)
+        out = (torch.compile(model, backend="aot_eager") if compiled else model)(tokens())
+        with torch.no_grad():
+            model.up.weight.mul_(2)
+        with raises(RuntimeError, "modified by an inplace operation"):
+            out.sum().backward()
 
 
 def starts_on_meta(mesh, config):

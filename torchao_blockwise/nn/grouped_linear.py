@@ -109,7 +109,7 @@ class _GroupedLinear(torch.autograd.Function):
         )
         saved_x = x if needs_weight and not save_quantized else None
         saved_weight = stored if rounded_to is None else stored.hp
-        ctx.save_for_backward(saved_weight, *groups.values(), saved_x, *fused.fields(columnwise))
+        steps.save_for_backward(ctx, (saved_weight,), *groups.values(), saved_x, *fused.fields(columnwise))
         ctx.config, ctx.rounded_to, ctx.contracts_columns = config, rounded_to, contracts_columns
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.is_transposed = isinstance(weight, TransposedWeight)
@@ -119,7 +119,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         steps.refuse_second_order("grouped_linear")
         config = ctx.config
-        weight, group_ends, group_tables, x, *columnwise = ctx.saved_tensors
+        weight, group_ends, group_tables, x, *columnwise = steps.take_saved(ctx)
         groups = {"group_ends": group_ends, "group_tables": group_tables}
         weight = weight if ctx.rounded_to is None else MasterWeightTensor(weight, config)
         needs_x, needs_weight, *_ = ctx.needs_input_grad

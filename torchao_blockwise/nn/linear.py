@@ -121,7 +121,7 @@ class _Linear(torch.autograd.Function):
         )
         # The columnwise copy (qdata, scale, global_scale), or the input itself, or nothing.
         saved_x = columnwise or (x2d if needs_grad_weight else None, None, None)
-        ctx.save_for_backward(weight, *saved_x)
+        steps.save_for_backward(ctx, (weight,), *saved_x)
         ctx.config, ctx.save_quantized, ctx.amax_groups = config, save_quantized, amax_groups
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -132,7 +132,7 @@ class _Linear(torch.autograd.Function):
         # A constant grad_output would leave the second gradient out in silence, so this does not wait for one.
         steps.refuse_second_order("linear")
         config = ctx.config
-        weight, *saved_x = _compat.take_saved(ctx)
+        weight, *saved_x = steps.take_saved(ctx, config)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dy = steps.as_rows(grad_output)
         grad_x = grad_weight = grad_bias = None

@@ -109,7 +109,7 @@ class _NormLinear(torch.autograd.Function):
         out = weight_product(rowwise, weight, config, columnwise=False, out_dtype=out_dtype, bias=bias)
         needs_x = needs_norm or (needs_weight and not save_quantized)
         saved = (x2d, *statistics, norm_weight, norm_bias) if needs_x else (None,) * 5
-        ctx.save_for_backward(weight, *saved, *fused.fields(columnwise))
+        steps.save_for_backward(ctx, (weight,), *saved, *fused.fields(columnwise))
         ctx.config, ctx.save_quantized, ctx.dtype, ctx.x_shape = config, save_quantized, dtype, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return steps.as_shape_of(out, x)
@@ -118,7 +118,7 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         steps.refuse_second_order("NormLinear")
         config = ctx.config
-        weight, x, mean, rstd, norm_weight, norm_bias, *columnwise = _compat.take_saved(ctx)
+        weight, x, mean, rstd, norm_weight, norm_bias, *columnwise = steps.take_saved(ctx)
         *needs, needs_weight, needs_bias = ctx.needs_input_grad[:5]
         fmt, options = config.activation_format, fused.options_of(config)
         dy = steps.as_rows(grad_output)

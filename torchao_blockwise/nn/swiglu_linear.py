@@ -109,7 +109,7 @@ class _SwiGLULinear(torch.autograd.Function):
         out = weight_product(rowwise, weight, config, columnwise=False, out_dtype=out_dtype, bias=bias)
         needs_both = needs_inputs or (needs_weight and not save_quantized)
         saved = (gate2d, up2d) if needs_both else (None, None)
-        ctx.save_for_backward(weight, *saved, *fused.fields(columnwise))
+        steps.save_for_backward(ctx, (weight,), *saved, *fused.fields(columnwise))
         ctx.config, ctx.save_quantized, ctx.shape = config, save_quantized, gate.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return steps.as_shape_of(out, gate)
@@ -118,7 +118,7 @@ class _SwiGLULinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         steps.refuse_second_order("swiglu_linear")
         config = ctx.config
-        weight, gate, up, *columnwise = _compat.take_saved(ctx)
+        weight, gate, up, *columnwise = steps.take_saved(ctx)
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
         dy = steps.as_rows(grad_output)
         dgate = dup = grad_weight = grad_bias = None
@@ -171,9 +171,9 @@ class SwiGLUFunction(torch.autograd.Function):
         out = weight_product(
             h_rowwise, down_weight, outer, columnwise=False, out_dtype=out_dtype, bias=down_bias, **groups
         )
-        ctx.save_for_backward(
-            gate_up_weight,
-            down_weight,
+        steps.save_for_backward(
+            ctx,
+            (gate_up_weight, down_weight),
             group_ends,
             group_tables,
             x2d if needs_gate_up and not save_x else None,
@@ -187,7 +187,7 @@ class SwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        gate_up_weight, down_weight, group_ends, group_tables, x, gate_up, *copies = _compat.take_saved(ctx)
+        gate_up_weight, down_weight, group_ends, group_tables, x, gate_up, *copies = steps.take_saved(ctx)
         groups = {"group_ends": group_ends, "group_tables": group_tables}
         steps.refuse_second_order("SwiGLUMLP" if group_ends is None else "swiglu_experts")
         inner, outer = config_of(gate_up_weight), config_of(down_weight)

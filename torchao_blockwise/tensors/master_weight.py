@@ -164,10 +164,12 @@ class MasterWeightTensor(TorchAOBaseTensor):
         with _compat.counting_changes():
             out = func(*plain_args, **plain_kwargs)
         if _compat.schema_of(func).is_mutable:
-            # Fused optimizers do not count, and autograd checks what it saved by the counts.
+            # Autograd checks what it saved by the counts: eager layers save the weight, compiled ones its values. Fused
+            # and foreach operations count no change of a subclass.
             for master in _written(func, args, kwargs):
-                if not master.hp.is_inference():
-                    torch.autograd.graph.increment_version(master.hp)
+                for changed in (master, master.hp):
+                    if not changed.is_inference():
+                        torch.autograd.graph.increment_version(changed)
             return _same_objects(out, args, kwargs)
         if result is Result.PLAIN:
             return out

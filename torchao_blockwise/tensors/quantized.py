@@ -313,8 +313,10 @@ def _copy_(func, x, src, non_blocking=False):
             + (f" (fully_shard: {reason})" if reason is not None else "")
         )
     src = _like("copy_", x, src)
-    for mine, theirs in zip(x._tensors(), src._tensors()):
-        mine.copy_(theirs, non_blocking=non_blocking)
+    # Layers save the payload for backward, and a change before that is to be refused.
+    with _compat.counting_changes():
+        for mine, theirs in zip(x._tensors(), src._tensors()):
+            mine.copy_(theirs, non_blocking=non_blocking)
     return x
 
 

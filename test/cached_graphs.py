@@ -1,0 +1,128 @@
+"""What test_compile_caches.py starts: layers of several recipes, compiled with inductor's disk caches on.
+
+    python cached_graphs.py RECIPE ...
+
+Prints as JSON what each case of each recipe came to: how far compiled results are from eager ones, and how many stored
+graphs were found. Layers are bare products in bf16, for which inductor compiles no code, so results are the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import FP8, FP8_POW2, NVFP4, replace
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torchao.quantization import quantize_
+
+from torchao_blockwise import experts
+
+RECIPES = {
+    "fp8": FP8,
+    "nvfp4": NVFP4,
+    "fp8_pow2": FP8_POW2,
+    "high_precision": replace(FP8, save_activations="high_precision"),
+    "f32_out": replace(FP8, out_dtype=torch.float32),
+    "reference": replace(FP8, backend="reference"),
+    "unconverted": None,
+    "fp8_weight": replace(FP8, master_weights=False),
+    "nvfp4_weight": replace(NVFP4, master_weights=False),
+}
+
+
+class Experts(nn.Module):
+    """Products of experts whose weight may be a DTensor, [E, N, K], or handed over transposed already."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 48, 64, dtype=torch.bfloat16))
+        self.ends = torch.tensor([5, 20, 33], dtype=torch.int32)
+        self.transposed: torch.Tensor | None = None
+
+    def forward(self, x):
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        weight = weight.transpose(-2, -1) if self.transposed is None else self.transposed
+        return F.grouped_mm(x, weight, offs=self.ends)
+
+
+def linear(config, mesh):
+    return converted(nn.Linear(64, 96, bias=False, dtype=torch.bfloat16), config)
+
+
+def tensor_parallel(config, mesh):
+    return parallelize_module(linear(config, mesh), mesh, ColwiseParallel())
+
+
+def fsdp(config, mesh):
+    return fully_shard(linear(config, mesh), mesh=mesh)
+
+
+def local_experts(config, mesh):
+    module = converted(Experts(), config, experts())
+    local = module.weight.detach()
+    module.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+    return module
+
+
+def transposed_experts(config, mesh):
+    module = converted(Experts(), config, experts())
+    module.transposed = module.weight.detach().transpose(-2, -1)
+    return module
+
+
+CASES = {make.__name__: make for make in (linear, tensor_parallel, fsdp, local_experts, transposed_experts)}
+
+
+def converted(module, config, filter_fn=None):
+    if config is not None:
+        quantize_(module, config, filter_fn=filter_fn)
+    return module
+
+
+def results(run, module) -> list[torch.Tensor]:
+    """Output without gradients, then output and gradients of a pass with them."""
+    x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    with torch.no_grad():
+        inferred = run(x)
+    module.zero_grad()
+    out = run(x)
+    out.square().sum().backward()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    tensors = (inferred, out.detach(), x.grad, *gradients)
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def difference(got, expected) -> float:
+    return max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, expected))
+
+
+def run(case: str, recipe: str, mesh) -> tuple[float | str, int]:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    module = CASES[case](RECIPES[recipe], mesh)
+    expected = results(module, module)
+    try:
+        apart: float | str = difference(results(torch.compile(module), module), expected)
+    except Exception as e:
+        apart = f"{type(e).__name__}: {e}"
+    return apart, counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+
+
+if __name__ == "__main__":
+    untouched = not hasattr(DTensor._stable_hash_for_caching, "__wrapped__")
+    assert untouched and "torchao_blockwise" not in torch.compiler.config.cache_key_tag, "the import changed PyTorch"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    one_rank = dist.device_mesh.init_device_mesh("cpu", (1,))
+    print(json.dumps({recipe: {case: run(case, recipe, one_rank) for case in CASES} for recipe in sys.argv[1:]}))
+    sys.stdout.flush()
+    # Not by returning: threads of gloo may wait for the interpreter.
+    os._exit(0)
