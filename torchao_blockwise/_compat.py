@@ -169,6 +169,23 @@ def is_held(x: torch.Tensor) -> bool:
     return accumulator is None or x._use_count() > 2
 
 
+def wrap_module_apply(wrapper) -> None:
+    """Make every `nn.Module` run `wrapper(apply, module, fn, recurse)` for PyTorch's own `apply`, once a wrapper.
+
+    `module.to`, `.half` and the like call it, of the outermost module first; a class of ours has no part in that.
+    """
+    apply = torch.nn.Module._apply
+    if getattr(apply, "wrapper", None) is wrapper:
+        return
+
+    @functools.wraps(apply)
+    def wrapped(self, fn, recurse=True):
+        return wrapper(apply, self, fn, recurse)
+
+    wrapped.wrapper = wrapper  # type: ignore[attr-defined]
+    torch.nn.Module._apply = wrapped  # type: ignore[method-assign]
+
+
 def no_torch_function():
     """A context in which `__torch_function__` of subclasses is not called, for use inside of it."""
     return torch._C.DisableTorchFunctionSubclass()

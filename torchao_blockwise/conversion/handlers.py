@@ -20,6 +20,7 @@ from torchao_blockwise.conversion.weights import expert_weights, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.converted import ConvertedLinear, convert_class
 from torchao_blockwise.nn.grouped_linear import take_products_of_others
+from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -123,6 +124,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     else:
         targets = _targets_if_first(module, model, filter_fn)
     _check(targets, config, model, parameter_name)
+    move_whole()
     if not isinstance(module, nn.Linear):
         take_products_of_others()
     names = {m: fqn for fqn, m in model.named_modules()}

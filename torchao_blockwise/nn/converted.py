@@ -13,6 +13,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.nn.linear import is_low_precision, linear
+from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
 
 
@@ -75,5 +76,6 @@ def _class_of(base: Any) -> Any:
 
 
 def _rebuild(base: type) -> nn.Linear:
+    move_whole()
     cls = _class_of(base)
     return cls.__new__(cls)
