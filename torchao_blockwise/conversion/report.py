@@ -11,6 +11,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
+from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
 
@@ -107,11 +108,12 @@ def dry_run(
     Layers that would make `quantize_` raise have the status "cannot convert".
     """
     selected = _compat.default_filter() if filter_fn is None else filter_fn
+    raw = raw_uses(model)
 
     def state(fqn, module):
         if not selected(module, fqn):
             return SKIPPED, skip_reason(module) or "not selected", None
-        reason = why_not_convertible(module, config, model)
+        reason = why_not_convertible(module, config, model, raw=raw)
         return (CONVERTED, _format(config), config) if reason is None else (CANNOT, reason, None)
 
     return _report([(name, m, weight, *state(fqn, m)) for name, fqn, m, weight in _layers(model)], dry_run=True)
