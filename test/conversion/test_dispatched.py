@@ -42,8 +42,6 @@ def test_models_are_converted_after_they_are_dispatched(tmp_path):
 
 def test_what_is_offloaded_is_refused(tmp_path):
     _, model = dispatched(tmp_path, {"0": "cpu", "1": "cpu", "2": "disk"})
-    with pytest.raises(
-        ValueError, match=r"2: accelerate offloads its weight and puts a plain one .*; give it a device"
-    ):
+    with pytest.raises(ValueError, match=r"2: accelerate offloads its weight and puts a plain .*; give it a device"):
         quantize_(model, FP8)
     assert not isinstance(model[0].weight, MasterWeightTensor)

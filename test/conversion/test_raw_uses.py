@@ -98,8 +98,8 @@ def test_gpt_oss_is_refused_with_eager_experts_and_trains_with_the_remedy(master
     model = language_model("GptOss", "eager", **GPT_OSS)
     with pytest.raises(
         ValueError,
-        match=r"model.layers.0.mlp.experts: gate_up_proj: GptOssExperts.forward multiplies by self.gate_up_proj itself, in "
-        r'high precision; call model.set_experts_implementation\("grouped_mm"\) before',
+        match=r"model.layers.0.mlp.experts: gate_up_proj: GptOssExperts.forward multiplies by self.gate_up_proj "
+        r'itself, in high precision; call model.set_experts_implementation\("grouped_mm"\) before',
     ):
         quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head())
     assert not any(isinstance(p, MasterWeightTensor) for p in model.parameters())

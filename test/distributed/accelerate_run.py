@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 
@@ -105,7 +106,7 @@ def trains(rank: int, kind: str, config: str, precision: str, loads_on_one: bool
     assert sum(isinstance(p._local_tensor, MasterWeightTensor) for p in model.parameters()) == count > 0
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == set(map(id, model.parameters()))
     got = train(model, optimizer, rank, made.backward)
-    still = [name for name in got[0] for old, new in zip(got, got[1:]) if torch.equal(old[name], new[name])]
+    still = [name for name in got[0] for old, new in itertools.pairwise(got) if torch.equal(old[name], new[name])]
     assert not still, f"did not change: {still}"
     other = sharded_by_hand(converted(kind, CONFIGS[config]), precision)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -145,10 +146,11 @@ RUNS = {"accelerator": trains, "trainer": trains_by_trainer}
 def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:
     """Leaves what was raised in each case, or None."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="localhost",
-        MASTER_PORT=str(port), ACCELERATE_USE_FSDP="1", ACCELERATE_TORCH_DEVICE="cpu", FSDP_VERSION="2",
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="localhost", MASTER_PORT=str(port), ACCELERATE_USE_FSDP="1", ACCELERATE_TORCH_DEVICE="cpu",
+        FSDP_VERSION="2",
     )  # fmt: skip
-    join(rank, ranks, port)
+    join(rank, ranks, port, seconds=180)
     act_as_gpus()
     results = {}
     for case in cases:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,8 @@ def raw_uses(model: nn.Module) -> dict[int, str]:
     """{id of a Parameter: why it cannot be converted, with the remedy} of all that modules of `model` multiply by."""
     reasons: dict[int, str] = {}
     for module in model.modules():
-        for path, method in _multiplied(type(module)).items():
+        cls: Any = type(module)
+        for path, method in _multiplied(cls).items():
             weight = functools.reduce(lambda x, name: getattr(x, name, None), path, module)
             chosen = _implementation(module) if len(path) == 1 else None
             if not isinstance(weight, torch.Tensor) or chosen not in (None, "eager"):
@@ -46,7 +48,7 @@ def raw_uses(model: nn.Module) -> dict[int, str]:
 
 def _implementation(module: nn.Module) -> str | None:
     """Which implementation Hugging Face's experts run, "eager" for that of their class; None for other modules."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if not hasattr(type(module).forward, "__wrapped__") or not hasattr(config, "_experts_implementation"):
         return None
     return config._experts_implementation or "eager"
