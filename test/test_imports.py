@@ -202,6 +202,7 @@ NAMES_IN_COMPAT = (
     "torch.ops._c10d_functional._wrap_tensor_autograd",
     "torch.ops._c10d_functional.all_reduce",
     "torch.ops.aten.mm.default._schema",
+    "torch.nn.Linear._apply",
     "torch.nn.Linear._parameters",
     "torch.nn.Linear._state_dict_hooks",
     "torch.nn.functional.ScalingType.BlockWise1x128",

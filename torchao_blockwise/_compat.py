@@ -43,6 +43,19 @@ def grouped_products_of_others() -> list:
     return [] if op is None else [op, op.default]
 
 
+def experts_implementation(module: torch.nn.Module) -> str | None:
+    """Which implementation transformers' experts run, "eager" for that of their class; None for other modules."""
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", "")
+    if not hasattr(type(module).forward, "__wrapped__") or chosen == "":
+        return None
+    return chosen or "eager"
+
+
+def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
+    """Whether accelerate puts plain values in the place of the module's weights on every use."""
+    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
+
+
 @functools.cache
 def has_deep_gemm() -> bool:
     """Whether the package deep_gemm is installed; imports nothing: it loads CUDA libraries."""

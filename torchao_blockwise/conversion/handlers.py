@@ -63,7 +63,7 @@ def why_not_convertible(
 
 
 def _why_no_forward(module: nn.Linear) -> str | None:
-    if getattr(getattr(module, "_hf_hook", None), "offload", False):
+    if _compat.is_offloaded_by_accelerate(module):
         return "accelerate offloads its weight and puts a plain one in its place on every use; give it a device"
     if type(module).forward not in (nn.Linear.forward, ConvertedLinear.forward):
         return f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"

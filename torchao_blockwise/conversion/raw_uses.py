@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchao_blockwise import _compat
+
 # Products of weights that are not asked for as a layer's: by operator, or by one of these functions or methods.
 _PRODUCTS = {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "einsum", "inner", "matmul", "mm", "mv", "tensordot"}
 # What gives the same weight in another form.
@@ -32,7 +34,7 @@ def raw_uses(model: nn.Module) -> dict[int, str]:
         cls: Any = type(module)
         for path, method in _multiplied(cls).items():
             weight = functools.reduce(lambda x, name: getattr(x, name, None), path, module)
-            chosen = _implementation(module) if len(path) == 1 else None
+            chosen = _compat.experts_implementation(module) if len(path) == 1 else None
             if not isinstance(weight, torch.Tensor) or chosen not in (None, "eager"):
                 continue
             what = f"{type(module).__name__}.{method} multiplies by self.{'.'.join(path)} itself, in high precision"
@@ -44,14 +46,6 @@ def raw_uses(model: nn.Module) -> dict[int, str]:
                 remedy = "leave the module out, filter_fn=skip_fqns(its name)"
             reasons[id(weight)] = f"{what}; {remedy}"
     return reasons
-
-
-def _implementation(module: nn.Module) -> str | None:
-    """Which implementation Hugging Face's experts run, "eager" for that of their class; None for other modules."""
-    config: Any = getattr(module, "config", None)
-    if not hasattr(type(module).forward, "__wrapped__") or not hasattr(config, "_experts_implementation"):
-        return None
-    return config._experts_implementation or "eager"
 
 
 @functools.cache
