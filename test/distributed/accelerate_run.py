@@ -127,7 +127,7 @@ def trains_by_trainer(rank: int, kind: str, config: str, precision: str, loads_o
         args = transformers.TrainingArguments(
             folder, max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, fsdp=True, fsdp_config=options,
             bf16=precision == "bf16", report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
-            lr_scheduler_type="constant",
+            lr_scheduler_type="constant", use_cpu=True,
         )  # fmt: skip
         model = converted(kind, CONFIGS[config])
         before = {name: value.clone() for name, value in model.state_dict().items()}
