@@ -204,6 +204,7 @@ NAMES_IN_COMPAT = (
     "torch.ops._c10d_functional.all_reduce",
     "torch.ops.aten.mm.default._schema",
     "torch.nn.Linear._load_state_dict_pre_hooks",
+    "torch.nn.Linear._apply",
     "torch.nn.Linear._parameters",
     "torch.nn.Linear._state_dict_hooks",
     "torch.nn.functional.ScalingType.BlockWise1x128",

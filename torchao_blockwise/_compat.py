@@ -52,6 +52,19 @@ def grouped_products_of_others() -> list:
     return [] if op is None else [op, op.default]
 
 
+def experts_implementation(module: torch.nn.Module) -> str | None:
+    """Which implementation transformers' experts run, "eager" for that of their class; None for other modules."""
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", "")
+    if not hasattr(type(module).forward, "__wrapped__") or chosen == "":
+        return None
+    return chosen or "eager"
+
+
+def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
+    """Whether accelerate puts plain values in the place of the module's weights on every use."""
+    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
+
+
 @functools.cache
 def has_deep_gemm() -> bool:
     """Whether the package deep_gemm is installed; imports nothing: it loads CUDA libraries."""
@@ -193,6 +206,23 @@ def is_held(x: torch.Tensor) -> bool:
     # A gradient accumulator may be the second holder; asking for it makes one, a third holder, if there is none.
     accumulator = torch.autograd.graph.get_gradient_edge(x).node
     return accumulator is None or x._use_count() > 2
+
+
+def wrap_module_apply(wrapper) -> None:
+    """Make every `nn.Module` run `wrapper(apply, module, fn, recurse)` for PyTorch's own `apply`, once a wrapper.
+
+    `module.to`, `.half` and the like call it, of the outermost module first; a class of ours has no part in that.
+    """
+    apply = torch.nn.Module._apply
+    if getattr(apply, "wrapper", None) is wrapper:
+        return
+
+    @functools.wraps(apply)
+    def wrapped(self, fn, recurse=True):
+        return wrapper(apply, self, fn, recurse)
+
+    wrapped.wrapper = wrapper  # type: ignore[attr-defined]
+    torch.nn.Module._apply = wrapped  # type: ignore[method-assign]
 
 
 def no_torch_function():

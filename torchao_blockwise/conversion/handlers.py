@@ -15,12 +15,18 @@ import torch
 from torch import nn
 from torchao.quantization.transform_module import register_quantize_module_handler
 
+<<<<<<< HEAD
 from torchao_blockwise import _compat, _compat_fsdp, _compat_versions
+=======
+from torchao_blockwise import _compat
+from torchao_blockwise.conversion.raw_uses import raw_uses
+>>>>>>> frameworks
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.converted import ConvertedLinear, convert_class
 from torchao_blockwise.nn.grouped_linear import take_products_of_others
+from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -35,11 +41,16 @@ from torchao_blockwise.tensors.original import Original
 
 
 def why_not_convertible(
-    module: nn.Module, config: TrainingConfig, model: nn.Module | None = None, parameter_name: str | None = None
+    module: nn.Module,
+    config: TrainingConfig,
+    model: nn.Module | None = None,
+    parameter_name: str | None = None,
+    raw: dict[int, str] | None = None,
 ) -> str | None:
     """Why `module`, a part of `model`, cannot be converted with `config`, with the remedy, or None if it can.
 
     parameter_name: of the one Parameter to convert; default all that `weights_of` the module are.
+    raw: `raw_uses(model)`, where the caller asks for many modules.
     """
     is_linear = isinstance(module, nn.Linear)
     reason = _why_no_forward(module) if is_linear else None
@@ -48,14 +59,17 @@ def why_not_convertible(
     weights = weights_of(module, parameter_name)
     if not weights:
         return f"a {type(module).__name__} is no nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
+    raw = raw_uses(module if model is None else model) if raw is None else raw
     for name, weight in weights.items():
-        reason = _why_no_weight(weight, config, model, is_linear)
+        reason = _why_no_weight(weight, config, model, is_linear) or raw.get(id(weight))
         if reason is not None:
             return reason if is_linear else f"{name}: {reason}"
     return None
 
 
 def _why_no_forward(module: nn.Linear) -> str | None:
+    if _compat.is_offloaded_by_accelerate(module):
+        return "accelerate offloads its weight and puts a plain one in its place on every use; give it a device"
     if type(module).forward not in (nn.Linear.forward, ConvertedLinear.forward):
         return f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
@@ -139,7 +153,11 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     else:
         targets = _targets_if_first(module, model, filter_fn)
     _check(targets, config, model, parameter_name)
+<<<<<<< HEAD
     _compat_fsdp.install()
+=======
+    move_whole()
+>>>>>>> frameworks
     if not isinstance(module, nn.Linear):
         take_products_of_others()
     names = {m: fqn for fqn, m in model.named_modules()}
@@ -177,7 +195,8 @@ def _targets_if_first(module, model, filter_fn) -> list[tuple[str, nn.Module]]:
 
 
 def _check(targets, config, model, parameter_name) -> None:
-    reasons = [(fqn, why_not_convertible(module, config, model, parameter_name)) for fqn, module in targets]
+    raw = raw_uses(model) if targets else {}
+    reasons = [(fqn, why_not_convertible(module, config, model, parameter_name, raw)) for fqn, module in targets]
     failures = [(fqn, reason) for fqn, reason in reasons if reason is not None]
     if failures:
         lines = "\n".join(f"  {fqn or 'the model itself'}: {reason}" for fqn, reason in failures)

@@ -11,7 +11,11 @@ from torch import nn
 from torchao_blockwise import _compat, _compat_versions
 from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
+<<<<<<< HEAD
 from torchao_blockwise.conversion.state_dicts import is_converted
+=======
+from torchao_blockwise.conversion.raw_uses import raw_uses
+>>>>>>> frameworks
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
 
@@ -108,11 +112,12 @@ def dry_run(
     """
     _compat_versions.check()
     selected = _compat.default_filter() if filter_fn is None else filter_fn
+    raw = raw_uses(model)
 
     def state(fqn, module):
         if not selected(module, fqn):
             return SKIPPED, skip_reason(module) or "not selected", None
-        reason = why_not_convertible(module, config, model)
+        reason = why_not_convertible(module, config, model, raw=raw)
         return (CONVERTED, _format(config), config) if reason is None else (CANNOT, reason, None)
 
     return _report([(name, m, weight, *state(fqn, m)) for name, fqn, m, weight in _layers(model)], dry_run=True)

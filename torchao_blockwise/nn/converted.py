@@ -15,6 +15,7 @@ from torch import nn
 
 from torchao_blockwise import _compat, _compat_fsdp
 from torchao_blockwise.nn.linear import is_low_precision, linear
+from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
 from torchao_blockwise.tensors.unchanged import check_unchanged
 
@@ -107,5 +108,6 @@ def _class_of(base: Any) -> Any:
 def _rebuild(base: type) -> nn.Linear:
     # A converted layer of another process: it may be sharded here.
     _compat_fsdp.install()
+    move_whole()
     cls = _class_of(base)
     return cls.__new__(cls)

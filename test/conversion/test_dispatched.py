@@ -1,0 +1,47 @@
+"""Models that accelerate loads and dispatches: converted after that they stay so, and what it offloads is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import FP8, mlp, saved_and_loaded
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+accelerate = pytest.importorskip("accelerate")
+
+
+def dispatched(folder, device_map):
+    plain = mlp()
+    torch.save(plain.state_dict(), folder / "model.bin")
+    with accelerate.init_empty_weights():
+        model = copy.deepcopy(mlp())
+        model.to("meta")
+    model = accelerate.load_checkpoint_and_dispatch(
+        model, str(folder / "model.bin"), device_map=device_map, offload_folder=str(folder)
+    )
+    return plain, model
+
+
+def test_models_are_converted_after_they_are_dispatched(tmp_path):
+    plain, model = dispatched(tmp_path, {"": "cpu"})
+    quantize_(plain, FP8)
+    quantize_(model, FP8)
+    assert isinstance(model[0].weight, MasterWeightTensor)
+    x = torch.randn(4, 64)
+    assert_bitwise_equal(model(x).detach(), plain(x).detach())
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert saved_and_loaded(model.state_dict()).keys() == plain.state_dict().keys()
+
+
+def test_what_is_offloaded_is_refused(tmp_path):
+    _, model = dispatched(tmp_path, {"0": "cpu", "1": "cpu", "2": "disk"})
+    with pytest.raises(ValueError, match=r"2: accelerate offloads its weight and puts a plain .*; give it a device"):
+        quantize_(model, FP8)
+    assert not isinstance(model[0].weight, MasterWeightTensor)

@@ -1,0 +1,167 @@
+"""What test_accelerate.py spawns: ranks that train by accelerate's FSDP2, and by `fully_shard` called by hand."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+
+import torch
+from helpers import FP8, NVFP4, replace
+from ranks import join, leave
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor, linears_and_experts, skip_lm_head
+
+CONFIGS = {"fp8": FP8, "nvfp4": NVFP4, "fp8_quantised": replace(FP8, master_weights=False)}
+COMMON = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 64, "use_cache": False,
+}  # fmt: skip
+
+
+def language_model(kind: str):
+    """Llama, the same with the head tied to the embedding, or Mixtral."""
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "moe":
+        config = transformers.MixtralConfig(**COMMON, num_experts_per_tok=2, num_local_experts=4)
+    else:
+        config = transformers.LlamaConfig(**COMMON, tie_word_embeddings=kind == "tied")
+    options = {"experts_implementation": "grouped_mm"} if kind == "moe" else {}
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)
+
+
+def converted(kind: str, config):
+    model = language_model(kind)
+    quantize_(
+        model, config, filter_fn=linears_and_experts() if kind == "tied" else linears_and_experts() & skip_lm_head()
+    )
+    return model
+
+
+def act_as_gpus() -> None:
+    """Make accelerate, which shards on accelerators alone, take these ranks of the CPU for some."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+
+
+def accelerator(loads_on_one: bool, precision: str):
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=loads_on_one
+    )
+    made = Accelerator(fsdp_plugin=plugin, mixed_precision=precision)
+    assert made.is_fsdp2 and made.device.type == "cpu"
+    return made
+
+
+def sharded_by_hand(model, precision: str):
+    """As accelerate shards: each block, the embedding, the norm with the head, and the rest."""
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+    inner, tied = model.model, model.lm_head.weight is model.model.embed_tokens.weight
+    for block in inner.layers:
+        fully_shard(block, mp_policy=policy)
+    if not tied:
+        fully_shard(inner.embed_tokens, mp_policy=policy)
+    tail = [inner.norm, inner.embed_tokens, model.lm_head] if tied else [inner.norm, model.lm_head]
+    fully_shard(tail, mp_policy=policy, reshard_after_forward=False)
+    return fully_shard(model, mp_policy=policy)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(model, optimizer, rank: int, backward) -> list[dict]:
+    """The values before the first step, after it, and after the second."""
+    states = [values(model)]
+    for step in range(2):
+        ids = batch(rank, step)
+        backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(values(model))
+    return states
+
+
+def values(model) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+
+
+def trains(rank: int, kind: str, config: str, precision: str, loads_on_one: bool) -> dict:
+    """Every weight trains, with the bits of the model that is sharded by hand."""
+    made = accelerator(loads_on_one, precision)
+    model = converted(kind, CONFIGS[config])
+    count = sum(isinstance(p, MasterWeightTensor) for p in model.parameters())
+    model, optimizer = made.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    assert sum(isinstance(p._local_tensor, MasterWeightTensor) for p in model.parameters()) == count > 0
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == set(map(id, model.parameters()))
+    got = train(model, optimizer, rank, made.backward)
+    still = [name for name in got[0] for old, new in itertools.pairwise(got) if torch.equal(old[name], new[name])]
+    assert not still, f"did not change: {still}"
+    other = sharded_by_hand(converted(kind, CONFIGS[config]), precision)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        expected = train(other, torch.optim.AdamW(other.parameters(), lr=1e-2), rank, lambda loss: loss.backward())
+    for step, (a, b) in enumerate(zip(got, expected)):
+        differ = [name for name in b if not torch.equal(a[name], b[name])]
+        assert a.keys() == b.keys() and not differ, f"step {step}: {differ}"
+
+
+def trains_by_trainer(rank: int, kind: str, config: str, precision: str, loads_on_one: bool) -> None:
+    """Hugging Face's Trainer over accelerate's FSDP2 trains every weight."""
+    import transformers
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    options = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": loads_on_one}
+    with tempfile.TemporaryDirectory() as folder:
+        args = transformers.TrainingArguments(
+            folder, max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, fsdp=True, fsdp_config=options,
+            bf16=precision == "bf16", report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
+            lr_scheduler_type="constant", use_cpu=True,
+        )  # fmt: skip
+        model = converted(kind, CONFIGS[config])
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        rows = [{"input_ids": row, "labels": row} for step in range(3) for r in range(2) for row in batch(r, step)]
+        trainer = transformers.Trainer(model, args, train_dataset=rows)
+        trainer.train()
+        assert trainer.accelerator.is_fsdp2
+        after = values(trainer.model)
+    still = [name for name in before if torch.equal(before[name], after[name])]
+    assert before.keys() == after.keys() and not still, f"did not change: {still}"
+
+
+RUNS = {"accelerator": trains, "trainer": trains_by_trainer}
+
+
+def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:
+    """Leaves what was raised in each case, or None."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="localhost", MASTER_PORT=str(port), ACCELERATE_USE_FSDP="1", ACCELERATE_TORCH_DEVICE="cpu",
+        FSDP_VERSION="2",
+    )  # fmt: skip
+    join(rank, ranks, port, seconds=180)
+    act_as_gpus()
+    results = {}
+    for case in cases:
+        name, *arguments = case
+        try:
+            RUNS[name](rank, *arguments)
+            results[case] = None
+        except Exception as e:
+            import traceback
+
+            traceback.print_exc()
+            results[case] = f"{type(e).__name__}: {e}"
+        torch.save(results, file)
+    leave()

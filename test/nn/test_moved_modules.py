@@ -1,0 +1,171 @@
+"""`model.bfloat16()`, `.to(..)` and the like on converted models: as on plain ones, or not at all."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import FP8, Tied, both_formats, mlp, replace
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor, linears_and_experts
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.w = nn.Linear(64, 64), nn.Parameter(torch.randn(3, 64, 64) / 8)
+
+    def forward(self, x):
+        return torch.nn.functional.grouped_mm(self.first(x), self.w.transpose(-2, -1), offs=self.ends())
+
+    def ends(self):
+        return torch.tensor([4, 8, 16], dtype=torch.int32)
+
+
+def converted(kind: str, config) -> nn.Module:
+    torch.manual_seed(0)
+    model = {"linear": mlp, "experts": Experts, "tied": Tied}[kind]()
+    quantize_(model, config, filter_fn=linears_and_experts())
+    return model
+
+
+def run(model) -> torch.Tensor:
+    x = torch.arange(16) if isinstance(model, Tied) else torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    # A second holder of each weight, beside what its layer saves: a penalty.
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    out = model(x if isinstance(model, Tied) else x.to(dtype)).sum()
+    return out + sum(p.square().sum() for p in model.parameters() if isinstance(p, MasterWeightTensor))
+
+
+def contents(model) -> list:
+    return [(name, type(p), p.dtype, p.device, id(p)) for name, p in model.named_parameters()]
+
+
+@pytest.fixture(params=("neither", "overwrite", "swap"))
+def future(request):
+    """PyTorch's switches for how modules take what was cast."""
+    setters = {
+        "overwrite": torch.__future__.set_overwrite_module_params_on_conversion,
+        "swap": torch.__future__.set_swap_module_params_on_conversion,
+    }
+    set_to = setters.get(request.param, lambda value: None)
+    set_to(True)
+    yield request.param
+    set_to(False)
+
+
+MOVES = {
+    "bfloat16": (lambda m: m.bfloat16(), torch.bfloat16),
+    "half": (lambda m: m.half(), torch.float16),
+    "to_dtype": (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+    "to_device": (lambda m: m.to("cpu"), torch.float32),
+    "cpu": (lambda m: m.cpu(), torch.float32),
+    "share_memory": (lambda m: m.share_memory(), torch.float32),
+    "to_empty": (lambda m: m.to_empty(device="cpu"), torch.float32),
+}
+KINDS = [("linear", True), ("linear", False), ("experts", True), ("experts", False), ("tied", True)]
+every_model = pytest.mark.parametrize(("kind", "masters"), KINDS, ids=lambda x: x if isinstance(x, str) else f"{x:d}")
+
+
+@both_formats
+@every_model
+@pytest.mark.parametrize("move", MOVES)
+def test_models_move_whole_with_outputs_alive(config, kind, masters, move):
+    """Each Parameter stays the object it is, and the model what it would be without outputs."""
+    config = replace(config, master_weights=masters)
+    model, other = converted(kind, config), converted(kind, config)
+    act, dtype = MOVES[move]
+    before, out = contents(model), run(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert act(model) is model
+    act(other)
+    assert [(name, cls, dtype, device, ident) for name, cls, _, device, ident in before] == contents(model)
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters()))
+    if move == "to_empty":
+        return
+    assert_bitwise_equal(run(model).detach(), run(other).detach())
+    del out
+    run(model).backward()
+    assert all(p.grad.dtype == dtype for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("kind", ("linear", "experts", "tied"))
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantised"))
+def test_switches_of_pytorch_change_nothing(future, kind, masters):
+    if kind == "tied" and not masters:
+        return
+    if kind == "tied" and future == "overwrite":
+        pytest.skip("PyTorch then gives each module a Parameter of its own, and unties plain ones too")
+    model = converted(kind, replace(FP8, master_weights=masters))
+    weights = [p for p in model.parameters() if type(p) is not nn.Parameter]
+    out = torch.zeros(()) if future == "swap" else run(model)
+    model.bfloat16()
+    assert all(a is b for a, b in zip(weights, (p for p in model.parameters() if type(p) is not nn.Parameter)))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and out is not None
+
+
+@both_formats
+@every_model
+def test_backward_goes_on_where_nothing_was_cast(config, kind, masters):
+    config = replace(config, master_weights=masters)
+    model, other = converted(kind, config), converted(kind, config)
+    out = run(model)
+    model.to("cpu")
+    out.backward()
+    run(other).backward()
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            assert_bitwise_equal(p.grad, q.grad)
+
+
+def test_gradients_are_cast_along():
+    model = converted("linear", FP8)
+    run(model).backward()
+    weight = model[0].weight
+    grad, expected = weight.grad, weight.grad.bfloat16()
+    out = run(model)
+    model.bfloat16()
+    assert model[0].weight is weight and weight.grad is grad and out is not None
+    assert_bitwise_equal(grad, expected)
+
+
+@both_formats
+@every_model
+def test_what_is_refused_leaves_the_model_as_it_was(config, kind, masters):
+    model = converted(kind, replace(config, master_weights=masters))
+    outer = nn.Sequential(nn.Linear(8, 8), model)
+    before, values, out = contents(outer), copy.deepcopy(outer.state_dict()), run(model)
+    with pytest.raises(TypeError, match=r"bfloat16, float16 or float32, got torch.float64"):
+        outer.double()
+    with pytest.raises(RuntimeError, match=r"cannot move from cpu to meta while a graph .* nothing was changed; drop"):
+        outer.to("meta")
+    assert contents(outer) == before and out is not None
+    for name, value in outer.state_dict().items():
+        assert type(value) is not torch.Tensor or torch.equal(value, values[name])
+    del out
+    assert {p.device.type for p in outer.to("meta").parameters()} == {"meta"}
+
+
+def test_a_copy_read_in_a_new_process_moves_whole_too(tmp_path):
+    """What reads a converted model installs what its conversion does."""
+    import subprocess
+    import sys
+
+    model = converted("linear", FP8)
+    torch.save(model, tmp_path / "model.pt")
+    program = (
+        "import torch, sys\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "out = model(torch.randn(4, 64))\n"
+        "model.bfloat16()\n"
+        "print({str(p.dtype) for p in model.parameters()})"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "model.pt"], capture_output=True, text=True)
+    assert done.stdout.strip() == "{'torch.bfloat16'}", done.stderr

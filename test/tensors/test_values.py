@@ -1,0 +1,114 @@
+"""What looks past operations at a weight's memory: a master weight's values, and a quantised tensor's address alone."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from helpers import both_formats, every_kind, master, saved_and_loaded, weight
+from torch import nn
+
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = [
+    pytest.mark.usefixtures("no_interpreter"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+MASTER_READS = {
+    "data_ptr": lambda w: w.data_ptr(),
+    "numpy": lambda w: w.numpy().tolist(),
+    "np.asarray": lambda w: np.asarray(w).tolist(),
+    "np.from_dlpack": lambda w: np.from_dlpack(w).tolist(),
+    "from_dlpack": lambda w: torch.from_dlpack(w).tolist(),
+    "tolist": lambda w: w.tolist(),
+    "storage": lambda w: w.storage().data_ptr(),
+    "is_shared": lambda w: w.is_shared(),
+    "histc": lambda w: torch.histc(w, 5).tolist(),
+    "histogram": lambda w: w.histogram(5).hist.tolist(),
+    "item": lambda w: w[3, 2].item(),
+}
+
+
+@pytest.mark.parametrize("read", MASTER_READS.values(), ids=MASTER_READS)
+def test_master_weights_answer_for_their_values(read):
+    ours = master(40, 24)
+    assert read(ours.detach()) == read(ours.hp)
+    ours.share_memory_()
+    assert read(ours.detach()) == read(ours.hp) and ours.is_shared()
+
+
+def test_numpy_of_a_trained_weight_is_refused_as_of_a_plain_one():
+    with pytest.raises(RuntimeError, match=r"Use tensor.detach\(\).numpy\(\) instead"):
+        master(40, 24).numpy()
+    assert isinstance(torch.histc(master(40, 24), 5), torch.Tensor)
+
+
+def test_addresses_tell_weights_apart():
+    weights = [nn.Parameter(make(40, 24)) for make in (weight, lambda *s: master(*s).detach()) for _ in range(2)]
+    assert len({w.data_ptr() for w in weights}) == 4 and 0 not in {w.data_ptr() for w in weights}
+
+
+@every_kind
+def test_a_quantised_tensors_address_is_its_own(from_hp):
+    weights = [nn.Parameter(from_hp(weight(40, 32))) for _ in range(3)]
+    assert len({w.data_ptr() for w in weights} | {0}) == 4
+    w = weights[0]
+    assert w.data_ptr() == w.detach().data_ptr() == w.data.data_ptr() != copy.deepcopy(w).data_ptr()
+    assert not w.is_shared() and w.share_memory_().is_shared()
+
+
+QUANTIZED_READS = {
+    "numpy": lambda w: w.numpy(),
+    "np.asarray": np.asarray,
+    "dlpack": torch.from_dlpack,
+    "tolist": lambda w: w.tolist(),
+    "storage": lambda w: w.storage(),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("read", QUANTIZED_READS.values(), ids=QUANTIZED_READS)
+def test_nothing_reads_a_quantised_tensors_memory(from_hp, read):
+    with pytest.raises(TypeError, match=r"blocks, not its values; take weight.dequantize\(\), or model.state_dict"):
+        read(from_hp(weight(40, 32)))
+
+
+@every_kind
+@pytest.mark.parametrize("write", ("save", "save_file"))
+def test_safetensors_is_refused_before_it_reads(from_hp, write, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    target = (tmp_path / "x",) if write == "save_file" else ()
+    with pytest.raises(TypeError, match=r"storage: the memory of a .* holds .* blocks, not its values"):
+        getattr(safetensors, write)({"w": nn.Parameter(from_hp(weight(40, 32)))}, *target)
+
+
+def test_safetensors_saves_master_weights():
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights = {"a": master(40, 24), "b": master(24, 8, seed=1)}
+    loaded = safetensors.load(safetensors.save(weights))
+    assert all(torch.equal(loaded[name], w.hp) for name, w in weights.items())
+    shared = {"a": weights["a"], "b": weights["a"].detach()}
+    with pytest.raises(RuntimeError, match="share memory"):
+        safetensors.save(shared)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "torch_save": saved_and_loaded}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_copies_have_addresses_of_their_own(copied):
+    """A wrapper with an address of its own, and no memory there, must not be copied by it."""
+    ours = master(40, 24)
+    other = copied(ours)
+    assert type(other) is type(ours) and other.data_ptr() == other.hp.data_ptr() != ours.data_ptr()
+    assert_bitwise_equal(other.hp, ours.hp)
+
+
+@both_formats
+def test_tensorboard_writes_histograms(config, tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(tmp_path) as writer:
+        writer.add_histogram("w", master(40, 32, config=config), 0)

@@ -1,0 +1,50 @@
+"""What programs are told that look past PyTorch's operations at a weight's memory.
+
+A master weight answers with its values' memory. A quantised tensor has an address, by which weights are told apart, and
+nothing to read there: its bytes are not the values that it stands for. Answers are given by `__torch_function__`:
+PyTorch's own `deepcopy` and `save` switch that off and see a wrapper without memory, as they must.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
+from torchao_blockwise.tensors.master_weight import MasterWeightTensor
+from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
+from torchao_blockwise.tensors.quantized_shard import QuantizedShard
+
+# What gives a weight's memory or its values away; `untyped_storage` is not in it, as compilers ask for a wrapper's own.
+_READS = [Tensor.__array__, Tensor.__dlpack__, Tensor.numpy, Tensor.storage, Tensor.tolist]
+_STATISTICS = [torch.histc, Tensor.histc, torch.histogram, Tensor.histogram, torch.histogramdd]
+_QUANTIZED = (BlockwiseFP8Tensor, NVFP4Tensor, QuantizedShard)
+
+
+@MasterWeightTensor.implements_torch_function([Tensor.data_ptr, Tensor.is_shared, *_READS, *_STATISTICS])
+def _of_values(func, types, args, kwargs):
+    """As of a plain tensor, which refuses `numpy()` where it requires a gradient."""
+    weight, *others = args
+    return func(weight.hp.detach().requires_grad_(weight.requires_grad), *others, **kwargs)
+
+
+def _address(func, types, args, kwargs):
+    return args[0].qdata.data_ptr()
+
+
+def _is_shared(func, types, args, kwargs):
+    return all(t.is_shared() for t in args[0]._tensors())
+
+
+def _refuse(func, types, args, kwargs):
+    # No NotImplementedError: safetensors takes that for a tensor without memory, and goes on by `data_ptr()`.
+    raise TypeError(
+        f"{func.__name__}: the memory of a {type(args[0]).__name__} holds {args[0].fmt.name} blocks, not its values; "
+        "take weight.dequantize(), or model.state_dict()"
+    )
+
+
+for _cls in _QUANTIZED:
+    _cls.implements_torch_function(Tensor.data_ptr)(_address)
+    _cls.implements_torch_function(Tensor.is_shared)(_is_shared)
+    _cls.implements_torch_function(_READS)(_refuse)
