@@ -70,7 +70,7 @@ def values_of(model) -> dict:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-# --- writers: each changes every weight of the model -------------------------------------------------------------------
+# --- writers: each changes every weight of the model ------------------------------------------------------------------
 
 
 def weights(model) -> list[nn.Parameter]:
@@ -236,7 +236,7 @@ def test_a_scope_keeps_nothing_for_the_next(reader, writer):
         assert_reads_what_is_there(reader)
 
 
-# --- quantized Parameters: their payload is the truth ------------------------------------------------------------------
+# --- quantized Parameters: their payload is the truth -----------------------------------------------------------------
 
 QUANTIZED_WRITERS = {
     "copy_": every(lambda p: p.copy_(torch.randn(p.shape))),
@@ -262,7 +262,7 @@ def test_quantized_parameters_are_read_as_they_are(config, compiled, writer):
         assert torch.equal(a, b)
 
 
-# --- every optimizer, and each compiled --------------------------------------------------------------------------------
+# --- every optimizer, and each compiled -------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     name: getattr(torch.optim, name)
@@ -294,7 +294,9 @@ def steps(optimizer_of, config, compiled: bool):
         else:
             closure()
             step()
-    assert all(type(s) is torch.Tensor for state in optimizer.state.values() for s in state.values() if torch.is_tensor(s))
+    assert all(
+        type(s) is torch.Tensor for state in optimizer.state.values() for s in state.values() if torch.is_tensor(s)
+    )
     return losses, model
 
 

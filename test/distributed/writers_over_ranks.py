@@ -32,7 +32,7 @@ def values(p: torch.Tensor) -> torch.Tensor:
     return part.hp if isinstance(part, MasterWeightTensor) else part
 
 
-# --- writers: all ranks call them; weights of whole models stay alike on all ranks, as training keeps them --------------
+# --- writers: all ranks call them; weights of whole models stay alike on all ranks, as training keeps them ------------
 
 
 def broadcast(model):

@@ -15,12 +15,8 @@ import torch
 from torch import nn
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-<<<<<<< HEAD
 from torchao_blockwise import _compat, _compat_fsdp, _compat_versions
-=======
-from torchao_blockwise import _compat
 from torchao_blockwise.conversion.raw_uses import raw_uses
->>>>>>> frameworks
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
@@ -153,11 +149,8 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     else:
         targets = _targets_if_first(module, model, filter_fn)
     _check(targets, config, model, parameter_name)
-<<<<<<< HEAD
     _compat_fsdp.install()
-=======
     move_whole()
->>>>>>> frameworks
     if not isinstance(module, nn.Linear):
         take_products_of_others()
     names = {m: fqn for fqn, m in model.named_modules()}

@@ -11,11 +11,8 @@ from torch import nn
 from torchao_blockwise import _compat, _compat_versions
 from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
-<<<<<<< HEAD
-from torchao_blockwise.conversion.state_dicts import is_converted
-=======
 from torchao_blockwise.conversion.raw_uses import raw_uses
->>>>>>> frameworks
+from torchao_blockwise.conversion.state_dicts import is_converted
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
 

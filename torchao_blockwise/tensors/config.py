@@ -39,9 +39,7 @@ class TrainingConfig(AOBaseConfig):
             object.__setattr__(self, "save_activations", self.quantized_activations)
         object.__setattr__(self, "backend", get_backend(self.backend))
         name = type(self).__name__
-        for field, choices in (
-            ("save_activations", (self.quantized_activations, "high_precision")),
-        ):
+        for field, choices in (("save_activations", (self.quantized_activations, "high_precision")),):
             if getattr(self, field) not in choices:
                 raise ValueError(f"{name}: {field} must be one of {choices}, got {getattr(self, field)!r}")
         for field in ("master_weights", "power_of_2_scales"):
