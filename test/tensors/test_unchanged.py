@@ -113,14 +113,14 @@ def test_a_change_inside_raises_with_the_name(change, when, fresh_dynamo):
     model = mlp(FP8)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"weights_unchanged: 0\.weight was (changed|replaced) inside the scope"):
-        with weights_unchanged(model):
+    message = r"weights_unchanged: 0\.weight was (changed|replaced) inside the scope"
+    with pytest.raises(RuntimeError, match=message), weights_unchanged(model):
+        model(tokens())
+        with torch.no_grad():
+            change(model)
+        if when == "next use":
             model(tokens())
-            with torch.no_grad():
-                change(model)
-            if when == "next use":
-                model(tokens())
-                pytest.fail("the changed weight was used")
+            pytest.fail("the changed weight was used")
     assert not weight_operands.kept_weights
     model(tokens())
 
@@ -136,9 +136,9 @@ def test_an_exception_frees_and_is_not_hidden():
 
 
 def test_other_values_of_keep_are_refused():
-    with pytest.raises(ValueError, match=r"keep must be one of \('rowwise', 'both'\), got 'columnwise'"):
-        with weights_unchanged(mlp(FP8), keep="columnwise"):
-            pass
+    message = r"keep must be one of \('rowwise', 'both'\), got 'columnwise'"
+    with pytest.raises(ValueError, match=message), weights_unchanged(mlp(FP8), keep="columnwise"):
+        pass
 
 
 def test_scopes_nest(calls):

@@ -57,7 +57,7 @@ class ShardedWeight:
             self._allocate()
 
     def _allocate(self) -> None:
-        fmt, device = self.fmt, self.parameter.device
+        device = self.parameter.device
         # Zeros, because the padding of a small shard travels too.
         payload = torch.zeros(self.layout.payload_shape, dtype=torch.uint8, device=device)
         self.shard.payload = payload

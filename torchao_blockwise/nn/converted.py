@@ -73,9 +73,9 @@ setattr(
 def _warn_replaced(fqn: str) -> None:
     """Say that a layer computes with a plain weight; in a compiled one while it is traced."""
     warnings.warn(
-        f"{fqn or 'a converted layer'} was converted to low precision, but its weight was replaced by a plain tensor (by "
-        "functional_call, pruning, a dispatcher or an assignment, say): it computes in high precision; convert last, or "
-        "put a converted Parameter there",
+        f"{fqn or 'a converted layer'} was converted to low precision, but its weight was replaced by a plain tensor "
+        "(by functional_call, pruning, a dispatcher or an assignment, say): it computes in high precision; convert "
+        "last, or put a converted Parameter there",
         stacklevel=2,
     )
 

@@ -5,9 +5,9 @@
     what the lists here name, reductions among them     on the values
     everything else, every product among them           refused
 
-In-place, `out=` and `_foreach_` forms follow the operation that they are forms of: tags and names of them prove nothing,
-there are `addmm_` and `_foreach_mm` too. What comes out is a weight again where it could be used as one: copies, views, `cat`, and, of the
-weight's shape, `w * mask` and `w + b @ a`.
+In-place, `out=` and `_foreach_` forms follow the operation that they are forms of: tags and names of them prove
+nothing, there are `addmm_` and `_foreach_mm` too. What comes out is a weight again where it could be used as one:
+copies, views, `cat`, and, of the weight's shape, `w * mask` and `w + b @ a`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _WEIGHT = _names(
     "_reshape_copy _to_copy _unsafe_view"
 )
 _DERIVED = _names(
-    "as_strided_scatter copy diagonal_scatter fill flip floor_divide index_add index_copy index_fill index_put index_reduce "
-    "masked_scatter native_dropout put renorm roll scatter scatter_add scatter_reduce select_scatter slice_scatter "
+    "as_strided_scatter copy diagonal_scatter fill flip floor_divide index_add index_copy index_fill index_put "
+    "index_reduce masked_scatter native_dropout put renorm roll scatter scatter_add scatter_reduce select_scatter slice_scatter "
     "tril triu _index_put_impl _unsafe_index_put _weight_norm_interface _weight_norm_interface_backward"
 )
 _PLAIN = _names(
     # Reductions: their tag is younger than the oldest PyTorch that is supported.
-    "all amax amin aminmax any argmax argmin count_nonzero linalg__powsum linalg_vector_norm logsumexp max mean min nansum "
-    "norm powsum prod std std_mean sum trace var var_mean "
+    "all amax amin aminmax any argmax argmin count_nonzero linalg__powsum linalg_vector_norm logsumexp max mean min "
+    "nansum norm powsum prod std std_mean sum trace var var_mean "
     # Distances between weights.
     "dist huber_loss huber_loss_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward "
     # Embedding and row lookup.
