@@ -299,12 +299,12 @@ def test_a_converted_layer_computes_what_bf16_does(recipe, any_device):
 
 
 def test_changing_the_weight_makes_the_layer_quantise_again():
-    from helpers import cache_calls
+    from helpers import weight_calls
 
     weight = torch.ones(256, 128, dtype=torch.bfloat16)
     layer = bench_linear.make_layer(shapes.Shape(64, 256, 128), "fp8", weight, CPU)
     x, dy = torch.ones(64, 128, dtype=torch.bfloat16).requires_grad_(), torch.ones(64, 256, dtype=torch.bfloat16)
-    with cache_calls() as calls:
+    with weight_calls() as calls:
         layer.step(x, dy)
         layer.step(x, dy)
         assert calls.quantize == 1

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from helpers import cache_calls, replace
+from helpers import replace, weight_calls
 from ranks import device
 from tensor_parallel_tools import (
     HIGH_PRECISION,
@@ -46,7 +46,7 @@ from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 def trains(mesh, config):
     model, expected = parallelize_module(block(config), mesh, PLANS), block(config)
-    with cache_calls() as calls:
+    with weight_calls() as calls:
         assert_trains_alike(model, expected)
     # Two models of two weights, once a step, in spite of two microbatches.
     assert calls.quantize == 12, calls.quantize
@@ -54,7 +54,7 @@ def trains(mesh, config):
         # In a list PyTorch takes no DTensors together with plain tensors.
         sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
         optimizer = torch.optim.AdamW(sharded, lr=1e-3, foreach=foreach, fused=fused)
-        with cache_calls() as calls:
+        with weight_calls() as calls:
             train(model, optimizer, steps=2, clip=True)
         assert calls.quantize == 4, calls.quantize
 
@@ -65,7 +65,7 @@ def quantises_on_demand(mesh, config):
     on_demand, kept = (
         parallelize_module(block(c), mesh, PLANS) for c in (replace(config, rowwise="on_demand"), config)
     )
-    with cache_calls() as calls:
+    with weight_calls() as calls:
         results = [run(model, x, dy) for model in (on_demand, kept)]
     # Two weights: in forward and in backward, or once, and transposed in backward.
     assert (calls.quantize, calls.transpose) == (4 + 2, 2), (calls.quantize, calls.transpose)
@@ -191,7 +191,7 @@ def compiles(mesh, config):
     for compiled in (False, True):
         model = parallelize_module(block(config), mesh, PLANS)
         step = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        with cache_calls() as calls:
+        with weight_calls() as calls:
             for seed in range(2):
                 step(tokens(seed)).square().sum().backward()
         assert calls.quantize == 2, calls.quantize

@@ -37,8 +37,6 @@ def assert_same(got, expected) -> None:
 
 VARIANTS = {
     "default": {},
-    "cached": {"columnwise": "cached"},
-    "rowwise_on_demand": {"rowwise": "on_demand"},
     "high_precision": {"save_activations": "high_precision"},
     "quantised_weight": {"master_weights": False},
     "bf16_out": {"out_dtype": torch.bfloat16},

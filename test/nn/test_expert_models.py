@@ -9,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, both_formats, cache_calls, replace
+from helpers import FP8, NVFP4, both_formats, replace, weight_calls
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -92,7 +92,7 @@ def test_hugging_faces_experts_train(config, family, dtype):
     for m in (plain, model):
         optimizer = torch.optim.AdamW(m.parameters(), lr=3e-3)
         for _ in range(4):
-            with cache_calls() as calls:
+            with weight_calls() as calls:
                 for _ in range(2):
                     loss = loss_of(m)
                     loss.backward()
@@ -232,7 +232,7 @@ def test_torchtitans_experts_train(config):
     for m in (plain, layer):
         optimizer = torch.optim.AdamW(m.parameters(), lr=3e-3)
         for _ in range(4):
-            with cache_calls() as calls:
+            with weight_calls() as calls:
                 for _ in range(2):
                     loss = titan_loss(m)
                     loss.backward()
@@ -269,7 +269,7 @@ def test_torchtitans_experts_compile_and_quantise_once(config):
     expected = gradients(module, lambda m: m(x, counts).square().sum())
     with torch.no_grad():
         module.w1_EFD.add_(0)
-    with cache_calls() as calls:
+    with weight_calls() as calls:
         for _ in range(3):
             got = gradients(module, lambda m: compiled(x, counts).square().sum())
     assert calls.quantize == 1
@@ -295,7 +295,7 @@ def test_torchtitans_experts_as_dtensors(config, compiled):
             local = DTensor.from_local(p.detach(), mesh, [Shard(0)], run_check=False)
             setattr(sharded, name, nn.Parameter(local))
         run = torch.compile(sharded, fullgraph=True, backend="aot_eager") if compiled else sharded
-        with cache_calls() as calls:
+        with weight_calls() as calls:
             for _ in range(2):
                 got = gradients(sharded, lambda m: run(x, counts).square().sum())
         assert calls.quantize == 3

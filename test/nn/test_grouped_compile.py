@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, cache_calls, every_recipe, replace, weight
+from helpers import FP8, NVFP4, every_recipe, replace, weight, weight_calls
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,7 +84,7 @@ def test_a_weight_is_quantised_once_a_change_also_compiled(config, cast):
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     outputs = []
     for step in range(3):
-        with cache_calls() as calls:
+        with weight_calls() as calls:
             for sizes in ROUTINGS[:3]:
                 got, expected = (results(run, module, 300, sizes, dtype) for run in (compiled, module))
                 assert_same(got, expected)

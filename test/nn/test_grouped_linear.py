@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, both_formats, cache_calls, every_recipe, replace, weight
+from helpers import FP8, NVFP4, both_formats, every_recipe, replace, weight, weight_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -151,7 +151,7 @@ def test_a_cast_weight_is_rounded_before_it_is_quantised(config):
     w, x, dy, ends = experts(config), tokens(9, 72).bfloat16(), tokens(9, 40, seed=7).bfloat16(), ends_of([4, 0, 5])
     expected = by_hand(x, w.hp.bfloat16(), ends, dy, config)
     saved = []
-    with cache_calls() as calls, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with weight_calls() as calls, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         for _ in range(3):
             got = run(lambda x, w, ends: F.grouped_mm(x, w.bfloat16().mT, offs=ends), x, w, ends, dy)
     assert (calls.quantize, calls.transpose) == (1, 3)
@@ -170,8 +170,6 @@ def test_non_contiguous_inputs_and_expanded_gradients(config):
 
 
 VARIANTS = {
-    "cached": {"columnwise": "cached"},
-    "rowwise_on_demand": {"rowwise": "on_demand"},
     "high_precision": {"save_activations": "high_precision"},
     "reference": {"backend": "reference"},
 }
@@ -235,7 +233,7 @@ def test_gradients_accumulate_and_the_weight_is_quantised_once(config):
     parts = [(x.requires_grad_(), ends) for x, ends in parts]
     grads = [run(transposed_mm, x, w, ends, torch.ones(9, 40))[2] for x, ends in parts]
     w.grad = None
-    with cache_calls() as calls:
+    with weight_calls() as calls:
         outputs = [transposed_mm(x, w, ends) for x, ends in parts]
         for out in reversed(outputs):
             out.backward(torch.ones_like(out))
@@ -243,7 +241,7 @@ def test_gradients_accumulate_and_the_weight_is_quantised_once(config):
         F.grouped_mm(parts[0][0], w.detach().mT, offs=parts[0][1])
     assert (calls.quantize, calls.transpose) == (0, 2)
     assert_bitwise_equal(w.grad, grads[1] + grads[0])
-    with cache_calls() as calls, torch.no_grad():
+    with weight_calls() as calls, torch.no_grad():
         w.mul_(2)
         for x, ends in parts:
             transposed_mm(x, w, ends)
@@ -254,8 +252,8 @@ def test_gradients_accumulate_and_the_weight_is_quantised_once(config):
 @pytest.mark.parametrize("columnwise", ("on_demand", "cached"))
 def test_the_columnwise_copy_lives_as_long_as_it_is_needed(config, columnwise):
     w, x, refs = experts(replace(config, columnwise=columnwise)), tokens(9, 72), []
-    with cache_calls() as calls:
-        calls.on_transpose = lambda copy: refs.append(weakref.ref(copy.qdata))
+    with weight_calls() as calls:
+        calls.on_columnwise = lambda copy: refs.append(weakref.ref(copy.qdata))
         for _ in range(2):
             run(transposed_mm, x, w, ends_of([4, 0, 5]), tokens(9, 40, seed=7))
     assert [ref() is not None for ref in refs] == ([True] if columnwise == "cached" else [False, False])
@@ -312,7 +310,7 @@ def test_without_gradients(config, mode):
 def test_checkpointing(config, use_reentrant):
     w, x, dy, ends = experts(config), tokens(9, 72), tokens(9, 40, seed=7), ends_of([4, 0, 5])
     expected = run(transposed_mm, x, w, ends, dy)
-    with cache_calls() as calls:
+    with weight_calls() as calls:
         got = run(lambda *a: checkpoint(transposed_mm, *a, use_reentrant=use_reentrant), x, w, ends, dy)
     assert calls.quantize == 0
     for name, a, b in zip(NAMES, got, expected):

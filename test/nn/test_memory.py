@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, both_formats, cache_calls, mlp, replace
+from helpers import FP8, NVFP4, both_formats, mlp, replace, weight_calls
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torchao.quantization import quantize_
@@ -84,8 +84,8 @@ def test_on_demand_columnwise_copies_die_within_backward(config, backend):
         earlier.append(any(alive(refs)))
         refs.extend(StorageWeakRef(t.untyped_storage()) for t in result[:2])
 
-    with cache_calls() as calls:
-        calls.on_transpose = made
+    with weight_calls() as calls:
+        calls.on_columnwise = made
         for _ in range(2):
             run(x).sum().backward()
             assert not any(alive(refs))
@@ -98,8 +98,8 @@ def test_on_demand_columnwise_copies_die_within_backward(config, backend):
 def test_cached_columnwise_copies_are_kept_exactly_once(config):
     model = mlp(replace(config, columnwise="cached"), bias=False)
     x, refs = torch.randn(30, 64, requires_grad=True), []
-    with cache_calls() as calls:
-        calls.on_transpose = lambda result: refs.extend(StorageWeakRef(t.untyped_storage()) for t in result[:2])
+    with weight_calls() as calls:
+        calls.on_columnwise = lambda result: refs.extend(StorageWeakRef(t.untyped_storage()) for t in result[:2])
         for _ in range(3):
             model(x).sum().backward()
     assert alive(refs) == [True] * 4 and calls.transpose == 2
@@ -128,7 +128,7 @@ def test_copies_on_demand_die_with_their_product(config, backend, monkeypatch):
         refs.extend(StorageWeakRef(t.untyped_storage()) for t in result[:2])
         return result
 
-    with cache_calls() as calls:
+    with weight_calls() as calls:
         monkeypatch.setattr(weight_cache.ops, "quantize", quantize)
         for _ in range(2):
             out = run(x)

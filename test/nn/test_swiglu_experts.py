@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_steps import capture, no_syncs
-from helpers import FP8, FP8_POW2, NVFP4, cache_calls, replace
+from helpers import FP8, FP8_POW2, NVFP4, replace, weight_calls
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -137,8 +137,6 @@ def test_dtypes(dtype, weights):
 
 
 VARIANTS = {
-    "cached": {"columnwise": "cached"},
-    "rowwise_on_demand": {"rowwise": "on_demand"},
     "high_precision": {"save_activations": "high_precision"},
     "reference": {"backend": "reference"},
     "no_master": {"master_weights": False},
@@ -199,7 +197,7 @@ def test_gradients_are_added_to_main_grad():
 
 def test_weights_are_quantised_once_per_change_of_value():
     module, inputs = experts_of(FP8, 3), inputs_of(ROUTINGS["ragged"])
-    with cache_calls() as calls:
+    with weight_calls() as calls:
         for _ in range(3):
             results(module, *inputs)
         assert (calls.quantize, calls.transpose) == (2, 6)
