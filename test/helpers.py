@@ -112,8 +112,8 @@ def forward_backward(layer, x, dy=None):
 def weight_calls():
     """Counts what is really computed of master weights for products.
 
-    `.quantize`: from values, `.columnwise` of them straight to columnwise; `.transpose`: from kept copies. `on_columnwise`
-    sees each columnwise result.
+    `.quantize`: from values, `.columnwise` of them straight to columnwise; `.transpose`: from kept copies.
+    `on_columnwise` sees each columnwise result.
     """
     calls = types.SimpleNamespace(quantize=0, columnwise=0, transpose=0, on_columnwise=lambda result: None)
 
