@@ -193,14 +193,16 @@ NAMES_IN_COMPAT = (
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._setattr_on_modules",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_dtensor",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.is_unsharded",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
     "torch.distributed.tensor.DTensor._local_tensor",
     "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
     "torch.distributed.tensor.DTensor._spec",
     "torch.ops._c10d_functional._wrap_tensor_autograd",
     "torch.ops._c10d_functional.all_reduce",
+    "torch.ops.aten.mm.default._overloadpacket",
     "torch.ops.aten.mm.default._schema",
     "torch.nn.Linear._parameters",
     "torch.nn.Linear._state_dict_hooks",
@@ -246,7 +248,7 @@ ATTRIBUTES_IN_COMPAT = {
         "launch_pdl",
         "profile_scratch_size",
     ),
-    f"{FSDP}._fsdp_param_group.FSDPParamGroup": ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reduce_grads"),
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup": ("fsdp_params", "mesh_info", "post_forward_mesh_info"),
 }
 
 

@@ -43,7 +43,8 @@ min_features
 ops
 skip_fqns
 skip_lm_head
-skip_routers""",
+skip_routers
+weights_unchanged""",
     )
 
 
