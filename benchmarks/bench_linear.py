@@ -1,14 +1,13 @@
 """A linear layer, forward and backward: time, memory and host time, ours beside bf16 and torchao's recipes.
 
-For each shape and recipe, with bf16 weights, an input that needs its gradient, and a weight quantised once a step
-(fp8_on_demand: in forward and in backward, no copy kept; fp8_primary: the Parameter is FP8, whose cast is the optimizer
-step's and in no step here):
-    graph    a step replayed from a CUDA graph, cold cache, the weight quantised in it
-    eager    a step in a loop of eager steps, the weight changed before each: host and device as in training
+For each shape and recipe, with bf16 weights, an input that needs its gradient, and a weight quantized in forward and
+in backward (fp8_primary: the Parameter is FP8, whose cast is the optimizer step's and in no step here):
+    graph    a step replayed from a CUDA graph, cold cache
+    eager    a step in a loop of eager steps: host and device as in training
     host     until an eager step has been launched
     TFLOP/s  6 · tokens · N · K over the shorter of graph and eager
-    memory   what a step has allocated at its peak, with the weight, copies of it that are kept, and gradients, and
-             without x and dy (step_memory.py; the JSON has the parts)
+    memory   what a step has allocated at its peak, with the weight and gradients, and without x and dy
+             (step_memory.py; the JSON has the parts)
 Checks first that output and gradients are those of bf16 within FP8's error. Floor: three products at the rate of
 cuBLASLt's tensorwise fp8, or the bytes of x, w, dy read once and y, dx, dw written once.
 Recipes are measured in stages, at all shapes each, what compiles for long last (layers.stages): a run that is cut short
@@ -38,8 +37,8 @@ from torch import nn
 from torchao_blockwise.tuning import input_sets
 from torchao_blockwise.tuning.timing import reason
 
-RECIPES = ("fp8", "fp8_primary", "bf16", "torchao", "torchao_tensorwise", "torchao_rowwise", "fp8_on_demand", "nvfp4")
-DEFAULT_RECIPES = RECIPES[:-2]
+RECIPES = ("fp8", "fp8_primary", "bf16", "torchao", "torchao_tensorwise", "torchao_rowwise", "nvfp4")
+DEFAULT_RECIPES = RECIPES[:-1]
 COLUMNS = ("shape", *layers.COLUMNS)
 # ‖difference to bf16‖ / ‖bf16‖ that a recipe may have: three times what rounding to its elements gives.
 _BUDGETS = dict.fromkeys(RECIPES, 0.1) | {"nvfp4": 0.4}

@@ -1,9 +1,8 @@
 """Memory of a stack of linear layers, forward and backward: bf16 against FP8 and NVFP4 and their policies.
 
-For each variant what a step has allocated, in MiB: weights and the copies of them that are kept, gradients, what is
-held between forward and backward, and the peak of all together, without the step's inputs. Checks that the policies
-`columnwise`, `rowwise`, `save_activations` and `master_weights` give the same gradients, bit for bit. Writes
-benchmarks/results/memory_<device>.json and .md.
+For each variant what a step has allocated, in MiB: weights, gradients, what is held between forward and backward, and
+the peak of all together, without the step's inputs. Checks that the policies `save_activations` and `master_weights`
+give the same gradients, bit for bit. Writes benchmarks/results/memory_<device>.json and .md.
 
     python benchmarks/bench_memory.py [--dim 4096 --hidden 14336 --layers 4 --tokens 8192] [--out FOLDER]
 """
@@ -29,8 +28,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 VARIANTS = {
     "bf16": None,
     "fp8": BlockwiseFP8TrainingConfig(),
-    "fp8, columnwise cached": BlockwiseFP8TrainingConfig(columnwise="cached"),
-    "fp8, rowwise on demand": BlockwiseFP8TrainingConfig(rowwise="on_demand"),
     "fp8, high-precision activations": BlockwiseFP8TrainingConfig(save_activations="high_precision"),
     "fp8, no master weights": BlockwiseFP8TrainingConfig(master_weights=False),
     "nvfp4": NVFP4TrainingConfig(),
@@ -63,7 +60,6 @@ def measure(args, config, device: torch.device) -> tuple[StepMemory | None, list
 def row_of(memory: StepMemory) -> dict[str, float]:
     shown = {
         "weights": memory.weights,
-        "kept copies": memory.kept,
         "gradients": memory.gradients,
         "held between forward and backward": memory.held,
         "peak of a step": memory.step,

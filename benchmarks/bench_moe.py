@@ -1,15 +1,14 @@
 """A mixture's experts, forward and backward: time, memory and the quantisers' share, ours beside bf16 and torchao.
 
-The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, quantised once a step. Recipes:
+The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, quantized forward and backward. Recipes:
     fp8, nvfp4       SwiGLUExperts
-    fp8_on_demand    the same with no quantised copy kept: cast in forward and again in backward
     fp8_primary      the same with Parameters in FP8, whose cast is the optimizer step's and in no step here
     bf16             torch's grouped product, silu and multiply; bf16_compiled: the same by torch.compile
     torchao          the same with torchao's blockwise FP8 grouped product, which runs DeepGEMM
 Columns and stages as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantise %" is the
 share of device time in kernels that quantise, SwiGLU where it is fused with that.
-"memory MiB" is what a step has allocated at its peak, with weights, copies of them that are kept, and gradients, and
-without x and dy (step_memory.py; the JSON has the parts).
+"memory MiB" is what a step has allocated at its peak, with weights and gradients, and without x and dy
+(step_memory.py; the JSON has the parts).
 Checks first that output and gradients are those of bf16 within the recipe's error. Floor: nine products at the rate of
 cuBLASLt's tensorwise fp8, or the bytes of x, the weights and dy read once and y, dx and their gradients written once.
 Writes benchmarks/results/moe_<device>.json, .md and .png.
@@ -46,7 +45,7 @@ from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tuning import input_sets
 from torchao_blockwise.tuning.timing import reason
 
-RECIPES = ("fp8", "fp8_on_demand", "fp8_primary", "bf16", "bf16_compiled", "torchao", "nvfp4")
+RECIPES = ("fp8", "fp8_primary", "bf16", "bf16_compiled", "torchao", "nvfp4")
 DEFAULT_RECIPES = RECIPES[:-1]
 COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantise %")
 # Kernels that quantise, among those that do not multiply.
@@ -96,7 +95,6 @@ class _Trainer:
         self.layer, self.inputs = layer, inputs
 
     def step(self) -> None:
-        self.layer.change_weights()
         self.layer.step(*self.inputs)
 
 

@@ -15,8 +15,6 @@ from roofline import Series
 from step_memory import step_memory
 from torch import nn
 
-from torchao_blockwise import MasterWeightTensor
-from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.tuning import Timing, host_time, time_eager, time_runs
 from torchao_blockwise.tuning.timing import reason
 
@@ -41,16 +39,6 @@ class Layer:
         """(y, dx, the weights' gradients)."""
         y = self.call(x)
         return y.detach(), *torch.autograd.grad(y, (x, *self.weights), dy)
-
-    def change_weights(self) -> None:
-        """As an optimizer would, for what is kept of them; costs no launch.
-
-        Of Parameters that are quantised themselves nothing is kept: the cast is the optimizer step's, in no layer.
-        """
-        for weight in self.weights:
-            hp = weight.detach()
-            if not isinstance(hp, QuantizedTensor):
-                torch.autograd.graph.increment_version(hp.hp if isinstance(hp, MasterWeightTensor) else hp)
 
 
 def stages(recipes: Sequence[str]) -> list[list[str]]:
@@ -188,7 +176,6 @@ def _row(
     """What was measured of one recipe."""
 
     def step():
-        layer.change_weights()
         layer.step(*inputs)
 
     device = results.device

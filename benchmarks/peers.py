@@ -28,10 +28,9 @@ from torchao_blockwise.tuning import Product
 
 _BLOCK = FP8_1X128.block[1]
 
-# Ours: of the same weights, by what of them is kept. "primary": Parameters that are quantised themselves.
+# Ours, of the same weights. "primary": Parameters that are quantised themselves.
 OUR_CONFIGS = {
     "fp8": BlockwiseFP8TrainingConfig(),
-    "fp8_on_demand": BlockwiseFP8TrainingConfig(rowwise="on_demand"),
     "fp8_primary": BlockwiseFP8TrainingConfig(master_weights=False),
     "nvfp4": NVFP4TrainingConfig(),
 }

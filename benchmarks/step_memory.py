@@ -8,16 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from torchao_blockwise import MasterWeightTensor
-from torchao_blockwise.tensors import weight_cache
-
 
 class StepMemory(NamedTuple):
     """Bytes of a layer and of its step, without the step's inputs and what others have allocated.
 
-    weights: of the layer between steps. kept: quantised copies of them that outlive a step.
+    weights: of the layer between steps.
     gradients: of the weights and of x, after backward.
-    held: between forward and backward, without weights and kept; y is held by the caller.
+    held: between forward and backward, without weights; y is held by the caller.
     step: at its peak, with everything above. What the layer saves of x is x itself in high precision, which counts as
         an input here.
     step_owning_x: the peak of a step that makes x, so that x lives as long as the layer needs it: what a model holds
@@ -25,7 +22,6 @@ class StepMemory(NamedTuple):
     """
 
     weights: int
-    kept: int
     gradients: int
     held: int
     step: int
@@ -71,7 +67,6 @@ def step_memory(make: Callable, x: torch.Tensor, dy: torch.Tensor) -> StepMemory
     def step(own_x: bool = False) -> int:
         """Bytes between forward and backward; gradients of the step before are freed first."""
         forget()
-        layer.change_weights()
         y = layer.call(x.clone() if own_x else x)
         held = allocator.allocated()
         y.backward(dy)
@@ -92,8 +87,4 @@ def step_memory(make: Callable, x: torch.Tensor, dy: torch.Tensor) -> StepMemory
     held = step() - resident
     peaks = peak(False), peak(True)
     forget()
-    for weight in layer.weights:
-        if isinstance(weight, MasterWeightTensor):
-            weight_cache.drop(weight.detach().hp)
-    weights = allocator.allocated()
-    return StepMemory(weights - base, resident - weights, after - resident, held, *peaks)
+    return StepMemory(resident - base, after - resident, held, *peaks)

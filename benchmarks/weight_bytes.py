@@ -1,4 +1,4 @@
-"""Bytes a parameter at rest, between steps: weights, what is kept beside them, masters, optimizer states.
+"""Bytes a parameter at rest, between steps: weights, masters, optimizer states.
 
 Read off the tensors that exist after a step of AdamW on one layer. Other ranks are imagined, this one is the first.
 Needs no GPU. Writes benchmarks/results/weight_bytes.json and .md.
@@ -61,15 +61,11 @@ def plain(features: int, fp32_masters: bool) -> dict[str, float]:
     return row(model.weight.nbytes, stepped.nbytes * fp32_masters, state_bytes(optimizer), stepped.numel())
 
 
-def high_precision_parameter(features: int, config, columnwise_kept: bool = False) -> dict[str, float]:
-    """The Parameter is the master; quantised copies, one or both, are kept beside it."""
-    options = {"columnwise": "cached"} if columnwise_kept else {}
-    model = layer(features, torch.float32, config(**options))
+def high_precision_parameter(features: int, config) -> dict[str, float]:
+    """The Parameter is the master, and the only copy."""
+    model = layer(features, torch.float32, config())
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
-    # The values have changed; the next forward and backward pass keep what they make.
-    x = torch.ones(16, features, requires_grad=True)
-    model(x).sum().backward()
     weight = model.weight
     return row(weight.quantized_bytes, weight.hp.nbytes, state_bytes(optimizer), weight.numel())
 
@@ -87,9 +83,6 @@ def rows_of(features: int, ranks: int) -> dict[str, dict[str, float]]:
     rows = {
         "bf16, AdamW in bf16": plain(features, fp32_masters=False),
         "bf16, fp32 masters": plain(features, fp32_masters=True),
-        "FP8 rowwise and columnwise kept (2-byte weights)": high_precision_parameter(
-            features, FORMATS["FP8"], columnwise_kept=True
-        ),
     }
     for name, config in FORMATS.items():
         rows[f"{name}, `master_weights=True`"] = high_precision_parameter(features, config)

@@ -109,18 +109,26 @@ def forward_backward(layer, x, dy=None):
 
 
 @contextlib.contextmanager
-def cache_calls():
-    """Counts what the weight cache really computes: `.quantize` and `.transpose`; `on_transpose` sees results."""
-    calls = types.SimpleNamespace(quantize=0, transpose=0, on_transpose=lambda result: None)
+def weight_calls():
+    """Counts what is really computed of master weights for products.
 
-    def quantize(*args, **kwargs):
+    `.quantize`: from values, `.columnwise` of them straight to columnwise; `.transpose`: from kept copies.
+    `on_columnwise` sees each columnwise result.
+    """
+    calls = types.SimpleNamespace(quantize=0, columnwise=0, transpose=0, on_columnwise=lambda result: None)
+
+    def quantize(*args, columnwise=False, **kwargs):
         calls.quantize += 1
-        return ops.quantize(*args, **kwargs)
+        result = ops.quantize(*args, columnwise=columnwise, **kwargs)
+        if columnwise:
+            calls.columnwise += 1
+            calls.on_columnwise(result)
+        return result
 
     def transpose(*args, **kwargs):
         calls.transpose += 1
         result = ops.transpose(*args, **kwargs)
-        calls.on_transpose(result)
+        calls.on_columnwise(result)
         return result
 
     counting = types.SimpleNamespace(quantize=quantize, transpose=transpose, Backend=ops.Backend)

@@ -194,6 +194,8 @@ NAMES_IN_COMPAT = (
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._setattr_on_modules",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_dtensor",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.is_unsharded",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
     "torch.distributed.tensor.DTensor._local_tensor",
@@ -202,6 +204,7 @@ NAMES_IN_COMPAT = (
     "torch.distributed.tensor.DTensor._stable_hash_for_caching",
     "torch.ops._c10d_functional._wrap_tensor_autograd",
     "torch.ops._c10d_functional.all_reduce",
+    "torch.ops.aten.mm.default._overloadpacket",
     "torch.ops.aten.mm.default._schema",
     "torch.nn.Linear._load_state_dict_pre_hooks",
     "torch.nn.Linear._apply",
@@ -250,7 +253,7 @@ ATTRIBUTES_IN_COMPAT = {
         "launch_pdl",
         "profile_scratch_size",
     ),
-    f"{FSDP}._fsdp_param_group.FSDPParamGroup": ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reduce_grads"),
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup": ("fsdp_params", "mesh_info", "post_forward_mesh_info"),
 }
 
 

@@ -44,7 +44,8 @@ ops
 skip_fqns
 skip_lm_head
 skip_routers
-unconvert""",
+unconvert
+weights_unchanged""",
     )
 
 

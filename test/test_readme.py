@@ -19,9 +19,10 @@ def block(marker: str) -> str:
 
 
 def test_the_example_prints_what_is_shown():
-    printed = io.StringIO()
+    printed, namespace = io.StringIO(), {"__name__": "readme"}
     with contextlib.redirect_stdout(printed):
-        exec(compile(block("example"), "README.md", "exec"), {"__name__": "readme"})
+        for name in ("example", "example-unchanged"):
+            exec(compile(block(name), "README.md", "exec"), namespace)
     assert printed.getvalue().strip() == block("example-output")
 
 

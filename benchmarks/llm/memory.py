@@ -83,10 +83,15 @@ def _storages(t: torch.Tensor) -> Iterable[torch.UntypedStorage]:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the linear weights and the experts' as the GEMMs read them, after a forward pass.
+    """Bytes of the linear weights and the experts' as the GEMMs read them.
 
-    2 an element for the copy that bf16 autocast makes; the kept quantised copy, scales included, where converted.
+    2 an element for the copy that bf16 autocast makes; the quantized operand, scales included, where converted.
     """
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     weights += [p for p in model.parameters() if p.dim() == 3]
-    return sum(getattr(w, "quantized_bytes", 2 * w.numel()) for w in weights)
+    return sum(_operand_bytes(w) for w in weights)
+
+
+def _operand_bytes(weight: torch.Tensor) -> int:
+    config = getattr(weight, "config", None)
+    return 2 * weight.numel() if config is None else config.weight_format.nbytes(*weight.shape)

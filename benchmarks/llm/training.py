@@ -20,6 +20,7 @@ from llm.data import Corpus
 from llm.memory import saved_bytes, weight_bytes
 from llm.model import Decoder, next_byte_loss
 from llm.recipes import convert
+from torchao_blockwise import weights_unchanged
 
 BETAS = (0.9, 0.95)
 FINAL_LR = 0.1  # of the peak
@@ -229,9 +230,10 @@ def evaluate(model: nn.Module, config: RunConfig, corpus: Corpus, device: torch.
     """Mean loss over every held-out window, in the precision that the model trains in."""
     model.eval()
     total = 0.0
-    for windows in corpus.held_out.split(config.batch_size):
-        with torch.autocast(device.type, torch.bfloat16):
-            total += next_byte_loss(model, windows.long().to(device)).item() * len(windows)
+    with weights_unchanged(model):
+        for windows in corpus.held_out.split(config.batch_size):
+            with torch.autocast(device.type, torch.bfloat16):
+                total += next_byte_loss(model, windows.long().to(device)).item() * len(windows)
     model.train()
     return total / len(corpus.held_out)
 

@@ -125,11 +125,11 @@ def test_quick_peers_come_first_then_each_slow_one():
 
 def test_layers_are_measured_ours_first_and_compiled_last():
     assert layers.stages(bench_linear.RECIPES) == [
-        ["fp8", "fp8_primary", "bf16", "fp8_on_demand", "nvfp4"],
+        ["fp8", "fp8_primary", "bf16", "nvfp4"],
         ["torchao"], ["torchao_tensorwise"], ["torchao_rowwise"],
     ]  # fmt: skip
     assert layers.stages(bench_moe.DEFAULT_RECIPES) == [
-        ["fp8", "fp8_on_demand", "fp8_primary", "bf16"], ["torchao"], ["bf16_compiled"],
+        ["fp8", "fp8_primary", "bf16"], ["torchao"], ["bf16_compiled"],
     ]  # fmt: skip
     assert layers.stages(["torchao_rowwise"]) == [["torchao_rowwise"]] and layers.stages([]) == []
 
@@ -298,30 +298,22 @@ def test_a_converted_layer_computes_what_bf16_does(recipe, any_device):
     assert max(relative_error(a, b) for a, b in zip(got, expected)) < bench_linear._BUDGETS[recipe]
 
 
-def test_changing_the_weight_makes_the_layer_quantise_again():
-    from helpers import cache_calls
+def test_a_step_quantises_the_weight_in_forward_and_in_backward():
+    from helpers import weight_calls
 
     weight = torch.ones(256, 128, dtype=torch.bfloat16)
     layer = bench_linear.make_layer(shapes.Shape(64, 256, 128), "fp8", weight, CPU)
     x, dy = torch.ones(64, 128, dtype=torch.bfloat16).requires_grad_(), torch.ones(64, 256, dtype=torch.bfloat16)
-    with cache_calls() as calls:
+    with weight_calls() as calls:
         layer.step(x, dy)
-        layer.step(x, dy)
-        assert calls.quantize == 1
-        layer.change_weights()
-        layer.step(x, dy)
-        assert calls.quantize == 2
-    primary = bench_linear.make_layer(shapes.Shape(64, 256, 128), "fp8_primary", weight, CPU)
-    versions = [t._version for t in primary.weights[0]._tensors()]
-    primary.change_weights()
-    assert [t._version for t in primary.weights[0]._tensors()] == versions
+    assert (calls.quantize, calls.columnwise) == (2, 1)
 
 
 def test_recipes_of_ours_in_fp8_have_the_same_weights():
     weight, x, dy = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((256, 128), (64, 128), (64, 256)))
     steps = [
         bench_linear.make_layer(shapes.Shape(64, 256, 128), recipe, weight, CPU).step(x.requires_grad_(), dy)
-        for recipe in ("fp8", "fp8_on_demand", "fp8_primary")
+        for recipe in ("fp8", "fp8_primary")
     ]
     assert all(torch.equal(a, b) for step in steps[1:] for a, b in zip(step, steps[0], strict=True))
 

@@ -16,8 +16,7 @@ FP8, NVFP4, MASTER, STATES = 1 + 4 / 128**2, 0.5 + 1 / 16**2, 4, 8
 def test_rows():
     rows = weight_bytes.rows_of(features=256, ranks=4)
     totals = [held["total"] for held in rows.values()]
-    expected = [6, 2 + MASTER + STATES, 2 * FP8 + MASTER + STATES]
-    expected += 2 * [FP8 + MASTER + STATES, NVFP4 + MASTER + STATES]
+    expected = [6, 2 + MASTER + STATES] + 2 * [MASTER + STATES] + [FP8 + MASTER + STATES, NVFP4 + MASTER + STATES]
     expected += [FP8 + (MASTER + STATES) / 4, NVFP4 + (MASTER + STATES) / 4]
     # FSDP2 splits the payload; every rank has every scale.
     expected += [(1 + MASTER + STATES) / 4 + FP8 - 1, (0.5 + MASTER + STATES) / 4 + NVFP4 - 0.5]

@@ -369,13 +369,13 @@ def test_the_report():
         """\
 layer                  status     why / format                     shape    dtype       before      after  quantised
 ---------------------  ---------  -------------------------------  -------  -------  ---------  ---------  ---------
-layers.0.attention     converted  nvfp4_16x16                      64×64    float32   16.0 KiB   18.0 KiB    2.0 KiB
+layers.0.attention     converted  nvfp4_16x16                      64×64    float32   16.0 KiB   16.0 KiB          -
 layers.0.router        skipped    skip_routers: chooses experts    4×64     float32    1.0 KiB    1.0 KiB          -
-layers.0.experts.up    converted  nvfp4_16x16                      4×96×64  float32   96.0 KiB  108.1 KiB   12.1 KiB
-layers.0.experts.down  converted  nvfp4_16x16                      4×64×96  float32   96.0 KiB  108.1 KiB   12.1 KiB
+layers.0.experts.up    converted  nvfp4_16x16                      4×96×64  float32   96.0 KiB   96.0 KiB          -
+layers.0.experts.down  converted  nvfp4_16x16                      4×64×96  float32   96.0 KiB   96.0 KiB          -
 lm_head                skipped    skip_lm_head: output projection  16×64    float32    4.0 KiB    4.0 KiB          -
 ---------------------  ---------  -------------------------------  -------  -------  ---------  ---------  ---------
-total                  3 of 5     converted                                          213.0 KiB  239.2 KiB   26.2 KiB""",
+total                  3 of 5     converted                                          213.0 KiB  213.0 KiB        0 B""",
     )
 
 

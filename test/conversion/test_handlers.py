@@ -123,12 +123,9 @@ def test_fqn_to_config():
 def test_the_same_config_again_changes_nothing():
     model = mlp(FP8)
     model(torch.randn(3, 64))
-    hps, copies = [p.hp for p in (model[0].weight, model[2].weight)], model[0].weight.quantized()
+    hps = [p.hp for p in (model[0].weight, model[2].weight)]
     quantize_(model, replace(FP8))
-    assert [model[0].weight.hp, model[2].weight.hp] == hps or all(
-        a is b for a, b in zip(hps, [model[0].weight.hp, model[2].weight.hp])
-    )
-    assert model[0].weight.quantized() is copies
+    assert all(a is b for a, b in zip(hps, [model[0].weight.hp, model[2].weight.hp], strict=True))
     assert len(model[0]._state_dict_hooks) == 1
 
 
@@ -313,7 +310,9 @@ def test_code_that_calls_f_linear_with_the_weight():
 def test_functional_call_takes_plain_weights():
     model, x = mlp(FP8), torch.randn(3, 64)
     plain = {name: p.detach().clone() for name, p in mlp(seed=3).named_parameters()}
-    assert_bitwise_equal(torch.func.functional_call(model, plain, (x,)), mlp(seed=3)(x).detach())
+    with pytest.warns(UserWarning, match="0 was converted to low precision, but its weight was replaced by a plain"):
+        out = torch.func.functional_call(model, plain, (x,))
+    assert_bitwise_equal(out, mlp(seed=3)(x).detach())
 
 
 @both_formats

@@ -17,7 +17,7 @@ from fsdp_models import (
     shard,
     train,
 )
-from helpers import Tied, replace
+from helpers import Tied
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, conversion_report
+from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 # Rows whose splits fall on block borders, within blocks, unevenly, and leave ranks with nothing.
@@ -63,18 +63,6 @@ def gathers_special_values(mesh, config):
 def trains_as_unsharded(mesh, config):
     model, reference = blocks(config), blocks(config)
     assert_trains_as_unsharded(shard(model, mesh), reference, config, exact=mesh.size() in (1, 2, 4))
-
-
-def trains_on_demand(mesh, config):
-    """What is gathered is quantised once a step with either option, and the report says so."""
-    model, kept = (shard(blocks(c), mesh) for c in (replace(config, rowwise="on_demand"), config))
-    before = [conversion_report(m).totals["quantized_bytes"] for m in (model, kept)]
-    assert before[0] == 0 < before[1]
-    for actual, expected in zip(train(model, adamw(model)), train(kept, adamw(kept)), strict=True):
-        assert actual == expected
-    for p, q in zip(model.parameters(), kept.parameters(), strict=True):
-        assert_bitwise_equal(p.to_local().detach() + 0, q.to_local().detach() + 0)
-    assert conversion_report(model).totals == conversion_report(kept).totals
 
 
 def trains_in_one_group(mesh, config):

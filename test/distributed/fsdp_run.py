@@ -32,7 +32,6 @@ CHECKS = (
     (checks.gathers_exactly_at_any_split, (1, 2, 3, 4), BOTH),
     (checks.gathers_special_values, (3,), EVERY),
     (checks.trains_as_unsharded, (1, 2, 3, 4), EVERY),
-    (checks.trains_on_demand, (2,), BOTH),
     (checks.trains_in_one_group, (4,), BOTH),
     (checks.shards_columns, (1, 4), EVERY),
     (checks.reshards_after_forward, (4,), BOTH),

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from helpers import cache_calls, replace
+from helpers import replace, weight_calls
 from ranks import device
 from tensor_parallel_tools import (
     HIGH_PRECISION,
@@ -40,40 +40,44 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, conversion_report
+from torchao_blockwise import MasterWeightTensor, conversion_report, weights_unchanged
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 
 def trains(mesh, config):
     model, expected = parallelize_module(block(config), mesh, PLANS), block(config)
-    with cache_calls() as calls:
+    with weight_calls() as calls:
         assert_trains_alike(model, expected)
-    # Two models of two weights, once a step, in spite of two microbatches.
-    assert calls.quantize == 12, calls.quantize
+    # Two models of two weights, three steps of two microbatches, forward and backward.
+    assert calls.quantize == 48, calls.quantize
     for foreach, fused in ((True, None), (None, True)):
         # In a list PyTorch takes no DTensors together with plain tensors.
         sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
         optimizer = torch.optim.AdamW(sharded, lr=1e-3, foreach=foreach, fused=fused)
-        with cache_calls() as calls:
+        with weight_calls() as calls:
             train(model, optimizer, steps=2, clip=True)
-        assert calls.quantize == 4, calls.quantize
+        assert calls.quantize == 16, calls.quantize
 
 
-def quantises_on_demand(mesh, config):
-    """The same bits, with a tensor's scale from all ranks in each product; nothing is kept."""
+def keeps_copies_in_a_scope(mesh, config):
+    """The same bits, with a tensor's scale from all ranks; outside of the scope nothing is kept."""
     x, dy = tokens(), random_values(*TOKENS, WIDTH)
-    on_demand, kept = (
-        parallelize_module(block(c), mesh, PLANS) for c in (replace(config, rowwise="on_demand"), config)
-    )
-    with cache_calls() as calls:
-        results = [run(model, x, dy) for model in (on_demand, kept)]
-    # Two weights: in forward and in backward, or once, and transposed in backward.
-    assert (calls.quantize, calls.transpose) == (4 + 2, 2), (calls.quantize, calls.transpose)
-    gradients = [[p.grad for p in model.parameters()] for model in (on_demand, kept)]
+    model, kept = (parallelize_module(block(config), mesh, PLANS) for _ in range(2))
+    with weight_calls() as calls:
+        results = [run(model, x, dy)]
+        # Two weights, in forward and in backward.
+        assert (calls.quantize, calls.transpose) == (4, 0), (calls.quantize, calls.transpose)
+        with weights_unchanged(kept):
+            results.append(run(kept, x, dy))
+            held = [weight.to_local().quantized_bytes for weight in (kept.up.weight, kept.down.weight)]
+        # Once, and transposed in backward.
+        assert (calls.quantize, calls.transpose) == (4 + 2, 2), (calls.quantize, calls.transpose)
+    gradients = [[p.grad for p in m.parameters()] for m in (model, kept)]
     for a, b in zip((*results[0], *gradients[0]), (*results[1], *gradients[1]), strict=True):
         assert_bitwise_equal(whole(a), whole(b))
-    assert [weight.to_local().quantized_bytes for weight in (on_demand.up.weight, on_demand.down.weight)] == [0, 0]
-    assert conversion_report(on_demand).totals["quantized_bytes"] == 0
+    assert all(held)
+    assert [w.to_local().quantized_bytes for m in (model, kept) for w in (m.up.weight, m.down.weight)] == [0] * 4
+    assert conversion_report(model).totals["quantized_bytes"] == 0
 
 
 def trains_in_mixed_precision(mesh, config):
@@ -181,22 +185,22 @@ def refuses_what_it_cannot_place(mesh, config):
         forward(model, tokens())
     with raises(ValueError, "x [.., K] and weight [N, K] must agree in K, got [4, 96] and [512, 160]"):
         forward(model, distribute_tensor(torch.ones(4, 96, device=device()), mesh, [Replicate()]))
-    with raises(NotImplementedError, "would run in high precision"):
+    with raises(NotImplementedError, "would be used in high precision"):
         x = distribute_tensor(tokens(), mesh, [Replicate()])
         F.linear(x, model.weight)
 
 
 def compiles(mesh, config):
-    """A block compiles to one graph, and the kept copies of its weights outlive it."""
+    """A block compiles to one graph, whose products quantize the weights when it runs."""
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):
         model = parallelize_module(block(config), mesh, PLANS)
         step = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        with cache_calls() as calls:
+        with weight_calls() as calls:
             for seed in range(2):
                 step(tokens(seed)).square().sum().backward()
-        assert calls.quantize == 2, calls.quantize
+        assert calls.quantize == 8, calls.quantize
         results.append([whole(p.grad) for p in model.parameters()])
     for a, b in zip(*results):
         assert relative_error(a, b) < close()

@@ -27,7 +27,7 @@ CHECKS = (
     (checks.takes_any_tokens, (1, 2), BOTH),
     (checks.leaves_frozen_parts, (2,), BOTH),
     (life.trains, (2, 4), BOTH),
-    (life.quantises_on_demand, (2,), BOTH),
+    (life.keeps_copies_in_a_scope, (2,), BOTH),
     (life.trains_in_mixed_precision, (2,), BOTH),
     (life.checkpoints_activations, (2,), BOTH),
     (life.saves_high_precision, (2,), BOTH),

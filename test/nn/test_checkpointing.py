@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from helpers import cache_calls, every_recipe, mlp, replace
+from helpers import every_recipe, mlp, replace, weight_calls
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -39,9 +39,10 @@ def test_full(config, use_reentrant, save_activations):
         config = replace(config, save_activations=save_activations)
     model = mlp(config)
     expected = results(model, model)
-    with cache_calls() as calls:
+    with weight_calls() as calls:
         assert_same(results(model, lambda x: checkpoint(model, x, use_reentrant=use_reentrant)), expected)
-    assert calls.quantize == 0  # The recomputation finds the copies of the first pass.
+    # Of two layers in forward, in the recomputation and in backward.
+    assert (calls.quantize, calls.columnwise) == (6, 2)
 
 
 class Counter(TorchDispatchMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, cache_calls, every_recipe, replace, weight
+from helpers import FP8, NVFP4, every_recipe, replace, weight, weight_calls
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,9 +63,8 @@ def assert_same(got, expected) -> None:
 
 
 @every_recipe
-@pytest.mark.parametrize("variant", ({}, {"columnwise": "cached"}, {"save_activations": "high_precision"},
-                                     {"master_weights": False}, {"rowwise": "on_demand"}),
-                         ids=("default", "cached", "high_precision", "quantised", "on_demand"))  # fmt: skip
+@pytest.mark.parametrize("variant", ({}, {"save_activations": "high_precision"}, {"master_weights": False}),
+                         ids=("default", "high_precision", "quantised"))  # fmt: skip
 def test_routing_and_token_counts_do_not_recompile(config, variant):
     module, counter = mlp(replace(config, **variant)), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True)
@@ -78,18 +77,18 @@ def test_routing_and_token_counts_do_not_recompile(config, variant):
 
 @every_recipe
 @pytest.mark.parametrize("cast", (False, True), ids=("as_is", "cast"))
-def test_a_weight_is_quantised_once_a_change_also_compiled(config, cast):
+def test_weights_are_quantised_where_products_read_them_also_compiled(config, cast):
     module, dtype = mlp(config, cast=cast), torch.bfloat16 if cast else torch.float32
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     outputs = []
     for step in range(3):
-        with cache_calls() as calls:
+        with weight_calls() as calls:
             for sizes in ROUTINGS[:3]:
                 got, expected = (results(run, module, 300, sizes, dtype) for run in (compiled, module))
                 assert_same(got, expected)
-        # Two weights; forward and backward, six passes: a columnwise copy each, which none keeps.
-        assert (calls.quantize, calls.transpose) == (2, 12), step
+        # Two weights; forward and backward, six passes.
+        assert (calls.quantize, calls.columnwise, calls.transpose) == (24, 12, 0), step
         outputs.append(got[0])
         optimizer.step()
     assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
@@ -172,12 +171,12 @@ def test_no_step_asks_for_a_value(config, variant):
 @pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
 @pytest.mark.parametrize("columnwise", (False, True), ids=("output", "grad_input"))
 @pytest.mark.parametrize("rounded_to", (None, torch.bfloat16), ids=("as_is", "rounded"))
-def test_the_operation_that_keeps_copies(config, columnwise, rounded_to):
+def test_the_operation_on_values(config, columnwise, rounded_to):
     """Shapes that are known without running it, for any number of tokens; the schema's test cannot compare fp8."""
     hp, fmt = weight(3, 40, 72), config.activation_format
     ends = torch.tensor([2, 2, 9], dtype=torch.int32)
     a = ops.quantize(torch.randn(9, 40 if columnwise else 72), fmt)
-    options = (fmt.name, config.weight_format.name, False, columnwise, "rowwise", torch.bfloat16, None, "reference", "")
+    options = (fmt.name, config.weight_format.name, False, columnwise, torch.bfloat16, None, "reference", "")
     arguments = (*a, hp, *options, ends, rounded_to)
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.torchao_blockwise.master_matmul.default, arguments, test_utils=tests)

@@ -108,11 +108,9 @@ def test_a_gradient_that_is_expanded(config):
 
 
 VARIANTS = {
-    "cached": {"columnwise": "cached"},
-    "rowwise_on_demand": {"rowwise": "on_demand"},
     "high_precision": {"save_activations": "high_precision"},
     "reference": {"backend": "reference"},
-    "all": {"columnwise": "cached", "save_activations": "high_precision", "backend": "reference"},
+    "all": {"save_activations": "high_precision", "backend": "reference"},
 }
 
 

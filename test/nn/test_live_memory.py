@@ -26,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_interpreter")
 T, E, D, H = 300, 3, 256, 144
 ENDS = (100, 100, 290)
 MODES = {
-    "kept": {},
-    "on_demand": {"rowwise": "on_demand"},
+    "master": {},
     "no_master": {"master_weights": False},
 }
 
@@ -126,19 +125,17 @@ def sizes(tokens: int, n: int, k: int, experts: int) -> dict[str, int]:
 
 def expected(step: list[Op], mode: str, size: dict[str, int]) -> list[tuple[str, int]]:
     """(name, bytes that live) of each operation, those that make a weight's copy too."""
-    found, kept = [], []
+    found = []
 
     def live(names) -> int:
-        return sum(size[name] for name in (*names, *kept))
+        return sum(size[name] for name in names)
 
     for op in step:
         before, made, copies = op.before.split(), op.made.split(), []
-        if op.direction == "forward" and mode == "kept":
-            kept.append(f"{op.weight}.row")
-            found.append(("quantize", live(before)))
-        elif op.direction == "backward" or (op.direction == "forward" and mode == "on_demand"):
+        # A Parameter that is quantized has its rowwise copy, and only that.
+        if op.direction == "backward" or (op.direction == "forward" and mode == "master"):
             copies = [f"{op.weight}.{'col' if op.direction == 'backward' else 'row'}"]
-            found.append(("quantize" if mode == "on_demand" else "transpose", live((*before, *copies))))
+            found.append(("quantize" if mode == "master" else "transpose", live((*before, *copies))))
         found.append((op.name, live((*before, *copies, *made))))
     return found
 

@@ -1,4 +1,4 @@
-"""Memory: what is saved for backward, and how long the columnwise copy of a weight lives."""
+"""Memory: what is saved for backward, and how long quantized copies live."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import importlib
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, both_formats, cache_calls, mlp, replace
+from helpers import FP8, NVFP4, both_formats, mlp, replace, weight_calls
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, ops
+from torchao_blockwise import ops
 from torchao_blockwise.nn import SwiGLUMLP
 from torchao_blockwise.ops.padding import padded_size
-from torchao_blockwise.tensors import quantized, weight_cache
-from torchao_blockwise.testing import assert_operands_equal
+from torchao_blockwise.tensors import quantized, weight_operands
 
 # The package has functions of these names.
 linear, swiglu_linear = (
@@ -74,53 +73,11 @@ def alive(refs) -> list[bool]:
 
 @both_formats
 @pytest.mark.parametrize("backend", (None, "aot_eager"), ids=("eager", "compiled"))
-def test_on_demand_columnwise_copies_die_within_backward(config, backend):
-    """When a layer's copy is made, no other layer's is alive; after backward none is."""
+def test_copies_of_a_weight_die_with_their_product(config, backend, monkeypatch):
+    """Each is quantized straight from the values, used once, and gone before the next one is made."""
     model = mlp(config, bias=False)
     run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-    x, refs, earlier = torch.randn(300, 64, requires_grad=True), [], []
-
-    def made(result):
-        earlier.append(any(alive(refs)))
-        refs.extend(StorageWeakRef(t.untyped_storage()) for t in result[:2])
-
-    with cache_calls() as calls:
-        calls.on_transpose = made
-        for _ in range(2):
-            run(x).sum().backward()
-            assert not any(alive(refs))
-    assert len(refs) == 8 and earlier == [False] * 4
-    assert all(weight_cache._copies[m.weight.hp].columnwise is None for m in model if isinstance(m, nn.Linear))
-    assert all(m.weight.quantized_bytes == config.weight_format.nbytes(*m.weight.shape) for m in (model[0], model[2]))
-
-
-@both_formats
-def test_cached_columnwise_copies_are_kept_exactly_once(config):
-    model = mlp(replace(config, columnwise="cached"), bias=False)
-    x, refs = torch.randn(30, 64, requires_grad=True), []
-    with cache_calls() as calls:
-        calls.on_transpose = lambda result: refs.extend(StorageWeakRef(t.untyped_storage()) for t in result[:2])
-        for _ in range(3):
-            model(x).sum().backward()
-    assert alive(refs) == [True] * 4 and calls.transpose == 2
-    fmt = config.weight_format
-    for layer in (model[0], model[2]):
-        n, k = layer.weight.shape
-        assert layer.weight.quantized_bytes == fmt.nbytes(n, k) + fmt.nbytes(k, n)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(1)
-    model(x)
-    assert alive(refs) == [False] * 4
-
-
-@both_formats
-@pytest.mark.parametrize("backend", (None, "aot_eager"), ids=("eager", "compiled"))
-def test_copies_on_demand_die_with_their_product(config, backend, monkeypatch):
-    """Each is quantised straight from the values, used once, and gone before the next one is made."""
-    model = mlp(replace(config, rowwise="on_demand"), bias=False)
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-    x, refs, seen, real = torch.randn(300, 64, requires_grad=True), [], [], weight_cache.ops.quantize
+    x, refs, seen, real = torch.randn(300, 64, requires_grad=True), [], [], weight_operands.ops.quantize
 
     def quantize(values, *args, columnwise, **kwargs):
         seen.append((columnwise, any(alive(refs))))
@@ -128,24 +85,14 @@ def test_copies_on_demand_die_with_their_product(config, backend, monkeypatch):
         refs.extend(StorageWeakRef(t.untyped_storage()) for t in result[:2])
         return result
 
-    with cache_calls() as calls:
-        monkeypatch.setattr(weight_cache.ops, "quantize", quantize)
+    with weight_calls() as calls:
+        monkeypatch.setattr(weight_operands.ops, "quantize", quantize)
         for _ in range(2):
             out = run(x)
             assert not any(alive(refs)) and [m.weight.quantized_bytes for m in (model[0], model[2])] == [0, 0]
             out.sum().backward()
     assert not any(alive(refs)) and len(refs) == 2 * len(seen) and calls.transpose == 0
     assert seen == [(False, False), (False, False), (True, False), (True, False)] * 2
-
-
-@both_formats
-def test_on_demand_does_not_touch_copies_that_others_keep(config):
-    layer = converted(config)
-    layer(torch.randn(3, 384, dtype=torch.bfloat16))
-    kept = layer.weight.quantized()
-    again = MasterWeightTensor(layer.weight.hp, replace(config, rowwise="on_demand")).quantized()
-    assert again is not kept and layer.weight.quantized() is kept
-    assert_operands_equal(again, kept)
 
 
 @pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
@@ -163,7 +110,7 @@ def test_columnwise_copies_of_quantised_parameters_die_too(config, monkeypatch):
 
 
 @both_formats
-def test_a_step_leaves_only_parameters_gradients_and_rowwise_copies(config):
+def test_a_step_leaves_only_parameters_and_gradients(config):
     """Every tensor that is alive after forward and backward, by bytes."""
     model = mlp(config, (256, 512, 256), bias=False)
     gc.collect()
@@ -177,8 +124,7 @@ def test_a_step_leaves_only_parameters_gradients_and_rowwise_copies(config):
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in created if type(t) is torch.Tensor
     }
-    copies = sum(config.weight_format.nbytes(*p.shape) for p in model.parameters())
-    assert sum(storages.values()) == sum(g.nbytes for g in grads) + copies
+    assert sum(storages.values()) == sum(g.nbytes for g in grads)
 
 
 def recorded(monkeypatch, module, name, refs) -> None:

@@ -148,8 +148,6 @@ def test_the_gradient_of_the_norm_is_pytorchs(dtype, kind, device):
 
 
 VARIANTS = {
-    "cached": {"columnwise": "cached"},
-    "rowwise_on_demand": {"rowwise": "on_demand"},
     "high_precision": {"save_activations": "high_precision"},
     "reference": {"backend": "reference"},
 }

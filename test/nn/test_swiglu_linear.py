@@ -197,8 +197,6 @@ def test_fused_or_not_the_bits_are_the_same():
 
 
 VARIANTS = {
-    "cached": {"columnwise": "cached"},
-    "rowwise_on_demand": {"rowwise": "on_demand"},
     "high_precision": {"save_activations": "high_precision"},
     "reference": {"backend": "reference"},
     "quantised_weight": {"master_weights": False},

@@ -23,11 +23,11 @@ both_classes = pytest.mark.parametrize("cls", CONFIGS, ids=("fp8", "nvfp4"))
 def test_defaults():
     assert_expected_inline(
         repr(BlockwiseFP8TrainingConfig()),
-        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, columnwise='on_demand', save_activations='fp8', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None, rowwise='cached')""",  # noqa: E501
+        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, save_activations='fp8', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None)""",  # noqa: E501
     )
     assert_expected_inline(
         repr(NVFP4TrainingConfig()),
-        """NVFP4TrainingConfig(columnwise='on_demand', save_activations='nvfp4', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None, rowwise='cached')""",  # noqa: E501
+        """NVFP4TrainingConfig(save_activations='nvfp4', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None)""",  # noqa: E501
     )
 
 
@@ -39,12 +39,6 @@ def test_formats():
 
 
 WRONG = {
-    "columnwise": (
-        {"columnwise": "always"},
-        ValueError,
-        r"columnwise must be one of \('on_demand', 'cached'\), got 'always'",
-    ),
-    "columnwise_bool": ({"columnwise": True}, ValueError, "columnwise must be one of"),
     "save_activations": (
         {"save_activations": "bf16"},
         ValueError,
@@ -63,19 +57,7 @@ WRONG = {
         r"out_dtype must be .* or None \(the input's\), got torch.float64",
     ),
     "out_dtype_str": ({"out_dtype": "bfloat16"}, ValueError, "out_dtype must be torch.bfloat16"),
-    "cached": ({"columnwise": "cached", "master_weights": False}, ValueError, "use columnwise='on_demand'"),
-    "rowwise": ({"rowwise": "never"}, ValueError, r"rowwise must be one of \('cached', 'on_demand'\), got 'never'"),
-    "on_demand": (
-        {"rowwise": "on_demand", "master_weights": False},
-        ValueError,
-        "keeps no values to quantise, only the quantised weight; use rowwise='cached'",
-    ),
-    "on_demand_and_cached": (
-        {"rowwise": "on_demand", "columnwise": "cached"},
-        ValueError,
-        "columnwise='cached' keeps a quantised copy of the weight, rowwise='on_demand' keeps none; use columnwise=",
-    ),
-    "misspelt": ({"colunmwise": "cached"}, TypeError, "unexpected keyword argument 'colunmwise'"),
+    "misspelt": ({"backends": "auto"}, TypeError, "unexpected keyword argument 'backends'"),
 }
 
 
@@ -99,7 +81,7 @@ def test_power_of_2_scales_belong_to_fp8():
 @both_formats
 def test_frozen(config):
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.columnwise = "cached"
+        config.backend = "reference"
 
 
 @both_classes
@@ -112,9 +94,8 @@ def test_backends_by_name(cls):
 def variants(cls):
     return [
         cls(),
-        cls(columnwise="cached", save_activations="high_precision", backend="reference", out_dtype=torch.bfloat16),
+        cls(save_activations="high_precision", backend="reference", out_dtype=torch.bfloat16),
         cls(master_weights=False, out_dtype=torch.float32),
-        cls(rowwise="on_demand"),
     ]
 
 
@@ -139,6 +120,4 @@ def test_round_trips(cls, trip):
 
 def test_configs_of_different_classes_differ():
     assert BlockwiseFP8TrainingConfig() != NVFP4TrainingConfig()
-    kept = {"rowwise": {}, "both": {"columnwise": "cached"}, "none": {"rowwise": "on_demand"}}
-    assert [BlockwiseFP8TrainingConfig(**options).kept_copies for options in kept.values()] == [*kept]
-    assert len({cls(columnwise=c) for cls in CONFIGS for c in ("on_demand", "cached")}) == 4
+    assert len({cls(master_weights=m) for cls in CONFIGS for m in (True, False)}) == 4

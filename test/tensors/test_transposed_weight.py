@@ -1,4 +1,4 @@
-"""TransposedWeight: experts as grouped products ask for them, exact in all else; and the source of a cast copy."""
+"""TransposedWeight: experts as grouped products ask for them, exact in all else; and the source of a cast."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import gc
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, both_formats, cache_calls, master, replace, weight
+import torch.nn.functional as F
+from helpers import FP8, NVFP4, both_formats, master, weight
 from torch import nn
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 from torchao_blockwise.tensors import TransposedWeight
-from torchao_blockwise.testing import assert_bitwise_equal
+from torchao_blockwise.tensors.weight_operands import weight_operand
+from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -175,64 +177,86 @@ def test_gradients_pass_to_the_weight(make):
     assert type(w.grad) is torch.Tensor and torch.equal(w.grad, dy.mT)
 
 
-# --- copies in another dtype ------------------------------------------------------------------------------------------
+# --- casts to another dtype ------------------------------------------------------------------------------------------
+
+
+CASTS = {
+    "bfloat16": lambda w: w.bfloat16(),
+    "float16": lambda w: w.to(torch.float16),
+    "transposed": lambda w: w.mT.bfloat16().mT,
+}
 
 
 @both_formats
-@pytest.mark.parametrize("cast", (lambda w: w.bfloat16(), lambda w: w.to(torch.float16), lambda w: w.mT.bfloat16().mT),
-                         ids=("bfloat16", "float16", "transposed"))  # fmt: skip
-def test_a_cast_copy_knows_its_source_as_long_as_both_stand(config, cast):
-    w = master(*SHAPE, config=config)
-    copy = cast(w)
-    assert_bitwise_equal(copy.hp, w.hp.to(copy.dtype))
-    copy = w.to(copy.dtype)
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_products_with_a_cast_that_autograd_records_read_the_weight_of_now(config, cast):
+    """The cast itself shows the values of then, to all but products."""
+    w, ends = master(*SHAPE, config=config), torch.tensor([2, 2, 5], dtype=torch.int32)
+    copy, before = cast(w), w.hp.clone()
     assert copy.source[0] is w.hp and copy.source[1] == copy.dtype
     assert w.source == (w.hp, None) and w.detach().source[1] is None
-    changed = w.bfloat16()
     with torch.no_grad():
-        changed.add_(1)
-    assert changed.source == (changed.hp, None)
-    with torch.no_grad():
-        w.add_(1)
-    assert copy.source == (copy.hp, None)
+        w.mul_(3)
+    assert copy.source[0] is w.hp
+    assert_bitwise_equal(copy.hp, before.to(copy.dtype))
+    x, now = torch.randn(5, 72).to(copy.dtype), MasterWeightTensor(w.hp.to(copy.dtype), config)
+    assert_bitwise_equal(F.grouped_mm(x, copy.mT, offs=ends), F.grouped_mm(x, now.mT, offs=ends))
 
 
-def test_a_cast_copy_outlives_its_source():
-    w = MasterWeightTensor(weight(*SHAPE), FP8)
-    copy = w.bfloat16()
+CHANGES_OF_A_CAST = {
+    "in_place": lambda copy: copy.add_(1),
+    "alias": lambda copy: copy.detach().add_(1),
+    "view": lambda copy: copy[1].fill_(2),
+    "transposed": lambda copy: copy.mT.mul_(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_A_CAST.values(), ids=CHANGES_OF_A_CAST)
+def test_a_cast_that_is_changed_has_values_of_its_own(change):
+    copy = master(*SHAPE).bfloat16()
+    with torch.no_grad():
+        change(copy)
+    assert copy.source[0] is copy.hp and copy.source[1] is None
+
+
+def test_a_cast_that_autograd_does_not_record_has_values_of_its_own():
+    w = master(*SHAPE)
+    with torch.no_grad():
+        unrecorded = w.bfloat16()
+    frozen = MasterWeightTensor(weight(*SHAPE), FP8).bfloat16()
+    with torch.inference_mode():
+        made = w.bfloat16()
+    for copy in (unrecorded, frozen, made):
+        assert copy.source[0] is copy.hp and copy.source[1] is None
+
+
+def test_a_cast_outlives_its_weight():
+    w = master(*SHAPE)
+    copy = w.bfloat16().detach()
     del w
     gc.collect()
     assert copy.source == (copy.hp, None)
 
 
 def test_no_cast_is_no_copy():
-    w = MasterWeightTensor(weight(*SHAPE).bfloat16(), FP8)
+    w = nn.Parameter(MasterWeightTensor(weight(*SHAPE).bfloat16(), FP8))
     assert w.bfloat16() is w and w.to(torch.bfloat16) is w
-    with torch.inference_mode():
-        made = MasterWeightTensor(weight(*SHAPE), FP8).bfloat16()
-        assert made.source == (made.hp, None)
 
 
 @both_formats
-def test_the_kept_copy_of_rounded_values_is_theirs(config):
-    from torchao_blockwise.tensors.weight_cache import quantized_weight
-
+def test_rounded_values_are_quantised_as_those_of_a_rounded_weight(config):
     w = master(*SHAPE, config=config)
     fmt, power = config.weight_format, {"power_of_2_scales": config.power_of_2_scales}
-    with cache_calls() as calls:
-        for _ in range(2):
-            rounded = quantized_weight(w.hp, fmt, columnwise=False, rounded_to=torch.bfloat16, **power)
-        assert calls.quantize == 1
-        own = quantized_weight(w.hp, fmt, columnwise=False, **power)
-        assert calls.quantize == 2
-    expected = MasterWeightTensor(w.hp.bfloat16(), config).quantized()
-    assert_bitwise_equal(rounded.qdata, expected.qdata)
-    assert_bitwise_equal(rounded.scale, expected.scale)
-    assert not torch.equal(rounded.scale, own.scale)
+    for columnwise in (False, True):
+        rounded = weight_operand(w.hp, fmt, columnwise=columnwise, rounded_to=torch.bfloat16, **power)
+        own = weight_operand(w.hp, fmt, columnwise=columnwise, **power)
+        expected = MasterWeightTensor(w.hp.bfloat16(), config).quantized(columnwise=columnwise)
+        assert_operands_equal(rounded, expected)
+        assert not torch.equal(rounded.scale, own.scale)
 
 
-def test_a_view_of_the_same_shape_is_found_again():
-    """What `DTensor.to_local` makes."""
-    w = MasterWeightTensor(weight(*SHAPE), replace(FP8, columnwise="cached"))
+def test_a_view_of_the_same_shape_has_the_same_values():
+    """What `DTensor.to_local` makes: what `weights_unchanged` keeps is found by them."""
+    w = MasterWeightTensor(weight(*SHAPE), FP8)
     assert w.view_as(w).hp is w.hp and w.view(3, 40, 72).hp is w.hp
     assert w.view(3, 72, 40).hp is not w.hp

@@ -1,0 +1,213 @@
+"""What products read of a master weight: its values of now, quantized where they are read; no copy can be stale."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FP8, FP8_POW2, NVFP4, Tied, both_formats, every_recipe, master, mlp, weight, weight_calls
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor, _compat, weights_unchanged
+from torchao_blockwise.tensors.weight_operands import kept_bytes
+from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+
+def products(parameter):
+    """(output, grad_input) of a layer with this weight."""
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out = F.linear(x, parameter)
+    (grad_input,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    return out.detach(), grad_input
+
+
+def assert_products_of_now(parameter) -> None:
+    """Products read what `parameter` holds now: those of a fresh weight with a copy of the values."""
+    fresh = MasterWeightTensor(parameter.hp.clone(), parameter.config)
+    for got, expected in zip(products(parameter), products(fresh), strict=True):
+        assert_bitwise_equal(got, expected)
+
+
+@every_recipe
+@pytest.mark.parametrize("backend", (None, "aot_eager"), ids=("eager", "compiled"))
+def test_each_product_quantises_the_weight_that_it_reads(config, backend):
+    """In forward rowwise; in backward straight to the columnwise copy, with no transpose of another."""
+    model = mlp(config)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        for _ in range(2):
+            with weight_calls() as calls:
+                loss = run(torch.randn(300, 64)).square().mean()
+                assert (calls.quantize, calls.columnwise) == (2, 0)
+                loss.backward()
+                # The first layer's input needs no gradient.
+                assert (calls.quantize, calls.columnwise, calls.transpose) == (3, 1, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@every_recipe
+def test_columnwise_from_values_is_the_transpose_of_rowwise(config):
+    parameter = master(136, 72, config=config)
+    transposed = MasterWeightTensor(parameter.hp.T.contiguous(), config)
+    assert_operands_equal(parameter.quantized(columnwise=True), transposed.quantized())
+
+
+CHANGES = {
+    "add_": lambda w: w.add_(1),
+    "optimizer": lambda w: torch.optim.SGD([w], lr=1.0).step(),
+    "fused": lambda w: torch.optim.AdamW([w], lr=1.0, fused=True).step(),
+    "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+    "out": lambda w: torch.add(w.hp, 1, out=w),
+    "copy_": lambda w: w.copy_(weight(40, 24, seed=3)),
+    "copy_master": lambda w: w.copy_(master(40, 24, seed=3)),
+    "data": lambda w: w.data.mul_(2),
+    "data_of_data": lambda w: w.data.view(-1).data[3:].zero_(),
+    "detach": lambda w: w.detach().zero_(),
+    "set_data": lambda w: setattr(w, "data", weight(40, 24, seed=3)),
+    "hp": lambda w: w.hp.add_(1),
+    "hp_view": lambda w: w.hp.view(-1)[5:].fill_(2),
+    "slice": lambda w: w[3:].fill_(0),
+    "setitem": lambda w: w.__setitem__((slice(None), 2), 7.0),
+    "transposed": lambda w: w.t()[0].mul_(3),
+    "fill_diagonal_": lambda w: w.fill_diagonal_(9),
+    "init": nn.init.normal_,
+}
+
+
+def without_counting(w):
+    with torch.autograd._unsafe_preserve_version_counter(w.hp):
+        w.hp.mul_(2)
+
+
+# What moves no version counter.
+UNCOUNTED = {
+    "hp_data": lambda w: w.hp.data.mul_(2),
+    "numpy": lambda w: w.hp.numpy().fill(3),
+    "dlpack": lambda w: torch.from_dlpack(w.hp).mul_(2),
+    "storage": lambda w: w.hp.untyped_storage().fill_(1),
+    "preserved": without_counting,
+    "compiled": lambda w: torch.compile(lambda x: x.mul_(2), backend="aot_eager")(w),
+}
+every_change = pytest.mark.parametrize("change", (CHANGES | UNCOUNTED).values(), ids=[*CHANGES, *UNCOUNTED])
+
+
+@both_formats
+@every_change
+def test_the_next_product_sees_every_change_of_value(config, change):
+    parameter = master(40, 24, config=config)
+    parameter.grad = torch.ones(40, 24)
+    before = parameter.hp.clone(), products(parameter)
+    with torch.no_grad():
+        change(parameter)
+    assert not torch.equal(parameter.hp, before[0])
+    assert not torch.equal(products(parameter)[0], before[1][0])
+    assert_products_of_now(parameter)
+
+
+@pytest.mark.parametrize("backend", (None, "aot_eager"), ids=("eager", "compiled"))
+def test_the_next_step_sees_a_change_that_nothing_counts(backend):
+    model, x = mlp(FP8), torch.randn(7, 64)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    first = run(x)
+    model[0].weight.hp.numpy()[:] *= 3
+    assert_bitwise_equal(run(x).detach(), copy.deepcopy(model)(x).detach())
+    assert not torch.equal(run(x), first)
+
+
+def test_load_state_dict_is_seen():
+    model, other, x = mlp(FP8), mlp(seed=1), torch.randn(2, 64)
+    model(x)
+    for assign in (False, True):
+        model.load_state_dict(other.state_dict(), assign=assign)
+        assert_bitwise_equal(model[0].weight.hp, other[0].weight.data)
+        assert_bitwise_equal(model(x).detach(), mlp(FP8, seed=1)(x).detach())
+
+
+def test_recipes_of_the_same_values_do_not_mix():
+    parameter = master(40, 24)
+    for config in (FP8, FP8_POW2, NVFP4):
+        assert_products_of_now(MasterWeightTensor(parameter.hp, config))
+    assert (MasterWeightTensor(parameter.hp, FP8_POW2).quantized().scale.log2() % 1 == 0).all()
+    assert MasterWeightTensor(parameter.hp, NVFP4).quantized().fmt is NVFP4.weight_format
+
+
+def test_aliases_see_each_others_changes():
+    parameter = master(40, 24)
+    alias, view = parameter.detach(), parameter.data[:]
+    for changed in (alias, view, parameter):
+        with torch.no_grad():
+            changed.add_(1)
+        for x in (parameter, alias, view):
+            assert_products_of_now(x)
+
+
+@both_formats
+def test_inference_mode(config):
+    model, x = mlp(config), torch.randn(3, 64)
+    with weight_calls() as calls, torch.inference_mode():
+        outputs = [model(x) for _ in range(3)]
+    assert calls.quantize == 6
+    expected = model(x)
+    assert all(torch.equal(out, expected) for out in outputs)
+    expected.sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_weights_made_in_inference_mode():
+    with torch.inference_mode():
+        made = MasterWeightTensor(weight(40, 24), FP8)
+        first = made.quantized()
+        made.mul_(-1)
+        second = made.quantized()
+    assert_bitwise_equal(second.qdata.float(), -first.qdata.float())
+
+
+@pytest.mark.parametrize("keep", ("rowwise", "both"))
+@pytest.mark.parametrize("backend", (None, "aot_eager"), ids=("eager", "compiled"))
+def test_a_capture_neither_reads_nor_keeps(keep, backend, monkeypatch):
+    """Replays of a CUDA graph repeat what it captured: they must not read copies that die with a scope."""
+    model = mlp(FP8)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+
+    def calls_of_a_step():
+        with weight_calls() as calls:
+            run(torch.randn(5, 64, requires_grad=True)).sum().backward()
+        return calls.quantize, calls.columnwise, calls.transpose
+
+    with weights_unchanged(model, keep=keep):
+        for before in (False, True):
+            if before:
+                calls_of_a_step()
+            kept = kept_bytes(model[0].weight.hp)
+            with monkeypatch.context() as patch:
+                patch.setattr(_compat, "is_capturing", lambda x: True)
+                assert calls_of_a_step() == (4, 2, 0)
+            assert kept_bytes(model[0].weight.hp) == kept and (kept > 0) is before
+
+
+def test_tied_embedding_and_head():
+    model = Tied()
+    quantize_(model, FP8)
+    tokens = torch.tensor([[1, 5, 63], [0, 5, 5]])
+    with weight_calls() as calls:
+        model(tokens).square().sum().backward()
+    assert (calls.quantize, calls.columnwise) == (6, 3)
+    assert_bitwise_equal(model.embed(tokens), F.embedding(tokens, model.lm_head.weight.hp))
+    # The gradient is the sum of what both uses give.
+    plain = Tied()
+    plain.load_state_dict(model.state_dict())
+    head = nn.Linear(64, 64, bias=False)
+    head.weight = nn.Parameter(plain.embed.weight.detach().clone())
+    plain.lm_head = head
+    for block in (*plain.blocks, plain.lm_head):
+        quantize_(block, FP8)
+    plain(tokens).square().sum().backward()
+    assert type(model.embed.weight.grad) is torch.Tensor
+    assert torch.equal(model.embed.weight.grad, plain.embed.weight.grad + plain.lm_head.weight.grad)
