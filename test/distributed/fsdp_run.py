@@ -48,6 +48,7 @@ CHECKS = (
     (life.starts_on_meta, (4,), ("fp8",)),
     (life.loads, (3,), BOTH),
     (life.follows_changes_by_hand, (1, 4), BOTH),
+    (life.follows_changes_between_microbatches, (2,), BOTH),
     (life.refuses_stale_values, (2,), ("fp8",)),
     (life.enters_by_other_ways, (2,), BOTH),
     (life.frees_what_it_gathers, (1, 4), BOTH),
@@ -91,7 +92,7 @@ PRIMARY_CHECKS = (
 )
 EXPERT_CHECKS = (
     (experts.computes_as_one_device, (1, 2, 3, 4), EVERY),
-    (experts.quantizes_once, (2,), BOTH),
+    (experts.keeps_copies_in_a_scope, (2,), BOTH),
     (experts.shards_experts, (1, 3, 4), BOTH),
     (experts.trains_sharded_experts, (2, 4), BOTH),
     (experts.spreads_and_shards, ((2, 2),), BOTH),
