@@ -162,7 +162,7 @@ def test_fsdp2_still_has_what_is_watched():
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    watched = [FSDPState._root_pre_forward, FSDPState._root_post_backward_final_callback, FSDPModule.unshard]
+    watched = [FSDPState._root_pre_forward, FSDPModule.unshard]
     watched += [FSDPParam.__init__, FSDPParam.reset_sharded_param]
     given = inspect.signature(FSDPParam.__init__).parameters
     assert {"param", "module_info", "shard_placement_fn"} <= given.keys()
@@ -187,8 +187,9 @@ def test_fsdp1_is_refused(mesh, original):
     """It would make plain tensors of the weights, and layers would train in high precision."""
     with pytest.raises(NotImplementedError, match=r"use torch\.distributed\.fsdp\.fully_shard \(FSDP2\)"):
         FullyShardedDataParallel(blocks(FP8), use_orig_params=original, device_id=torch.device("cpu"))
+    # The same operation elsewhere.
     vector = nn.utils.parameters_to_vector(blocks(FP8).parameters())
-    assert type(vector) is torch.Tensor
+    assert type(vector) is MasterWeightTensor
 
 
 # --- ranks that disagree ----------------------------------------------------------------------------------------------
