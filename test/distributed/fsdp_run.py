@@ -80,6 +80,7 @@ PRIMARY_CHECKS = (
     (primary.leaves_frozen_weights, (2,), BOTH),
     (primary.loads, (3,), BOTH),
     (primary.adopts_loads, (2,), BOTH),
+    (primary.casts_loads_between_microbatches, (2,), BOTH),
     (primary.refuses_stale_values, (2,), ("fp8",)),
     (primary.starts_on_meta, (4,), BOTH),
     (primary.refuses, (2,), BOTH),
