@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.quantization import quantize_
 
-from torchao_blockwise import experts
+from torchao_blockwise import experts, weights_unchanged
 from torchao_blockwise.distributed import ExpertParallel
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tensors import MasterWeightTensor
@@ -147,8 +147,8 @@ def _has_bits_of(one, spread, what: str) -> None:
             assert_bitwise_equal(getattr(own.quantized(), field), of_all, f"{what}: {name}.{field}")
 
 
-def quantizes_once(mesh, config):
-    """A rank's experts keep their quantised copy from one microbatch to the next, and not beyond a step."""
+def keeps_copies_in_a_scope(mesh, config):
+    """A rank's experts keep their quantized copies from one microbatch to the next inside a scope, and no longer."""
     spread = parallelize_module(layer(config), mesh, ExpertParallel())
     optimizer = adamw(spread)
     part = tokens(mesh.get_local_rank())
@@ -158,9 +158,11 @@ def quantizes_once(mesh, config):
         on_this_rank(spread, part)
         return [weight.quantized().qdata.data_ptr() for weight in own]
 
-    first = copies()
-    assert copies() == first
-    before = [weight.quantized().qdata.clone() for weight in own]
+    with weights_unchanged(spread):
+        first = copies()
+        assert copies() == first
+        before = [weight.quantized().qdata.clone() for weight in own]
+    assert not any(weight.quantized_bytes for weight in own)
     optimizer.step()
     on_this_rank(spread, part)
     for weight, old in zip(own, before):

@@ -87,27 +87,35 @@ def follows_changes_by_hand(mesh, config):
     assert_is_quantized(model[0].up.weight, expected["0.up.weight"], config, "0.up.weight")
 
 
-def refuses_stale_values(mesh, config):
-    """Between the microbatches of a step nothing is synchronised: a change by hand there must not pass unseen."""
-    model = shard(blocks(config), mesh)
+def follows_changes_between_microbatches(mesh, config):
+    """Also where their gradients are not reduced."""
+    model, expected = shard(blocks(config), mesh), blocks(config)
     model.set_requires_gradient_sync(False)
     model(batch()).sum().backward()
     with torch.no_grad():
         model[1].down.weight.mul_(2)
+        expected[1].down.weight.mul_(2)
+    assert torch.equal(model(batch()), expected(batch()))
+
+
+def refuses_stale_values(mesh, config):
+    """Gathers of backward are of the forward pass: a change by hand between the two must not pass unseen."""
+    model = shard(blocks(config), mesh)
+    loss = model(batch()).sum()
+    with torch.no_grad():
+        model[0].down.weight.mul_(2)
     try:
-        model(batch())
+        loss.backward()
     except RuntimeError as e:
-        assert "1.down.weight" in str(e) and "sync_weight_scales(model)" in str(e), e
+        assert "0.down.weight" in str(e) and "sync_weight_scales(model)" in str(e), e
     else:
         raise AssertionError("a stale weight was gathered")
-    model.reset_iter_state() if hasattr(model, "reset_iter_state") else None
     fresh = shard(blocks(config), mesh)
-    fresh.set_requires_gradient_sync(False)
-    fresh(batch()).sum().backward()
+    loss = fresh(batch()).sum()
     with torch.no_grad():
-        fresh[1].down.weight.mul_(2)
+        fresh[0].down.weight.mul_(2)
     sync_weight_scales(fresh)
-    fresh(batch()).sum().backward()
+    loss.backward()
 
 
 def enters_by_other_ways(mesh, config):

@@ -49,6 +49,7 @@ CHECKS = (
     (life.starts_on_meta, (4,), ("fp8",)),
     (life.loads, (3,), BOTH),
     (life.follows_changes_by_hand, (1, 4), BOTH),
+    (life.follows_changes_between_microbatches, (2,), BOTH),
     (life.refuses_stale_values, (2,), ("fp8",)),
     (change.follows_every_writer, (2,), BOTH),
     (change.follows_changes_between_microbatches, (2,), BOTH),
@@ -87,6 +88,7 @@ PRIMARY_CHECKS = (
     (primary.leaves_frozen_weights, (2,), BOTH),
     (primary.loads, (3,), BOTH),
     (primary.adopts_loads, (2,), BOTH),
+    (primary.casts_loads_between_microbatches, (2,), BOTH),
     (primary.refuses_stale_values, (2,), ("fp8",)),
     (primary.refuses_writes_into_state_dicts, (2,), BOTH),
     (primary.starts_on_meta, (4,), BOTH),
@@ -100,7 +102,7 @@ PRIMARY_CHECKS = (
 )
 EXPERT_CHECKS = (
     (experts.computes_as_one_device, (1, 2, 3, 4), EVERY),
-    (experts.quantizes_once, (2,), BOTH),
+    (experts.keeps_copies_in_a_scope, (2,), BOTH),
     (experts.shards_experts, (1, 3, 4), BOTH),
     (experts.trains_sharded_experts, (2, 4), BOTH),
     (experts.spreads_and_shards, ((2, 2),), BOTH),

@@ -287,14 +287,23 @@ def adopts_loads(mesh, config):
         assert_gathers(model, masters(model, optimizer), config)
 
 
-def refuses_stale_values(mesh, config):
-    """Between the microbatches of a step nothing is cast: a change by hand there must not pass unseen."""
-    model = primary(config, mesh)
+def casts_loads_between_microbatches(mesh, config):
+    """Also those whose gradients are not reduced."""
+    model, fresh = primary(config, mesh), primary(config, mesh)
+    values = {name: 2 * x.clone() for name, x in model.state_dict().items()}
     model.set_requires_gradient_sync(False)
     model(batch()).sum().backward()
-    values = {name: x.clone() for name, x in model.state_dict().items()}
-    model.load_state_dict(values)
-    message = message_of(model, batch())
+    for m in (model, fresh):
+        m.load_state_dict(values)
+    assert torch.equal(model(batch()), fresh(batch()))
+
+
+def refuses_stale_values(mesh, config):
+    """Gathers of backward are of the forward pass: values that are loaded between the two must not pass unseen."""
+    model = primary(config, mesh)
+    loss = model(batch()).sum()
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()})
+    message = message_of(loss.backward)
     assert "whose values were loaded" in message and "sync_weight_scales(model) on all ranks" in message, message
 
 

@@ -193,8 +193,9 @@ def test_fsdp1_is_refused(mesh, original):
     """It would make plain tensors of the weights, and layers would train in high precision."""
     with pytest.raises(NotImplementedError, match=r"use torch\.distributed\.fsdp\.fully_shard \(FSDP2\)"):
         FullyShardedDataParallel(blocks(FP8), use_orig_params=original, device_id=torch.device("cpu"))
+    # The same operation elsewhere.
     vector = nn.utils.parameters_to_vector(blocks(FP8).parameters())
-    assert type(vector) is torch.Tensor
+    assert type(vector) is MasterWeightTensor
 
 
 # --- ranks that disagree ----------------------------------------------------------------------------------------------

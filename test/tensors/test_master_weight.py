@@ -158,6 +158,19 @@ def test_copies_keep_everything_but_quantised_copies(config, copied, requires_gr
     assert parameter.hp.any() and not other.quantized().qdata.float().any()
 
 
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_copies_know_no_layer_and_no_source(copied):
+    """A cast that products read through its weight is saved as what it is, and so is a weight of a converted model."""
+    parameter = mlp(FP8)[0].weight
+    linked = parameter.bfloat16().detach()
+    assert parameter.layer == "0.weight" and linked.source[0] is parameter.hp
+    other = copied(linked)
+    assert other.source[0] is other.hp
+    assert_bitwise_equal(other.hp, parameter.hp.bfloat16())
+    if copied is not copy.deepcopy:
+        assert copied(parameter).layer == ""
+
+
 def test_moves_keep_the_type():
     parameter = master(40, 24)
     for moved in (parameter.to(torch.bfloat16), parameter.cpu(), parameter.to("meta")):

@@ -119,6 +119,10 @@ class MasterWeightTensor(TorchAOBaseTensor):
         """FSDP2 calls it for the weight that layers use until it is sharded again: a quantised tensor."""
         return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
+    def __getstate__(self):
+        # Of no use in another model, and a link to a weight that is not saved with it.
+        return {name: value for name, value in vars(self).items() if name not in ("layer", "_cast_of")}
+
     def _stable_hash_for_caching(self) -> str:
         return stable_hash(self)
 
