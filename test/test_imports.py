@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchao_blockwise
 
@@ -270,8 +271,14 @@ def test_every_private_name_in_compat_is_listed():
         assert private_names(parse(PACKAGE / f"{name}.py"), OURS) - listed == set()
 
 
+# Names that the package looks for and does without in an older PyTorch.
+SINCE = {"torch.distributed.tensor.DTensor._stable_hash_for_caching": (2, 12)}
+
+
 @pytest.mark.parametrize("name", NAMES_IN_COMPAT)
 def test_name_in_compat_still_exists(name):
+    if tuple(map(int, torch.__version__.split(".")[:2])) < SINCE.get(name, ()):
+        pytest.skip("this PyTorch is older than the name")
     parts = name.split(".")
     module, rest = importlib.import_module(parts[0]), parts[1:]
     for i in range(2, len(parts)):

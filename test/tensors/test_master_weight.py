@@ -206,11 +206,10 @@ def test_views_stay_master_weights_that_share_values(view):
 RESULTS = {
     "add": lambda w: w + 1, "low_rank": lambda w: w + torch.ones(40, 2) @ torch.ones(2, 24),
     "mask": lambda w: w * (w > 0), "cat": lambda w: torch.cat([w, w]), "stack": lambda w: torch.stack([w]),
-    "vector": lambda w: nn.utils.parameters_to_vector([w]),
 }  # fmt: skip
 PLAIN = {
     "zeros_like": torch.zeros_like, "ones_like": torch.ones_like, "norm": lambda w: w.norm(), "isnan": torch.isnan,
-    "sum": lambda w: w.sum(1), "row": lambda w: F.embedding(torch.tensor([3]), w), "greater": lambda w: w > 0,
+    "vector": lambda w: nn.utils.parameters_to_vector([w]), "sum": lambda w: w.sum(1), "row": lambda w: F.embedding(torch.tensor([3]), w), "greater": lambda w: w > 0,
 }  # fmt: skip
 
 

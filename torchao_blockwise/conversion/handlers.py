@@ -214,7 +214,11 @@ def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
         converted.original = Original(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
     is_ours = isinstance(weight, (MasterWeightTensor, QuantizedTensor))
-    own = {*itertools.chain(*weight.__tensor_flatten__()), "original", "_is_param"} if is_ours else ()
+    own = (
+        {*itertools.chain(*weight.__tensor_flatten__()), "original", "layer", "_cast_of", "_is_param"}
+        if is_ours
+        else ()
+    )
     attributes = {k: v for k, v in vars(weight).items() if k not in vars(new) and k not in own}
     grad, weight.grad = weight.grad, None
     try:

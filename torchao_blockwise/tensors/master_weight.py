@@ -146,7 +146,8 @@ class MasterWeightTensor(TorchAOBaseTensor):
         if func in _ALIASES or (func is aten.view.default and list(args[1]) == list(args[0].shape)):
             # The very same `hp`: what is kept of it is found by it.
             alias = args[0]._like(args[0].hp)
-            alias._cast_of = args[0]._cast_of
+            if args[0]._cast_of is not None:
+                alias._cast_of = args[0]._cast_of
             return alias
         if swaps_last_dims(func, args):
             return TransposedWeight(args[0])
