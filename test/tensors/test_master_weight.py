@@ -209,7 +209,8 @@ RESULTS = {
 }  # fmt: skip
 PLAIN = {
     "zeros_like": torch.zeros_like, "ones_like": torch.ones_like, "norm": lambda w: w.norm(), "isnan": torch.isnan,
-    "vector": lambda w: nn.utils.parameters_to_vector([w]), "sum": lambda w: w.sum(1), "row": lambda w: F.embedding(torch.tensor([3]), w), "greater": lambda w: w > 0,
+    "vector": lambda w: nn.utils.parameters_to_vector([w]), "sum": lambda w: w.sum(1),
+    "row": lambda w: F.embedding(torch.tensor([3]), w), "greater": lambda w: w > 0,
 }  # fmt: skip
 
 
