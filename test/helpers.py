@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8Tensor, BlockwiseFP8TrainingConfig, MasterWeightTensor, NVFP4Tensor, ops
+from torchao_blockwise import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8TrainingConfig,
+    MasterWeightTensor,
+    NVFP4Tensor,
+    ops,
+    weights_unchanged,
+)
 from torchao_blockwise import NVFP4TrainingConfig as NVFP4Config
 from torchao_blockwise.tensors import weight_operands
 from torchao_blockwise.testing import random_tensor
@@ -156,6 +163,32 @@ def ddp_worker(rank: int, ranks: int, port: int, file: str, config) -> None:
         optimizer.step()
         optimizer.zero_grad()
     torch.save(model.state_dict(), file)
+    leave()
+
+
+def ddp_scope_worker(rank: int, ranks: int, port: int, file: str, config) -> None:
+    """Two steps of three microbatches, without and with `weights_unchanged`; leaves both state dicts."""
+    from ranks import join, leave
+    from torch.nn.parallel import DistributedDataParallel
+
+    join(rank, ranks, port)
+    states = []
+    for scope in (contextlib.nullcontext, weights_unchanged):
+        model = mlp(config)
+        parallel = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(2):
+            with scope(parallel) if scope is weights_unchanged else scope():
+                for micro in range(3):
+                    x = torch.randn(24, 64, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+                    with parallel.no_sync() if micro < 2 else contextlib.nullcontext():
+                        parallel(x).square().sum().backward()
+                kept = model[0].weight.quantized_bytes
+                assert (kept > 0) == (scope is weights_unchanged)
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(model.state_dict())
+    torch.save(states, file)
     leave()
 
 

@@ -9,7 +9,7 @@ import torch
 from helpers import FP8, mlp, saved_and_loaded
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise import MasterWeightTensor, conversion_report
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -38,6 +38,20 @@ def test_models_are_converted_after_they_are_dispatched(tmp_path):
     model(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     assert saved_and_loaded(model.state_dict()).keys() == plain.state_dict().keys()
+
+
+def test_weights_that_a_dispatch_replaces_are_said(tmp_path):
+    """Converted before it: accelerate puts plain weights in the converted ones' place."""
+    plain = mlp()
+    torch.save(plain.state_dict(), tmp_path / "model.bin")
+    with accelerate.init_empty_weights():
+        model = mlp()
+    quantize_(model, FP8)
+    model = accelerate.load_checkpoint_and_dispatch(model, str(tmp_path / "model.bin"), device_map={"": "cpu"})
+    with pytest.warns(UserWarning, match="was converted to low precision, but its weight was replaced") as caught:
+        model(torch.randn(4, 64))
+    assert sorted(str(w.message).split()[0] for w in caught) == ["0", "2"]
+    assert [layer.status for layer in conversion_report(model).layers] == ["replaced", "replaced"]
 
 
 def test_what_is_offloaded_is_refused(tmp_path):

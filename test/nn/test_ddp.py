@@ -6,12 +6,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import FP8 as CONFIG
-from helpers import ddp_worker, mlp, replace
+from helpers import ddp_scope_worker, ddp_worker, mlp, replace
 from ranks import spawn
 
 from torchao_blockwise.testing import relative_error
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+
+
+def test_microbatches_in_a_scope(tmp_path):
+    """Without and with `weights_unchanged`: the same bits after two steps of three microbatches."""
+    config = replace(CONFIG, backend="reference")
+    for of_rank in spawn(ddp_scope_worker, 2, tmp_path, config):
+        plain, scoped = of_rank
+        assert plain.keys() == scoped.keys()
+        assert all(torch.equal(plain[name], scoped[name]) for name in plain)
 
 
 def test_gradients_are_the_mean_over_ranks(tmp_path, ranks=2):

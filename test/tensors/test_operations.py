@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, linear_by_hand, master, mlp
+from helpers import FP8, both_formats, linear_by_hand, master, mlp, replace
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torchao.quantization import quantize_
@@ -78,6 +78,16 @@ def test_a_refusal_names_the_layer_and_the_remedy():
     quantize_(model, FP8)
     with pytest.raises(NotImplementedError, match=r"aten\.mm\.default: block\.2\.weight .*nn\.Linear.*weight\.hp"):
         torch.mm(x(3, 32), model["block"][2].weight.data[:, :].clone())
+
+
+@both_formats
+def test_refusals_of_quantized_parameters_name_the_layer_too(config):
+    model = nn.Sequential(mlp())
+    quantize_(model, replace(config, master_weights=False))
+    weight = model[0][0].weight
+    for use in (lambda: torch.mm(weight, x(64, 3)), lambda: weight + 1):
+        with pytest.raises(NotImplementedError, match=r"0\.0\.weight"):
+            use()
 
 
 def every_overload():
@@ -305,11 +315,11 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("replace", REPLACED.values(), ids=REPLACED)
+@pytest.mark.parametrize("change", REPLACED.values(), ids=REPLACED)
 @pytest.mark.parametrize("backend", (None, "inductor"), ids=("eager", "compiled"))
-def test_a_replaced_weight_is_said_once(replace, backend, fresh_dynamo):
+def test_a_replaced_weight_is_said_once(change, backend, fresh_dynamo):
     model = nn.Sequential(mlp(FP8))
-    replace(model[0])
+    change(model[0])
     run = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
     with pytest.warns(UserWarning, match="was converted to low precision, but its weight was replaced") as caught:
         for _ in range(3):

@@ -159,8 +159,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
         holders = _holders(weight, model)
         if not _trains_by(weight, config):
             swap(weight, _converted(weight, config))
-        if isinstance(weight, MasterWeightTensor):
-            weight.layer = f"{names[module]}.{name}".lstrip(".")
+        weight.layer = f"{names[module]}.{name}".lstrip(".")  # type: ignore[attr-defined]  # ours by now
         for holder in holders:
             keep_state_dicts_plain(holder)
             if isinstance(holder, nn.Linear):

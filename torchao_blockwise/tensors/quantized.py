@@ -30,6 +30,8 @@ class QuantizedTensor(TorchAOBaseTensor):
     global_scale: torch.Tensor | None = None
     # Of weights that train; no part of a weight's state.
     original: Original | None = None
+    # The layer's name in the model that was converted, for errors.
+    layer: str = ""
 
     @property
     def qdata(self) -> torch.Tensor:
@@ -102,7 +104,9 @@ class QuantizedTensor(TorchAOBaseTensor):
                 f"transpose: {type(self).__name__} packs two elements a byte, so a transpose is no view; "
                 "use .columnwise(), or F.linear, which transposes by itself"
             )
-        return self._make(self.qdata.transpose(-2, -1), self.scale.transpose(-2, -1), columns=self.shape[-2])
+        view = self._make(self.qdata.transpose(-2, -1), self.scale.transpose(-2, -1), columns=self.shape[-2])
+        view.layer = self.layer
+        return view
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """qdata · scale [· global_scale] as a plain tensor [.., N, K] of `dtype`, default the reported dtype."""
@@ -150,10 +154,17 @@ class QuantizedTensor(TorchAOBaseTensor):
             return result
         if implementation is None:
             raise NotImplementedError(
-                f"{func}: not exact on quantised data (in {', '.join(t.__name__ for t in types)}), so it is not done; "
+                f"{func}: not exact on quantized data (in {_names(types, args, kwargs)}), so it is not done; "
                 f"call .dequantize() first, or keep high-precision weights (master_weights=True)"
             )
         return implementation(func, *args, **(kwargs or {}))
+
+
+def _names(types, args, kwargs) -> str:
+    """The layers whose weights are among the arguments, or what kinds of tensors are."""
+    leaves = _compat.pytree.tree_leaves((args, kwargs))
+    layers = {x.layer for x in leaves if isinstance(x, QuantizedTensor) and x.layer}
+    return ", ".join(sorted(layers) or [t.__name__ for t in types])
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
@@ -255,7 +266,10 @@ def _map(x: QuantizedTensor, fn) -> QuantizedTensor:
 )
 def _map_op(func, x, *args, **kwargs):
     result = _map(x, lambda t: func(t, *args, **kwargs))
-    result.original = x.original if func in (aten.detach.default, aten.alias.default) else None
+    if func in (aten.detach.default, aten.alias.default):
+        result.original = x.original
+        if x.layer:
+            result.layer = x.layer
     return result
 
 
@@ -380,8 +394,9 @@ _PRODUCTS = (
 
 @_implements(*_PRODUCTS)
 def _product(func, *args, **kwargs):
+    kinds = [type(x) for x in args if isinstance(x, QuantizedTensor)]
     raise NotImplementedError(
-        f"{func}: products with quantised weights go through torch.nn.functional.linear (or nn.Linear; grouped_mm for "
-        "experts), which runs all three GEMMs in low precision; call that, or .dequantize() the weight for a "
-        "high-precision product"
+        f"{func} of {_names(kinds, args, kwargs)}: products with quantized weights go through "
+        "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts), which runs all three GEMMs in low precision; "
+        "call that, or .dequantize() the weight for a high-precision product"
     )
