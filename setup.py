@@ -6,8 +6,8 @@ from setuptools import find_packages, setup
 
 TEST = ["pytest>=8", "pytest-xdist", "expecttest", "hypothesis", "numpy"]
 DEMO = ["matplotlib", "tqdm", "numpy"]
-# Mixtures of experts of others, which test/nn/test_expert_models.py trains.
-MODELS = ["transformers", "torchtitan"]
+# Frameworks that tests run converted models in; without them those tests are skipped.
+MODELS = ["transformers", "torchtitan", "accelerate", "peft", "lightning", "safetensors"]
 DEV = [*TEST, *DEMO, "ruff", "mypy", "pre-commit"]
 
 setup(

@@ -397,6 +397,6 @@ def _product(func, *args, **kwargs):
     kinds = [type(x) for x in args if isinstance(x, QuantizedTensor)]
     raise NotImplementedError(
         f"{func} of {_names(kinds, args, kwargs)}: products with quantized weights go through "
-        "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts), which runs all three GEMMs in low precision; "
-        "call that, or .dequantize() the weight for a high-precision product"
+        "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts), which runs all three GEMMs in low "
+        "precision; call that, or .dequantize() the weight for a high-precision product"
     )
