@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, mlp, replace
+from helpers import FP8, NVFP4, both_formats, mlp, replace
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, skip_lm_head
+from torchao_blockwise import MasterWeightTensor, linears_and_experts, skip_lm_head
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -127,3 +127,31 @@ def test_peft_merges(config, safe):
     assert_bitwise_equal(merged[0](x).detach(), expected[0](x).detach())
     assert all(type(v) is torch.Tensor for v in merged.state_dict().values())
     assert_bitwise_equal(copy.deepcopy(merged)(x).detach(), merged(x).detach())
+
+
+@both_formats
+def test_peft_trains_and_merges_adapters_of_experts(config):
+    """`w + b @ a` by `baddbmm`, which stays a weight: the products with it are in low precision."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.Qwen3MoeConfig(**small, **heads, **experts), experts_implementation="grouped_mm"
+    )
+    quantize_(model, config, filter_fn=linears_and_experts())
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[], target_parameters=names))
+    ids = torch.arange(20).view(1, 20)
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    adapters = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(adapters) == 4 and all(p.grad.any() for name, p in adapters.items() if "lora_B" in name)
+    with torch.no_grad():
+        for p in adapters.values():
+            p.normal_(std=0.02)
+        expected = adapted.eval()(input_ids=ids).logits
+        merged = adapted.merge_and_unload()
+        assert torch.equal(merged(input_ids=ids).logits, expected)
+    stacks = [p for p in merged.parameters() if p.dim() == 3]
+    assert len(stacks) == 2 and all(isinstance(p, MasterWeightTensor) for p in stacks)
