@@ -126,6 +126,24 @@ def catches_changes_before_backward(mesh, config):
             out.sum().backward()
 
 
+def sees_changes_inside_a_graph(mesh, config):
+    """A weight that a compiled function changes is multiplied as it is then."""
+
+    def change_and_use(model, x):
+        with torch.no_grad():
+            model.up.weight.mul_(2)
+        return model(x).square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(change_and_use, backend="aot_eager", fullgraph=True)
+    models = [parallelize_module(block(config), mesh, PLANS) for _ in range(2)]
+    losses = [step(model, tokens()) for step, model in zip((change_and_use, compiled), models)]
+    sum(losses).backward()
+    assert relative_error(losses[1].detach(), losses[0].detach()) < close()
+    for a, b in zip(*(model.parameters() for model in models)):
+        assert relative_error(whole(b.grad), whole(a.grad)) < close()
+
+
 def starts_on_meta(mesh, config):
     source, expected = parallelize_module(block(config), mesh, PLANS), block(config)
     with torch.device("meta"):

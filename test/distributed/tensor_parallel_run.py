@@ -32,6 +32,7 @@ CHECKS = (
     (life.checkpoints_activations, (2,), BOTH),
     (life.saves_high_precision, (2,), BOTH),
     (life.catches_changes_before_backward, (2,), BOTH),
+    (life.sees_changes_inside_a_graph, (2,), BOTH),
     (checks.holds_quantised_weights, (2, 4), BOTH),
     (checks.sends_quantised_weights_without_handles, (2,), BOTH),
     (life.starts_on_meta, (2,), BOTH),

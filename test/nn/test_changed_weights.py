@@ -91,3 +91,38 @@ def test_inductor_refuses_it(config):
 @pytest.mark.parametrize("name", ("linear", "norm_linear", "experts"))
 def test_quantized_weights_refuse_it(name, backend):
     check(name, replace(FP8, master_weights=False), backend, [WRITERS["copy_"]])
+
+
+def change_and_use(module, weight, new, args):
+    """What the layer gives before and after its weight is set to `new`, all of it in one graph."""
+    before = module(*args).detach()
+    with torch.no_grad():
+        weight.copy_(new)
+    return before, module(*args)
+
+
+def check_change_inside(name, config, backend) -> None:
+    compiled = torch.compile(change_and_use, backend=backend, fullgraph=True)
+    runs = []
+    for run in (change_and_use, compiled):
+        module, weight, args = layer(name, config)
+        new = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            without_grad = run(module, weight, new, args)[1]
+        before, after = run(module, weight, -new, args)
+        after.sum().backward()
+        runs.append((without_grad, before, after, args[0].grad, *(p.grad for p in module.parameters())))
+    for eager, of_graph in zip(*runs):
+        torch.testing.assert_close(of_graph, eager)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_change_inside_a_graph_is_seen_by_what_follows(name):
+    check_change_inside(name, FP8, "aot_eager")
+
+
+@pytest.mark.parametrize(
+    "config", (None, NVFP4, replace(FP8, master_weights=False)), ids=("plain", "nvfp4", "quantized")
+)
+def test_inductor_sees_a_change_inside_a_graph(config):
+    check_change_inside("linear", config, "inductor")

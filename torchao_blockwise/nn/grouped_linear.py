@@ -91,7 +91,7 @@ class _GroupedLinear(torch.autograd.Function):
         stored = _stored(weight)
         config, rounded_to = config_of(stored), None
         if isinstance(stored, MasterWeightTensor):
-            # Of a cast copy the weight that it was made of: it has the quantised copy, and the cast one can go.
+            # Of a cast copy the weight that it was made of, so that the cast one can go.
             hp, rounded_to = stored.source
             stored = stored if rounded_to is None else MasterWeightTensor(hp, stored.config)
         needs_weight = ctx.needs_input_grad[1]

@@ -132,7 +132,7 @@ class _Linear(torch.autograd.Function):
         # A constant grad_output would leave the second gradient out in silence, so this does not wait for one.
         steps.refuse_second_order("linear")
         config = ctx.config
-        weight, *saved_x = steps.take_saved(ctx, config)
+        weight, *saved_x = steps.take_saved(ctx)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dy = steps.as_rows(grad_output)
         grad_x = grad_weight = grad_bias = None

@@ -159,14 +159,14 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 class _LocalWeight(torch.autograd.Function):
-    """The local part of a weight. `DTensor.to_local` makes a view, whose quantised copy nobody would find again."""
+    """The local part of a weight; what changes the weight before backward is refused there."""
 
     @staticmethod
     def forward(ctx, weight, grad_placements):
-        # Saved for the check alone that nothing changes it before backward.
+        # For that check alone.
         ctx.save_for_backward(weight)
         ctx.grad_placements = grad_placements
-        return _compat.local_of(weight).detach()
+        return weight.to_local().detach()
 
     @staticmethod
     def backward(ctx, grad):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+from torchao_blockwise.tensors import QuantizedTensor
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -20,33 +20,20 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 def save_for_backward(ctx, weights: tuple, *tensors: torch.Tensor | None) -> None:
     """Keep `weights` and what else backward reads, so that a weight which changes before is refused there.
 
-    A compiled graph reads the plain tensors that hold a weight, so there these are saved beside it: PyTorch checks
+    A compiled graph reads the payload of a quantized weight, so there its tensors are saved beside it: PyTorch checks
     those that were saved by name, and not what a graph reads besides.
     """
-    held = [values for weight in weights for values in _held_by(weight)] if torch.compiler.is_compiling() else []
+    held: list[torch.Tensor | None] = []
+    if torch.compiler.is_compiling():
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+        held = [x for weight in quantized for x in (weight.qdata, weight.scale, weight.global_scale)]
     ctx.save_for_backward(*weights, *tensors, *held)
     ctx.read_in_backward = len(weights) + len(tensors)
 
 
-def _held_by(weight) -> tuple:
-    if isinstance(weight, MasterWeightTensor):
-        return (weight.hp,)
-    if isinstance(weight, QuantizedTensor):
-        return weight.qdata, weight.scale, weight.global_scale
-    return ()
-
-
-def take_saved(ctx, config=None) -> tuple:
-    """What `save_for_backward` was given, which lives on in the caller alone; see `_compat.take_saved`.
-
-    config: of a layer's one weight, where that may be the local part of a DTensor. A compiler reads the values of such
-    a weight anew wherever they are asked for, so there it is made again of the values that were saved.
-    """
-    saved = _compat.take_saved(ctx)
-    weight, *tensors = saved[: ctx.read_in_backward]
-    if config is not None and torch.compiler.is_compiling() and isinstance(weight, MasterWeightTensor):
-        weight = MasterWeightTensor(saved[-1], config)
-    return weight, *tensors
+def take_saved(ctx) -> tuple:
+    """What `save_for_backward` was given, which lives on in the caller alone; see `_compat.take_saved`."""
+    return _compat.take_saved(ctx)[: ctx.read_in_backward]
 
 
 def grad_bias(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

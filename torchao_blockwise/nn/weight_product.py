@@ -36,7 +36,8 @@ def weight_product(
     if isinstance(weight, MasterWeightTensor):
         return master_matmul_op(
             *a,
-            weight.hp,
+            # Compiled, the weight: its values would be an input of the graph beside it, which sees no change inside.
+            weight if torch.compiler.is_compiling() else weight.hp,
             a.format_name,
             config.weight_format.name,
             config.power_of_2_scales,
