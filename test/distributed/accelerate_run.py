@@ -13,8 +13,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, linears_and_experts, skip_lm_head
+from torchao_blockwise.distributed import MasterWeightOptimizer
+from torchao_blockwise.tensors import QuantizedShard
 
-CONFIGS = {"fp8": FP8, "nvfp4": NVFP4, "fp8_quantised": replace(FP8, master_weights=False)}
+CONFIGS = {
+    "fp8": FP8,
+    "nvfp4": NVFP4,
+    "fp8_quantized": replace(FP8, master_weights=False),
+    "nvfp4_quantized": replace(NVFP4, master_weights=False),
+}
 COMMON = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "max_position_embeddings": 64, "use_cache": False,
@@ -97,7 +104,7 @@ def values(model) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
 
 
-def trains(rank: int, kind: str, config: str, precision: str, loads_on_one: bool) -> dict:
+def trains(rank: int, kind: str, config: str, precision: str, loads_on_one: bool) -> None:
     """Every weight trains, with the bits of the model that is sharded by hand."""
     made = accelerator(loads_on_one, precision)
     model = converted(kind, CONFIGS[config])
@@ -106,11 +113,37 @@ def trains(rank: int, kind: str, config: str, precision: str, loads_on_one: bool
     assert sum(isinstance(p._local_tensor, MasterWeightTensor) for p in model.parameters()) == count > 0
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == set(map(id, model.parameters()))
     got = train(model, optimizer, rank, made.backward)
-    still = [name for name in got[0] for old, new in itertools.pairwise(got) if torch.equal(old[name], new[name])]
-    assert not still, f"did not change: {still}"
     other = sharded_by_hand(converted(kind, CONFIGS[config]), precision)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         expected = train(other, torch.optim.AdamW(other.parameters(), lr=1e-2), rank, lambda loss: loss.backward())
+    assert_same_and_training(got, expected)
+
+
+def trains_quantized(rank: int, kind: str, config: str, precision: str, loads_on_one: bool) -> None:
+    """Parameters that are quantized themselves train by masters that are made of accelerate's shards."""
+    made = accelerator(loads_on_one, precision)
+    model, other = converted(kind, CONFIGS[config]), converted(kind, CONFIGS[config])
+    if loads_on_one:
+        # What the first rank's state dict has.
+        other.load_state_dict(other.state_dict())
+        if rank:
+            model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    # accelerate takes no model without an optimizer.
+    model, _ = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    assert any(isinstance(p._local_tensor, QuantizedShard) for p in model.parameters())
+    got = train(model, MasterWeightOptimizer(torch.optim.AdamW, model, lr=1e-2), rank, made.backward)
+    other = sharded_by_hand(other, precision)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        expected = train(
+            other, MasterWeightOptimizer(torch.optim.AdamW, other, lr=1e-2), rank, lambda loss: loss.backward()
+        )
+    assert_same_and_training(got, expected)
+
+
+def assert_same_and_training(got: list[dict], expected: list[dict]) -> None:
+    """Every value changes with every step, and is the expected one, bit for bit."""
+    still = [name for name in got[0] for old, new in itertools.pairwise(got) if torch.equal(old[name], new[name])]
+    assert not still, f"did not change: {still}"
     for step, (a, b) in enumerate(zip(got, expected)):
         differ = [name for name in b if not torch.equal(a[name], b[name])]
         assert a.keys() == b.keys() and not differ, f"step {step}: {differ}"
@@ -140,7 +173,7 @@ def trains_by_trainer(rank: int, kind: str, config: str, precision: str, loads_o
     assert before.keys() == after.keys() and not still, f"did not change: {still}"
 
 
-RUNS = {"accelerator": trains, "trainer": trains_by_trainer}
+RUNS = {"accelerator": trains, "quantized": trains_quantized, "trainer": trains_by_trainer}
 
 
 def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:

@@ -224,6 +224,18 @@ def compiles(mesh, config):
         assert relative_error(a, b) < close()
 
 
+def compiles_quantized_weights(mesh, config):
+    """master_weights=False: a block compiles to one graph too, and trains as in eager mode."""
+    torch._dynamo.reset()
+    model, results = parallelize_module(block(replace(config, master_weights=False)), mesh, PLANS), []
+    for step in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        step(tokens()).square().sum().backward()
+        results.append([whole(p.grad) for p in model.parameters()])
+        model.zero_grad()
+    for a, b in zip(*results):
+        assert relative_error(a, b) < close()
+
+
 def shards_in_two_dims(mesh, config):
     """FSDP2 over what tensor parallelism left to each rank; both dims of a mesh."""
     model, expected = parallelize_module(block(config), mesh["tp"], PLANS), block(config)

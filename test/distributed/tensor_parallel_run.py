@@ -40,6 +40,7 @@ CHECKS = (
     (life.refuses_cut_blocks, (2, 4), BOTH),
     (life.refuses_what_it_cannot_place, (2,), BOTH),
     (life.compiles, (2,), BOTH),
+    (life.compiles_quantized_weights, (2,), BOTH),
     (life.shards_in_two_dims, ((2, 2),), ("fp8", "fp8_pow2", "nvfp4")),
 )
 BY_NAME = {check.__name__: check for check, _, _ in CHECKS}

@@ -25,6 +25,9 @@ CASES = [
     *(("accelerator", "llama", "fp8", *rest) for rest in itertools.product(("no", "bf16"), (True, False))),
     *(("accelerator", kind, "fp8", *rest) for kind in ("tied", "moe") for rest in (("no", True), ("bf16", False))),
     ("accelerator", "llama", "nvfp4", "no", True),
+    ("quantized", "llama", "fp8_quantized", "bf16", True),
+    ("quantized", "moe", "nvfp4_quantized", "no", True),
+    ("quantized", "llama", "fp8_quantized", "no", False),
     ("trainer", "llama", "fp8", "bf16", True),
     ("trainer", "moe", "fp8", "no", False),
 ]

@@ -84,7 +84,8 @@ def check_linear(x, weight, bias) -> None:
         raise ValueError(f"linear: x [.., K] and weight [N, K] must agree in K, got {got}")
     if x.device != weight.device:
         raise ValueError(f"linear: x is on {x.device}, weight on {weight.device}; move one of them")
-    if isinstance(weight, NVFP4Tensor) and not weight.fmt.is_square:
+    # Not by the format: of a weight that comes out of a function compilers know its attributes alone.
+    if isinstance(weight, NVFP4Tensor) and weight.block_size[0] != weight.block_size[1]:
         raise ValueError(
             f"linear: a weight with blocks of {weight.block_size} cannot be transposed for grad_input; "
             "make it with block_size=(16, 16)"

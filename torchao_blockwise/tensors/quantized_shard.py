@@ -139,8 +139,10 @@ class QuantizedShard(QuantizedTensor):
 
     def with_values(self, values: torch.Tensor) -> QuantizedShard:
         """A shard of the same rows and of other values, which wait for a cast."""
-        other = self.detach().clone()
-        other.original.take_over(values.to(self.device))
+        # accelerate, torchtitan and others shard on the meta device, and load after.
+        is_meta = self.device.type == "meta"
+        other = torch.empty_like(self, device=values.device) if is_meta else self.detach().clone()
+        other.original.take_over(values.to(other.device))
         return other
 
     def _check(self):
