@@ -178,9 +178,38 @@ def test_moves_keep_the_type():
     assert type(parameter.bfloat16()) is MasterWeightTensor and parameter.bfloat16().config is parameter.config
     layer = mlp(FP8).half()
     assert type(layer[0].weight) is MasterWeightTensor and layer[0].weight.hp.dtype == torch.float16
-    with pytest.raises(TypeError, match=r"hp must be bfloat16, float16 or float32, got torch.float64"):
+    with pytest.raises(NotImplementedError, match=r"weight can be bfloat16, float16 or float32, got torch.float64"):
         layer.double()
     assert layer.to_empty(device="cpu")[0].weight.hp.dtype == torch.float16
+
+
+RESHAPES = {
+    "t_": lambda w: w.t_(),
+    "transpose_": lambda w: w.transpose_(0, 1),
+    "unsqueeze_": lambda w: w.unsqueeze_(0),
+    "squeeze_": lambda w: w[:1].squeeze_(0),
+    "as_strided_": lambda w: w.as_strided_((3, 5), (5, 1), 2),
+    "resize_": lambda w: w.resize_(4, 6),
+    "set_": lambda w: w.set_(torch.ones(2, 3)),
+}
+
+
+@pytest.mark.parametrize("context", (torch.enable_grad, torch.no_grad, torch.inference_mode))
+@pytest.mark.parametrize("reshape", RESHAPES.values(), ids=RESHAPES)
+def test_a_shape_is_changed_in_place_as_a_plain_ones(reshape, context):
+    """Of this tensor: what it is an alias of keeps its own."""
+    ours, plain = master(40, 24), master(40, 24).hp
+    with context():
+        for alias, expected in ((ours.data, plain.data), (ours.detach(), plain.detach())):
+            changed, wanted = reshape(alias), reshape(expected)
+            assert type(changed) is MasterWeightTensor and torch.equal(changed.hp, wanted)
+            assert (changed.shape, changed.stride(), changed.hp.stride()) == (wanted.shape, *2 * (wanted.stride(),))
+            assert ours.shape == ours.hp.shape == (40, 24) and torch.equal(ours.hp, plain)
+
+
+def test_numbers_are_formatted_as_plain_ones():
+    weight = master(40, 24)
+    assert f"{weight[3, 2]:.4f}" == f"{weight.hp[3, 2]:.4f}" and f"{weight}" == repr(weight)
 
 
 VIEWS = {

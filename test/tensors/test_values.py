@@ -46,6 +46,11 @@ def test_numpy_of_a_trained_weight_is_refused_as_of_a_plain_one():
     assert isinstance(torch.histc(master(40, 24), 5), torch.Tensor)
 
 
+def test_a_function_is_applied_in_python():
+    ours, plain = master(40, 24), master(40, 24).hp
+    assert torch.equal(ours.detach().apply_(abs).hp, plain.apply_(abs)) and torch.equal(ours.hp, plain)
+
+
 def test_addresses_tell_weights_apart():
     weights = [nn.Parameter(make(40, 24)) for make in (weight, lambda *s: master(*s).detach()) for _ in range(2)]
     assert len({w.data_ptr() for w in weights}) == 4 and 0 not in {w.data_ptr() for w in weights}
@@ -66,6 +71,7 @@ QUANTIZED_READS = {
     "dlpack": torch.from_dlpack,
     "tolist": lambda w: w.tolist(),
     "storage": lambda w: w.storage(),
+    "apply_": lambda w: w.apply_(abs),
 }
 
 

@@ -22,6 +22,8 @@ aten = torch.ops.aten
 
 # Plain aliases of a weight: checkpointing detaches what it saves, and what a DTensor holds is asked for as a view.
 _ALIASES = {aten.alias.default, aten.detach.default}
+# Of no values yet, in any dtype.
+_NEW = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default, aten.new_zeros.default}
 _JOINS = {aten.cat.default, aten.stack.default}
 
 
@@ -68,7 +70,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
             got = f"a {type(hp).__name__} in {hp.layout}"
             raise TypeError(f"MasterWeightTensor: hp must be a strided tensor of values, got {got}; dequantize() it")
         if hp.dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(f"MasterWeightTensor: hp must be bfloat16, float16 or float32, got {hp.dtype}")
+            raise TypeError(f"MasterWeightTensor: hp must be bfloat16, float16 or float32, got {hp.dtype}; cast it")
         if not isinstance(config, TrainingConfig):
             raise TypeError(f"MasterWeightTensor: config must be a TrainingConfig, got {type(config).__name__}")
         self.hp = hp.detach() if hp.requires_grad else hp
@@ -126,6 +128,10 @@ class MasterWeightTensor(TorchAOBaseTensor):
     def _stable_hash_for_caching(self) -> str:
         return stable_hash(self)
 
+    def __format__(self, spec: str) -> str:
+        # PyTorch formats the number of a plain tensor alone.
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+
     def __repr__(self, *, tensor_contents=None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
@@ -166,6 +172,8 @@ class MasterWeightTensor(TorchAOBaseTensor):
             raise NotImplementedError(_refusal(func, masters))
         for master in masters:
             _cut_link(master)
+        if torch.Tag.inplace_view in func.tags and args[0] is first:
+            return _change_shape(first, func, plain_args[1:], plain_kwargs)
         with _compat.counting_changes():
             out = func(*plain_args, **plain_kwargs)
         if _compat.schema_of(func).is_mutable:
@@ -190,7 +198,9 @@ class MasterWeightTensor(TorchAOBaseTensor):
 
         def rewrap(x: torch.Tensor) -> torch.Tensor:
             fits = x.is_floating_point() and not (flat and x.dim() < 2) and (shapes is None or x.shape in shapes)
-            return first._like(x) if fits else x
+            if fits and x.dtype not in HIGH_PRECISION_DTYPES and func not in _NEW:
+                raise NotImplementedError(_refusal_of_dtype(func, masters, x.dtype))
+            return first._like(x) if fits and x.dtype in HIGH_PRECISION_DTYPES else x
 
         out = pytree.tree_map_only(torch.Tensor, rewrap, out)
         if func is aten._to_copy.default and isinstance(out, cls):
@@ -206,10 +216,20 @@ class MasterWeightTensor(TorchAOBaseTensor):
         return other
 
 
-def _refusal(func, masters: list[MasterWeightTensor]) -> str:
-    names = sorted({master.layer for master in masters if master.layer})
+def _layers(masters: list[MasterWeightTensor]) -> str:
+    return ", ".join(sorted({master.layer for master in masters if master.layer})) or "a converted weight"
+
+
+def _refusal_of_dtype(func, masters: list[MasterWeightTensor], dtype: torch.dtype) -> str:
     return (
-        f"{func}: {', '.join(names) or 'a converted weight'} would be used in high precision without being seen: only "
+        f"{func}: {_layers(masters)} can be bfloat16, float16 or float32, got {dtype}, which products would take in high "
+        "precision; use weight.hp for its values in another dtype, or unconvert(model)"
+    )
+
+
+def _refusal(func, masters: list[MasterWeightTensor]) -> str:
+    return (
+        f"{func}: {_layers(masters)} would be used in high precision without being seen: only "
         "operations that are known to be no product may read a MasterWeightTensor; use torch.nn.functional.linear (or "
         "nn.Linear; grouped_mm for experts) for low precision, weight.hp for high precision, or leave the layer out "
         "(filter_fn=skip_fqns(...))"
@@ -252,9 +272,7 @@ def _set_data(func, types, args, kwargs):
     if not isinstance(weight, MasterWeightTensor):
         return func(weight, data.hp)
     new = data if isinstance(data, MasterWeightTensor) else MasterWeightTensor(data.detach(), weight.config)
-    with _compat.no_torch_function():
-        func(weight, new)
-    weight.hp = new.hp
+    _take_over(weight, new)
 
 
 @MasterWeightTensor.implements_torch_function(torch.Tensor.share_memory_)
@@ -278,6 +296,21 @@ def _cut_link(weight: MasterWeightTensor) -> None:
     """Called where other memory than the weight's own may be changed through `weight`: it is a copy by itself now."""
     if weight._cast_of is not None:
         weight._cast_of.hp = None
+
+
+def _change_shape(weight: MasterWeightTensor, func, args, kwargs) -> MasterWeightTensor:
+    """`weight.t_()` and its like: as of a plain tensor, aliases keep the shape and strides that they have."""
+    with _compat.counting_changes():
+        hp = func(weight.hp.detach(), *args, **kwargs)
+    _take_over(weight, weight._like(hp))
+    return weight
+
+
+def _take_over(weight: MasterWeightTensor, new: MasterWeightTensor) -> None:
+    """Let `weight` be `new`, and the same object still."""
+    with _compat.no_torch_function():
+        weight.data = new
+    weight.hp = new.hp
 
 
 def _written(func, args, kwargs) -> list[MasterWeightTensor]:

@@ -61,7 +61,7 @@ _PLAIN = _names(
     "bernoulli cauchy exponential eye full_like geometric linalg_qr log_normal new_full new_ones normal ones_like "
     "rand_like randint_like randn_like random uniform zero zeros_like _linalg_svd "
     # Memory.
-    "record_stream resize resize_as set _assert_tensor_metadata "
+    "record_stream resize resize_as set _assert_tensor_metadata _has_compatible_shallow_copy_type "
     # Optimizers.
     "_amp_foreach_non_finite_check_and_unscale _fused_adagrad _fused_adam _fused_adamw _fused_sgd"
 )

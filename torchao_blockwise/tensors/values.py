@@ -28,6 +28,12 @@ def _of_values(func, types, args, kwargs):
     return func(weight.hp.detach().requires_grad_(weight.requires_grad), *others, **kwargs)
 
 
+@MasterWeightTensor.implements_torch_function(Tensor.apply_)
+def _apply_in_python(func, types, args, kwargs):
+    _of_values(func, types, args, kwargs)
+    return args[0]
+
+
 def _address(func, types, args, kwargs):
     return args[0].qdata.data_ptr()
 
@@ -47,4 +53,4 @@ def _refuse(func, types, args, kwargs):
 for _cls in _QUANTIZED:
     _cls.implements_torch_function(Tensor.data_ptr)(_address)
     _cls.implements_torch_function(Tensor.is_shared)(_is_shared)
-    _cls.implements_torch_function(_READS)(_refuse)
+    _cls.implements_torch_function([*_READS, Tensor.apply_])(_refuse)
