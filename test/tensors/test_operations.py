@@ -137,6 +137,7 @@ STAY = {
     "baddbmm": lambda w: torch.baddbmm(w[None], b[None], a[None])[0],
     "mask": lambda w: w * (x(N, K) > 0),
     "mask_first": lambda w: (x(N, K) > 0).float() * w,
+    "magnitude_first": lambda w: x(N, 1) * F.normalize(w + b @ a, dim=1),
     "scaled_rows": lambda w: w * x(N, 1),
     "where": lambda w: torch.where(x(N, K) > 0, w, 0.0),
     "masked_fill": lambda w: w.masked_fill(x(N, K) > 0, 0),
@@ -181,11 +182,15 @@ def test_what_is_made_of_a_weight_trains_in_low_precision(made):
 
 
 @pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
-def test_evaluation_of_what_is_made_of_a_weight_is_low_precision_too(context):
+@pytest.mark.parametrize("made", STAY.values(), ids=STAY)
+def test_evaluation_of_what_is_made_of_a_weight_is_low_precision_too(made, context):
     w = master(N, K)
     with context():
-        assert type(w + b @ a) is MasterWeightTensor
-        assert torch.equal(F.linear(x(), w + b @ a), F.linear(x(), MasterWeightTensor(w.hp + b @ a, FP8)))
+        torch.manual_seed(0)
+        derived = made(w)
+        assert type(derived) is MasterWeightTensor
+        expected, *_ = linear_by_hand(x(), derived.hp, None, x(8, N), FP8)
+        assert torch.equal(F.linear(x(), derived), expected)
 
 
 def test_compiled_layers_on_derived_weights(fresh_dynamo):

@@ -14,7 +14,7 @@ from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
-from torchao_blockwise.tensors.operations import Result, result_of
+from torchao_blockwise.tensors.operations import Result, is_sum, result_of
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 from torchao_blockwise.tensors.weight_operands import kept_bytes, kept_weights, weight_operand
 
@@ -190,7 +190,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
             fsdp.warn_of_high_precision_gather()
             out = _compat.waited(out)
         shapes = {master.shape for master in masters} if result is Result.DERIVED else None
-        if shapes is not None and not _stays_weight(args, masters):
+        if shapes is not None and not _stays_weight(func, args, masters):
             return out
 
         # What is flattened together, as by `parameters_to_vector`, is no weight.
@@ -236,15 +236,15 @@ def _refusal(func, masters: list[MasterWeightTensor]) -> str:
     )
 
 
-def _stays_weight(args, masters: list[MasterWeightTensor]) -> bool:
+def _stays_weight(func, args, masters: list[MasterWeightTensor]) -> bool:
     """Whether what an operation makes of a weight, in its shape, is to be used as one.
 
-    Under `no_grad` only what is made of the weight first of all, as `w + b @ a`: optimizers compute there, and their
-    `grad.add(w)` is no weight. Gradients are none either.
+    Under `no_grad` no sum that begins with another tensor: optimizers compute there, and their `grad.add(w)` is no
+    weight. Gradients are none either.
     """
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
-    return not _compat.in_backward() and pytree.tree_leaves(args)[0] is masters[0]
+    return not _compat.in_backward() and (pytree.tree_leaves(args)[0] is masters[0] or not is_sum(func))
 
 
 def _set_state(self, state):

@@ -68,6 +68,8 @@ _PLAIN = _names(
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 # self + a · b: the product is of others, where the weight is `self` alone.
 _ADDS_A_PRODUCT = _names("addbmm addmm addr baddbmm")
+# What optimizers make of a gradient and a weight that decays.
+_SUMS = _names("add addcdiv addcmul lerp rsub sub")
 # Of a matrix they look up rows, as embeddings do; of a stack of experts they pick experts, which are weights still.
 _PICKS_EXPERTS = {"index", "index_select"}
 
@@ -76,6 +78,17 @@ def _is_pointwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+@functools.cache
+def is_sum(func) -> bool:
+    """Whether `func` adds elements, multiples or products of them."""
+    return _plain_name(func) in _SUMS
+
+
+def _plain_name(func) -> str:
+    """The name of an operation without what marks its in-place and `_foreach_` forms."""
+    return _compat.operation_name(func).removeprefix("_foreach_").removesuffix("_")
 
 
 @functools.cache
@@ -92,7 +105,7 @@ def result_of(func, dims: int = 2, first_alone: bool = False) -> Result:
     if func.namespace != "aten":
         return Result.REFUSED
     schema = _compat.schema_of(func)
-    name = _compat.operation_name(func).removeprefix("_foreach_").removesuffix("_")
+    name = _plain_name(func)
     if name in _PICKS_EXPERTS and dims == 3:
         return Result.WEIGHT
     if name in _ADDS_A_PRODUCT and first_alone:
