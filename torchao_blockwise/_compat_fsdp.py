@@ -64,12 +64,12 @@ def why_not_installed() -> str | None:
         return None
     if missing := _missing():
         return (
-            f"FSDP2 of PyTorch {torch.__version__} has no {' and no '.join(missing)}, by which shards are quantised; "
+            f"FSDP2 of PyTorch {torch.__version__} has no {' and no '.join(missing)}, by which shards are quantized; "
             "take a PyTorch that has it (2.11 to 2.13 do), or another way than fully_shard to split the model"
         )
     return (
         "what it calls for such weights is installed where a model is converted, and none was in this process; call "
-        "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks, before fully_shard if they are quantised"
+        "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks, before fully_shard if they are quantized"
     )
 
 

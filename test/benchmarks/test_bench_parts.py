@@ -298,7 +298,7 @@ def test_a_converted_layer_computes_what_bf16_does(recipe, any_device):
     assert max(relative_error(a, b) for a, b in zip(got, expected)) < bench_linear._BUDGETS[recipe]
 
 
-def test_a_step_quantises_the_weight_in_forward_and_in_backward():
+def test_a_step_quantizes_the_weight_in_forward_and_in_backward():
     from helpers import weight_calls
 
     weight = torch.ones(256, 128, dtype=torch.bfloat16)

@@ -92,7 +92,7 @@ def trains(model) -> None:
 GPT_OSS = {**ATTENTION, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
 
 
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantised"))
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 def test_gpt_oss_is_refused_with_eager_experts_and_trains_with_the_remedy(masters):
     config = replace(FP8, master_weights=masters)
     model = language_model("GptOss", "eager", **GPT_OSS)

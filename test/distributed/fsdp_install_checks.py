@@ -125,7 +125,7 @@ def weights_made_by_hand_are_refused():
 
     start_rank()
     model = fully_shard(by_hand(MasterWeightTensor))
-    remedy = "sync_weight_scales(model) on all ranks, before fully_shard if they are quantised"
+    remedy = "sync_weight_scales(model) on all ranks, before fully_shard if they are quantized"
     gather = refusal(lambda: loss_of(model))
     assert gather.startswith("FSDP2 gathers a weight of Linear(in_features=48") and remedy in gather
     shard = refusal(lambda: fully_shard(by_hand(lambda hp, config: BlockwiseFP8Tensor.from_hp(hp, config=config))))

@@ -64,7 +64,7 @@ def assert_same(got, expected) -> None:
 
 @every_recipe
 @pytest.mark.parametrize("variant", ({}, {"save_activations": "high_precision"}, {"master_weights": False}),
-                         ids=("default", "high_precision", "quantised"))  # fmt: skip
+                         ids=("default", "high_precision", "quantized"))  # fmt: skip
 def test_routing_and_token_counts_do_not_recompile(config, variant):
     module, counter = mlp(replace(config, **variant)), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True)
@@ -77,7 +77,7 @@ def test_routing_and_token_counts_do_not_recompile(config, variant):
 
 @every_recipe
 @pytest.mark.parametrize("cast", (False, True), ids=("as_is", "cast"))
-def test_weights_are_quantised_where_products_read_them_also_compiled(config, cast):
+def test_weights_are_quantized_where_products_read_them_also_compiled(config, cast):
     module, dtype = mlp(config, cast=cast), torch.bfloat16 if cast else torch.float32
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)

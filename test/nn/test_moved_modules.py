@@ -96,7 +96,7 @@ def test_models_move_whole_with_outputs_alive(config, kind, masters, move):
 
 
 @pytest.mark.parametrize("kind", ("linear", "experts", "tied"))
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantised"))
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 def test_switches_of_pytorch_change_nothing(future, kind, masters):
     if kind == "tied" and not masters:
         return

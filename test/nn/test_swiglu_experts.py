@@ -195,7 +195,7 @@ def test_gradients_are_added_to_main_grad():
         torch.testing.assert_close(p.main_grad - 1, expected[name], atol=1e-6, rtol=1e-5)
 
 
-def test_weights_are_quantised_where_products_read_them():
+def test_weights_are_quantized_where_products_read_them():
     module, inputs = experts_of(FP8, 3), inputs_of(ROUTINGS["ragged"])
     with weight_calls() as calls:
         results(module, *inputs)

@@ -141,7 +141,7 @@ COPIES = {
 @both_formats
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("requires_grad", (True, False), ids=("trained", "frozen"))
-def test_copies_keep_everything_but_quantised_copies(config, copied, requires_grad):
+def test_copies_keep_everything_but_quantized_copies(config, copied, requires_grad):
     parameter = master(40, 24, config=config, dtype=torch.bfloat16).requires_grad_(requires_grad)
     size, model = len(pickle.dumps(parameter)), nn.Module()
     model.weight = parameter

@@ -244,7 +244,7 @@ def test_no_cast_is_no_copy():
 
 
 @both_formats
-def test_rounded_values_are_quantised_as_those_of_a_rounded_weight(config):
+def test_rounded_values_are_quantized_as_those_of_a_rounded_weight(config):
     w = master(*SHAPE, config=config)
     fmt, power = config.weight_format, {"power_of_2_scales": config.power_of_2_scales}
     for columnwise in (False, True):

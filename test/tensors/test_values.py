@@ -1,4 +1,4 @@
-"""What looks past operations at a weight's memory: a master weight's values, and a quantised tensor's address alone."""
+"""What looks past operations at a weight's memory: a master weight's values, and a quantized tensor's address alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_addresses_tell_weights_apart():
 
 
 @every_kind
-def test_a_quantised_tensors_address_is_its_own(from_hp):
+def test_a_quantized_tensors_address_is_its_own(from_hp):
     weights = [nn.Parameter(from_hp(weight(40, 32))) for _ in range(3)]
     assert len({w.data_ptr() for w in weights} | {0}) == 4
     w = weights[0]
@@ -77,7 +77,7 @@ QUANTIZED_READS = {
 
 @every_kind
 @pytest.mark.parametrize("read", QUANTIZED_READS.values(), ids=QUANTIZED_READS)
-def test_nothing_reads_a_quantised_tensors_memory(from_hp, read):
+def test_nothing_reads_a_quantized_tensors_memory(from_hp, read):
     with pytest.raises(TypeError, match=r"blocks, not its values; take weight.dequantize\(\), or model.state_dict"):
         read(from_hp(weight(40, 32)))
 

@@ -35,7 +35,7 @@ def assert_products_of_now(parameter) -> None:
 
 @every_recipe
 @pytest.mark.parametrize("backend", (None, "aot_eager"), ids=("eager", "compiled"))
-def test_each_product_quantises_the_weight_that_it_reads(config, backend):
+def test_each_product_quantizes_the_weight_that_it_reads(config, backend):
     """In forward rowwise; in backward straight to the columnwise copy, with no transpose of another."""
     model = mlp(config)
     run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)

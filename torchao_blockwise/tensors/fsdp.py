@@ -96,7 +96,7 @@ class WeightShard:
     """What a rank sends of a weight, and the scales of all of it. Filled by `distributed.sync_weight_scales`.
 
     payload: uint8 of layout.payload_shape, from which gathers copy. scale, global_scale: of the whole weight, as
-    quantised tensors store them; gathered weights hold them, so that each sync makes new ones.
+    quantized tensors store them; gathered weights hold them, so that each sync makes new ones.
     version: change count of the values that the payload was made of, None where they have none.
     ready: recorded on the stream that wrote the payload.
     """

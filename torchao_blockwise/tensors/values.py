@@ -1,6 +1,6 @@
 """What programs are told that look past PyTorch's operations at a weight's memory.
 
-A master weight answers with its values' memory. A quantised tensor has an address, by which weights are told apart, and
+A master weight answers with its values' memory. A quantized tensor has an address, by which weights are told apart, and
 nothing to read there: its bytes are not the values that it stands for. Answers are given by `__torch_function__`:
 PyTorch's own `deepcopy` and `save` switch that off and see a wrapper without memory, as they must.
 """
