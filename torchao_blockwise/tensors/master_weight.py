@@ -222,7 +222,7 @@ def _layers(masters: list[MasterWeightTensor]) -> str:
 
 def _refusal_of_dtype(func, masters: list[MasterWeightTensor], dtype: torch.dtype) -> str:
     return (
-        f"{func}: {_layers(masters)} can be bfloat16, float16 or float32, got {dtype}, which products would take in high "
+        f"{func}: {_layers(masters)} can be bfloat16, float16 or float32, got {dtype}, which would multiply in high "
         "precision; use weight.hp for its values in another dtype, or unconvert(model)"
     )
 
