@@ -1,7 +1,7 @@
 """TransposedWeight: a weight of experts seen with its last two dims swapped, as models hand it to grouped products.
 
 `torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=..)` asks for [E, K, N] where [E, N, K] is stored. A
-view of the values would have another quantised copy than the weight, made on every use; this one leads to the weight.
+strided view of the values would be copied before it is quantized; this one leads to the weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COMMUTES = {
 class TransposedWeight(TorchAOBaseTensor):
     """`weight` [E, N, K] of ours as [E, K, N]: what its `transpose(-2, -1)`, `.mT` and `permute(0, 2, 1)` give.
 
-    Grouped products take it and use the quantised copies of `weight`. Copies and casts stay transposed weights, a
+    Grouped products take it and quantize `weight`. Copies and casts stay transposed weights, a
     second transpose gives the weight; anything else is done to a transposed view of the values or payload, which is
     exact, or raises as it does on that: NVFP4 packs two elements a byte and has no such view.
     weight: a `MasterWeightTensor`, `BlockwiseFP8Tensor` or `NVFP4Tensor`, which has its memory.
