@@ -348,6 +348,24 @@ def take_saved(ctx) -> tuple:
     return saved
 
 
+def is_on_stack(module: str) -> bool:
+    """Whether a function of the module of that name runs in this thread."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def copies_for_async_save() -> bool:
+    """Whether `torch.distributed.checkpoint.async_save` copies what it is to save.
+
+    It copies the storage of what has an address, and the attributes of what has none.
+    """
+    return is_on_stack("torch.distributed.checkpoint._state_dict_stager")
+
+
 def in_backward() -> bool:
     """Whether the autograd engine runs a backward pass in this thread, recomputation included."""
     return torch._C._current_graph_task_id() != -1

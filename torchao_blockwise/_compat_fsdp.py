@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
 import threading
-import types
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -255,13 +253,8 @@ def watch(before_gathers: Callable) -> None:
 
 
 def flattens_for_fsdp1() -> bool:
-    """Whether `FullyShardedDataParallel`, FSDP1, is on the stack and makes one flat tensor of parameters."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.fsdp._flat_param":
-            return True
-        frame = frame.f_back
-    return False
+    """Whether `FullyShardedDataParallel`, FSDP1, makes one flat tensor of parameters."""
+    return _compat.is_on_stack("torch.distributed.fsdp._flat_param")
 
 
 class FsdpRows(NamedTuple):

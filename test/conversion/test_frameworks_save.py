@@ -101,6 +101,36 @@ def test_lightning_resumes(config, tmp_path):
         assert_bitwise_equal(x, whole.state_dict()[name], name)
 
 
+@both_formats
+def test_trainer_accumulates_gradients_and_resumes(config, tmp_path):
+    """Hugging Face's, in one process: every weight trains, and one that goes on has the bits of one without a stop."""
+    transformers = pytest.importorskip("transformers")
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(64).view(8, 8)]
+
+    def train(folder, steps, resume=None):
+        args = transformers.TrainingArguments(
+            str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            learning_rate=1e-2, lr_scheduler_type="constant", save_steps=2, logging_steps=1, report_to=[],
+            use_cpu=True, disable_tqdm=True, seed=0,
+        )  # fmt: skip
+        model = llama()
+        quantize_(model, config, filter_fn=skip_lm_head())
+        if resume is not None:
+            nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in model.parameters())), model.parameters())
+        trainer = transformers.Trainer(model, args, train_dataset=rows)
+        trainer.train(resume_from_checkpoint=resume)
+        return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    whole, losses = train(tmp_path / "whole", 4)
+    assert losses[-1] < 0.9 * losses[0]
+    before = llama().state_dict()
+    assert not any(torch.equal(x, before[name]) for name, x in whole.state_dict().items())
+    train(tmp_path / "parts", 2)
+    resumed, _ = train(tmp_path / "parts", 4, str(tmp_path / "parts" / "checkpoint-2"))
+    for name, x in resumed.state_dict().items():
+        assert_bitwise_equal(x, whole.state_dict()[name], name)
+
+
 @every_config
 @pytest.mark.parametrize("safe", (False, True), ids=("", "safe"))
 def test_peft_merges(config, safe):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import ANOTHER_ROUNDING, adamw, assert_gathers_exactly
+from helpers import replace
 from ranks import device
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -20,7 +21,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise import experts, weights_unchanged
 from torchao_blockwise.distributed import ExpertParallel
 from torchao_blockwise.nn import SwiGLUExperts
-from torchao_blockwise.tensors import MasterWeightTensor
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
 
 # Experts that every number of ranks here splits unevenly, and leaves one for the last.
@@ -32,7 +33,8 @@ def layer(config, count: int = EXPERTS) -> SwiGLUExperts:
     module = SwiGLUExperts(count, WIDTH, HIDDEN).to(device())
     if config is not None:
         quantize_(module, config, filter_fn=experts())
-        assert all(isinstance(p, MasterWeightTensor) for p in module.parameters())
+        kind = MasterWeightTensor if config.master_weights else QuantizedTensor
+        assert all(isinstance(p, kind) for p in module.parameters())
     return module
 
 
@@ -145,6 +147,28 @@ def _has_bits_of(one, spread, what: str) -> None:
         for field in ("qdata", "scale"):
             of_all = getattr(whole.quantized(), field)[first : first + own.shape[0]]
             assert_bitwise_equal(getattr(own.quantized(), field), of_all, f"{what}: {name}.{field}")
+
+
+def compiles(mesh, config):
+    """One graph, the bits of eager mode, and a weight that changes before backward is refused."""
+    # Quantized experts are split evenly or not at all.
+    for recipe, count in ((config, EXPERTS), (replace(config, master_weights=False), 4)):
+        torch._dynamo.reset()
+        part, results = tokens(mesh.get_local_rank(), count), []
+        for compiled in (False, True):
+            spread = parallelize_module(layer(recipe, count), mesh, ExpertParallel())
+            if compiled:
+                spread.forward = torch.compile(spread.forward, backend="aot_eager", fullgraph=True)
+            results.append((*on_this_rank(spread, part), *(p.grad.to_local() for p in spread.parameters())))
+        for eager, of_graph in zip(*results):
+            assert_bitwise_equal(of_graph, eager)
+        for weight in spread.parameters():
+            x = part.x.clone().requires_grad_()
+            out = spread(x, part.group_ends)
+            with torch.no_grad():
+                weight._local_tensor.copy_(torch.randn(weight._local_tensor.shape, device=device()))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.backward(part.dy)
 
 
 def keeps_copies_in_a_scope(mesh, config):

@@ -102,6 +102,7 @@ PRIMARY_CHECKS = (
 )
 EXPERT_CHECKS = (
     (experts.computes_as_one_device, (1, 2, 3, 4), EVERY),
+    (experts.compiles, (2,), BOTH),
     (experts.keeps_copies_in_a_scope, (2,), BOTH),
     (experts.shards_experts, (1, 3, 4), BOTH),
     (experts.trains_sharded_experts, (2, 4), BOTH),

@@ -83,6 +83,23 @@ def test_layers_refuse_it(name, backend):
 
 
 @pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+@pytest.mark.parametrize("name", LAYERS)
+def test_graphs_hold_payloads_until_backward_and_no_transposed_copies(name, config):
+    module, _, args = layer(name, replace(config, master_weights=False))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for weight in [p for p in module.parameters() if p.dim() > 1]:
+        out = compiled(*args)
+        held = [x.view(torch.uint8) for x in out.grad_fn.saved_tensors if x.dtype == weight.qdata.dtype]
+        assert any(x.data_ptr() == weight.qdata.data_ptr() for x in held)
+        transposed = weight.columnwise()[0].view(torch.uint8)
+        assert not any(torch.equal(x, transposed) for x in held)
+        with torch.no_grad():
+            weight.copy_(torch.randn(weight.shape))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
 def test_inductor_refuses_it(config):
     check("linear", config, "inductor", WRITERS.values())
 

@@ -180,3 +180,23 @@ def test_the_operation_on_values(config, columnwise, rounded_to):
     arguments = (*a, hp, *options, ends, rounded_to)
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.torchao_blockwise.master_matmul.default, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+@pytest.mark.parametrize("grouped", (False, True), ids=("plain", "grouped"))
+def test_the_operation_on_payloads(config, grouped):
+    """What `columnwise_operand` and a product give; for any number of tokens, as above."""
+    hp = weight(3, 40, 70) if grouped else weight(40, 70)
+    ends = torch.tensor([2, 2, 9], dtype=torch.int32) if grouped else None
+    a = ops.quantize(torch.randn(9, 40), config.activation_format, backend="reference")
+    b = ops.quantize(hp, config.weight_format, backend="reference")
+    arguments = (*a, *b, 70, a.format_name, b.format_name, torch.float32, "reference", ends)
+    transposed = ops.transpose(b, columns=70, backend="reference")
+    if grouped:
+        wanted = ops.grouped_matmul(a, transposed, ends, out_dtype=torch.float32, backend="reference")
+    else:
+        wanted = ops.matmul(a, transposed, out_dtype=torch.float32, backend="reference")
+    op = torch.ops.torchao_blockwise.transposed_matmul.default
+    assert_bitwise_equal(op(*arguments), wanted)
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, arguments, test_utils=tests)

@@ -113,6 +113,27 @@ def test_copies_have_addresses_of_their_own(copied):
     assert_bitwise_equal(other.hp, ours.hp)
 
 
+def test_asynchronous_saving_copies_weights():
+    """As `torch.distributed.checkpoint.async_save` does it, for every save into the same memory."""
+    stager = pytest.importorskip("torch.distributed.checkpoint._state_dict_stager").StateDictStager()
+    weights = {"w": nn.Parameter(master(40, 24).detach()), "plain": nn.Parameter(torch.ones(3))}
+    for _ in range(2):
+        copied = stager.stage(weights)
+        assert type(copied["w"]) is type(weights["w"]) and copied["w"].config == weights["w"].config
+        assert copied["w"].shape == (40, 24) and copied["w"].data_ptr() != weights["w"].data_ptr()
+        assert_bitwise_equal(copied["w"].hp, weights["w"].hp)
+        with torch.no_grad():
+            weights["w"].mul_(2)
+
+
+@every_kind
+def test_asynchronous_saving_of_quantized_tensors_is_refused(from_hp):
+    """A copy of a wrapper would be a plain tensor that nothing is written to."""
+    stager = pytest.importorskip("torch.distributed.checkpoint._state_dict_stager").StateDictStager()
+    with pytest.raises(TypeError, match=r"blocks, not its values; take .* model.state_dict\(\)"):
+        stager.stage({"w": nn.Parameter(from_hp(weight(40, 32)))})
+
+
 @both_formats
 def test_tensorboard_writes_histograms(config, tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")

@@ -83,7 +83,7 @@ def fields(columnwise) -> tuple:
 
 
 def grad_input(dy_rowwise, weight, config, dtype: torch.dtype, **groups) -> torch.Tensor:
-    """dy · w; groups: of experts, as in `weight_product`."""
+    """dy · w; groups: of experts and of ranks, as in `weight_product`."""
     return weight_product(dy_rowwise, weight, config, columnwise=True, out_dtype=dtype, **groups)
 
 

@@ -148,10 +148,12 @@ def _amax_groups(weight, plan: list[_Plan]) -> AmaxGroups:
     if not _format_of(_compat.local_of(weight)).has_global_scale:
         return WHOLE
 
-    def groups(placements):
-        return ",".join(weight.device_mesh.get_group(i).group_name for i, p in enumerate(placements) if p.is_shard())
+    mesh, placements = weight.device_mesh, ([p.x for p in plan], weight.placements, [p.output for p in plan])
+    return AmaxGroups(*(_groups(mesh, of_tensor) for of_tensor in placements))
 
-    return AmaxGroups(groups([p.x for p in plan]), groups(weight.placements), groups([p.output for p in plan]))
+
+def _groups(mesh, placements) -> str:
+    return ",".join(mesh.get_group(i).group_name for i, p in enumerate(placements) if p.is_shard())
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
@@ -181,6 +183,13 @@ class _LocalWeight(torch.autograd.Function):
             shape=weight.shape,
             stride=_strides(weight.shape),
         ), None
+
+
+def own_part(weight) -> tuple[torch.Tensor, str]:
+    """(what this rank holds of a weight, whose gradient comes split as it is; the groups over which it is split)."""
+    if _compat.local_of(weight) is weight:
+        return weight, ""
+    return _LocalWeight.apply(weight, weight.placements), _groups(weight.device_mesh, weight.placements)
 
 
 class _Summand(torch.autograd.Function):

@@ -16,6 +16,8 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn import fused, steps
+from torchao_blockwise.nn.linear import config_of
+from torchao_blockwise.nn.sharded_linear import own_part
 from torchao_blockwise.nn.swiglu_linear import SwiGLUFunction
 from torchao_blockwise.ops.groups import check_group_ends, clamped_ends
 from torchao_blockwise.tensors import NVFP4Tensor
@@ -27,7 +29,7 @@ def swiglu_experts(
     """(silu(gate) · up) @ down[g].T with (gate | up) = x @ gate_up[g].T, for the rows of each group g.
 
     x: [M, K] bf16 | f16 | f32, rows sorted by expert, as `permute` does it. gate_up: [E, 2H, K], whose first H rows are
-        the gate's. down: [E, K, H].
+        the gate's. down: [E, K, H]. Of DTensors, split by expert, those that this rank holds.
     group_ends: int32 [E], cumulative, on x's device; rows after the last group count as zeros.
     Returns [M, K], zeros after the last group, of the dtype that `grouped_linear` returns.
     With weights that train in low precision, both of them, this is one autograd function, with the bits of
@@ -36,11 +38,16 @@ def swiglu_experts(
     Raises TypeError for dtypes, ValueError for shapes, devices or group ends.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §2.1.2 and §3.3.
     """
+    # Read here: of a weight that comes out of a function compilers do not know the config.
+    held = [_compat.local_of(weight) for weight in (gate_up, down)]
+    configs = [config_of(weight) for weight in held if fused.is_quantized_weight(weight)]
+    (gate_up, inner_groups), (down, outer_groups) = own_part(gate_up), own_part(down)
     # Else each shape, dtype and device that is read of a weight goes through Python.
     with _compat.no_torch_function():
         _check(x, gate_up, down, group_ends)
-        if fused.is_quantized_weight(gate_up) and fused.is_quantized_weight(down) and fused.are_plain(x):
-            return SwiGLUFunction.apply(x.to(steps.compute_dtype(x)), gate_up, down, None, group_ends)
+        if len(configs) == 2 and fused.are_plain(x):
+            x, amax_groups = x.to(steps.compute_dtype(x)), (inner_groups, outer_groups)
+            return SwiGLUFunction.apply(x, gate_up, down, None, group_ends, configs, amax_groups)
     return _by_products(x, gate_up, down, group_ends)
 
 
@@ -65,16 +72,11 @@ class SwiGLUExperts(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, x: torch.Tensor, group_ends: torch.Tensor) -> torch.Tensor:
-        return swiglu_experts(x, _own(self.gate_up), _own(self.down), group_ends)
+        return swiglu_experts(x, self.gate_up, self.down, group_ends)
 
     def extra_repr(self) -> str:
         experts, dim, hidden = self.down.shape
         return f"experts={experts}, dim={dim}, hidden={hidden}"
-
-
-def _own(weight: torch.Tensor) -> torch.Tensor:
-    """The experts that this rank holds."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _check(x, gate_up, down, group_ends) -> None:
@@ -94,7 +96,7 @@ def _check(x, gate_up, down, group_ends) -> None:
     if tuple(group_ends.shape) != (experts,):
         raise ValueError(f"{op}: group_ends must be [E] = [{experts}], got shape {list(group_ends.shape)}")
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        if isinstance(weight, NVFP4Tensor) and not weight.fmt.is_square:
+        if isinstance(weight, NVFP4Tensor) and weight.block_size[0] != weight.block_size[1]:
             raise ValueError(
                 f"{op}: {name} with blocks of {weight.block_size} cannot be transposed for gradients; "
                 "make it with block_size=(16, 16)"

@@ -91,7 +91,8 @@ class SwiGLUMLP(nn.Module):
         with _compat.no_torch_function():
             x = x.to(steps.compute_dtype(x))
             check_linear(x, gate_up.weight, None)
-            return SwiGLUFunction.apply(x, gate_up.weight, down.weight, down.bias, None)
+            configs = config_of(gate_up.weight), config_of(down.weight)
+            return SwiGLUFunction.apply(x, gate_up.weight, down.weight, down.bias, None, configs, ("", ""))
 
 
 class _SwiGLULinear(torch.autograd.Function):
@@ -146,13 +147,15 @@ class _SwiGLULinear(torch.autograd.Function):
 class SwiGLUFunction(torch.autograd.Function):
     """down(silu(gate) · up) with (gate | up) = gate_up(x), every operand quantised in the pass that computes it.
 
-    apply(x [.., K], weights, bias of down or None, None)
-    apply(x [M, K], weights [E, ..], None, group_ends)          of experts, by whom the rows are sorted
+    apply(x [.., K], *weights, bias of down or None, None, configs, amax_groups)
+    apply(x [M, K], *weights [E, ..], None, group_ends, configs, amax_groups)    of experts, by whom rows are sorted
+    configs, amax_groups: of each weight, as `weight_product` takes them.
     """
 
     @staticmethod
-    def forward(ctx, x, gate_up_weight, down_weight, down_bias, group_ends):
-        inner, outer = config_of(gate_up_weight), config_of(down_weight)
+    def forward(ctx, x, gate_up_weight, down_weight, down_bias, group_ends, configs, amax_groups):
+        ctx.configs, ctx.amax_groups = configs, amax_groups
+        (inner, outer), (inner_groups, outer_groups) = configs, amax_groups
         needs_x, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         save_x = needs_gate_up and inner.saves_quantized_activations
         save_h = needs_down and outer.saves_quantized_activations
@@ -161,7 +164,9 @@ class SwiGLUFunction(torch.autograd.Function):
         groups = {"group_ends": group_ends, "group_tables": group_tables}
         x_rowwise, x_columnwise = fused.quantized_tokens(x2d, inner, rowwise=True, columnwise=save_x, **groups)
         out_dtype = inner.out_dtype or x.dtype
-        gate_up = weight_product(x_rowwise, gate_up_weight, inner, columnwise=False, out_dtype=out_dtype, **groups)
+        gate_up = weight_product(
+            x_rowwise, gate_up_weight, inner, columnwise=False, out_dtype=out_dtype, amax_groups=inner_groups, **groups
+        )
         del x_rowwise
         h_rowwise, h_columnwise = fused.quantized(
             ops.swiglu_quantize, *gate_up.chunk(2, 1), outer.activation_format,
@@ -169,8 +174,9 @@ class SwiGLUFunction(torch.autograd.Function):
         )  # fmt: skip
         out_dtype = outer.out_dtype or x.dtype
         out = weight_product(
-            h_rowwise, down_weight, outer, columnwise=False, out_dtype=out_dtype, bias=down_bias, **groups
-        )
+            h_rowwise, down_weight, outer, columnwise=False, out_dtype=out_dtype, bias=down_bias,
+            amax_groups=outer_groups, **groups,
+        )  # fmt: skip
         steps.save_for_backward(
             ctx,
             (gate_up_weight, down_weight),
@@ -190,8 +196,8 @@ class SwiGLUFunction(torch.autograd.Function):
         gate_up_weight, down_weight, group_ends, group_tables, x, gate_up, *copies = steps.take_saved(ctx)
         groups = {"group_ends": group_ends, "group_tables": group_tables}
         steps.refuse_second_order("SwiGLUMLP" if group_ends is None else "swiglu_experts")
-        inner, outer = config_of(gate_up_weight), config_of(down_weight)
-        needs_x, needs_gate_up, needs_down, needs_bias, _ = ctx.needs_input_grad
+        (inner, outer), (inner_groups, outer_groups) = ctx.configs, ctx.amax_groups
+        needs_x, needs_gate_up, needs_down, needs_bias, *_ = ctx.needs_input_grad
         dy = steps.as_rows(grad_output)
         grad_x = grad_gate_up = grad_down = grad_bias = None
         x_copies, h_copies = copies[:3], copies[3:]
@@ -209,7 +215,7 @@ class SwiGLUFunction(torch.autograd.Function):
         # Each copy goes when its product is done: together they would be most of a step's memory.
         del dy_columnwise, h_copies
         if needs_x or needs_gate_up:
-            dh = fused.grad_input(dy_rowwise, down_weight, outer, dtype, **groups)
+            dh = fused.grad_input(dy_rowwise, down_weight, outer, dtype, amax_groups=outer_groups, **groups)
             del dy_rowwise
             rowwise, columnwise = fused.quantized(
                 ops.swiglu_backward_quantize, dh, gate, up, inner.activation_format,
@@ -217,7 +223,9 @@ class SwiGLUFunction(torch.autograd.Function):
             )  # fmt: skip
             del dh, gate, up
         if needs_x:
-            grad_x = fused.grad_input(rowwise, gate_up_weight, inner, ctx.x_dtype, **groups).view(ctx.x_shape)
+            grad_x = fused.grad_input(
+                rowwise, gate_up_weight, inner, ctx.x_dtype, amax_groups=inner_groups, **groups
+            ).view(ctx.x_shape)
             del rowwise
         if needs_gate_up:
             if ctx.save_x:
@@ -227,7 +235,7 @@ class SwiGLUFunction(torch.autograd.Function):
             grad_gate_up = fused.grad_weight(columnwise, x_columnwise, gate_up_weight, inner, **groups)
         if needs_bias:
             grad_bias = steps.grad_bias(dy, ctx.bias_dtype)
-        return grad_x, grad_gate_up, grad_down, grad_bias, None
+        return grad_x, grad_gate_up, grad_down, grad_bias, None, None, None
 
 
 def _h_columnwise(config, saved, gate, up, **groups):

@@ -52,6 +52,11 @@ def weight_product(
         )
     if weight.original is not None and not torch.compiler.is_compiling():
         weight.original.free()
+    if columnwise and torch.compiler.is_compiling():
+        b, columns = weight.operand(), weight.shape[-1]
+        return transposed_matmul_op(
+            *a, *b, columns, a.format_name, b.format_name, out_dtype, config.backend.value, group_ends, group_tables
+        )
     b = weight.columnwise_operand(backend=ops.casting_backend(config.backend)) if columnwise else weight.operand()
     return _product(a, b, group_ends, out_dtype, bias, config.backend, group_tables)
 
@@ -153,4 +158,39 @@ master_matmul_op = define_op(
     " Tensor? group_tables=None) -> Tensor",
     _master_matmul,
     _master_matmul_fake,
+)
+
+
+def _transposed_matmul(
+    a,
+    a_scale,
+    a_global,
+    qdata,
+    scale,
+    global_scale,
+    columns,
+    a_format,
+    weight_format,
+    out_dtype,
+    backend,
+    group_ends=None,
+    group_tables=None,
+):
+    rowwise = ops.operand(weight_format, qdata, scale, global_scale)
+    b = ops.transpose(rowwise, columns=columns, backend=ops.casting_backend(backend))
+    return _product(ops.operand(a_format, a, a_scale, a_global), b, group_ends, out_dtype, None, backend, group_tables)
+
+
+def _transposed_matmul_fake(a, a_scale, a_global, qdata, scale, global_scale, columns, *options):
+    return a.new_empty((a.shape[0], columns), dtype=options[2])
+
+
+# One operation in graphs, for the same reason: PyTorch's partitioner would as soon hold the transposed copy as the
+# payload, and would not see that the payload changed.
+transposed_matmul_op = define_op(
+    "transposed_matmul(Tensor a, Tensor a_scale, Tensor? a_global, Tensor qdata, Tensor scale, Tensor? global_scale,"
+    " SymInt columns, str a_format, str weight_format, ScalarType out_dtype, str backend, Tensor? group_ends=None,"
+    " Tensor? group_tables=None) -> Tensor",
+    _transposed_matmul,
+    _transposed_matmul_fake,
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchao_blockwise import _compat
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
@@ -21,7 +22,13 @@ _STATISTICS = [torch.histc, Tensor.histc, torch.histogram, Tensor.histogram, tor
 _QUANTIZED = (BlockwiseFP8Tensor, NVFP4Tensor, QuantizedShard)
 
 
-@MasterWeightTensor.implements_torch_function([Tensor.data_ptr, Tensor.is_shared, *_READS, *_STATISTICS])
+@MasterWeightTensor.implements_torch_function(Tensor.data_ptr)
+def _address_of_values(func, types, args, kwargs):
+    # A weight is copied by its attributes: the wrapper has no storage.
+    return 0 if _compat.copies_for_async_save() else args[0].hp.data_ptr()
+
+
+@MasterWeightTensor.implements_torch_function([Tensor.is_shared, *_READS, *_STATISTICS])
 def _of_values(func, types, args, kwargs):
     """As of a plain tensor, which refuses `numpy()` where it requires a gradient."""
     weight, *others = args
@@ -35,6 +42,8 @@ def _apply_in_python(func, types, args, kwargs):
 
 
 def _address(func, types, args, kwargs):
+    if _compat.copies_for_async_save():
+        _refuse(func, types, args, kwargs)
     return args[0].qdata.data_ptr()
 
 

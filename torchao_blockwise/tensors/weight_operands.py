@@ -39,8 +39,7 @@ def weight_operand(
         Their ranks must use it together, as they do a DTensor.
     rounded_to: the dtype that values are rounded to before they are quantized, if another than their own.
     """
-    if fmt.has_global_scale:
-        amax_groups = amax_groups or _splits.get(hp, "")
+    amax_groups = (amax_groups or _splits.get(hp, "")) if fmt.has_global_scale else ""
 
     def quantize(columnwise: bool):
         values = hp if rounded_to is None else hp.to(rounded_to)
