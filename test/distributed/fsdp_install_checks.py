@@ -17,11 +17,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torchao.quantization import quantize_
 
 WRAPPED = [
+    "DTensor._stable_hash_for_caching",
     "FSDPModule.unshard",
     "FSDPParam.__init__",
     "FSDPParam.reset_sharded_param",
     "FSDPState._root_pre_forward",
+    "Module._apply",
 ]
+# A DTensor has no hash of its own before.
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+    WRAPPED.remove("DTensor._stable_hash_for_caching")
 
 
 def callables_of_others() -> dict:
