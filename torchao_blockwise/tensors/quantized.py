@@ -14,7 +14,7 @@ from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.original import Original
-from torchao_blockwise.tensors.state_values import settle
+from torchao_blockwise.tensors.state_values import plain_values, same_bits, settle
 
 aten = torch.ops.aten
 
@@ -345,6 +345,9 @@ def _like(op: str, x: QuantizedTensor, src: torch.Tensor) -> QuantizedTensor:
     if type(src) is not type(x) or src.fmt is not x.fmt:
         raise ValueError(f"{op}: formats differ, {x.fmt.name} from {src.fmt.name}; copy from source.dequantize()")
     if x.original is not None:
+        if hp is not None and x.original.is_owned and hp.dtype == x.dtype and same_bits(hp, plain_values(x)):
+            # What a state dict has of it: a checkpoint that comes after the optimizer's masters leaves those.
+            return x
         x.original.note_copy(hp, zip(x._tensors(), src._tensors()))
     return src
 
