@@ -51,6 +51,15 @@ def test_a_function_is_applied_in_python():
     assert torch.equal(ours.detach().apply_(abs).hp, plain.apply_(abs)) and torch.equal(ours.hp, plain)
 
 
+@every_kind
+def test_contiguous_weights_are_themselves_and_get_gradients(from_hp):
+    for w in (nn.Parameter(from_hp(weight(40, 32))), master(40, 32)):
+        assert w.contiguous() is w
+    experts = nn.Parameter(from_hp(weight(3, 32, 32)))
+    experts.mT.contiguous().backward(grad := weight(3, 32, 32, seed=1))
+    assert_bitwise_equal(experts.grad, grad.mT)
+
+
 def test_addresses_tell_weights_apart():
     weights = [nn.Parameter(make(40, 24)) for make in (weight, lambda *s: master(*s).detach()) for _ in range(2)]
     assert len({w.data_ptr() for w in weights}) == 4 and 0 not in {w.data_ptr() for w in weights}

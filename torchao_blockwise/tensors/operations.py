@@ -115,7 +115,8 @@ def result_of(func, dims: int = 2, first_alone: bool = False) -> Result:
             return result
     if torch.Tag.view_copy in func.tags:
         return Result.WEIGHT
-    if _is_pointwise(name):
+    # What some of them call in backward has no tag.
+    if _is_pointwise(name.removesuffix("_backward")):
         return Result.DERIVED
     aliases = [value.alias_info for value in schema.returns]
     if not schema.is_mutable and aliases and all(alias is not None for alias in aliases):

@@ -15,6 +15,7 @@ from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.quantized_shard import QuantizedShard
+from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 
 # What gives a weight's memory or its values away; `untyped_storage` is not in it, as compilers ask for a wrapper's own.
 _READS = [Tensor.__array__, Tensor.__dlpack__, Tensor.numpy, Tensor.storage, Tensor.tolist]
@@ -58,6 +59,15 @@ def _refuse(func, types, args, kwargs):
         "take weight.dequantize(), or model.state_dict()"
     )
 
+
+def _contiguous(func, types, args, kwargs):
+    """Itself or a clone, as PyTorch has it: torchao's own copy leaves autograd out, and the weight without a gradient."""
+    with _compat.no_torch_function():
+        return func(*args, **kwargs)
+
+
+for _cls in (MasterWeightTensor, TransposedWeight, *_QUANTIZED):
+    _cls.implements_torch_function(Tensor.contiguous)(_contiguous)
 
 for _cls in _QUANTIZED:
     _cls.implements_torch_function(Tensor.data_ptr)(_address)
