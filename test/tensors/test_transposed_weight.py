@@ -134,25 +134,46 @@ def test_of_a_quantised_weight_what_is_not_exact_raises():
     for t in (fp8, nvfp4):
         assert_bitwise_equal(t.dequantize(), t.weight.dequantize().mT)
         assert t.dequantize(torch.bfloat16).dtype == torch.bfloat16
-    with pytest.raises(NotImplementedError, match=r"not exact on quantised data .* call .dequantize"):
+    with pytest.raises(NotImplementedError, match=r"not exact on quantized data .* call .dequantize"):
         fp8 + 1
     with pytest.raises(NotImplementedError, match="packs two elements a byte, so a transpose is no view"):
         nvfp4[1]
-    with pytest.raises(NotImplementedError, match="products with quantised weights go through"):
+    with pytest.raises(NotImplementedError, match="products with quantized weights go through"):
         torch.zeros(3, 5, 72).bmm(fp8)
 
 
-@pytest.mark.parametrize("op", (lambda t: torch.zeros(3, 5, 72) @ t, lambda t: torch.zeros(3, 5, 72).bmm(t),
-                                lambda t: torch.einsum("emk,ekn->emn", torch.zeros(3, 5, 72), t)),
-                         ids=("matmul", "bmm", "einsum"))  # fmt: skip
-@pytest.mark.parametrize("inference", (False, True), ids=("training", "inference"))
-def test_products_in_high_precision_raise_with_a_remedy(op, inference):
+X, OUT = torch.zeros(3, 5, 72), torch.zeros(3, 5, 40)
+PRODUCTS = {
+    "matmul": lambda t: X @ t, "bmm": lambda t: X.bmm(t), "einsum": lambda t: torch.einsum("emk,ekn->emn", X, t),
+    "baddbmm": lambda t: torch.baddbmm(OUT, X, t), "baddbmm_": lambda t: OUT.clone().baddbmm_(X, t),
+    "addbmm": lambda t: torch.addbmm(OUT[0], X, t), "addmm": lambda t: torch.addmm(OUT[0], X[0], t[0]),
+    "tensordot": lambda t: torch.tensordot(X, t, dims=([2], [1])), "contiguous": lambda t: X @ t.contiguous(),
+    "pointwise": lambda t: X @ (t * 2).neg(), "masked": lambda t: X @ t.masked_fill(torch.zeros(72, 40).bool(), 0),
+    "of_experts": lambda t: X[:2] @ t[[0, 2]], "cat": lambda t: X @ torch.cat([t, t], -1),
+    "cast": lambda t: X.half() @ t.half(),
+}  # fmt: skip
+PRODUCTS_OUT = {
+    "bmm": lambda t: torch.bmm(X, t, out=OUT.clone()), "matmul": lambda t: torch.matmul(X, t, out=OUT.clone()),
+    "baddbmm": lambda t: torch.baddbmm(OUT, X, t, out=OUT.clone()),
+}  # fmt: skip
+MODES = {"training": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+raises_with_a_remedy = pytest.raises(NotImplementedError, match=r"use torch.nn.functional.linear .* grouped_mm for exp")
+
+
+@every_mode
+@pytest.mark.parametrize("op", PRODUCTS.values(), ids=PRODUCTS)
+def test_products_in_high_precision_raise_with_a_remedy(op, mode):
     for w in (KINDS["master"](), nn.Parameter(KINDS["master"]())):
-        with (
-            torch.inference_mode(inference),
-            pytest.raises(NotImplementedError, match=r"use torch.nn.functional.linear .* grouped_mm for experts"),
-        ):
+        with mode(), raises_with_a_remedy:
             op(w.mT)
+
+
+@every_mode
+@pytest.mark.parametrize("op", PRODUCTS_OUT.values(), ids=PRODUCTS_OUT)
+def test_products_into_a_tensor_raise_too(op, mode):
+    with mode(), raises_with_a_remedy:
+        op(KINDS["master"]().mT)
 
 
 @every_weight
