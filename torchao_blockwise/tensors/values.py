@@ -61,7 +61,7 @@ def _refuse(func, types, args, kwargs):
 
 
 def _contiguous(func, types, args, kwargs):
-    """Itself or a clone, as PyTorch has it: torchao's own copy leaves autograd out, and the weight without a gradient."""
+    """Itself or a clone, as PyTorch has it: torchao's own leaves autograd out, and the weight without a gradient."""
     with _compat.no_torch_function():
         return func(*args, **kwargs)
 
