@@ -34,7 +34,7 @@ def run(cache: Path, *recipes: str, root: Path = PACKAGE.parent) -> dict:
         "TRITON_INTERPRET": "0",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(root),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
     }
     command = [sys.executable, cached_graphs.__file__, *recipes]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
