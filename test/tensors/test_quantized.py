@@ -401,3 +401,14 @@ def test_columnwise_is_the_quantised_transpose():
         ValueError, match="columnwise: NVFP4Tensor with 1x16 blocks has no exact transpose; quantise with"
     ):
         QUANTIZERS["nvfp4_1x16"](weight(16, 16)).columnwise()
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_a_part_of_columns_is_known_to_lie_apart(kind):
+    """What sends its bytes asks for a contiguous copy first."""
+    q = QUANTIZERS[kind](weight(32, 512))
+    part = q[:, :256]
+    assert q.is_contiguous() and not part.is_contiguous()
+    copy = part.contiguous()
+    assert copy.is_contiguous() and copy.qdata.is_contiguous()
+    assert_bitwise_equal(copy.qdata, q.qdata[:, : copy.qdata.shape[1]].contiguous())

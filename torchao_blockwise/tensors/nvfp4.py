@@ -42,7 +42,11 @@ class NVFP4Tensor(QuantizedTensor):
         fmt = _format_of(cls.__name__, block_size)
         check_attributes(cls.__name__, fmt, dtype, config)
         _check_parts(cls.__name__, fmt, qdata, scale, global_scale, columns)
-        return _compat.make_wrapper(cls, (*qdata.shape[:-1], columns), inner=qdata, dtype=dtype, device=qdata.device)
+        shape = (*qdata.shape[:-1], columns)
+        # Of a part whose rows lie apart it must be seen that they do: `contiguous()` looks at nothing else.
+        apart = () if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
+        layout = {"strides": apart} if apart else {}
+        return _compat.make_wrapper(cls, shape, inner=qdata, dtype=dtype, device=qdata.device, **layout)
 
     def __init__(self, qdata, scale, global_scale, columns, block_size, dtype, config=None):
         self.qdata = qdata
