@@ -42,7 +42,9 @@ _WEIGHT = _names(
 _DERIVED = _names(
     "as_strided_scatter copy diagonal_scatter fill flip floor_divide index_add index_copy index_fill index_put "
     "index_reduce masked_scatter native_dropout put renorm roll scatter scatter_add scatter_reduce select_scatter "
-    "slice_scatter tril triu _index_put_impl _unsafe_index_put _weight_norm_interface _weight_norm_interface_backward"
+    "slice_scatter tril triu _index_put_impl _unsafe_index_put _weight_norm_interface _weight_norm_interface_backward "
+    # Pointwise, as PyTorch 2.11 does not tag it yet.
+    "leaky_relu"
 )
 _PLAIN = _names(
     # Reductions: their tag is younger than the oldest PyTorch that is supported.
