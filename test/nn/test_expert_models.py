@@ -141,7 +141,7 @@ def test_what_would_run_in_high_precision_raises(config, family):
     with pytest.raises(NotImplementedError, match=r"bmm.*: model\.layers\.\d\.mlp\.experts.* would be used in high"):
         loss_of(model)
     model = converted(hugging_face(family, "batched_mm"), replace(config, master_weights=False))
-    with pytest.raises(NotImplementedError, match=r"index.Tensor: not exact on quantised data"):
+    with pytest.raises(NotImplementedError, match=r"index.Tensor: not exact on quantized data"):
         loss_of(model)
 
 

@@ -95,11 +95,11 @@ def test_messages():
         BlockwiseFP8Tensor.from_hp(weight(128, 128)).add(1)
     assert_expected_inline(
         str(inexact.value),
-        """aten.add.Tensor: not exact on quantised data (in BlockwiseFP8Tensor), so it is not done; call .dequantize() first, or keep high-precision weights (master_weights=True)""",  # noqa: E501
+        """aten.add.Tensor: not exact on quantized data (in BlockwiseFP8Tensor), so it is not done; call .dequantize() first, or keep high-precision weights (master_weights=True)""",  # noqa: E501
     )
     with pytest.raises(NotImplementedError) as product:
         torch.zeros(1, 128) @ BlockwiseFP8Tensor.from_hp(weight(128, 128))
     assert_expected_inline(
         str(product.value),
-        """aten.mm.default: products with quantised weights go through torch.nn.functional.linear (or nn.Linear; grouped_mm for experts), which runs all three GEMMs in low precision; call that, or .dequantize() the weight for a high-precision product""",  # noqa: E501
+        """aten.mm.default of BlockwiseFP8Tensor: products with quantized weights go through torch.nn.functional.linear (or nn.Linear; grouped_mm for experts), which runs all three GEMMs in low precision; call that, or .dequantize() the weight for a high-precision product""",  # noqa: E501
     )
