@@ -53,8 +53,10 @@ def products(config, device: str, shape, dtype) -> dict[str, list]:
     tokens, n, k = shape
     torch.manual_seed(0)
     x, dy = (torch.randn(tokens, size).to(device, dtype) for size in (k, n))
-    layer = nn.Linear(k, n, dtype=dtype, device=device)
+    layer = nn.Linear(k, n, dtype=dtype)
     nn.init.normal_(layer.weight)
+    # The same values on every device.
+    layer.to(device)
     w, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
     quantize_(layer, config)
     output, grad_input, grad_weight, _ = forward_backward(layer, x, dy)
