@@ -77,12 +77,16 @@ def test_simulated_product_along_k(simulated, build, routing):
     assert not out[group_ends.diff(prepend=group_ends.new_zeros(1)) == 0].view(torch.int32).any()
 
 
+# (along, n, k, dtype): the output's rows are as long as n along "m", and as k along "k", where n counts them. Along "m"
+# the length of K is test_simulated_product_along_m's.
+OUTPUTS = [("m", n, 257, torch.bfloat16) for n in (136, 131, 192)]
+OUTPUTS += [("k", n, k, torch.bfloat16) for n in (136, 131, 192) for k in (264, 257)]
+OUTPUTS += [("m", 136, 264, torch.float16), ("k", 131, 264, torch.float16)]
+
+
 @every_build
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("along", FORMATS)
-@pytest.mark.parametrize("n", [136, 131, 192], ids=lambda n: f"n{n}")
-@pytest.mark.parametrize("k", [264, 257], ids=lambda k: f"k{k}")
-def test_simulated_output_by_the_copy_engine_and_by_stores(simulated, k, n, along, dtype, build):
+@pytest.mark.parametrize(("along", "n", "k", "dtype"), OUTPUTS, ids=str)
+def test_simulated_output_by_the_copy_engine_and_by_stores(simulated, along, n, k, dtype, build):
     """Rows of 16 bits that fill 16 bytes are copied out, but for what ends inside a wave; others are stored."""
     group_ends, tokens = ends_of("tail")
     a, b = OPERANDS[along](group_ends, tokens, n, k)
@@ -128,13 +132,21 @@ def test_simulated_product_by_tables_made_before(simulated, monkeypatch, build, 
         assert torch.equal(again, added)
 
 
+@functools.cache
+def in_one_order(along: str):
+    """(a, b, group_ends, their product in one order of the partitions)."""
+    group_ends, tokens = ends_of("long and short")
+    a, b = OPERANDS[along](group_ends, tokens, 264, 300)
+    with pytest.MonkeyPatch.context() as patch:
+        simulate(patch)
+        return a, b, group_ends, product(a, b, group_ends, along, torch.bfloat16, BUILDS["256x128"])
+
+
 @pytest.mark.parametrize("along", FORMATS)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("programs", [1, 2, 5])
 def test_any_order_of_the_partitions_gives_the_same_bits(simulated, programs, seed, along):
-    group_ends, tokens = ends_of("long and short")
-    a, b = OPERANDS[along](group_ends, tokens, 264, 300)
-    wanted = product(a, b, group_ends, along, torch.bfloat16, BUILDS["256x128"])
+    a, b, group_ends, wanted = in_one_order(along)
     simulated.programs, simulated.seed = programs, 1000 * (seed + 1)
     for build in ("256x128", "256x128-pair"):
         assert torch.equal(product(a, b, group_ends, along, torch.bfloat16, BUILDS[build]), wanted)
