@@ -39,7 +39,7 @@ class Scheduler:
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
-        self.turn = threading.Condition()
+        self.turns: list[threading.Lock] = []  # of each thread, released when it is its turn
         self.waiting: dict[int, object] = {}  # thread -> condition that it waits for, or None
         self.current: int | None = None
         self.copies: list[Callable[[], None]] = []  # issued, not done
@@ -50,10 +50,11 @@ class Scheduler:
     def run(self, functions) -> None:
         threads = [threading.Thread(target=self._thread, args=(i, f), daemon=True) for i, f in enumerate(functions)]
         self.waiting = dict.fromkeys(range(len(functions)))
-        for thread in threads:
+        self.turns = [threading.Lock() for _ in threads]
+        for turn, thread in zip(self.turns, threads):
+            turn.acquire()
             thread.start()
-        with self.turn:
-            self._pass_on()
+        self._pass_on()
         for thread in threads:
             thread.join()
         if self.error is not None:
@@ -62,28 +63,22 @@ class Scheduler:
             raise SimulationError(f"{len(self.copies)} copies were never waited for")
 
     def _thread(self, i: int, function) -> None:
-        self._wait_for_turn(i)
+        self.turns[i].acquire()
         try:
             if self.error is None:
                 function()
         except BaseException as error:
             self.error = self.error or error
-        with self.turn:
-            del self.waiting[i]
-            self._pass_on()
-
-    def _wait_for_turn(self, i: int) -> None:
-        with self.turn:
-            self.turn.wait_for(lambda: self.current == i)
+        del self.waiting[i]
+        self._pass_on()
 
     def pause(self, until=None) -> None:
         """Let others run; come back when `until()` holds."""
-        with self.turn:
-            i = self.current
-            self.waiting[i] = until
-            self._pass_on()
-            self.turn.wait_for(lambda: self.current == i)
-            self.waiting[i] = None
+        i = self.current
+        self.waiting[i] = until
+        self._pass_on()
+        self.turns[i].acquire()
+        self.waiting[i] = None
         if self.error is not None:
             raise SimulationError("another partition failed")
 
@@ -105,16 +100,23 @@ class Scheduler:
                 continue
             chosen = self._choose(choices)
             if chosen == "copy":
-                self.copies.pop(self.random.randrange(len(self.copies)))()
+                self._do(self.copies.pop(self.random.randrange(len(self.copies))))
                 continue
             self.current = chosen
+            self.turns[chosen].release()
             break
         else:
             for copy in self.copies:
-                copy()
+                self._do(copy)
             self.copies.clear()
             self.current = None
-        self.turn.notify_all()
+
+    def _do(self, copy) -> None:
+        try:
+            copy()
+        except BaseException as error:
+            # Not the error of whoever comes to be running: it may have ended, and then nobody would see it.
+            self.error = self.error or error
 
 
 @dataclass
@@ -419,9 +421,18 @@ def with_fault(module, old: str, new: str, folder: Path):
     """A copy of `module` whose source has `new` in the one place of `old`."""
     source = Path(module.__file__).read_text()
     assert source.count(old) == 1, "what the fault replaces is no longer there, or several times"
-    path = folder / "faulty.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("faulty", path)
-    faulty = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(faulty)
-    return faulty
+    return _loaded(source.replace(old, new), folder)
+
+
+def without_fault(module, folder: Path):
+    """A copy of `module` made like one with a fault: the control of what is seen with the fault."""
+    return _loaded(Path(module.__file__).read_text(), folder)
+
+
+def _loaded(source: str, folder: Path):
+    path = folder / "copied.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("copied", path)
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    return copied

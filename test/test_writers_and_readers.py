@@ -161,10 +161,13 @@ def swap(model):
         torch.utils.swap_tensors(p, other)
 
 
-UNSEEN = {
+# Unseen too. A graph of values takes no part in their format, and takes seconds to compile: after FP8 weights alone.
+COMPILED = {
     "compiled_adamw": optimizer_step(torch.optim.AdamW, compiled=True),
     "compiled_average": compiled_average,
     "torchao_adamw8bit": adam_of_torchao("AdamW8bit"),
+}
+UNSEEN = {
     "numpy": every(through_numpy),
     "storage": every(through_storage),
     "other_process": in_another_process,
@@ -188,7 +191,11 @@ SEEN = {
 }
 WRITERS = {**SEEN, **UNSEEN}
 
-RECIPES = {"fp8": (Mlp, FP8), "nvfp4": (Mlp, NVFP4), "experts": (Experts, FP8), "experts_nvfp4": (Experts, NVFP4)}
+RECIPES = {"fp8": (Mlp, FP8), "experts": (Experts, FP8), "nvfp4": (Mlp, NVFP4), "experts_nvfp4": (Experts, NVFP4)}
+every_writer = pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+every_unseen_writer = pytest.mark.parametrize("writer", UNSEEN.values(), ids=UNSEEN)
+every_compiled_writer = pytest.mark.parametrize("writer", COMPILED.values(), ids=COMPILED)
+fp8_readers = pytest.mark.parametrize("reader", ("fp8", "experts"), indirect=True)
 
 
 @pytest.fixture(scope="module", params=("eager", "compiled"))
@@ -216,8 +223,7 @@ def assert_reads_what_is_there(reader):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
-def test_the_next_pass_reads_what_was_written(reader, writer):
+def assert_reads_what_is_written(reader, writer):
     model = reader[0]
     before = values_of(model)
     writer(model)
@@ -226,14 +232,35 @@ def test_the_next_pass_reads_what_was_written(reader, writer):
     assert_reads_what_is_there(reader)
 
 
-@pytest.mark.parametrize("writer", UNSEEN.values(), ids=UNSEEN)
-def test_a_scope_keeps_nothing_for_the_next(reader, writer):
+@every_writer
+def test_the_next_pass_reads_what_was_written(reader, writer):
+    assert_reads_what_is_written(reader, writer)
+
+
+@fp8_readers
+@every_compiled_writer
+def test_the_next_pass_reads_what_a_graph_has_written(reader, writer):
+    assert_reads_what_is_written(reader, writer)
+
+
+def assert_a_scope_keeps_nothing(reader, writer):
     model, run, *_ = reader
     with weights_unchanged(model, keep="both"):
         read(run, model)
     writer(model)
     with weights_unchanged(model):
         assert_reads_what_is_there(reader)
+
+
+@every_unseen_writer
+def test_a_scope_keeps_nothing_for_the_next(reader, writer):
+    assert_a_scope_keeps_nothing(reader, writer)
+
+
+@fp8_readers
+@every_compiled_writer
+def test_a_scope_keeps_nothing_for_the_next_after_a_graph(reader, writer):
+    assert_a_scope_keeps_nothing(reader, writer)
 
 
 # --- quantized Parameters: their payload is the truth -----------------------------------------------------------------

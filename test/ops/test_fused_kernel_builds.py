@@ -288,4 +288,4 @@ def test_token_counts_make_one_build_in_gluon(builds, target, op):
 
 if __name__ == "__main__":
     kernel_builds._cases, kernel_builds._INSTRUCTIONS = _cases, _INSTRUCTIONS
-    kernel_builds._main(int(sys.argv[1]))
+    kernel_builds._main(*sys.argv[1:])

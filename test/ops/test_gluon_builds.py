@@ -165,4 +165,4 @@ def test_token_counts_do_not_rebuild_grouped_products_or_schedules(builds, along
 
 if __name__ == "__main__":
     kernel_builds._cases = _cases
-    kernel_builds._main(int(sys.argv[1]))
+    kernel_builds._main(*sys.argv[1:])

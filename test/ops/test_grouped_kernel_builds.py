@@ -141,4 +141,4 @@ def test_tables_of_any_number_of_tokens_are_one_build(builds, target, groups, fm
 
 if __name__ == "__main__":
     kernel_builds._cases, kernel_builds._INSTRUCTIONS = _cases, _INSTRUCTIONS
-    kernel_builds._main(int(sys.argv[1]))
+    kernel_builds._main(*sys.argv[1:])

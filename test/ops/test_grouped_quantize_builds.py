@@ -161,4 +161,4 @@ def test_token_counts_do_not_recompile(builds, target):
 
 if __name__ == "__main__":
     kernel_builds._cases, kernel_builds._INSTRUCTIONS = _cases, fused_builds._INSTRUCTIONS
-    kernel_builds._main(int(sys.argv[1]))
+    kernel_builds._main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""ops.matmul against the fp64 product of the decoded operands, within an error budget; SQNR floors; refusals."""
+"""ops.matmul against the fp64 product of the decoded operands, within an error budget; noise; refusals."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
+from rounding_noise import accumulation, assert_noise_is_expected, rounded
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import E4M3, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
-from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, sqnr
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 FP8, NVFP4 = (FP8_1X128, FP8_128X128), (NVFP4_1X16, NVFP4_16X16)
 ALL_PAIRS = (*itertools.product(FP8, FP8), *itertools.product(NVFP4, NVFP4))
@@ -209,24 +210,16 @@ def test_autocast_changes_nothing(pair, backend, device):
     assert_bitwise_equal(inside, outside)
 
 
-# --- SQNR -------------------------------------------------------------------------------------------------------------
-
-# Normal data, M=N=256, K=1024. Measured in the order below: 28.65, 28.74, 16.65 and 17.41 dB; the floors lie half a
-# dB below that.
-SQNR_FLOORS = {
-    (FP8_1X128, FP8_128X128): 28.1,
-    (FP8_1X128, FP8_1X128): 28.2,
-    (NVFP4_1X16, NVFP4_16X16): 16.1,
-    (NVFP4_1X16, NVFP4_1X16): 16.9,
-}
+# --- noise ------------------------------------------------------------------------------------------------------------
 
 
 @pairs
-def test_sqnr_against_the_unquantised_product(pair):
+def test_noise_is_that_of_the_formats(pair):
+    """Against the product of the operands before they were quantized."""
     generator = torch.Generator().manual_seed(5)
     a, b = (torch.randn(256, 1024, generator=generator) for _ in range(2))
     out = ops.matmul(*quantize_pair(a, b, pair), out_dtype=torch.float32, backend="reference")
-    assert sqnr(out, a.double() @ b.double().mT) >= SQNR_FLOORS[pair]
+    assert_noise_is_expected("product", [(out, rounded(a, pair[0]), rounded(b, pair[1]))], accumulation("cpu", 1024))
 
 
 # --- meta tensors and refusals ----------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import gluon_simulator as simulator
 import pytest
@@ -100,12 +103,20 @@ def test_simulated_product_adds_to_a_gradient(simulated, build, pair):
     assert relative_error(out, a, b, start) < TOLERANCE[torch.float32]
 
 
+@functools.cache
+def in_one_order():
+    """(arguments of a product, the product in one order of the partitions)."""
+    a, b = operands(300, 272, 900, "one-row")
+    arguments = (*a, *b, FP8_1X128, FP8_1X128, torch.bfloat16, None)
+    with pytest.MonkeyPatch.context() as patch:
+        simulate(patch)
+        return arguments, gluon.matmul(*arguments, build=BUILDS["256x128"])
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("programs", [1, 2, 5])
 def test_any_order_of_the_partitions_gives_the_same_bits(simulated, programs, seed):
-    a, b = operands(300, 272, 900, "one-row")
-    arguments = (*a, *b, FP8_1X128, FP8_1X128, torch.bfloat16, None)
-    wanted = gluon.matmul(*arguments, build=BUILDS["256x128"])
+    arguments, wanted = in_one_order()
     simulated.programs, simulated.seed = programs, 1000 * (seed + 1)
     for build in ("256x128", "256x128-pair"):
         assert torch.equal(gluon.matmul(*arguments, build=BUILDS[build]), wanted)
@@ -173,26 +184,39 @@ FAULTS = {
 }
 
 
+SEEDS = range(5)
+
+
+def differs(monkeypatch, kernel, seed: int) -> bool:
+    """Whether `kernel` gives another product in the order of the partitions that `seed` draws."""
+    launcher = simulate(monkeypatch, kernel)
+    # Several tiles for each.
+    launcher.programs, launcher.seed = 1, seed
+    a, b = operands(500, 257, 2000, "one-row")
+    wanted = ops.matmul(a, b, out_dtype=torch.float32, backend="reference")
+    for b_rows in (256, 257):
+        cut = b._replace(qdata=b.qdata[:b_rows], scale=b.scale[:, :b_rows])
+        out = gluon.matmul(*a, *cut, FP8_1X128, FP8_1X128, torch.bfloat16, None, build=ALL_BUILDS[0])
+        if not torch.allclose(out.float(), wanted[:, :b_rows], rtol=2**-8, atol=1e-3 * wanted.abs().max().item()):
+            return True
+    return False
+
+
+@functools.cache
+def check_control() -> None:
+    """The kernel without a fault passes in every order that those with one are tried in."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        kernel = simulator.without_fault(pipeline, Path(folder)).matmul_fp8_kernel
+        assert not any(differs(patch, kernel, seed) for seed in SEEDS)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_simulator_sees(monkeypatch, tmp_path, fault):
     """The kernel with one fault: in some order of the partitions it must fail or give another product."""
-    launcher = simulate(monkeypatch, simulator.with_fault(pipeline, *FAULTS[fault], tmp_path).matmul_fp8_kernel)
-    # Several tiles for each.
-    launcher.programs = 1
-    a, b = operands(500, 257, 2000, "one-row")
-    wanted = ops.matmul(a, b, out_dtype=torch.float32, backend="reference")
-
-    def differs(seed):
-        launcher.seed = seed
-        for b_rows in (256, 257):
-            cut = b._replace(qdata=b.qdata[:b_rows], scale=b.scale[:, :b_rows])
-            out = gluon.matmul(*a, *cut, FP8_1X128, FP8_1X128, torch.bfloat16, None, build=ALL_BUILDS[0])
-            if not torch.allclose(out.float(), wanted[:, :b_rows], rtol=2**-8, atol=1e-3 * wanted.abs().max().item()):
-                return True
-        return False
-
+    check_control()
+    kernel = simulator.with_fault(pipeline, *FAULTS[fault], tmp_path).matmul_fp8_kernel
     with contextlib.suppress(simulator.SimulationError):
-        assert any(differs(seed) for seed in range(5))
+        assert any(differs(monkeypatch, kernel, seed) for seed in SEEDS)
 
 
 def test_choice_of_build():

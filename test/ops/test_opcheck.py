@@ -115,26 +115,49 @@ fused_copies = pytest.mark.parametrize(
 matrices = pytest.mark.parametrize("shape", ((33, 150), (48, 64), (0, 16)), ids=shape_id)
 
 
-@pytest.mark.parametrize("layer", (False, True), ids=("rms", "layer"))
+layers = pytest.mark.parametrize("layer", (False, True), ids=("rms", "layer"))
+
+
+def normalize_arguments(shape, layer: bool) -> tuple:
+    x, weight = random_tensor(*shape, dtype=torch.bfloat16), torch.ones(shape[1])
+    *mean, rstd = library.norm_statistics(x, layer, 1e-5, "reference")
+    return x, mean[0] if mean else None, rstd, weight, None, torch.bfloat16
+
+
+@layers
+@matrices
+def test_norm(shape, layer):
+    arguments = normalize_arguments(shape, layer)
+    opcheck(library.norm_statistics.default, (arguments[0], layer, 1e-5, "reference"))
+    opcheck(library.normalize.default, (*arguments, "reference"))
+
+
+@layers
 @fused_copies
 @matrices
 def test_norm_quantize(shape, copies, layer):
-    x, weight = random_tensor(*shape, dtype=torch.bfloat16), torch.ones(shape[1])
-    opcheck(library.norm_statistics.default, (x, layer, 1e-5, "reference"))
-    *mean, rstd = library.norm_statistics(x, layer, 1e-5, "reference")
-    arguments = (x, mean[0] if mean else None, rstd, weight, None, torch.bfloat16)
-    opcheck(library.normalize.default, (*arguments, "reference"))
+    arguments = normalize_arguments(shape, layer)
     for padded in (False, True):
         opcheck(library.norm_quantize.default, (*arguments, "fp8_1x128", *copies, False, "reference", padded))
+
+
+def swiglu_inputs(*shape) -> list[torch.Tensor]:
+    """dh, gate, up."""
+    return [random_tensor(*shape, dtype=torch.bfloat16, seed=s) / 64 for s in range(3)]
+
+
+@matrices
+def test_swiglu(shape):
+    dh, gate, up = swiglu_inputs(*shape)
+    opcheck(library.swiglu.default, (gate, up, "reference"))
+    opcheck(library.swiglu_backward.default, (dh, gate, up, "reference"))
 
 
 @fused_copies
 @matrices
 def test_swiglu_quantize(shape, copies):
-    dh, gate, up = (random_tensor(*shape, dtype=torch.bfloat16, seed=s) / 64 for s in range(3))
+    dh, gate, up = swiglu_inputs(*shape)
     options = ("fp8_1x128", *copies, False, "reference")
-    opcheck(library.swiglu.default, (gate, up, "reference"))
-    opcheck(library.swiglu_backward.default, (dh, gate, up, "reference"))
     for padded in (False, True):
         opcheck(library.swiglu_quantize.default, (gate, up, *options, None, padded))
         opcheck(library.swiglu_backward_quantize.default, (dh, gate, up, *options, None, padded))
@@ -143,13 +166,20 @@ def test_swiglu_quantize(shape, copies):
 GROUP_ENDS = {"ragged": ((3, 3, 20), 33), "a token": ((1,), 1), "none": ((0, 0), 0)}
 
 
+@pytest.mark.parametrize("ends, tokens", GROUP_ENDS.values(), ids=GROUP_ENDS)
+def test_grouped_amax_bits(ends, tokens):
+    opcheck(
+        library.grouped_amax_bits.default,
+        (torch.randn(tokens, 48, dtype=torch.bfloat16), torch.tensor(ends, dtype=torch.int32)),
+    )
+
+
 @fused_copies
 @pytest.mark.parametrize("ends, tokens", GROUP_ENDS.values(), ids=GROUP_ENDS)
 @pytest.mark.parametrize("fmt", (FP8_1X128, NVFP4_1X16), ids=lambda f: f.name)
 def test_grouped_quantize(fmt, ends, tokens, copies):
     dh, gate, up = (torch.randn(tokens, 48, dtype=torch.bfloat16) for _ in range(3))
     ends, options = torch.tensor(ends, dtype=torch.int32), (*copies, False, "reference")
-    opcheck(library.grouped_amax_bits.default, (gate, ends))
     amax = library.grouped_amax_bits(gate, ends) if fmt.has_global_scale else None
     opcheck(library.grouped_quantize.default, (gate, ends, amax, fmt.name, *options))
     if fmt is FP8_1X128:

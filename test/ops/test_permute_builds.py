@@ -100,4 +100,4 @@ def test_counts_are_on_their_way_before_they_are_summed(builds, target):
 
 if __name__ == "__main__":
     kernel_builds._cases = _cases
-    kernel_builds._main(int(sys.argv[1]))
+    kernel_builds._main(*sys.argv[1:])
