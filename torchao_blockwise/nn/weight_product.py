@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import ops
 from torchao_blockwise.formats import get_format
 from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -52,8 +52,8 @@ def weight_product(
         )
     if weight.original is not None and not torch.compiler.is_compiling():
         weight.original.free()
-    if columnwise and _compat.is_watched():
-        # One operation: of two, a graph may keep the transposed copy from forward on.
+    # PyTorch 2.11 may trace a layer by autograd, where nothing is compiling, and tensors are not plain.
+    if columnwise and (torch.compiler.is_compiling() or type(a.qdata) is not torch.Tensor):
         b, columns = weight.operand(), weight.shape[-1]
         return transposed_matmul_op(
             *a, *b, columns, a.format_name, b.format_name, out_dtype, config.backend.value, group_ends, group_tables
