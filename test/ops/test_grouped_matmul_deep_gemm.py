@@ -87,9 +87,8 @@ def test_tokens_of_no_group_reach_nobody(stand_in):
 
 
 def why_not(a_fmt=FP8_1X128, b_fmt=FP8_128X128, m=8, n=128, k=256, along="m", out_dtype=torch.bfloat16):
-    a = torch.empty(a_fmt.qdata_shape(m, k), dtype=a_fmt.element.storage_dtype)
-    b = torch.empty(b_fmt.qdata_shape(2, n, k), dtype=b_fmt.element.storage_dtype)
-    return candidates(a, b, a_fmt, b_fmt, along, out_dtype)[Backend.DEEP_GEMM]
+    shapes = a_fmt.qdata_shape(m, k), b_fmt.qdata_shape(2, n, k)
+    return candidates(torch.device("cpu"), *shapes, a_fmt, b_fmt, along, out_dtype)[Backend.DEEP_GEMM]
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,11 @@ from torchao_blockwise.ops.groups import padded_ends, padded_rows
 _K_MULTIPLE, _N_MULTIPLE = FP8_1X128.block[1], 64
 
 
-def why_not(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str, out_dtype: torch.dtype) -> str | None:
+def why_not(device, a_shape, b_shape, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str, out_dtype) -> str | None:
     """Why DeepGEMM cannot compute this product of payloads a [M, K] and b [E, N, K], or None if it can."""
-    capability = compute_capability(a.device)
+    capability = compute_capability(device)
     if capability != (9, 0):
-        got = f"sm_{capability[0]}{capability[1]}" if a.is_cuda else a.device.type
+        got = f"sm_{capability[0]}{capability[1]}" if device.type == "cuda" else device.type
         return f"it needs a Hopper GPU (sm_90), got {got}"
     if along == "k":
         return 'along "k" it needs the sizes of the groups on the host, and reading them would wait for the GPU'
@@ -36,7 +36,7 @@ def why_not(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str, out_dtype:
         return f"it multiplies {FP8_1X128.name} · {FP8_128X128.name}, got {a_fmt.name} · {b_fmt.name}"
     if out_dtype != torch.bfloat16:
         return f"it writes bfloat16, got {out_dtype}"
-    (m, k), n = a.shape, b.shape[1]
+    (m, k), n = a_shape, b_shape[1]
     if 0 in (m, n, k):
         return f"it has no empty products, got M={m}, N={n}, K={k}"
     if k % _K_MULTIPLE or n % _N_MULTIPLE:
