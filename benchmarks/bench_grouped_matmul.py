@@ -170,7 +170,7 @@ def measure(product: GroupedProduct, backends, names: Sequence[str], labels: dic
         sets = input_sets(make, device, product.nbytes())
         a, b = sets[0][3:]
         shapes_of = a.qdata.shape, b.qdata.shape
-        reasons = candidates(a.qdata.device, *shapes_of, *product.formats, product.along, torch.bfloat16)
+        reasons = candidates(a.qdata.device, *shapes_of, *product.formats, product.along)
         contraction = product.in_features if product.kind == "output" else product.out_features
         return product_rows.check(
             sets,

@@ -24,7 +24,7 @@ RANKS |= {"checkpoint": 6, "integrations": 6, "diagnostics": 6}
 EXEMPT = {"testing", "__init__"}
 # Where names of others live that they do not promise to keep.
 COMPAT = {"_compat", "_compat_caches", "_compat_fsdp", "_compat_triton", "_compat_versions"}
-KERNELS = {"triton", "gluon", "cublas", "deep_gemm"}
+KERNELS = {"triton", "gluon", "cublas"}
 THIRD_PARTIES = {"torch", "torchao", "triton"}
 
 
