@@ -106,12 +106,7 @@ def quantize_call():
 
 def transformers_quantizes() -> bool:
     """Whether transformers has called `quantize_` while it loads a model, as a `TorchAoConfig` makes it do."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "transformers.integrations.torchao":
-            return True
-        frame = frame.f_back
-    return False
+    return is_on_stack("transformers.integrations.torchao")
 
 
 def default_filter():
