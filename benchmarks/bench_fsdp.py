@@ -52,11 +52,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from bench_model import SMOKE, Config, Stack
 from report import Report
+from timing import Timing, reason, synchronize
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from traffic import Observed, mark, us_between
-
-from torchao_blockwise.tuning.timing import Timing, reason, synchronize
 
 OURS = ("fp8", "nvfp4")
 GATHERS = {"torchao_bf16_gather": False, "torchao_fp8_gather": True}

@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from bench_quantize import same_bits
 from errors import relative_error
 from report import Report
+from timing import Timing, input_sets, reason, time_runs
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128
-from torchao_blockwise.tuning.timing import Timing, input_sets, reason, time_runs
 
 FMT = FP8_1X128
 COLUMNS = ("case", "shape", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")

@@ -33,15 +33,14 @@ import product_rows
 import report
 import torch
 from experts import ROUTINGS, Experts, group_ends
+from products import RECIPES, error_budget, product_error
 from report import Report
+from timing import input_sets, reason
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.ops.grouped_matmul import candidates
-from torchao_blockwise.tuning import error_budget, input_sets, product_error
-from torchao_blockwise.tuning.products import RECIPES
-from torchao_blockwise.tuning.timing import reason
 
 KINDS = ("output", "grad_input", "grad_weight", "grad_weight_quantised")
 COLUMNS = (
@@ -170,7 +169,8 @@ def measure(product: GroupedProduct, backends, names: Sequence[str], labels: dic
     def prepare(found):
         sets = input_sets(make, device, product.nbytes())
         a, b = sets[0][3:]
-        reasons = candidates(a.qdata, b.qdata, *product.formats, product.along, torch.bfloat16)
+        shapes_of = a.qdata.shape, b.qdata.shape
+        reasons = candidates(a.qdata.device, *shapes_of, *product.formats, product.along)
         contraction = product.in_features if product.kind == "output" else product.out_features
         return product_rows.check(
             sets,

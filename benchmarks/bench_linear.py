@@ -32,10 +32,8 @@ import torch
 from layers import OURS, Layer
 from report import Report
 from shapes import Shape
+from timing import input_sets, reason
 from torch import nn
-
-from torchao_blockwise.tuning import input_sets
-from torchao_blockwise.tuning.timing import reason
 
 RECIPES = ("fp8", "fp8_primary", "bf16", "torchao", "torchao_tensorwise", "torchao_rowwise", "nvfp4")
 DEFAULT_RECIPES = RECIPES[:-1]

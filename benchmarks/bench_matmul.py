@@ -24,14 +24,13 @@ import product_rows
 import report
 import shapes
 import torch
+from products import KINDS, RECIPES, Product, error_budget, product_error
 from report import Report
+from timing import input_sets, reason
 
 from torchao_blockwise import ops
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.ops.matmul import candidates
-from torchao_blockwise.tuning import Product, error_budget, input_sets, product_error
-from torchao_blockwise.tuning.products import KINDS, RECIPES
-from torchao_blockwise.tuning.timing import reason
 
 COLUMNS = ("product", "shape", "recipe", "by", "us", "spread %", "TFLOP/s", "roofline us", "of roofline", "error")
 # Where peers that compile for long are run by default; --peers runs them everywhere. torchao takes six builds for each
@@ -63,7 +62,7 @@ def measure(product: Product, backends, names: Sequence[str], results: Report) -
     def prepare(found):
         sets = input_sets(make, device, product.nbytes())
         a, b = sets[0][2:]
-        reasons = candidates(a.qdata, b.qdata, *product.formats, torch.bfloat16)
+        reasons = candidates(a.qdata.device, a.qdata.shape, b.qdata.shape, *product.formats, torch.bfloat16)
         return product_rows.check(
             sets,
             product_rows.by_backend(reasons, backends, run_on),

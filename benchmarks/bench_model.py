@@ -31,10 +31,9 @@ import torch.nn.functional as F
 from errors import relative_error
 from llm.model import MLP, RMSNorm, rotary, rotate
 from report import Report
+from timing import Timing, reason, synchronize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from torchao_blockwise.tuning.timing import Timing, reason, synchronize
 
 RECIPES = ("bf16", "fp8", "torchao", "torchao_tensorwise", "torchao_rowwise", "nvfp4")
 OURS = ("fp8", "nvfp4")

@@ -37,13 +37,12 @@ from bench_model import KINDS, kernels_of
 from experts import ROUTINGS, Experts, group_ends
 from layers import OURS, Layer
 from report import Report
+from timing import input_sets, reason
 from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise.conversion import experts as experts_filter
 from torchao_blockwise.nn import SwiGLUExperts
-from torchao_blockwise.tuning import input_sets
-from torchao_blockwise.tuning.timing import reason
 
 RECIPES = ("fp8", "fp8_primary", "bf16", "bf16_compiled", "torchao", "nvfp4")
 DEFAULT_RECIPES = RECIPES[:-1]

@@ -25,11 +25,10 @@ import report
 import torch
 from report import Report
 from roofline import Series
+from timing import Timing, input_sets, reason, time_runs
 
 from torchao_blockwise import ops
 from torchao_blockwise.testing import assert_bitwise_equal, relative_error
-from torchao_blockwise.tuning import Timing, input_sets, time_runs
-from torchao_blockwise.tuning.timing import reason
 
 COLUMNS = ("operation", "shape", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline", "x eager")
 # ‖difference‖ / ‖reference‖ of sums in fp32 in another order.

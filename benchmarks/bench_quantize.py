@@ -20,12 +20,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import peers
 import report
 import torch
+from products import RECIPES
 from report import Report
+from timing import Timing, input_sets, reason, time_runs
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.tuning.products import RECIPES
-from torchao_blockwise.tuning.timing import Timing, input_sets, reason, time_runs
 
 CASES = ("rowwise", "columnwise", "both", "weight", "transpose")
 PEERS = ("torchao",)

@@ -43,10 +43,7 @@ def slug(device: torch.device) -> str:
     """The device in a file name: `cpu`, `nvidia_h200`."""
     if device.type == "cpu":
         return "cpu"
-    # Here, because importing the package takes seconds, and not every script needs it.
-    from torchao_blockwise.ops.matmul.choice import slug_of
-
-    return slug_of(device_name(device))
+    return "_".join("".join(c if c.isalnum() else " " for c in device_name(device).lower()).split())
 
 
 def write_text(path: Path, text: str) -> None:

@@ -65,8 +65,8 @@ def stub_the_gpu() -> None:
     # In place, for all who imported the names.
     backend.compute_capability.__wrapped__.__code__ = (lambda device: divmod(90, 10)).__code__
     gluon.multiprocessors.__wrapped__.__code__ = (lambda device: 132).__code__
-    cublas.why_not.__code__ = (lambda a, b, a_fmt, b_fmt, out_dtype: None).__code__
-    # AUTO's choice is remembered where tensors are a GPU's.
+    cublas.why_not.__code__ = (lambda device, a_shape, b_shape, a_fmt, b_fmt, out_dtype: None).__code__
+    # On a GPU the choice is looked up; here it would be made anew in every product.
     asked = {chosen.value: chosen for chosen in backend.Backend} | {"auto": backend.Backend.GLUON}
     sys.modules[ops.matmul.__module__]._pick = lambda *given: asked[given[-1]]
 

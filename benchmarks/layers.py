@@ -13,10 +13,8 @@ from errors import relative_error
 from report import Report
 from roofline import Series
 from step_memory import step_memory
+from timing import Timing, host_time, reason, time_eager, time_runs
 from torch import nn
-
-from torchao_blockwise.tuning import Timing, host_time, time_eager, time_runs
-from torchao_blockwise.tuning.timing import reason
 
 OURS = tuple(peers.OUR_CONFIGS)
 COLUMNS = (

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from products import Product
 from roofline import tensorwise, to_tensorwise
 from torch import nn
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
 from torchao_blockwise.formats import FP8_1X128
-from torchao_blockwise.tuning import Product
 
 _BLOCK = FP8_1X128.block[1]
 

@@ -9,10 +9,9 @@ import report
 import torch
 from report import Report
 from roofline import Series
+from timing import Timing, reason, time_runs
 
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.tuning import Timing, time_runs
-from torchao_blockwise.tuning.timing import reason
 
 # Peers that quantise in their own way, or not at all, are as far off as our quantisation is.
 _OTHERS_BUDGET = {"fp8": 0.1, "nvfp4": 0.25}

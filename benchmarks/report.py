@@ -11,8 +11,7 @@ import roofline
 import shapes
 import torch
 from roofline import Series
-
-from torchao_blockwise.tuning import Timing
+from timing import Timing
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MISSING = "-"

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-from torchao_blockwise.tuning.timing import Timing, input_sets, time_runs
+from timing import Timing, input_sets, time_runs
 
 _COPY_BYTES, _SMOKE_COPY_BYTES = 2**30, 2**20
 _WIDTH, _SMOKE_WIDTH = 8192, 128

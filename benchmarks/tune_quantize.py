@@ -22,11 +22,11 @@ import torch
 from bench_quantize import CASES, job, same_bits
 from environment import device_name
 from roofline import measure_ceilings
+from timing import Timing, input_sets, reason, time_runs
 
 from torchao_blockwise.formats import FP8_1X128
 from torchao_blockwise.ops.quantize import triton as quantize_kernels
 from torchao_blockwise.ops.transpose import triton as transpose_kernels
-from torchao_blockwise.tuning.timing import Timing, input_sets, reason, time_runs
 
 SHAPES, SMOKE_SHAPES = ((4096, 7168), (16384, 4096), (16384, 14336)), ((48, 272),)
 
@@ -51,14 +51,9 @@ WAYS: dict[str, list[dict]] = {
         ),
     ],
     "both": [
-        {"_FP8_BOTH": None, **BY_TRITON, **tile("_FP8_COLUMNWISE_TILE", 128, 64, 4)},
-        {"_FP8_BOTH": None, **BY_TRITON, **tile("_FP8_COLUMNWISE_TILE", 128, 128, 4)},
+        {**BY_TRITON, **tile("_FP8_COLUMNWISE_TILE", 128, 64, 4)},
+        {**BY_TRITON, **tile("_FP8_COLUMNWISE_TILE", 128, 128, 4)},
         *({"_FP8_BOTH_GLUON_WARPS": warps} for warps in (4, 8, 16)),
-        *(
-            {"_FP8_BOTH": (rows, columns, warps, apart), **BY_TRITON}
-            for apart in (True, False)
-            for rows, columns, warps in ((32, 64, 4), (16, 32, 2), (32, 32, 2), (64, 64, 4), (64, 64, 8), (64, 128, 4))
-        ),
     ],
     "weight": [tile("_FP8_SQUARE_TILE", 128, 128, warps) for warps in (8, 4, 16)],
     "transpose": [
@@ -106,17 +101,13 @@ def name_of(way: dict) -> str:
     if build := way.get("_FP8_COLUMNWISE_GLUON"):
         columns, warps = build
         return f"Gluon, {FP8_1X128.block[1]}x{columns}, {warps} warps"
-    if way.get("_FP8_BOTH"):
-        rows, columns, warps, apart = way["_FP8_BOTH"]
-        program = "strip" if apart else "tile"
-        return f"a launch: strips of {rows} rows or {columns} columns, {warps} warps, a program a {program}"
     if tiles := way.get("_QUADS_TILES"):
         return "; ".join(
             f"from {least >> 20} Mi elements " * bool(least) + f"{rows}x{columns}, {warps} warps"
             for least, (rows, columns, warps) in tiles.items()
         )
     rows, columns, warps, _ = next(value for value in way.values() if value)
-    return ("a launch each: columnwise " if "_FP8_BOTH" in way else "") + f"{rows}x{columns}, {warps} warps"
+    return f"{rows}x{columns}, {warps} warps"
 
 
 def measure(case: str, shape: tuple[int, int], device: torch.device, copy: float, seconds: float) -> dict[str, str]:

@@ -33,9 +33,6 @@ warnings.filterwarnings("ignore", message=".*register_constant.*")
 # Graphs that inductor keeps on disk know operations by name: they would go on with shapes and strides of old fakes.
 os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 
-# AUTO must choose here as it does everywhere, whatever the tester has measured.
-os.environ["TORCHAO_BLOCKWISE_TABLES"] = os.devnull
-
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")

@@ -21,12 +21,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # An import may only point to the left: a room of a higher rank imports rooms of lower ranks and itself.
 RANKS = {"formats": 0, "ops": 1, "tensors": 2, "nn": 3, "distributed": 4, "conversion": 5}
 RANKS |= {"checkpoint": 6, "integrations": 6, "diagnostics": 6}
-# What trains knows nothing of what measures it.
-RANKS |= {"tuning": 6, "tune": 7}
 EXEMPT = {"testing", "__init__"}
 # Where names of others live that they do not promise to keep.
 COMPAT = {"_compat", "_compat_caches", "_compat_fsdp", "_compat_triton", "_compat_versions"}
-KERNELS = {"triton", "gluon", "cublas", "deep_gemm"}
+KERNELS = {"triton", "gluon", "cublas"}
 THIRD_PARTIES = {"torch", "torchao", "triton"}
 
 

@@ -65,17 +65,6 @@ def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
     return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
 
 
-@functools.cache
-def has_deep_gemm() -> bool:
-    """Whether the package deep_gemm is installed; imports nothing: it loads CUDA libraries."""
-    return importlib.util.find_spec("deep_gemm") is not None
-
-
-def deep_gemm() -> types.ModuleType:
-    """The package deep_gemm, which promises no interface to keep."""
-    return importlib.import_module("deep_gemm")
-
-
 def why_no_scaled_mm() -> str | None:
     """Why this PyTorch cannot be asked for products with block scales, or None if it can."""
     functional = torch.nn.functional
@@ -117,12 +106,7 @@ def quantize_call():
 
 def transformers_quantizes() -> bool:
     """Whether transformers has called `quantize_` while it loads a model, as a `TorchAoConfig` makes it do."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "transformers.integrations.torchao":
-            return True
-        frame = frame.f_back
-    return False
+    return is_on_stack("transformers.integrations.torchao")
 
 
 def default_filter():

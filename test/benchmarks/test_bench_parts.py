@@ -20,13 +20,13 @@ import roofline
 import shapes
 import torch
 import torch.nn.functional as F
+from products import KINDS, Product, error_budget, product_error
+from timing import Timing
 from torch import nn
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128
 from torchao_blockwise.testing import relative_error
-from torchao_blockwise.tuning import Product, Timing, error_budget, product_error
-from torchao_blockwise.tuning.products import KINDS
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("no_interpreter")

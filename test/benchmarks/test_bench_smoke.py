@@ -14,9 +14,9 @@ import peers
 import pytest
 import report
 import shapes
+from timing import Timing
 
 from torchao_blockwise import ops
-from torchao_blockwise.tuning import Timing
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread", "without_gpu")
 

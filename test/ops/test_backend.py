@@ -26,7 +26,7 @@ def forget_warnings():
 
 
 def test_names():
-    assert [b.value for b in Backend] == ["auto", "reference", "triton", "cublas", "gluon", "deep_gemm"]
+    assert [b.value for b in Backend] == ["auto", "reference", "triton", "cublas", "gluon"]
     assert [f"{b}" for b in Backend] == [str(b) for b in Backend] == [b.value for b in Backend]
 
 
@@ -43,7 +43,7 @@ def test_none_is_auto():
 def test_unknown_name(name):
     with pytest.raises(ValueError) as error:
         get_backend(name)
-    names = "auto, reference, triton, cublas, gluon, deep_gemm"
+    names = "auto, reference, triton, cublas, gluon"
     assert str(error.value) == f"no backend {name!r}; the backends are {names}"
 
 
@@ -147,7 +147,7 @@ def test_without_triton_auto_computes_by_reference_on_a_cpu_in_silence(monkeypat
             call()
 
 
-@pytest.mark.parametrize("given", ("reference", "triton", None, "cublas", "gluon", "deep_gemm"), ids=str)
+@pytest.mark.parametrize("given", ("reference", "triton", None, "cublas", "gluon"), ids=str)
 def test_what_only_multiplies_leaves_casts_to_auto(given):
-    expected = Backend.AUTO if given in (None, "cublas", "gluon", "deep_gemm") else Backend(given)
+    expected = Backend.AUTO if given in (None, "cublas", "gluon") else Backend(given)
     assert ops.casting_backend(given) is expected

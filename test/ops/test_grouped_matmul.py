@@ -336,7 +336,7 @@ def test_kernels_clamp_what_nobody_checks(along, pair, ends, device, monkeypatch
 @along_and_pairs
 def test_auto_takes_the_first_that_can(along, pair, device):
     case = Case(along, pair, ([30, 0, 9], 2), device)
-    reasons = candidates(case.a.qdata, case.b.qdata, *pair, along, torch.float32)
+    reasons = candidates(case.a.qdata.device, case.a.qdata.shape, case.b.qdata.shape, *pair, along)
     first = next(backend for backend, why_not in reasons.items() if why_not is None)
     hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
     assert first is Backend.TRITON or (hopper and first is Backend.GLUON)

@@ -107,8 +107,7 @@ REFUSALS = {
     "cublas": (
         lambda: multiply(backend="cublas"),
         ValueError(
-            "grouped_matmul: backend cublas has no implementation; choose one of gluon, triton, reference, deep_gemm,"
-            " or auto"
+            "grouped_matmul: backend cublas has no implementation; choose one of gluon, triton, reference, or auto"
         ),
     ),
     "gluon on a CPU": (

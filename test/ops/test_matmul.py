@@ -287,7 +287,7 @@ REFUSALS = {
     ),
     "unknown backend": (
         lambda: multiply(backend="cutlass"),
-        ValueError("no backend 'cutlass'; the backends are auto, reference, triton, cublas, gluon, deep_gemm"),
+        ValueError("no backend 'cutlass'; the backends are auto, reference, triton, cublas, gluon"),
     ),
     "cublas on a CPU": (
         lambda: multiply(backend="cublas"),

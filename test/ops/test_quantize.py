@@ -129,14 +129,6 @@ def test_any_shape_and_magnitude(backend, fmt, rows, columns, seed, power, devic
 
 # --- other ways through the kernels, selected by their tables ---------------------------------------------------------
 
-ONE_LAUNCH = {
-    "a program a strip": (32, 64, 4, True),
-    "a program a strip, few columns": (64, 32, 4, True),
-    "a program a tile": (32, 64, 4, False),
-    "a program a tile, one strip each": (128, 128, 4, False),
-}
-ALIGNED_SHAPES = ((16, 16), (16, 144), (144, 16), (128, 128), (160, 272), (2, 48, 144), (0, 16), (16, 0))
-
 
 def set_tables(monkeypatch, **tables) -> None:
     kernels = pytest.importorskip("torchao_blockwise.ops.quantize.triton")
@@ -147,42 +139,18 @@ def set_tables(monkeypatch, **tables) -> None:
     monkeypatch.setattr(kernels, "_build", functools.cache(kernels._build.__wrapped__))
 
 
-@pytest.mark.parametrize("shape", (*ALIGNED_SHAPES, (33, 150)), ids=shape_id)
-@pytest.mark.parametrize("table", ONE_LAUNCH.values(), ids=ONE_LAUNCH)
-def test_one_launch_for_both_copies_matches_reference(table, shape, monkeypatch, device):
-    set_tables(monkeypatch, _FP8_BOTH=table)
-    check_against_reference(special_input(shape, FP8_1X128, torch.bfloat16, device), FP8_1X128, "triton")
-
-
-@dtypes
-@pytest.mark.parametrize("value", (1.0, float("nan"), float("inf"), -float("inf")), ids=str)
-@pytest.mark.parametrize("table", ONE_LAUNCH.values(), ids=ONE_LAUNCH)
-def test_one_launch_keeps_special_numbers_of_any_dtype(table, value, dtype, monkeypatch, device):
-    set_tables(monkeypatch, _FP8_BOTH=table)
-    x = special_input((48, 272), FP8_1X128, dtype, device)
-    x[0, 0] = x[20, 129] = value
-    check_against_reference(x, FP8_1X128, "triton")
-
-
-@pytest.mark.parametrize("table", ONE_LAUNCH.values(), ids=ONE_LAUNCH)
-def test_one_launch_takes_any_strides_and_power_of_2_scales(table, monkeypatch, device):
-    set_tables(monkeypatch, _FP8_BOTH=table)
-    x = random_tensor(144, 48, dtype=torch.bfloat16, device=device).mT
-    check_against_reference(x, FP8_1X128, "triton", power_of_2_scales=True)
-
-
-def test_one_launch_is_one_launch(monkeypatch, device):
+def test_both_copies_of_one_row_blocks_take_a_launch_each(monkeypatch, device):
     kernels = pytest.importorskip("torchao_blockwise.ops.quantize.triton")
     launches = []
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **options: launches.append((grid, options)))
+    set_tables(monkeypatch, _FP8_ROWWISE_TILE=(32, 128, 4, 16), _FP8_COLUMNWISE_TILE=(128, 128, 4, 16))
     x = torch.zeros(144, 272, dtype=torch.bfloat16, device=device)
-    for table in (None, (32, 64, 4, False), (32, 64, 4, True)):
-        tiles = {"_FP8_ROWWISE_TILE": (32, 128, 4, 16), "_FP8_COLUMNWISE_TILE": (128, 128, 4, 16)}
-        set_tables(monkeypatch, _FP8_BOTH=table, **tiles)
-        ops.quantize(x, FP8_1X128, columnwise=True, backend="triton")
-    # 5 × 3 tiles of 32 rows, and 2 × 3 whole ones; 2 × 3 tiles for both; 2 × 3 tiles, each of 4 + 2 strips.
-    assert [grid for grid, _ in launches] == [15, 6, 6, 36]
-    assert [options["ROWWISE"] and options["COLUMNWISE"] for _, options in launches] == [False, False, True, True]
+    for fmt in (FP8_1X128, FP8_128X128):
+        ops.quantize(x, fmt, columnwise=True, backend="triton")
+    # 5 × 3 tiles of 32 rows, and 2 × 3 whole ones; of square blocks 2 × 3 tiles for both.
+    assert [grid for grid, _ in launches] == [15, 6, 6]
+    copies = [(options["ROWWISE"], options["COLUMNWISE"]) for _, options in launches]
+    assert copies == [(True, False), (False, True), (True, True)]
 
 
 @pytest.mark.parametrize("tile", ((128, 128, 4, 16), (128, 32, 2, 8)), ids=lambda tile: "x".join(map(str, tile[:2])))
@@ -452,7 +420,7 @@ REFUSALS = {
     ),
     "unknown backend": (
         lambda: ops.quantize(X, FP8_1X128, backend="cuda"),
-        "no backend 'cuda'; the backends are auto, reference, triton, cublas, gluon, deep_gemm",
+        "no backend 'cuda'; the backends are auto, reference, triton, cublas, gluon",
     ),
     "backend without an implementation": (
         lambda: ops.quantize(X, FP8_1X128, backend="cublas"),

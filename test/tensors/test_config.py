@@ -49,7 +49,7 @@ WRONG = {
     "backend": (
         {"backend": "cutlass"},
         ValueError,
-        "no backend 'cutlass'; the backends are auto, reference, triton, cublas, gluon, deep_gemm",
+        "no backend 'cutlass'; the backends are auto, reference, triton, cublas, gluon",
     ),
     "out_dtype": (
         {"out_dtype": torch.float64},

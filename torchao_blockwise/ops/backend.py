@@ -18,7 +18,6 @@ class Backend(str, Enum):
 
     REFERENCE: eager torch on any device, the bit oracle. TRITON: GPUs, and CPUs under TRITON_INTERPRET=1.
     CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: kernels for Hopper alone.
-    DEEP_GEMM: grouped products on Hopper by the package deep_gemm, where it is installed; by name alone.
     """
 
     AUTO = "auto"
@@ -26,7 +25,6 @@ class Backend(str, Enum):
     TRITON = "triton"
     CUBLAS = "cublas"
     GLUON = "gluon"
-    DEEP_GEMM = "deep_gemm"
 
     # Reads as its value in messages on every Python version.
     __str__ = str.__str__
@@ -52,7 +50,7 @@ def get_backend(backend: Backend | str | None) -> Backend:
 def casting_backend(backend: Backend | str | None) -> Backend:
     """The backend that quantises and transposes beside products on `backend`: most libraries only multiply."""
     backend = get_backend(backend)
-    return Backend.AUTO if backend in (Backend.CUBLAS, Backend.GLUON, Backend.DEEP_GEMM) else backend
+    return Backend.AUTO if backend in (Backend.CUBLAS, Backend.GLUON) else backend
 
 
 def interpreting() -> bool:

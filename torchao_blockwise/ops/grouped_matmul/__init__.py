@@ -13,6 +13,9 @@ Where groups end is known on the device alone: shapes and launches depend on the
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 
 from torchao_blockwise.formats import (
@@ -26,10 +29,10 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_gluon, why_no_triton
 from torchao_blockwise.ops.group_tables.layout import check_group_tables
-from torchao_blockwise.ops.grouped_matmul import deep_gemm, reference
+from torchao_blockwise.ops.grouped_matmul import reference
 from torchao_blockwise.ops.groups import check_group_ends
 from torchao_blockwise.ops.library import define_op
-from torchao_blockwise.ops.matmul import check_sum, choice, count_change
+from torchao_blockwise.ops.matmul import check_sum, count_change
 from torchao_blockwise.ops.operand import format_of, is_operand
 
 _ALONG = ("m", "k")
@@ -149,39 +152,51 @@ def _check_groups(op: str, a, b, group_ends, group_tables, a_fmt: BlockFormat, a
         raise ValueError(f"{op}: group_ends must have one end for each matrix of b [E, N, K], got {got}")
 
 
-def candidates(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str, out_dtype) -> dict[Backend, str | None]:
-    """The backends of a product of these payloads, in AUTO's fixed order, each with why it cannot run, or None."""
-    why_triton = why_no_triton(a.device)
+def candidates(
+    device: torch.device,
+    a_shape: Sequence[int],
+    b_shape: Sequence[int],
+    a_fmt: BlockFormat,
+    b_fmt: BlockFormat,
+    along: str,
+) -> dict[Backend, str | None]:
+    """The backends of a product of payloads of these shapes, in AUTO's order, each with why it cannot run, or None."""
+    why_triton = why_no_triton(device)
     if why_triton is None and (a_fmt.name, b_fmt.name) not in _KERNEL_PAIRS[along]:
         why_triton = f'{a_fmt.name} · {b_fmt.name} has no kernel along "{along}"'
-    # Along "m" Gluon's kernel took half the time of Triton's at every shape and routing measured on an H200. Behind the
-    # reference, which always can, is what runs by name only.
+    # Along "m" Gluon's kernel took half the time of Triton's at every shape and routing measured on an H200.
     return {
-        Backend.GLUON: _why_no_gluon(a, b, a_fmt, b_fmt, along),
+        Backend.GLUON: _why_no_gluon(device, a_shape, b_shape, a_fmt, b_fmt, along),
         Backend.TRITON: why_triton,
         Backend.REFERENCE: None,
-        Backend.DEEP_GEMM: deep_gemm.why_not(a, b, a_fmt, b_fmt, along, out_dtype),
     }
 
 
-def _why_no_gluon(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str) -> str | None:
-    reason = why_no_gluon(a.device)
+def _why_no_gluon(
+    device: torch.device, a_shape, b_shape, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str
+) -> str | None:
+    reason = why_no_gluon(device)
     if reason is not None:
         return reason
     from torchao_blockwise.ops.grouped_matmul import gluon
 
-    return gluon.why_not(a, b, a_fmt, b_fmt, along)
+    return gluon.why_not(a_shape, b_shape, a_fmt, b_fmt, along)
 
 
-def _pick(op: str, a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str, out_dtype, backend: str) -> Backend:
-    def find() -> Backend:
-        reasons = candidates(a, b, a_fmt, b_fmt, along, out_dtype)
-        return pick(op, backend, reasons, expected=Backend.TRITON if a.is_cuda else None)
+def _pick(
+    op: str, device: torch.device, a_shape, b_shape, a_format: str, b_format: str, along: str, backend: str
+) -> Backend:
+    reasons = candidates(device, a_shape, b_shape, get_format(a_format), get_format(b_format), along)
+    return pick(op, backend, reasons, expected=Backend.TRITON if device.type == "cuda" else None)
 
-    if not a.is_cuda:
-        return find()
-    # All that the choice depends on, where somebody waits for it.
-    return choice.remember((op, a.device, a.shape, b.shape, a_fmt.name, b_fmt.name, along, out_dtype, backend), find)
+
+# Choosing takes microseconds of every product, and somebody waits for them where tensors are a GPU's.
+_pick_on_gpu = functools.lru_cache(maxsize=4096)(_pick)
+
+
+def _choose(op: str, a, b, a_format: str, b_format: str, along: str, backend: str) -> Backend:
+    pick_one = _pick_on_gpu if a.is_cuda else _pick
+    return pick_one(op, a.device, a.shape, b.shape, a_format, b_format, along, backend)
 
 
 def _grouped_matmul(
@@ -190,7 +205,7 @@ def _grouped_matmul(
 ):  # fmt: skip
     a_fmt, b_fmt = get_format(a_format), get_format(b_format)
     _check_groups("grouped_matmul", a, b, group_ends, group_tables, a_fmt, along)
-    chosen = _pick("grouped_matmul", a, b, a_fmt, b_fmt, along, out_dtype, backend)
+    chosen = _choose("grouped_matmul", a, b, a_format, b_format, along, backend)
     arguments = a, a_scale, a_global, b, b_scale, b_global, group_ends, a_fmt, b_fmt, along, out_dtype
     if chosen is Backend.GLUON:
         from torchao_blockwise.ops.grouped_matmul import gluon
@@ -200,8 +215,7 @@ def _grouped_matmul(
         from torchao_blockwise.ops.grouped_matmul import triton
 
         return triton.grouped_matmul(*arguments)
-    implementation = deep_gemm if chosen is Backend.DEEP_GEMM else reference
-    return implementation.grouped_matmul(*arguments)
+    return reference.grouped_matmul(*arguments)
 
 
 def _add_grouped_matmul(
@@ -209,7 +223,7 @@ def _add_grouped_matmul(
 ):
     a_fmt, b_fmt = get_format(a_format), get_format(b_format)
     _check_groups("add_grouped_matmul_", a, b, group_ends, group_tables, a_fmt, "k")
-    chosen = _pick("add_grouped_matmul_", a, b, a_fmt, b_fmt, "k", torch.float32, backend)
+    chosen = _choose("add_grouped_matmul_", a, b, a_format, b_format, "k", backend)
     arguments = a, a_scale, a_global, b, b_scale, b_global, group_ends, a_fmt, b_fmt
     if chosen is Backend.GLUON:
         from torchao_blockwise.ops.grouped_matmul import gluon
@@ -219,8 +233,6 @@ def _add_grouped_matmul(
         from torchao_blockwise.ops.grouped_matmul import triton
 
         triton.add_grouped_matmul(out, *arguments)
-    elif chosen is Backend.DEEP_GEMM:
-        deep_gemm.add_grouped_matmul(out, *arguments)
     else:
         reference.add_grouped_matmul(out, *arguments)
 

@@ -26,15 +26,15 @@ from torchao_blockwise.ops.matmul.rows import aligned_rows
 _PAIRS = {"m": (FP8_1X128, FP8_128X128), "k": (FP8_1X128, FP8_1X128)}
 
 
-def why_not(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str) -> str | None:
-    """Why these kernels cannot compute this product on a Hopper GPU, or None if they can."""
+def why_not(a_shape, b_shape, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str) -> str | None:
+    """Why these kernels cannot multiply payloads of these shapes on a Hopper GPU, or None if they can."""
     if interpreting():
         return "Triton's interpreter does not know Gluon"
     if (a_fmt, b_fmt) != _PAIRS[along]:
         wanted = " · ".join(fmt.name for fmt in _PAIRS[along])
         return f'along "{along}" the kernels multiply {wanted}, got {a_fmt.name} · {b_fmt.name}'
-    if 0 in (*a.shape, *b.shape):
-        return f"the copy engine has no empty tensors, got payloads of shape {list(a.shape)} and {list(b.shape)}"
+    if 0 in (*a_shape, *b_shape):
+        return f"the copy engine has no empty tensors, got payloads of shape {list(a_shape)} and {list(b_shape)}"
     return None
 
 

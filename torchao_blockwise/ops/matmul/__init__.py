@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 
 from torchao_blockwise.formats import (
+    E4M3,
     FP8_1X128,
     FP8_128X128,
     HIGH_PRECISION_DTYPES,
@@ -15,7 +19,7 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops.backend import Backend, compute_capability, get_backend, pick, why_no_gluon, why_no_triton
 from torchao_blockwise.ops.library import define_op
-from torchao_blockwise.ops.matmul import choice, cublas, reference
+from torchao_blockwise.ops.matmul import cublas, reference
 from torchao_blockwise.ops.operand import format_of, is_operand
 
 _KERNEL_PAIRS = {
@@ -24,6 +28,8 @@ _KERNEL_PAIRS = {
     (NVFP4_1X16.name, NVFP4_16X16.name),
     (NVFP4_1X16.name, NVFP4_1X16.name),
 }
+# Up to so many tokens AUTO takes Gluon for `grad_weight`.
+_GLUON_TOKENS = 256
 
 
 def matmul(
@@ -100,55 +106,71 @@ def _check(a, b, out_dtype, bias):
         raise ValueError(f"matmul: bias must be a float vector of {b.qdata.shape[0]} elements, got {got}")
 
 
-def candidates(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, out_dtype) -> dict[Backend, str | None]:
-    """The backends of a product of these payloads, in AUTO's fixed order, each with why it cannot run, or None."""
-    why_no_cublas = cublas.why_not(a, b, a_fmt, b_fmt, out_dtype)
-    why_triton = why_no_triton(a.device)
+def candidates(
+    device: torch.device,
+    a_shape: Sequence[int],
+    b_shape: Sequence[int],
+    a_fmt: BlockFormat,
+    b_fmt: BlockFormat,
+    out_dtype,
+) -> dict[Backend, str | None]:
+    """The backends of a product of payloads of these shapes, in AUTO's order, each with why it cannot run, or None."""
+    why_triton = why_no_triton(device)
     if why_triton is None and (a_fmt.name, b_fmt.name) not in _KERNEL_PAIRS:
         why_triton = f"{a_fmt.name} · {b_fmt.name} has no kernel"
-    # Behind the reference, which always can: AUTO takes Gluon where a table of measurements puts it first, only.
-    return {
-        Backend.CUBLAS: why_no_cublas,
+    reasons = {
+        Backend.CUBLAS: cublas.why_not(device, a_shape, b_shape, a_fmt, b_fmt, out_dtype),
+        Backend.GLUON: _why_no_gluon(device, a_shape, b_shape, a_fmt, b_fmt),
         Backend.TRITON: why_triton,
         Backend.REFERENCE: None,
-        Backend.GLUON: _why_no_gluon(a, b, a_fmt, b_fmt),
     }
+    if _gluon_is_first(a_fmt, b_fmt, a_shape[1] * a_fmt.element.per_byte):
+        return {Backend.GLUON: reasons[Backend.GLUON], **reasons}
+    return reasons
 
 
-def _why_no_gluon(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat) -> str | None:
-    reason = why_no_gluon(a.device)
+def _gluon_is_first(a_fmt: BlockFormat, b_fmt: BlockFormat, k: int) -> bool:
+    """Whether AUTO asks Gluon before cuBLASLt; GPUs other than Hopper have at most one of the two.
+
+    Two rules for the two kinds of FP8 products: with square blocks in b (`output`, `grad_input`) Gluon, with one-row
+    blocks (`grad_weight`, where k counts tokens) Gluon up to 256 tokens. docs/design.md says what they cost.
+    """
+    return a_fmt.element is E4M3 and (b_fmt.block[0] > 1 or k <= _GLUON_TOKENS)
+
+
+def _why_no_gluon(device: torch.device, a_shape, b_shape, a_fmt: BlockFormat, b_fmt: BlockFormat) -> str | None:
+    reason = why_no_gluon(device)
     if reason is not None:
         return reason
     from torchao_blockwise.ops.matmul import gluon
 
-    return gluon.why_not(a, b, a_fmt, b_fmt)
+    return gluon.why_not(a_shape, b_shape, a_fmt, b_fmt)
 
 
-def _pick(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, out_dtype, backend: str) -> Backend:
-    reasons = candidates(a, b, a_fmt, b_fmt, out_dtype)
+def _pick(
+    device: torch.device, a_shape, b_shape, a_format: str, b_format: str, out_dtype: torch.dtype, backend: str
+) -> Backend:
+    a_fmt, b_fmt = get_format(a_format), get_format(b_format)
+    reasons = candidates(device, a_shape, b_shape, a_fmt, b_fmt, out_dtype)
     expected = None
-    if a.is_cuda:
-        blocks = cublas.expected(compute_capability(a.device), a_fmt)
-        expected = Backend.CUBLAS if blocks else Backend.TRITON
-    if backend == Backend.AUTO:
-        k = a.shape[1] * a_fmt.element.per_byte
-        ranking = choice.ranking(a_fmt, b_fmt, a.shape[0], b.shape[0], k, a.device)
-        measured = [b for b in ranking if b in reasons]
-        if measured:
-            # The fastest first; what was not measured comes after them, in the fixed order.
-            reasons = {b: reasons[b] for b in (*measured, *reasons)}
-            expected = measured[0]
+    if device.type == "cuda":
+        has_blocks = cublas.expected(compute_capability(device), a_fmt)
+        expected = next(iter(reasons)) if has_blocks else Backend.TRITON
     return pick("matmul", backend, reasons, expected=expected)
+
+
+# Choosing takes microseconds of every product, and somebody waits for them where tensors are a GPU's.
+_pick_on_gpu = functools.lru_cache(maxsize=4096)(_pick)
+
+
+def _choose(a, b, a_format: str, b_format: str, out_dtype: torch.dtype, backend: str) -> Backend:
+    pick_one = _pick_on_gpu if a.is_cuda else _pick
+    return pick_one(a.device, a.shape, b.shape, a_format, b_format, out_dtype, backend)
 
 
 def _matmul(a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, out_dtype, bias, backend):
     a_fmt, b_fmt = get_format(a_format), get_format(b_format)
-    if a.is_cuda:
-        # All that a choice depends on where it takes long (5 µs) and somebody waits for it.
-        key = (a.device, a.shape, b.shape, a_format, b_format, out_dtype, backend)
-        chosen = choice.remember(key, lambda: _pick(a, b, a_fmt, b_fmt, out_dtype, backend))
-    else:
-        chosen = _pick(a, b, a_fmt, b_fmt, out_dtype, backend)
+    chosen = _choose(a, b, a_format, b_format, out_dtype, backend)
     if chosen is Backend.CUBLAS:
         implementation = cublas.matmul
     elif chosen is Backend.TRITON:
@@ -166,7 +188,7 @@ def _matmul(a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, out_
 
 def _add_matmul(out, a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, backend):
     a_fmt, b_fmt = get_format(a_format), get_format(b_format)
-    chosen = _pick(a, b, a_fmt, b_fmt, torch.float32, backend)
+    chosen = _choose(a, b, a_format, b_format, torch.float32, backend)
     operands = a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt
     if chosen is Backend.GLUON:
         from torchao_blockwise.ops.matmul import gluon

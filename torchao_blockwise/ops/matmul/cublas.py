@@ -34,13 +34,14 @@ def expected(capability: tuple[int, int], fmt: BlockFormat) -> bool:
     return capability == (9, 0) if fmt.element is E4M3 else capability[0] >= 10
 
 
-def why_not(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat, out_dtype: torch.dtype) -> str | None:
-    """Why cuBLASLt cannot compute this product, or None if it can."""
-    device = a.device
+def why_not(
+    device: torch.device, a_shape, b_shape, a_fmt: BlockFormat, b_fmt: BlockFormat, out_dtype: torch.dtype
+) -> str | None:
+    """Why cuBLASLt cannot compute this product of payloads of these shapes, or None if it can."""
     why = _why_never(device.type, compute_capability(device), torch.version.cuda, a_fmt, out_dtype)
     if why is not None:
         return why
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), n = a_shape, b_shape[0]
     if 0 in (m, n, k):
         return f"it has no empty products, got M={m}, N={n}, K={k}"
     if n % _ALIGNMENT_BYTES or (k % _ALIGNMENT_BYTES and a_fmt.element is E2M1):

@@ -24,13 +24,13 @@ _SWIZZLE = 128
 _SHARED, _ROWS_HALVED, _COLUMNS_HALVED = [[0, 0]], [[1, 0]], [[0, 1]]
 
 
-def why_not(a, b, a_fmt: BlockFormat, b_fmt: BlockFormat) -> str | None:
-    """Why these kernels cannot compute this product on a Hopper GPU, or None if they can."""
+def why_not(a_shape, b_shape, a_fmt: BlockFormat, b_fmt: BlockFormat) -> str | None:
+    """Why these kernels cannot multiply payloads of these shapes on a Hopper GPU, or None if they can."""
     if interpreting():
         return "Triton's interpreter does not know Gluon"
     if a_fmt is not FP8_1X128 or b_fmt not in (FP8_1X128, FP8_128X128):
         return f"the kernels multiply fp8_1x128 by fp8_128x128 or fp8_1x128, got {a_fmt.name} · {b_fmt.name}"
-    m, n, k = a.shape[0], b.shape[0], a.shape[1]
+    (m, k), n = a_shape, b_shape[0]
     if 0 in (m, n, k):
         return f"the copy engine has no empty tensors, got M={m}, N={n}, K={k}"
     return None

@@ -164,8 +164,7 @@ def _norm_quantize(
         return quantized_copies(y, fmt, rowwise, columnwise, power_of_2_scales, padded)
     from torchao_blockwise.ops.norm_quantize import triton
 
-    copies = new_copies(x, fmt, x.shape, rowwise, columnwise)
-    triton.norm_quantize(x, mean, rstd, weight, bias, dtype, fmt, copies, rowwise, columnwise, power_of_2_scales)
+    copies = triton.norm_quantize(x, mean, rstd, weight, bias, dtype, fmt, rowwise, columnwise, power_of_2_scales)
     return made_copies(copies, fmt, x.shape[0], columnwise, padded)
 
 

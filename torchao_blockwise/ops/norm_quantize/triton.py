@@ -1,11 +1,11 @@
 """RMSNorm and LayerNorm in Triton: the statistics of each row, then a pass that normalises and quantises tile by tile.
 
             K                        one pass over x for the statistics [M], which backward needs anyway;
-      ┌───┬───┬───┐                  another that makes y in registers and stores its rowwise and columnwise copies
-    M │   │ y │   │  tile [TILE_M, 128]
+      ┌───┬───┬───┐                  another that makes y in registers and stores its rowwise copy
+    M │   │ y │   │  tile [ROWS, 128]
 
-A columnwise block needs 128 rows and a row's statistics all of K, so no tile could do both. Where the dtypes allow
-tiles with a columnwise copy are made by gluon.py.
+A columnwise block needs 128 rows and a row's statistics all of K, so no tile could do both. Columnwise copies are made
+by gluon.py where the GPU and the dtypes allow it; elsewhere y is stored, and quantised by a launch of its own.
 """
 
 import torch
@@ -13,19 +13,11 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import FP8_1X128, BlockFormat
+from torchao_blockwise.ops.fused import new_copies
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.quantize.triton import why_not_gluon
-from torchao_blockwise.ops.triton_elements import from_f32, magnitude_bits, to_f32
-from torchao_blockwise.ops.triton_tiles import (
-    columnwise_needs_rowwise,
-    load_tile,
-    options_of,
-    pointers,
-    store_columnwise,
-    store_plain,
-    store_rowwise,
-    width_of_rows,
-)
+from torchao_blockwise.ops.quantize.triton import quantize, why_not_gluon
+from torchao_blockwise.ops.triton_elements import from_f32, to_f32
+from torchao_blockwise.ops.triton_tiles import load_tile, options_of, store_plain, store_rowwise
 
 # Of a program of the statistics: columns that it has room for at a time, elements that fill it, of several rows, warps.
 _MOST_COLUMNS, _ELEMENTS, _WARPS = 8192, 4096, 4
@@ -114,11 +106,8 @@ def _norm_quantize_kernel(
     y_ptr,  # [M, K] of DTYPE: written where no copy is asked for
     q_ptr,
     s_ptr,
-    qt_ptr,
-    st_ptr,
     M,
     K,
-    width_qt,  # bytes of a row of qt, M and padding, or None
     stride_xm,
     stride_xk,
     DTYPE: tl.constexpr,
@@ -126,9 +115,7 @@ def _norm_quantize_kernel(
     MIN_AMAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     tiles_k = tl.cdiv(K, BLOCK)
@@ -139,51 +126,38 @@ def _norm_quantize_kernel(
         weight = to_f32(tl.load(weight_ptr + offs_k, mask=columns, other=0.0))
     if bias_ptr is not None:
         bias = to_f32(tl.load(bias_ptr + offs_k, mask=columns, other=0.0))
-    ys = ()
-    largest = tl.zeros((ROWS, BLOCK), tl.int32)
-    for i in tl.static_range(TILE_M // ROWS):
-        offs_m = tile_m * TILE_M + i * ROWS + tl.arange(0, ROWS)
-        rows = offs_m < M
-        y = load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk)
-        if mean_ptr is not None:
-            y -= tl.load(mean_ptr + offs_m, mask=rows, other=0.0)[:, None]
-        y *= tl.load(rstd_ptr + offs_m, mask=rows, other=0.0)[:, None]
-        if weight_ptr is not None:
-            y *= weight[None, :]
-        if bias_ptr is not None:
-            y += bias[None, :]
-        # A bias, or a row of NaN, would reach blocks from beside the matrix.
-        y = from_f32(tl.where(rows[:, None] & columns[None, :], y, 0.0), DTYPE)
-        if ROWWISE:
-            store_rowwise(to_f32(y), q_ptr, s_ptr, tile_k, offs_m, offs_k, M, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
-        if COLUMNWISE:
-            largest = tl.maximum(largest, magnitude_bits(to_f32(y)))
-            ys = ys + (y,)  # noqa: RUF005  # Triton knows no unpacking
-        if not (ROWWISE or COLUMNWISE):
-            store_plain(y_ptr, y, offs_m, offs_k, M, K)
-    if COLUMNWISE:
-        store_columnwise(
-            ys, largest, qt_ptr, st_ptr, tile_m, offs_k, width_qt, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, BLOCK
-        )  # fmt: skip
+    offs_m = tile_m * ROWS + tl.arange(0, ROWS)
+    rows = offs_m < M
+    y = load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk)
+    if mean_ptr is not None:
+        y -= tl.load(mean_ptr + offs_m, mask=rows, other=0.0)[:, None]
+    y *= tl.load(rstd_ptr + offs_m, mask=rows, other=0.0)[:, None]
+    if weight_ptr is not None:
+        y *= weight[None, :]
+    if bias_ptr is not None:
+        y += bias[None, :]
+    # A bias, or a row of NaN, would reach blocks from beside the matrix.
+    y = from_f32(tl.where(rows[:, None] & columns[None, :], y, 0.0), DTYPE)
+    if ROWWISE:
+        store_rowwise(to_f32(y), q_ptr, s_ptr, tile_k, offs_m, offs_k, M, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    else:
+        store_plain(y_ptr, y, offs_m, offs_k, M, K)
 
 
-def _launch(x, mean, rstd, weight, bias, y, dtype, fmt, copies, rowwise, columnwise, power_of_2_scales) -> None:
+def _contiguous(*vectors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if t is None else t.contiguous() for t in vectors]
+
+
+def _launch(x, vectors, dtype, y, q, s, power_of_2_scales=False) -> None:
+    """Store y, or its rowwise copy (q, s)."""
     if x.numel() == 0:
         return
     M, K = x.shape
-    vectors = [None if t is None else t.contiguous() for t in (mean, rstd, weight, bias)]
-    if columnwise and dtype.itemsize == 2 and why_not_gluon(fmt, x) is None:
-        from torchao_blockwise.ops.norm_quantize import gluon
-
-        copies = [None] * (4 - len(copies)) + copies
-        return gluon.launch(x, vectors, dtype, fmt, copies, power_of_2_scales, *_GLUON)
-    if columnwise and not rowwise and columnwise_needs_rowwise(K):
-        copies, rowwise = [*fmt.new_empty(x, M, K), *copies], True
-    options = options_of(fmt, rowwise, columnwise, power_of_2_scales)
-    tiles = ceil_div(M, options["TILE_M"]) * ceil_div(K, options["BLOCK"])
+    options = options_of(FP8_1X128, q is not None, power_of_2_scales)
+    tiles = ceil_div(M, options["ROWS"]) * ceil_div(K, options["BLOCK"])
+    q = None if q is None else q.view(torch.uint8)
     launch(
-        _norm_quantize_kernel, tiles,
-        x, *vectors, y, *pointers(copies, rowwise, columnwise), M, K, width_of_rows(copies, columnwise), *x.stride(),
+        _norm_quantize_kernel, tiles, x, *_contiguous(*vectors), y, q, s, M, K, *x.stride(),
         DTYPE=_TL_DTYPES[dtype], **options,
     )  # fmt: skip
 
@@ -196,13 +170,25 @@ def norm_quantize(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     fmt: BlockFormat,
-    copies: list[torch.Tensor],
     rowwise: bool,
     columnwise: bool,
     power_of_2_scales: bool,
-) -> None:
-    """Fill `copies`, (qdata, scale) of each copy asked for, with y = (x - mean) · rstd · weight + bias quantised."""
-    _launch(x, mean, rstd, weight, bias, None, dtype, fmt, copies, rowwise, columnwise, power_of_2_scales)
+) -> list[torch.Tensor]:
+    """Copies of y = (x - mean) · rstd · weight + bias: (qdata, scale) of each, columnwise padded as in `quantize`."""
+    vectors = mean, rstd, weight, bias
+    in_gluon = columnwise and dtype.itemsize == 2 and why_not_gluon(fmt, x) is None
+    if columnwise and not in_gluon:
+        y = normalize(x, *vectors, dtype)
+        return [*quantize(y, fmt, None, rowwise, columnwise, power_of_2_scales)]
+    copies = new_copies(x, fmt, x.shape, rowwise, columnwise)
+    if not in_gluon:
+        _launch(x, vectors, dtype, None, *copies, power_of_2_scales)
+    elif x.numel() > 0:
+        from torchao_blockwise.ops.norm_quantize import gluon
+
+        asked = [None] * (4 - len(copies)) + copies
+        gluon.launch(x, _contiguous(*vectors), dtype, fmt, asked, power_of_2_scales, *_GLUON)
+    return copies
 
 
 def normalize(
@@ -215,5 +201,5 @@ def normalize(
 ) -> torch.Tensor:
     """y itself, [M, K] of `dtype`: what `norm_quantize` quantises, by the same kernel."""
     y = x.new_empty(x.shape, dtype=dtype)
-    _launch(x, mean, rstd, weight, bias, y, dtype, FP8_1X128, [], False, False, False)
+    _launch(x, (mean, rstd, weight, bias), dtype, y, None, None)
     return y

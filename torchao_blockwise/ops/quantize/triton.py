@@ -7,9 +7,8 @@ A program takes one tile of a matrix, and every block that touches it lies in it
     M │   │ x │   │  one tile →   1×B blocks: max along K     1×B blocks: max along M
       └───┴───┴───┘               B×B blocks: one max over the block, both copies share the payload
 
-FP8: a tile is as long as a block (128) along the dims that blocks run along. One-row blocks are quantised in strips of
-it, of some rows or of some columns. Where both copies of them come from one launch, each strip of a 128×128 tile reads
-`x` for itself, the second time from a cache: a tile held in registers, with two sets of scaled values, would spill.
+FP8: a tile is as long as a block (128) along the dims that blocks run along. Both copies of one-row blocks take a
+launch each: a tile held in registers, with two sets of scaled values, would spill.
 NVFP4: a tile holds many blocks of 16, seen by a reshape; two codes are packed in a byte along each copy's last dim.
 
 Columnwise payload is stored 16 bytes at a time whatever M is: its rows are padded to whole runs
@@ -45,9 +44,6 @@ _FP8_ROWWISE_TILE = (32, 128, 4, 16)
 _FP8_COLUMNWISE_TILE = (128, 64, 4, 8)
 _FP8_SQUARE_TILE = (128, 128, 4, 16)
 _NVFP4_TILE = (32, 128, 2, 4)
-# Both copies of one-row blocks in one launch: (rows of a strip, columns of a strip, warps, whether each strip is a
-# program; if not, a program goes through all strips of its tile). None: in a launch each.
-_FP8_BOTH: tuple[int, int, int, bool] | None = None
 # Both from one read by the kernel in gluon.py, with so many warps, where it can; None: never. 1.4 times as fast as two
 # launches on an H200.
 _FP8_BOTH_GLUON_WARPS: int | None = 4
@@ -131,7 +127,7 @@ def _quantize_fp8_kernel(
     s_ptr,  # [B, K/BLOCK, M] f32, or [B, M/BLOCK, K/BLOCK] where SQUARE
     qt_ptr,  # [B, K, width_qt] e4m3 bytes
     st_ptr,  # [B, M/BLOCK, K] f32, or [B, K/BLOCK, M/BLOCK] where SQUARE
-    blocks_ptr,  # where tokens lie in groups their table, see triton_group_blocks.py; one copy a launch, B = 1
+    blocks_ptr,  # where tokens lie in groups their table, see triton_group_blocks.py; not SQUARE then, and B = 1
     M,
     K,
     width_qt,  # bytes of a row of qt, M and padding, or None
@@ -147,15 +143,8 @@ def _quantize_fp8_kernel(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
-    ROWS: tl.constexpr,  # of a strip, and COLUMNS, where blocks are not SQUARE
-    COLUMNS: tl.constexpr,
-    APART: tl.constexpr,  # each strip is a program
 ):
-    ROW_STRIPS: tl.constexpr = TILE_M // ROWS if ROWWISE else 0
-    COLUMN_STRIPS: tl.constexpr = TILE_K // COLUMNS if COLUMNWISE else 0
-    PROGRAMS: tl.constexpr = ROW_STRIPS + COLUMN_STRIPS if APART else 1
-    tile = tl.program_id(0) // PROGRAMS
-    batch, tile_m, tile_k, tiles_m, tiles_k = _locate_tile(tile, M, K, TILE_M, TILE_K, BATCHED)
+    batch, tile_m, tile_k, tiles_m, tiles_k = _locate_tile(tl.program_id(0), M, K, TILE_M, TILE_K, BATCHED)
     offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
     offs_k = tile_k * TILE_K + tl.arange(0, TILE_K)
     # The tile's rows in `x`, of which those from `end_x` on are zeros.
@@ -175,35 +164,18 @@ def _quantize_fp8_kernel(
         if COLUMNWISE:
             _store_tile(qt_ptr, batch, tl.trans(q), offs_k, offs_m, K, width_qt)
             tl.store(st_ptr + (batch * tiles_k + tile_k) * tiles_m + tile_m, scale)
+    elif ROWWISE:
+        s_ptr += (batch * tiles_k + tile_k) * M
+        _quantize_rows(
+            x_ptr, q_ptr, s_ptr, batch, tile_m * TILE_M, end_x, offs_k, M, K,
+            stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, TILE_M,
+        )  # fmt: skip
     else:
-        if ROWWISE:
-            s_ptr += (batch * tiles_k + tile_k) * M
-        if COLUMNWISE:
-            st_ptr += (batch * tiles_m + tile_m) * K
-        if APART:
-            strip = tl.program_id(0) % PROGRAMS
-            if strip < ROW_STRIPS:
-                _quantize_rows(
-                    x_ptr, q_ptr, s_ptr, batch, tile_m * TILE_M + strip * ROWS, end_x, offs_k, M, K,
-                    stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, ROWS,
-                )  # fmt: skip
-            else:
-                _quantize_columns(
-                    x_ptr, qt_ptr, st_ptr, batch, offs_x, end_x, offs_m,
-                    tile_k * TILE_K + (strip - ROW_STRIPS) * COLUMNS, width_qt, K,
-                    stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, COLUMNS,
-                )  # fmt: skip
-        else:
-            for strip in tl.static_range(ROW_STRIPS):
-                _quantize_rows(
-                    x_ptr, q_ptr, s_ptr, batch, tile_m * TILE_M + strip * ROWS, end_x, offs_k, M, K,
-                    stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, ROWS,
-                )  # fmt: skip
-            for strip in tl.static_range(COLUMN_STRIPS):
-                _quantize_columns(
-                    x_ptr, qt_ptr, st_ptr, batch, offs_x, end_x, offs_m, tile_k * TILE_K + strip * COLUMNS, width_qt,
-                    K, stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, COLUMNS,
-                )  # fmt: skip
+        st_ptr += (batch * tiles_m + tile_m) * K
+        _quantize_columns(
+            x_ptr, qt_ptr, st_ptr, batch, offs_x, end_x, offs_m, tile_k * TILE_K, width_qt, K,
+            stride_xb, stride_xm, stride_xk, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, TILE_K,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -325,8 +297,7 @@ def quantize(
     *batch, M, K = x.shape
     M = M if rows is None else rows
     ragged = K % _ALIGNMENT != 0
-    in_one_launch = fmt.is_square or (_FP8_BOTH is not None and fmt.element is not E2M1)
-    if rowwise and columnwise and (ragged or not in_one_launch):
+    if rowwise and columnwise and (ragged or not fmt.is_square):
         # A program with two sets of values, or of addresses, spills or has few neighbours.
         return (
             *quantize(x, fmt, tensor_amax, True, False, power_of_2_scales),
@@ -341,8 +312,8 @@ def quantize(
         return copies
     x = x.flatten(0, -3) if batch else x
     B, strides = (x.shape[0], x.stride()) if batch else (1, (0, *x.stride()))
-    tile_m, tile_k, programs, options = _build(fmt, rowwise, columnwise, power_of_2_scales, ragged)
-    grid = B * ceil_div(M, tile_m) * ceil_div(K, tile_k) * programs
+    tile_m, tile_k, options = _build(fmt, rowwise, columnwise, power_of_2_scales, ragged)
+    grid = B * ceil_div(M, tile_m) * ceil_div(K, tile_k)
     options = {"BATCHED": B > 1, **options}
     pointers = [None if t is None else (t, torch.uint8) if t.itemsize == 1 else t for t in (q, s, qt, st)]
     if fmt.element is E2M1:
@@ -365,27 +336,14 @@ def why_not_gluon(fmt: BlockFormat, *inputs: torch.Tensor) -> str | None:
 
 @functools.cache
 def _build(fmt: BlockFormat, rowwise: bool, columnwise: bool, power_of_2_scales: bool, ragged: bool):
-    """(tile rows, tile columns, programs a tile, options), put together once, not in every launch (2 µs)."""
-    flags = {"SQUARE": fmt.is_square, "ROWWISE": rowwise, "COLUMNWISE": columnwise}
+    """(tile rows, tile columns, options), put together once, not in every launch (2 µs)."""
     if fmt.element is E2M1:
         tile_m, tile_k, *warps = _NVFP4_TILE
-        options = {"SCALE_MAX": fmt.scale_max, **flags, "TILE_M": tile_m, "TILE_K": tile_k, "BLOCK": fmt.block[1]}
-        programs = 1
+        options = {"SCALE_MAX": fmt.scale_max, "BLOCK": fmt.block[1]}
     else:
-        both = rowwise and columnwise
-        rows, columns, *warps = _fp8_strip(fmt, rowwise, columnwise)
-        apart = both and not fmt.is_square and warps.pop()
-        tile_m, tile_k = fmt.block[1:] * 2 if both else (rows, columns)
-        programs = tile_m // rows + tile_k // columns if apart else 1
-        options = {"MIN_AMAX": fmt.min_amax, "POWER_OF_2": power_of_2_scales, **flags}
-        options |= {"TILE_M": tile_m, "TILE_K": tile_k, "ROWS": rows, "COLUMNS": columns, "APART": apart}
-    options |= {"ELEMENT_MAX": fmt.element.max, "num_warps": warps[ragged]}
-    return tile_m, tile_k, programs, options
-
-
-def _fp8_strip(fmt: BlockFormat, rowwise: bool, columnwise: bool) -> tuple[int, ...]:
-    if fmt.is_square:
-        return _FP8_SQUARE_TILE
-    if rowwise and columnwise:
-        return _FP8_BOTH
-    return _FP8_COLUMNWISE_TILE if columnwise else _FP8_ROWWISE_TILE
+        one_row = _FP8_COLUMNWISE_TILE if columnwise else _FP8_ROWWISE_TILE
+        tile_m, tile_k, *warps = _FP8_SQUARE_TILE if fmt.is_square else one_row
+        options = {"MIN_AMAX": fmt.min_amax, "POWER_OF_2": power_of_2_scales}
+    options |= {"SQUARE": fmt.is_square, "ROWWISE": rowwise, "COLUMNWISE": columnwise}
+    options |= {"TILE_M": tile_m, "TILE_K": tile_k, "ELEMENT_MAX": fmt.element.max, "num_warps": warps[ragged]}
+    return tile_m, tile_k, options

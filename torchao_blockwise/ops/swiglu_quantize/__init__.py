@@ -213,8 +213,7 @@ def _swiglu_quantize(
         return _copies_of(reference.swiglu(gate, up), group_ends, fmt, *options, padded)
     from torchao_blockwise.ops.swiglu_quantize import triton
 
-    copies = new_copies(gate, fmt, gate.shape, rowwise, columnwise, group_ends)
-    triton.swiglu_quantize(gate, up, fmt, copies, *options, group_ends, group_tables)
+    copies = triton.swiglu_quantize(gate, up, fmt, *options, group_ends, group_tables)
     return made_copies(copies, fmt, gate.shape[0], columnwise, padded or group_ends is not None)
 
 
@@ -236,8 +235,7 @@ def _swiglu_backward_quantize(
         return _copies_of(torch.cat(reference.swiglu_backward(dh, gate, up), 1), group_ends, fmt, *options, padded)
     from torchao_blockwise.ops.swiglu_quantize import triton
 
-    copies = new_copies(gate, fmt, _merged_shape(gate), rowwise, columnwise, group_ends)
-    triton.swiglu_backward_quantize(dh, gate, up, fmt, copies, *options, group_ends, group_tables)
+    copies = triton.swiglu_backward_quantize(dh, gate, up, fmt, *options, group_ends, group_tables)
     return made_copies(copies, fmt, gate.shape[0], columnwise, padded or group_ends is not None)
 
 

@@ -9,9 +9,6 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, get_format
-from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.matmul import candidates
-from torchao_blockwise.tuning.timing import Timing, input_sets, reason, time_runs
 
 # Recipe -> formats of activations and gradients, and of weights.
 RECIPES: dict[str, tuple[BlockFormat, BlockFormat]] = {
@@ -105,37 +102,6 @@ def error_budget(k: int, out_dtype: torch.dtype = torch.bfloat16) -> float:
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2.
     """
     return 4 * 2.0**-13 * max(1.0, math.sqrt(k / 2048)) + torch.finfo(out_dtype).eps / 2
-
-
-def time_product(product: Product, device: torch.device | str, *, seconds: float = 0.02) -> dict[Backend, Timing | str]:
-    """Time of each backend that can compute this product on `device`, checked first; or why it failed.
-
-    The reference is timed only where nothing else runs.
-    """
-    device = torch.device(device)
-    sets = input_sets(lambda: product.operands(device), device, product.nbytes())
-    a, b = sets[0]
-    reasons = candidates(a.qdata, b.qdata, *product.formats, torch.bfloat16)
-    able = [backend for backend, why_not in reasons.items() if why_not is None]
-    able = [backend for backend in able if backend is not Backend.REFERENCE] or able
-    results: dict[Backend, Timing | str] = {}
-    runs = {}
-    for backend in able:
-
-        def run(a, b, backend=backend):
-            return ops.matmul(a, b, out_dtype=torch.bfloat16, backend=backend)
-
-        try:
-            error = product_error(run(a, b), a, b)
-        except Exception as failure:
-            results[backend] = reason(failure)
-            continue
-        if error > error_budget(product.mnk[2]):
-            results[backend] = f"wrong: relative error {error:.2g}"
-        else:
-            runs[backend.value] = run, sets
-    times = time_runs(runs, device, seconds=seconds)
-    return results | {Backend(name): timing for name, timing in times.items()}
 
 
 def _ends(x) -> list[slice]:

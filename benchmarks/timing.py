@@ -1,4 +1,4 @@
-"""Timing: the one way that tuning and benchmarks measure.
+"""Timing: the one way that benchmarks measure.
 
     time_runs    device time of functions, side by side: CUDA graph replays over inputs that are not in the cache
     time_eager   time a call in a loop of eager calls, host and device as they overlap in training
