@@ -46,6 +46,8 @@ _ROW_BY_ROW = {
     aten._to_copy.default,
 }
 
+_COPIES = {aten.clone.default, aten.contiguous.default}
+
 
 class QuantizedShard(QuantizedTensor):
     """Rows of a quantised weight: qdata of these, scale and global_scale of the whole weight, alike on every rank.
@@ -194,11 +196,9 @@ class QuantizedShard(QuantizedTensor):
                 "values into the parameter, or convert with master_weights=True"
             )
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if isinstance(out, QuantizedShard) and out.original is None:
+        if func in _COPIES and args[0].original.awaits_cast:
             # A copy's own: an optimizer has the master of the weight that was copied.
-            out.original = Original()
-            if args[0].original.awaits_cast:
-                out.original.take_over(args[0].values())
+            out.original.take_over(args[0].values())
         return out
 
 
