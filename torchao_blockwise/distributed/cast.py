@@ -14,7 +14,7 @@ are a part of the weight's grid.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ class Part(NamedTuple):
         where other ranks have them all.
     start: index in the flat weight of the first value, or, if `dim` is not 0, its index in that dim.
     target: contiguous bytes of the payload, as `partial_cast_` writes them by `into`.
-    scale: [blocks], contiguous, of the whole weight; with one more entry, of no meaning, where there are split_groups.
+    scale: an entry a block of the whole weight, contiguous; with one more, of no meaning, where there are split_groups.
     split_groups: groups of ranks over which tensor parallelism has split the tensor that has the global scale.
     """
 
@@ -79,7 +79,8 @@ def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: 
     placed = list(zip(parts, first_blocks))
     device = parts[0].scale.device
     bits = torch.zeros(blocks, dtype=torch.int32, device=device)
-    for batch in _batches(placed, device):
+    batches = _batches(placed, device)
+    for batch in batches:
         _add_amaxes(batch, bits)
     if group is not None and group.size() > 1 and blocks:
         with naming_absent(subject, what, group):
@@ -98,11 +99,11 @@ def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: 
             encode=encode,
             backend=recipe.backend,
         )
-    for batch in _batches(placed, device):
+    for batch in batches:
         _write_payload(batch, encode)
 
 
-def _batches(placed: Sequence[_Placed], device: torch.device) -> Iterator[list[_Placed]]:
+def _batches(placed: Sequence[_Placed], device: torch.device) -> list[list[_Placed]]:
     """What goes through one call; frames and offloaded values alone, so that one copy at a time is on the device."""
     together: dict[tuple[Recipe, str], list[_Placed]] = {}
     alone = []
@@ -110,13 +111,10 @@ def _batches(placed: Sequence[_Placed], device: torch.device) -> Iterator[list[_
         if part.values is None:
             continue
         if part.dim or part.values.device != device:
-            alone.append((part, first))
+            alone.append([(part, first)])
         else:
             together.setdefault((part.recipe, part.into), []).append((part, first))
-    yield from together.values()
-    for part, first in alone:
-        assert part.values is not None
-        yield [(part._replace(values=part.values.to(device, non_blocking=True)), first)]
+    return [*together.values(), *alone]
 
 
 def _add_amaxes(batch: list[_Placed], bits: torch.Tensor) -> None:
@@ -125,11 +123,13 @@ def _add_amaxes(batch: list[_Placed], bits: torch.Tensor) -> None:
     fmt = part.recipe.fmt
     options: dict = {"dtype": part.recipe.dtype, "backend": part.recipe.backend}
     if part.dim:
-        frame, _ = _frame(part)
+        frame, _ = _frame(part, bits.device)
         mine = _part_of_grid(part, first, bits)
         mine.copy_(partial_block_amax([frame.view(-1)], [0], [frame.shape], fmt, **options).view(mine.shape))
         return
-    partial_block_amax(*_ranges(batch), fmt, out=bits, first_blocks=[first for _, first in batch], **options)
+    partial_block_amax(
+        *_ranges(batch, bits.device), fmt, out=bits, first_blocks=[first for _, first in batch], **options
+    )
 
 
 def _write_payload(batch: list[_Placed], encode: torch.Tensor) -> None:
@@ -138,7 +138,7 @@ def _write_payload(batch: list[_Placed], encode: torch.Tensor) -> None:
     fmt = part.recipe.fmt
     options: dict = {"dtype": part.recipe.dtype, "backend": part.recipe.backend}
     if part.dim:
-        frame, border = _frame(part)
+        frame, border = _frame(part, encode.device)
         codes = torch.empty_like(frame, dtype=torch.uint8)
         factors = _part_of_grid(part, first, encode).clone(memory_format=torch.contiguous_format).view(-1)
         partial_cast_([codes.view(-1)], [frame.view(-1)], [0], [frame.shape], factors, fmt, into=CODES, **options)
@@ -146,17 +146,21 @@ def _write_payload(batch: list[_Placed], encode: torch.Tensor) -> None:
         return
     firsts = [first for _, first in batch]
     targets = [part.target for part, _ in batch]
-    partial_cast_(targets, *_ranges(batch), encode, fmt, into=part.into, first_blocks=firsts, **options)
+    partial_cast_(targets, *_ranges(batch, encode.device), encode, fmt, into=part.into, first_blocks=firsts, **options)
 
 
-def _ranges(batch: list[_Placed]) -> tuple[list, list[int], list[tuple[int, ...]]]:
-    return [part.values for part, _ in batch], [part.start for part, _ in batch], [part.shape for part, _ in batch]
+def _ranges(batch: list[_Placed], device: torch.device) -> tuple[list, list[int], list[tuple[int, ...]]]:
+    """(values, starts, shapes), the values on the device."""
+    values = [part.values for part, _ in batch]
+    if values[0].device != device:  # type: ignore[union-attr]
+        values = [x.to(device, non_blocking=True) for x in values]  # type: ignore[union-attr]
+    return values, [part.start for part, _ in batch], [part.shape for part, _ in batch]
 
 
-def _frame(part: Part) -> tuple[torch.Tensor, int]:
+def _frame(part: Part, device: torch.device) -> tuple[torch.Tensor, int]:
     """(this rank's values behind the zeros that begin their first block, how many along the part's dim)."""
-    values = part.values
-    assert values is not None
+    assert part.values is not None
+    values = part.values.to(device, non_blocking=True)
     border = part.start % _block(part)
     if not border:
         return values.contiguous(), 0

@@ -109,7 +109,7 @@ def write_masters(name: str, weights, masters, starts, group, targets=None, into
         if targets is None:
             targets, into = [w.qdata for w in weights], ops.WHOLE
         parts = [
-            Part(_recipe(w), tuple(w.whole_shape), master, start, target, into, w.scale.view(-1), w.global_scale)
+            Part(_recipe(w), tuple(w.whole_shape), master, start, target, into, w.scale, w.global_scale)
             for w, master, start, target in zip(weights, masters, starts, targets)
         ]
         if group is not None:
