@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchao_blockwise.distributed import weight_scales
+from torchao_blockwise.distributed.fsdp import root
 
 
 def mark(device: torch.device) -> Any:
@@ -71,8 +71,7 @@ class Observed:
         replaced = [(dist, name, self.count(getattr(dist, name))) for name in names]
         replaced.append((dist, "all_reduce", self.timed(dist.all_reduce, "reduces")))
         # What `sync_weight_scales` and the hook of a root's forward pass share, for the weights of one process group.
-        group = weight_scales._ShardGroup
-        replaced.append((group, "sync", self.timed(group.sync, "syncs")))
+        replaced.append((root, "sync_group", self.timed(root.sync_group, "syncs")))
         originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
         try:
             for owner, name, function in replaced:

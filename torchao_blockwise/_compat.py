@@ -313,6 +313,18 @@ def wait_for(work) -> None:
         handle.wait()
 
 
+def all_gather(out: torch.Tensor, x: torch.Tensor, group) -> None:
+    """Each rank's `x`, one after the other, into `out`; by the name since torch 2.13, where the older one warns."""
+    dist = torch.distributed
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, x, group=group)
+
+
+def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group) -> None:
+    """The sum over ranks of this rank's part of `x` into `out`; by the name since torch 2.13, as `all_gather`."""
+    dist = torch.distributed
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(out, x, group=group)
+
+
 def max_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
     """The elementwise maximum over the ranks of the process group of that name; can be compiled."""
     from torch.distributed import _functional_collectives  # noqa: F401  # defines them

@@ -94,7 +94,7 @@ class FsdpParameter(NamedTuple):
 
     shape: of what the group holds together. dtype: what the mixed precision policy gathers in. mesh_ranks: every rank
     that shards or replicates it. modules: those that hold the very parameter. split_groups: over which tensor
-    parallelism has split what the groups of FSDP2 hold.
+    parallelism has split what the groups of FSDP2 hold. offloaded: its policy keeps the shard on the CPU.
     """
 
     source: object
@@ -109,6 +109,7 @@ class FsdpParameter(NamedTuple):
     device: torch.device
     modules: tuple[torch.nn.Module, ...]
     split_groups: tuple[torch.distributed.ProcessGroup, ...]
+    offloaded: bool
 
     @property
     def local(self) -> torch.Tensor:
@@ -172,29 +173,32 @@ def parameters_of(states, names: dict[torch.Tensor, str]) -> list[FsdpParameter]
     for group in _groups_of(states):
         # Idempotent; it may put new tensors in the place of those that `fully_shard` made.
         group.lazy_init()
-        for p in group.fsdp_params:
-            info, mesh = p._module_info, p.mesh_info
-            sharded = hasattr(mesh, "shard_process_group")
-            parameter = FsdpParameter(
-                source=p,
-                name=p._param_fqn or names.get(p.sharded_param, info.param_name),
-                shape=tuple(p._orig_size),
-                dim=p.fsdp_placement.dim,
-                rank=mesh.shard_mesh_rank if sharded else 0,
-                ranks=mesh.shard_mesh_size if sharded else 1,
-                group=mesh.shard_process_group if sharded else None,
-                mesh_ranks=tuple(mesh.mesh.mesh.flatten().tolist()),
-                dtype=p.mp_policy.param_dtype or p.sharded_param.dtype,
-                device=p.device,
-                modules=(info.module, *info.shared_modules),
-                split_groups=tuple(
-                    p.sharded_param.device_mesh.get_group(i)
-                    for i, placement in enumerate(p.sharded_param.placements)
-                    if i >= mesh.mesh.ndim and placement.is_shard()
-                ),
-            )
-            found.append(parameter)
+        found += [_described(p, names) for p in group.fsdp_params]
     return found
+
+
+def _described(p, names: dict[torch.Tensor, str]) -> FsdpParameter:
+    info, mesh = p._module_info, p.mesh_info
+    sharded = hasattr(mesh, "shard_process_group")
+    return FsdpParameter(
+        source=p,
+        name=p._param_fqn or names.get(p.sharded_param, info.param_name),
+        shape=tuple(p._orig_size),
+        dim=p.fsdp_placement.dim,
+        rank=mesh.shard_mesh_rank if sharded else 0,
+        ranks=mesh.shard_mesh_size if sharded else 1,
+        group=mesh.shard_process_group if sharded else None,
+        mesh_ranks=tuple(mesh.mesh.mesh.flatten().tolist()),
+        dtype=p.mp_policy.param_dtype or p.sharded_param.dtype,
+        device=p.device,
+        modules=(info.module, *info.shared_modules),
+        split_groups=tuple(
+            p.sharded_param.device_mesh.get_group(i)
+            for i, placement in enumerate(p.sharded_param.placements)
+            if i >= mesh.mesh.ndim and placement.is_shard()
+        ),
+        offloaded=p.offload_to_cpu,
+    )
 
 
 def modules_of(state) -> tuple[torch.nn.Module, ...]:
@@ -257,19 +261,8 @@ def flattens_for_fsdp1() -> bool:
     return _compat.is_on_stack("torch.distributed.fsdp._flat_param")
 
 
-class FsdpRows(NamedTuple):
-    """Which part of a parameter FSDP2 gives this rank: of dim `dim` [rank · ⌈n / ranks⌉, ...), gathered in `dtype`."""
-
-    name: str
-    dim: int
-    rank: int
-    ranks: int
-    dtype: torch.dtype
-    offloaded: bool
-
-
 def shard_parameters(kind: type, shard_of: Callable) -> None:
-    """Have FSDP2 hold `shard_of(parameter, FsdpRows)`, of the dtype and the rows' shape, of parameters of `kind`.
+    """Have FSDP2 hold `shard_of(parameter, FsdpParameter)`, with its dtype and rows' shape, of parameters of `kind`.
 
     By itself it would slice and pad them, which has no meaning where a slice cuts blocks.
     """
@@ -299,17 +292,8 @@ def shard_parameters(kind: type, shard_of: Callable) -> None:
             given.arguments["shard_placement_fn"] = lambda _: place(param)
         init(*given.args, **given.kwargs)
         vars(param).update({k: v for k, v in vars(stand_in).items() if k.startswith("_fsdp")})
-        mesh = self.mesh_info
-        rows = FsdpRows(
-            name=module_info.param_name,
-            dim=self.fsdp_placement.dim,
-            rank=getattr(mesh, "shard_mesh_rank", 0),
-            ranks=getattr(mesh, "shard_mesh_size", 1),
-            dtype=self.mp_policy.param_dtype or param.dtype,
-            offloaded=self.offload_to_cpu,
-        )
         with torch.no_grad():
-            local = self.to_sharded_dtensor(shard_of(param, rows))
+            local = self.to_sharded_dtensor(shard_of(param, _described(self, {})))
         self.sharded_param = torch.nn.Parameter(local, requires_grad=param.requires_grad)
         self._setattr_on_modules(self.sharded_param)
         self._init_extensions()

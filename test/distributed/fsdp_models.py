@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, ops
-from torchao_blockwise.distributed import sync_weight_scales, weight_scales
+from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.testing import assert_bitwise_equal
 
 # The same bits as Triton's interpreter, many times faster.
@@ -159,11 +159,11 @@ class Counter:
                 self.reductions += 1
             return self.original(tensor, op=op, group=group, async_op=async_op)
 
-        weight_scales.dist.all_reduce = all_reduce
+        dist.all_reduce = all_reduce
         return self
 
     def __exit__(self, *error):
-        weight_scales.dist.all_reduce = self.original
+        dist.all_reduce = self.original
 
 
 class CountingGather:

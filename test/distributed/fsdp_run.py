@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed import absence, agreement
+from torchao_blockwise.distributed import absence
 from torchao_blockwise.ops import backend
 
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
@@ -236,8 +236,6 @@ def go_wrong(rank: int, ranks: int, port: int, file: str, timeout: float) -> Non
         left[build.__name__[1:]] = (message, time.monotonic() - start)
         torch.save(left, file)
         dist.destroy_process_group()
-        # Ranks that go on after one of them failed count differently; real ones do not go on.
-        agreement._rounds.clear()
 
 
 def come_late(rank: int, ranks: int, port: int, file: str, seconds: float) -> None:

@@ -26,7 +26,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, _compat_fsdp
 from torchao_blockwise.distributed import sync_weight_scales
-from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -100,7 +99,7 @@ def test_a_gather_of_changed_values_is_refused(mesh):
 def test_a_copy_to_another_device_is_gathered_as_its_source():
     master = MasterWeightTensor(weight(40, 24), FP8)
     shard_of = WeightShard(layout((40, 24)), torch.zeros(40, 24, dtype=torch.uint8))
-    fsdp.set_shard(master.hp, shard_of)
+    shard_of.attach(master)
     copy = master.to("cpu", copy=True)
     (payload,), _ = copy.fsdp_pre_all_gather(None, None, None, None, None)
     assert payload is shard_of.payload

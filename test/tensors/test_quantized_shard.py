@@ -9,8 +9,8 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat_fsdp
+from torchao_blockwise.distributed.fsdp.quantized import shard_of
 from torchao_blockwise.tensors import QuantizedShard
-from torchao_blockwise.tensors.quantized_shard import shard_of
 from torchao_blockwise.testing import assert_bitwise_equal
 
 SPLITS = [(rows, ranks) for rows in (300, 64, 5, 1) for ranks in (1, 3, 4)]
@@ -23,15 +23,18 @@ def converted(config, rows: int, columns: int = 33, dtype=torch.float32) -> nn.P
     return layer.weight
 
 
-def part(rank: int, ranks: int, dtype=torch.float32, dim: int = 0, offloaded: bool = False) -> _compat_fsdp.FsdpRows:
-    return _compat_fsdp.FsdpRows("weight", dim, rank, ranks, dtype, offloaded)
+def rows_of(whole: torch.Tensor, rank: int, ranks: int, dtype=torch.float32, **changes) -> QuantizedShard:
+    """What `fully_shard` gives a rank of `whole`."""
+    none = dict.fromkeys(_compat_fsdp.FsdpParameter._fields)
+    given = {"name": "weight", "shape": tuple(whole.shape), "dim": 0, "rank": rank, "ranks": ranks, "dtype": dtype}
+    return shard_of(whole, _compat_fsdp.FsdpParameter(**{**none, **given, **changes}))
 
 
 @both_formats
 @pytest.mark.parametrize(("rows", "ranks"), SPLITS)
 def test_rows_stand_for_the_values_of_the_whole(config, rows, ranks):
     whole = converted(config, rows)
-    shards = [shard_of(whole, part(rank, ranks)) for rank in range(ranks)]
+    shards = [rows_of(whole, rank, ranks) for rank in range(ranks)]
     for x in shards:
         assert type(x) is QuantizedShard and x.dtype == torch.float32 and x.whole_shape == whole.shape
         assert_bitwise_equal(x.scale, whole.scale)
@@ -48,7 +51,7 @@ def test_what_is_sent_makes_the_whole(config, rows, ranks):
     """Padded to the largest shard, packed where rows split evenly."""
     whole, sent = converted(config, rows), []
     for rank in range(ranks):
-        shard = shard_of(whole, part(rank, ranks))
+        shard = rows_of(whole, rank, ranks)
         shard.original.cast_is_done()
         (payload,), state = shard.fsdp_pre_all_gather(None, None, None, None, None)
         assert payload.dtype == torch.uint8 and payload.shape == state.layout.payload_shape and payload.is_contiguous()
@@ -61,13 +64,13 @@ def test_what_is_sent_makes_the_whole(config, rows, ranks):
 def test_experts_are_split_by_the_expert(config):
     kind = NVFP4Tensor if config.weight_format.has_global_scale else BlockwiseFP8Tensor
     whole = kind.from_hp(weight(6, 150, 40), config=config)
-    shards = [shard_of(whole, part(rank, 4)) for rank in range(4)]
+    shards = [rows_of(whole, rank, 4) for rank in range(4)]
     assert [x.shape[0] for x in shards] == [2, 2, 2, 0]
     assert_bitwise_equal(torch.cat([x.dequantize() for x in shards]), whole.dequantize())
 
 
 def test_values_wait_for_a_cast():
-    x = shard_of(converted(FP8, 40), part(0, 2))
+    x = rows_of(converted(FP8, 40), 0, 2)
     x.original.cast_is_done()
     assert x.original.hp is None
     values = weight(20, 33, dtype=torch.bfloat16, seed=3)
@@ -89,16 +92,16 @@ def test_values_wait_for_a_cast():
 @both_formats
 def test_another_dtype(config):
     """A cast to another dtype rounds what is cast from now on; under a policy that has one, nothing changes."""
-    x = shard_of(converted(config, 40), part(0, 2))
+    x = rows_of(converted(config, 40), 0, 2)
     assert x.to(torch.bfloat16).values_dtype == x.to(torch.bfloat16).dtype == torch.bfloat16
-    x = shard_of(converted(config, 40), part(0, 2, torch.float16))
+    x = rows_of(converted(config, 40), 0, 2, torch.float16)
     assert x.to(torch.bfloat16).values_dtype == torch.float16
 
 
 @both_formats
 def test_is_saved_and_copied_by_its_bytes(config):
     whole = converted(config, 40)
-    x, other = (shard_of(whole, part(rank, 2)) for rank in range(2))
+    x, other = (rows_of(whole, rank, 2) for rank in range(2))
     x.original.cast_is_done()
     loaded = saved_and_loaded(x)
     assert type(loaded) is QuantizedShard and torch.equal(loaded, x) and loaded.part == x.part
@@ -117,7 +120,7 @@ def test_is_saved_and_copied_by_its_bytes(config):
 
 def test_refuses_what_rows_are_not():
     whole = converted(FP8, 40)
-    x = shard_of(whole, part(0, 2))
+    x = rows_of(whole, 0, 2)
     for refused in (
         lambda: x.t(),
         lambda: x[:4],
@@ -132,7 +135,7 @@ def test_refuses_what_rows_are_not():
         ({"offloaded": True}, "leave CPUOffloadPolicy out"),
     ):
         with pytest.raises(ValueError, match=r"fully_shard: weight \[40, 33\] is quantised itself, and .*" + message):
-            shard_of(whole, part(0, 2)._replace(**changes))
+            rows_of(whole, 0, 2, **changes)
     no_config = type(whole.detach()).from_hp(weight(40, 33))
     with pytest.raises(ValueError, match="has no config to train by"):
-        shard_of(no_config, part(0, 2))
+        rows_of(no_config, 0, 2)

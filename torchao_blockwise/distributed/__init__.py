@@ -1,13 +1,21 @@
-"""Distributed: what shards need. Scales of weights that FSDP2 shards, and the cast of sharded master weights."""
+"""Distributed: what ranks share. All quantized weights that they share go through one cast (`cast.py`).
+
+cast.py              amaxes of blocks, one MAX over the ranks, scales, payload
+master_weights.py    the cast for masters that a program has split by itself
+fsdp/                weights that FSDP2 shards: when they are cast, and how they are gathered
+zero/                MasterWeightOptimizer: masters of quantized Parameters, whole or split over ranks
+expert_parallel.py   experts that ranks share, and the tokens that travel to them
+agreement.py         ranks compare what they are about to exchange; absence.py: they name who does not come
+"""
 
 from torchao_blockwise.distributed.expert_parallel import ExpertParallel, combine_tokens, dispatch_tokens
-from torchao_blockwise.distributed.master_weight_optimizer import MasterWeightOptimizer
+from torchao_blockwise.distributed.fsdp import sync_weight_scales
 from torchao_blockwise.distributed.master_weights import (
     cast_master_weights,
     cast_master_weights_to_fp8,
     cast_master_weights_to_nvfp4,
 )
-from torchao_blockwise.distributed.weight_scales import sync_weight_scales
+from torchao_blockwise.distributed.zero import MasterWeightOptimizer
 
 __all__ = [
     "ExpertParallel",

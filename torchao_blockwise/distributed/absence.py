@@ -1,8 +1,9 @@
 """Where an exchange of ranks fails, or does not end, those that are left say who is not there.
 
-gloo raises where a rank is gone: then the others ask each other. NCCL raises nothing: a collective that one rank never
-enters waits on the device until a watchdog ends the process, and names nobody. So on such groups each rank counts in
-the store what it enters, without waiting for it, and a thread compares the counts where too much time has passed.
+gloo raises where a rank is gone, and names a port at best: then the others ask each other. NCCL raises nothing: a
+collective that one rank never enters waits on the device until a watchdog ends the process, and names nobody. So on
+such groups each rank counts in the store what it enters, without waiting for it, and a thread compares the counts where
+too much time has passed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -74,19 +75,56 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-class _Entered(NamedTuple):
-    """The last of the collectives of a kind that this rank entered, and how many that makes."""
+@dataclass
+class _Entered:
+    """The last of the collectives of a kind that this rank entered, and how many that makes.
+
+    timeout: seconds that NCCL gives it. is_due: the others' counts are yet to be looked at.
+    """
 
     number: int
     at: float
     timeout: float
     ranks: list[int]
     what: str
+    is_due: bool = True
 
 
-_entered: dict[str, _Entered] = {}
-_counts: dict[str, int] = {}
-_watcher: threading.Thread | None = None
+class _Watcher(threading.Thread):
+    """Looks after the collectives that this rank entered last, until its ranks part."""
+
+    def __init__(self):
+        super().__init__(name="torchao_blockwise absence", daemon=True)
+        # Another handle to the store: the first one may be waiting for something else.
+        self.store = _compat.default_store().clone()
+        self.entered: dict[str, _Entered] = {}
+
+    def run(self) -> None:
+        while dist.is_initialized():
+            pause = _POLL_SECONDS
+            for room, entered in list(self.entered.items()):
+                late = entered.at + _PATIENCE * entered.timeout - time.monotonic()
+                if entered.is_due and late <= 0:
+                    entered.is_due = False
+                    self._report(room, entered)
+                elif entered.is_due:
+                    pause = min(pause, late)
+            time.sleep(pause)
+
+    def _report(self, room: str, entered: _Entered) -> None:
+        """Log which ranks have entered fewer of these collectives than this one has, if any."""
+        keys = {rank: f"{room}/{rank}" for rank in entered.ranks}
+        try:
+            counts = {rank: int(self.store.get(key)) if self.store.check([key]) else 0 for rank, key in keys.items()}
+        except RuntimeError:
+            _log.error("%s; the store that they met at is gone: the process that held it failed", entered.what)
+            return
+        if absent := [rank for rank, count in counts.items() if count < entered.number]:
+            seconds = time.monotonic() - entered.at
+            _log.error("%s; after %.0f s there is no word from %s: %s", entered.what, seconds, _named(absent), _WHY)
+
+
+_watcher: _Watcher | None = None
 
 
 def _enter(subject: str, what: str, group: dist.ProcessGroup) -> None:
@@ -95,41 +133,12 @@ def _enter(subject: str, what: str, group: dist.ProcessGroup) -> None:
     timeout = _compat.nccl_timeout(group)
     if timeout is None:
         return
+    if _watcher is None or not _watcher.is_alive():
+        _watcher = _Watcher()
+        _watcher.start()
     ranks = sorted(dist.get_process_group_ranks(group))
     room = f"torchao_blockwise/entered/{subject}/{','.join(map(str, ranks))}"
-    number = _counts[room] = _counts.get(room, 0) + 1
+    number = _watcher.entered[room].number + 1 if room in _watcher.entered else 1
     _compat.default_store().set(f"{room}/{dist.get_rank()}", str(number))
     what = f"{subject}: rank {dist.get_rank()} waits to {what} with ranks {ranks}"
-    _entered[room] = _Entered(number, time.monotonic(), timeout.total_seconds(), ranks, what)
-    if _watcher is None or not _watcher.is_alive():
-        # Another handle to the store: this one may be waiting for something else.
-        store = _compat.default_store().clone()
-        _watcher = threading.Thread(target=_watch, args=(store,), name="torchao_blockwise absence", daemon=True)
-        _watcher.start()
-
-
-def _watch(store) -> None:
-    """Look after the collectives entered last, until their ranks part."""
-    while dist.is_initialized():
-        pause = _POLL_SECONDS
-        for room, entered in list(_entered.items()):
-            late = entered.at + _PATIENCE * entered.timeout - time.monotonic()
-            if late > 0:
-                pause = min(pause, late)
-            elif _entered.get(room) is entered:
-                del _entered[room]
-                _report(store, room, entered)
-        time.sleep(pause)
-
-
-def _report(store, room: str, entered: _Entered) -> None:
-    """Log which ranks have entered fewer of these collectives than this one has, if any."""
-    keys = {rank: f"{room}/{rank}" for rank in entered.ranks}
-    try:
-        counts = {rank: int(store.get(key)) if store.check([key]) else 0 for rank, key in keys.items()}
-    except RuntimeError:
-        _log.error("%s; the store that they met at is gone: the process that held it failed", entered.what)
-        return
-    if absent := [rank for rank, count in counts.items() if count < entered.number]:
-        seconds = time.monotonic() - entered.at
-        _log.error("%s; after %.0f s there is no word from %s: %s", entered.what, seconds, _named(absent), _WHY)
+    _watcher.entered[room] = _Entered(number, time.monotonic(), timeout.total_seconds(), ranks, what)

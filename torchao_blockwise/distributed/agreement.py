@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
 from torchao_blockwise.distributed.absence import arrived
 
-_rounds: dict[str, int] = {}
+# What the ranks of a group have found to be the same, as long as the group lives.
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple]] = WeakKeyDictionary()
 
 
-def check_same(subject: str, ranks: Sequence[int], entries: Sequence[str]) -> None:
+def check_same_once(subject: str, group: dist.ProcessGroup, what: tuple, entries: Iterable[str]) -> None:
+    """`check_same` on the ranks of `group`, the first time that they come with the same `what`."""
+    agreed = _agreed.setdefault(group, set())
+    if group.size() > 1 and (subject, what) not in agreed:
+        check_same(subject, sorted(dist.get_process_group_ranks(group)), entries)
+        agreed.add((subject, what))
+
+
+def check_same(subject: str, ranks: Sequence[int], entries: Iterable[str]) -> None:
     """Raise ValueError on all of `ranks` if their `entries` differ, naming a rank and the first entry that differs.
 
     Every rank of `ranks`, sorted, must call it with the same subject. Entries go through the key-value store that the
@@ -26,11 +36,11 @@ def check_same(subject: str, ranks: Sequence[int], entries: Sequence[str]) -> No
     store = _compat.default_store()
     group = ",".join(map(str, ranks))
     group = hashlib.blake2b(f"{subject} {group}".encode(), digest_size=8).hexdigest()
-    # Rounds are counted alike, because all ranks take part in each.
-    _rounds[group] = _rounds.get(group, 0) + 1
-    room = f"torchao_blockwise/{group}/{_rounds[group]}"
-    text = "\n".join(entries)
     me, first = dist.get_rank(), ranks[0]
+    # Rounds are counted alike, because all ranks take part in each.
+    room = f"torchao_blockwise/{group}"
+    room = f"{room}/{store.add(f'{room}/rounds/{me}', 1)}"
+    text = "\n".join(entries)
     store.set(f"{room}/text/{me}", text)
     store.set(f"{room}/digest/{me}", _digest(text))
     if me == first:

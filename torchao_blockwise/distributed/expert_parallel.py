@@ -154,7 +154,7 @@ class _Exchange:
         for parameter in module.parameters(recurse=False):
             local = _compat.local_of(parameter)
             if isinstance(local, MasterWeightTensor) and local.config.weight_format.has_global_scale:
-                weight_operands.split_over(local.hp, group.group_name)
+                weight_operands.split_over(local.hp, group)
         tokens, own_ends, self.journey = dispatch_tokens(x, group_ends, group)
         return tokens, own_ends
 

@@ -1,6 +1,4 @@
-"""Partial cast: quantised model weights written from shards of their high-precision masters.
-
-    my masters ─ amax of block ∩ shard ─▶ one buffer ─ MAX over ranks ─▶ scales, alike on every rank ─▶ my payload
+"""Partial cast: quantized model weights written from shards of their high-precision masters (`cast.py` does the work).
 
 For flat shards of ZeRO-1, ZeRO-2 and FSDP: a rank owns the elements [start, start + n) of a weight, wherever that cuts
 rows, blocks or bytes. The bits are those of casting the gathered master to the weight's dtype and quantising it whole.
@@ -8,20 +6,16 @@ rows, blocks or bytes. The bits are those of casting the gathered master to the 
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.absence import naming_absent
-from torchao_blockwise.distributed.agreement import check_same
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, get_format
+from torchao_blockwise.distributed.agreement import check_same_once
+from torchao_blockwise.distributed.cast import Part, Recipe, cast_parts
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.ops import partial_cast as ops
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
 
@@ -91,139 +85,62 @@ def cast_master_weights(
     _cast(name, model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights, into)
 
 
-class _Kind(NamedTuple):
-    """What weights share that one launch can work on."""
-
-    format: str
-    dtype: torch.dtype
-    power_of_2_scales: bool
-
-    @property
-    def fmt(self) -> BlockFormat:
-        return get_format(self.format)
-
-    def __str__(self) -> str:
-        return f"{self.format} of {self.dtype}" + ", power-of-2 scales" * self.power_of_2_scales
+def _cast(name: str, weights, masters, starts, group, targets, into: str) -> None:
+    _check_lists(name, weights, masters, starts, targets)
+    if weights:
+        write_masters(name, weights, masters, starts, _group(name, group), targets, into)
 
 
-# Given as a group: this process has whole masters, whatever other ranks do.
-ALONE: Any = object()
+def write_masters(name: str, weights, masters, starts, group, targets=None, into: str = ops.ENTRIES) -> None:
+    """What `cast_master_weights` does, for a caller that has its group and lists of a length. name: for errors.
 
-# All that ranks must have in common: kind and shape of each weight.
-_Layout = tuple[tuple[_Kind, tuple[int, ...]], ...]
-# The layouts that the ranks of a group have compared.
-_agreed: WeakKeyDictionary = WeakKeyDictionary()
-
-
-class _Plan(NamedTuple):
-    """Where each weight's blocks begin in the buffer, how many all have, and the weights of each kind."""
-
-    first_blocks: list[int]
-    blocks: int
-    kinds: dict[_Kind, list[int]]
-
-
-@functools.lru_cache(maxsize=64)
-def _plan(layout: _Layout) -> _Plan:
-    counts = [ops.block_count(shape, kind.fmt) for kind, shape in layout]
-    *first_blocks, blocks = itertools.accumulate(counts, initial=0)
-    kinds: dict[_Kind, list[int]] = {}
-    for i, (kind, _) in enumerate(layout):
-        kinds.setdefault(kind, []).append(i)
-    return _Plan(first_blocks, blocks, kinds)
-
-
-def _cast(*args) -> None:
+    group: ranks that share the masters, or None: this process has whole ones, whatever other ranks do.
+    targets, into: where payloads go, if not to the weights' own, and in which form.
+    """
     # Attributes of subclasses would take a detour of 1 µs each, a third of the host's time for a long list.
     with _compat.no_torch_function():
-        _cast_list(*args)
+        for i, w in enumerate(weights):
+            refusal = _why_not(w, masters[i], starts[i], weights[0].device)
+            if refusal is None and targets is not None and masters[i] is not None:
+                refusal = _why_not_into(targets[i], w, masters[i], starts[i], into)
+            if refusal is not None:
+                error, reason = refusal
+                raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.whole_shape)}) {reason}")
+        if targets is None:
+            targets, into = [w.qdata for w in weights], ops.WHOLE
+        parts = [
+            Part(_recipe(w), tuple(w.whole_shape), master, start, target, into, w.scale, w.global_scale)
+            for w, master, start, target in zip(weights, masters, starts, targets)
+        ]
+        if group is not None:
+            # The buffer of amaxes means the same on all ranks only if their weights are the same.
+            layout = [(part.recipe, part.shape) for part in parts]
+            entries = (f"weight {i} ({recipe}, shape {list(shape)})" for i, (recipe, shape) in enumerate(layout))
+            check_same_once(name, group, tuple(layout), entries)
+        cast_parts(parts, group, name, f"reduce the amaxes of {len(weights)} weights")
+        written = [
+            *weights,
+            *(part.scale for part in parts),
+            *(part.target for part in parts if part.values is not None),
+        ]
+        written += [part.global_scale for part in parts if part.global_scale is not None]
+        # Autograd must see that values which it saved are gone; kernels do not count what they write.
+        torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
 
 
-def _cast_list(name: str, weights, masters, starts, group, shards, into: str) -> None:
-    _check_lists(name, weights, masters, starts, shards)
-    if not weights:
-        return
-    group = _group(name, group)
-    layout = tuple((_kind(w), tuple(w.whole_shape)) for w in weights)
-    for i, w in enumerate(weights):
-        refusal = _why_not(w, masters[i], starts[i], weights[0].device)
-        if refusal is None and shards is not None and masters[i] is not None:
-            refusal = _why_not_into(shards[i], w, masters[i], starts[i], into)
-        if refusal is not None:
-            error, reason = refusal
-            raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.whole_shape)}) {reason}")
-    _check_agreement(name, layout, group)
-
-    plan = _plan(layout)
-    into = ops.WHOLE if shards is None else into
-    targets = [w.qdata for w in weights] if shards is None else shards
-    mine = {kind: [i for i in indices if masters[i] is not None] for kind, indices in plan.kinds.items()}
-    amax_bits = torch.zeros(plan.blocks, dtype=torch.int32, device=weights[0].device)
-
-    def of(values, indices):
-        return [values[i] for i in indices]
-
-    for kind, indices in mine.items():
-        shapes = [weights[i].whole_shape for i in indices]
-        first_blocks = of(plan.first_blocks, indices)
-        ops.partial_block_amax(
-            of(masters, indices), of(starts, indices), shapes, kind.fmt,
-            dtype=kind.dtype, out=amax_bits, first_blocks=first_blocks,
-        )  # fmt: skip
-    if group is not None and plan.blocks:
-        with naming_absent(name, f"reduce the amaxes of {len(weights)} weights", group):
-            dist.all_reduce(amax_bits, op=dist.ReduceOp.MAX, group=group)
-    encode = torch.empty_like(amax_bits, dtype=torch.float32)
-    for kind, indices in plan.kinds.items():
-        ops.block_scales_(
-            [weights[i].scale for i in indices],
-            [weights[i].global_scale for i in indices] if kind.fmt.has_global_scale else None,
-            amax_bits, kind.fmt,
-            power_of_2_scales=kind.power_of_2_scales, first_blocks=of(plan.first_blocks, indices), encode=encode,
-        )  # fmt: skip
-        own = mine[kind]
-        shapes = [weights[i].whole_shape for i in own]
-        ops.partial_cast_(
-            of(targets, own), of(masters, own), of(starts, own), shapes, encode, kind.fmt,
-            dtype=kind.dtype, into=into, first_blocks=of(plan.first_blocks, own),
-        )  # fmt: skip
-    _note_changes(weights, [targets[i] for indices in mine.values() for i in indices])
-
-
-def _kind(w: QuantizedTensor) -> _Kind:
-    return _Kind(w.fmt.name, w.values_dtype, getattr(w, "power_of_2_scales", False))
+def _recipe(w: QuantizedTensor) -> Recipe:
+    return Recipe(w.fmt, getattr(w, "power_of_2_scales", False), w.values_dtype)
 
 
 def _group(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group to reduce over; None where this process is alone."""
-    if group is ALONE:
-        return None
+    """The group to reduce over, by default all ranks; None where this process is alone."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return None
         group = dist.group.WORLD
     if dist.get_rank(group) < 0:
         raise ValueError(f"{name}: rank {dist.get_rank()} is not in the group; call it on the group's ranks alone")
-    return group if dist.get_world_size(group) > 1 else None
-
-
-def _check_agreement(name: str, layout: _Layout, group: dist.ProcessGroup | None) -> None:
-    """Once for a layout: the buffer of amaxes means the same on all ranks only if their weights are the same."""
-    if group is None:
-        return
-    agreed = _agreed.setdefault(group, set())
-    if layout not in agreed:
-        entries = [f"weight {i} ({kind}, shape {list(shape)})" for i, (kind, shape) in enumerate(layout)]
-        check_same(name, sorted(dist.get_process_group_ranks(group)), entries)
-        agreed.add(layout)
-
-
-def _note_changes(weights, targets) -> None:
-    """Autograd must see that values which it saved are gone; kernels do not count what they write."""
-    written = [*weights, *targets]
-    for w in weights:
-        written += [w.scale] if w.global_scale is None else [w.scale, w.global_scale]
-    torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
+    return group
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 
 from torchao_blockwise import _compat
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+from torchao_blockwise.tensors.weight_operands import group_names
 
 
 class AmaxGroups(NamedTuple):
@@ -153,7 +154,7 @@ def _amax_groups(weight, plan: list[_Plan]) -> AmaxGroups:
 
 
 def _groups(mesh, placements) -> str:
-    return ",".join(mesh.get_group(i).group_name for i, p in enumerate(placements) if p.is_shard())
+    return group_names([mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard()])
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:

@@ -5,8 +5,8 @@
 
 One input a weight travels, in bytes: FSDP2 keeps only the first one in a group of one rank, refuses several where it
 shards another dim than the first, and wants each in the padded size of the shard where rows split unevenly. Scales do
-not travel: every rank has computed all of them. They and the payload are found by the shard's values: nothing saves or
-copies them.
+not travel: every rank has computed all of them. The master weight holds them and the payload; nothing saves or copies
+them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchao_blockwise import _compat, _compat_fsdp
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
@@ -74,6 +74,11 @@ class ShardLayout:
         return min(self.rank * self.padded_shape[self.dim], self.shape[self.dim])
 
     @property
+    def flat_start(self) -> int:
+        """Index in the flat weight of the first element of a shard of dim 0."""
+        return self.start * torch.Size(self.shape[1:]).numel()
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         return self._with_size(min(self.padded_shape[self.dim], self.shape[self.dim] - self.start))
 
@@ -81,6 +86,11 @@ class ShardLayout:
     def packs(self) -> bool:
         """Whether 4-bit codes travel two a byte: FSDP2 takes other sizes than the shard's only for even rows."""
         return self.dim == 0 and self.shape[0] % self.ranks == 0
+
+    @property
+    def travels_as_stored(self) -> bool:
+        """Whether what travels are entries of the stored payload; else one 4-bit code a byte."""
+        return self.packs or self.config.weight_format.element.per_byte == 1
 
     @property
     def payload_shape(self) -> tuple[int, ...]:
@@ -91,10 +101,18 @@ class ShardLayout:
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
 
+def layout_of(parameter: _compat_fsdp.FsdpParameter, config: TrainingConfig, quantized: bool = True) -> ShardLayout:
+    """The layout of what this rank holds of a parameter."""
+    p = parameter
+    return ShardLayout(p.name, p.shape, p.dtype, p.dim, p.rank, p.ranks, config, quantized)
+
+
 @dataclass(eq=False)
 class WeightShard:
-    """What a rank sends of a weight, and the scales of all of it. Filled by `distributed.sync_weight_scales`.
+    """What a rank sends of a weight, and the scales of all of it.
 
+    A master weight has one from each `distributed.sync_weight_scales` (`MasterWeightTensor.shard`), a `QuantizedShard`
+    makes one for each gather.
     payload: uint8 of layout.payload_shape, from which gathers copy. scale, global_scale: of the whole weight, as
     quantized tensors store them; gathered weights hold them, so that each sync makes new ones.
     version: change count of the values that the payload was made of, None where they have none.
@@ -108,34 +126,30 @@ class WeightShard:
     version: int | None = None
     ready: torch.cuda.Event | None = None
 
+    def __deepcopy__(self, memo) -> None:
+        """A copy of a weight has no shard before a sync of its own."""
 
-_shards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    def attach(self, master) -> None:
+        """Be what gathers of `master` send, as long as its values do not change."""
+        self.version = None if master.hp.is_inference() else _compat.version_of(master.hp)
+        master.shard = self
 
-
-def set_shard(hp: torch.Tensor, shard: WeightShard) -> None:
-    """Make `shard` what a gather of the values `hp` sends, as long as they do not change."""
-    shard.version = None if hp.is_inference() else _compat.version_of(hp)
-    _shards[hp] = shard
+    def is_current(self, master) -> bool:
+        """Whether `master`, as far as PyTorch counts, still has the values that the payload was made of."""
+        return self.version is None or self.version == _compat.version_of(master.hp)
 
 
 def is_gathered_quantized(weight: torch.Tensor) -> bool:
-    """Whether the rank keeps a quantised payload of `weight`, or of a DTensor's part, for FSDP2 to gather."""
-    hp = getattr(_compat.local_of(weight), "hp", None)
-    shard = None if hp is None else _shards.get(hp)
+    """Whether the rank keeps a quantized payload of `weight`, or of a DTensor's part, for FSDP2 to gather."""
+    shard = getattr(_compat.local_of(weight), "shard", None)
     return shard is not None and shard.payload is not None
 
 
-def carry_shard(hp: torch.Tensor, copy: torch.Tensor) -> None:
-    """Let `copy`, the values `hp` on another device, be gathered as they are: FSDP2 copies offloaded shards first."""
-    shard = _shards.get(hp)
-    if shard is not None and copy.dtype == hp.dtype and is_current(hp, shard):
-        moved = WeightShard(shard.layout, shard.payload, shard.scale, shard.global_scale, ready=shard.ready)
-        set_shard(copy, moved)
-
-
-def is_current(hp: torch.Tensor, shard: WeightShard) -> bool:
-    """Whether `hp`, as far as PyTorch counts, still has the values that the payload was made of."""
-    return shard.version is None or shard.version == _compat.version_of(hp)
+def carry_shard(master, copy) -> None:
+    """Let `copy`, `master` on another device, be gathered as it is: FSDP2 copies offloaded shards first."""
+    shard = master.shard
+    if shard is not None and copy.dtype == master.dtype and shard.is_current(master):
+        dataclasses.replace(shard).attach(copy)
 
 
 def check_installed(module: torch.nn.Module) -> None:
@@ -148,10 +162,10 @@ def check_installed(module: torch.nn.Module) -> None:
 def pre_all_gather(master, module: torch.nn.Module) -> tuple[tuple[torch.Tensor], WeightShard]:
     """What this rank sends of `master`, a parameter of `module`, and what turns all ranks' parts into the weight."""
     check_installed(module)
-    shard = _shards.get(master.hp)
+    shard = master.shard
     if shard is not None and not shard.layout.quantized:
-        return (_padded(master.hp, shard.layout),), shard
-    if shard is None or not is_current(master.hp, shard):
+        return (padded(master.hp.to(shard.layout.dtype), shard.layout.padded_shape),), shard
+    if shard is None or not shard.is_current(master):
         name = f"a weight of {module}" if shard is None else shard.layout.name
         why = "have no scales of the whole weight yet" if shard is None else "changed after their scales were computed"
         raise RuntimeError(
@@ -176,13 +190,13 @@ def warn_of_high_precision_gather() -> None:
     )
 
 
-def _padded(hp: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
-    """`hp` in the gather's dtype and in the padded size."""
-    if tuple(hp.shape) == layout.padded_shape:
-        return hp.to(layout.dtype)
-    padded = hp.new_zeros(layout.padded_shape, dtype=layout.dtype)
-    padded.narrow(layout.dim, 0, hp.shape[layout.dim]).copy_(hp)
-    return padded
+def padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`x` with zeros behind it up to `shape`; itself where it has that."""
+    if tuple(x.shape) == shape:
+        return x
+    larger = x.new_zeros(shape)
+    larger[tuple(slice(n) for n in x.shape)] = x
+    return larger
 
 
 def post_all_gather(
@@ -198,13 +212,13 @@ def post_all_gather(
         hp = _whole(gathered, layout.shape)
         return None if out is not None else (type(master)(hp, layout.config), ())
     element = layout.config.weight_format.element
-    arrives_packed = layout.packs or element.per_byte == 1
     payload = _whole(gathered, layout.config.weight_format.qdata_shape(*layout.shape) if layout.packs else layout.shape)
     if out is None:
-        qdata = payload.view(element.storage_dtype) if arrives_packed else element.pack(payload)
-        return _quantized(qdata, shard, dtype), () if arrives_packed else (qdata,)
-    weight = _local(out)
-    if not arrives_packed:
+        qdata = payload.view(element.storage_dtype) if layout.travels_as_stored else element.pack(payload)
+        return _quantized(qdata, shard, dtype), () if layout.travels_as_stored else (qdata,)
+    # Tensor parallelism has wrapped it.
+    weight: Any = _compat.local_of(out)
+    if not layout.travels_as_stored:
         with _compat.keeping_version(weight.qdata):
             weight.qdata.copy_(element.pack(payload))
     weight.scale, weight.global_scale = shard.scale, shard.global_scale
@@ -215,12 +229,6 @@ def _whole(gathered: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """The weight without the padding, which lies behind it."""
     size = torch.Size(shape).numel()
     return gathered.view(-1)[:size].view(shape)
-
-
-def _local(weight: torch.Tensor):
-    """The very tensor that tensor parallelism wrapped, or `weight`."""
-    with torch.no_grad():
-        return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _quantized(qdata: torch.Tensor, shard: WeightShard, dtype: torch.dtype) -> QuantizedTensor:

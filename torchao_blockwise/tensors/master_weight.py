@@ -76,9 +76,11 @@ class MasterWeightTensor(TorchAOBaseTensor):
         self.hp = hp.detach() if hp.requires_grad else hp
         self.config = config
 
-    # The layer's name in the model that was converted, for errors; no part of a weight's state, as the next one.
+    # The layer's name in the model that was converted, for errors; no part of a weight's state, as the next two.
     layer: str = ""
     _cast_of: _CastOf | None = None
+    # What FSDP2 gathers of it.
+    shard: fsdp.WeightShard | None = None
 
     @property
     def source(self) -> tuple[torch.Tensor, torch.dtype | None]:
@@ -123,7 +125,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
 
     def __getstate__(self):
         # Of no use in another model, and a link to a weight that is not saved with it.
-        return {name: value for name, value in vars(self).items() if name not in ("layer", "_cast_of")}
+        return {name: value for name, value in vars(self).items() if name not in ("layer", "_cast_of", "shard")}
 
     def _stable_hash_for_caching(self) -> str:
         return stable_hash(self)
@@ -154,6 +156,8 @@ class MasterWeightTensor(TorchAOBaseTensor):
             alias = args[0]._like(args[0].hp)
             if args[0]._cast_of is not None:
                 alias._cast_of = args[0]._cast_of
+            if args[0].shard is not None:
+                alias.shard = args[0].shard
             return alias
         if swaps_last_dims(func, args):
             return TransposedWeight(args[0])
@@ -204,7 +208,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
 
         out = pytree.tree_map_only(torch.Tensor, rewrap, out)
         if func is aten._to_copy.default and isinstance(out, cls):
-            fsdp.carry_shard(first.hp, out.hp)
+            fsdp.carry_shard(first, out)
             _link(first, out)
         return out
 
@@ -311,6 +315,7 @@ def _take_over(weight: MasterWeightTensor, new: MasterWeightTensor) -> None:
     with _compat.no_torch_function():
         weight.data = new
     weight.hp = new.hp
+    weight.shard = None
 
 
 def _written(func, args, kwargs) -> list[MasterWeightTensor]:

@@ -11,11 +11,10 @@ values that are copied in cannot be quantised by a rank alone; they wait for a c
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 
-from torchao_blockwise import _compat, _compat_fsdp, ops
+from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
@@ -101,7 +100,7 @@ class QuantizedShard(QuantizedTensor):
     @property
     def start(self) -> int:
         """Flat index in the whole weight of the first element."""
-        return self.part.start * math.prod(self.part.shape[1:])
+        return self.part.flat_start
 
     @property
     def own_bytes(self) -> torch.Tensor:
@@ -174,14 +173,10 @@ class QuantizedShard(QuantizedTensor):
 
     def _sent(self) -> torch.Tensor:
         """The payload in bytes, padded to the size of the largest shard; one code a byte where rows split unevenly."""
-        layout, payload = self.part, self.qdata.view(torch.uint8)
-        if not layout.packs:
+        payload = self.qdata.view(torch.uint8)
+        if not self.part.travels_as_stored:
             payload = self.fmt.element.unpack(payload, self.shape[-1]).contiguous()
-        if payload.shape == layout.payload_shape:
-            return payload
-        padded = payload.new_zeros(layout.payload_shape)
-        padded[: payload.shape[0]] = payload
-        return padded
+        return fsdp.padded(payload, self.part.payload_shape)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
@@ -235,39 +230,5 @@ def _check_parts(name: str, qdata, scale, global_scale, part: ShardLayout, dtype
     check_parts(name, fmt, qdata, scale, global_scale, part.shape)
 
 
-def shard_of(weight: QuantizedTensor, part: _compat_fsdp.FsdpRows) -> QuantizedShard:
-    """What the rank holds of `weight`; memory of its own, so that the whole is freed.
-
-    Raises ValueError for another dim than rows, for offloading, or where an optimizer has the weight's master.
-    """
-    refusal = _why_not(weight, part)
-    if refusal is not None:
-        raise ValueError(f"fully_shard: {part.name} {list(weight.shape)} is quantised itself, and {refusal}")
-    assert weight.config is not None
-    layout = ShardLayout(part.name, tuple(weight.shape), part.dtype, part.dim, part.rank, part.ranks, weight.config)
-    rows = slice(layout.start, layout.start + layout.local_shape[0])
-    global_scale = None if weight.global_scale is None else weight.global_scale.clone()
-    shard = QuantizedShard(weight.qdata[rows].clone(), weight.scale.clone(), layout, weight.dtype, global_scale)
-    values = None if weight.original is None else weight.original.hp
-    if values is not None:
-        # Scales are of this rank's values; of all ranks' parts they are with the first cast.
-        shard.original.take_over(values.detach()[rows])
-    return shard
-
-
-def _why_not(weight: QuantizedTensor, part: _compat_fsdp.FsdpRows) -> str | None:
-    """Why a weight cannot be sharded so, with the remedy, or None."""
-    if part.dim:
-        return f"Shard({part.dim}) would cut its rows; shard dim 0, or convert with master_weights=True"
-    if part.offloaded:
-        return "is cast on its device; leave CPUOffloadPolicy out, or convert with master_weights=True"
-    if weight.config is None or weight.fmt is not weight.config.weight_format:
-        return "has no config to train by; make it with quantize_(model, config)"
-    if weight.original is not None and weight.original.is_owned:
-        return "has its master in an optimizer already; make MasterWeightOptimizer after fully_shard"
-    return None
-
-
-_compat_fsdp.at_install(_compat_fsdp.shard_parameters, QuantizedTensor, shard_of)
 allow_in_files(QuantizedShard)
 torch.serialization.add_safe_globals([ShardLayout])

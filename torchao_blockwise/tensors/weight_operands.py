@@ -10,7 +10,7 @@ so that is the transpose, in one pass. Copies are kept only where the program sa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -119,18 +119,27 @@ def kept_bytes(hp: torch.Tensor) -> int:
     return 0 if kept is None else kept.nbytes
 
 
-def split_over(hp: torch.Tensor, groups: str) -> None:
-    """Quantize `hp` from now on as a part of a tensor that is split over `groups`, as `amax_over` takes them.
+def split_over(hp: torch.Tensor, *groups: torch.distributed.ProcessGroup) -> None:
+    """Quantize `hp` from now on as a part of a tensor that is split over `groups`.
 
-    For experts that a rank holds alone: the model hands over the part, and no more is known of it.
+    For experts that a rank holds alone: the model hands over the part, and no more is known of it. Compiled graphs read
+    the part without its attributes, so that it is found by the values, inside of the operation.
     """
-    _splits[hp] = groups
+    _splits[hp] = group_names(groups)
+
+
+def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:
+    """Process groups as `amax_over` takes them.
+
+    A string, because compiled graphs trace it and operations have it in their schemas: they know no process groups.
+    """
+    return ",".join(group.group_name for group in groups)
 
 
 def amax_over(x: torch.Tensor, groups: str) -> torch.Tensor | None:
     """The amax of the tensor that `x` is a part of, f32 scalar; None where it is all of it.
 
-    groups: names of the process groups over which the tensor is split, with commas between them.
+    groups: `group_names` of the process groups over which the tensor is split.
     """
     if not groups:
         return None

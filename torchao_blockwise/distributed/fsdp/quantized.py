@@ -15,7 +15,42 @@ import torch.distributed as dist
 
 from torchao_blockwise import _compat, _compat_fsdp
 from torchao_blockwise.distributed.agreement import check_same
-from torchao_blockwise.distributed.master_weights import ALONE, cast_master_weights
+from torchao_blockwise.distributed.master_weights import write_masters
+from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
+from torchao_blockwise.tensors.fsdp import layout_of
+
+
+def shard_of(weight: QuantizedTensor, parameter: _compat_fsdp.FsdpParameter) -> QuantizedShard:
+    """What the rank holds of `weight`; memory of its own, so that the whole is freed.
+
+    Raises ValueError for another dim than rows, for offloading, or where an optimizer has the weight's master.
+    """
+    refusal = _why_not_sharded(weight, parameter)
+    if refusal is not None:
+        raise ValueError(f"fully_shard: {parameter.name} {list(weight.shape)} is quantised itself, and {refusal}")
+    assert weight.config is not None
+    layout = layout_of(parameter, weight.config)
+    rows = slice(layout.start, layout.start + layout.local_shape[0])
+    global_scale = None if weight.global_scale is None else weight.global_scale.clone()
+    shard = QuantizedShard(weight.qdata[rows].clone(), weight.scale.clone(), layout, weight.dtype, global_scale)
+    values = None if weight.original is None else weight.original.hp
+    if values is not None:
+        # Scales are of this rank's values; of all ranks' parts they are with the first cast.
+        shard.original.take_over(values.detach()[rows])
+    return shard
+
+
+def _why_not_sharded(weight: QuantizedTensor, parameter: _compat_fsdp.FsdpParameter) -> str | None:
+    """Why a weight cannot be sharded so, with the remedy, or None."""
+    if parameter.dim:
+        return f"Shard({parameter.dim}) would cut its rows; shard dim 0, or convert with master_weights=True"
+    if parameter.offloaded:
+        return "is cast on its device; leave CPUOffloadPolicy out, or convert with master_weights=True"
+    if weight.config is None or weight.fmt is not weight.config.weight_format:
+        return "has no config to train by; make it with quantize_(model, config)"
+    if weight.original is not None and weight.original.is_owned:
+        return "has its master in an optimizer already; make MasterWeightOptimizer after fully_shard"
+    return None
 
 
 @torch.no_grad()
@@ -29,9 +64,9 @@ def cast_shards(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for weight, values in shards:
         by_group.setdefault((shard_group(weight), weight.device), []).append((_compat.local_of(weight), values))
     for (group, _), members in by_group.items():
-        held = [shard for shard, _ in members]
+        held, masters = zip(*members)
         starts, targets = [shard.start for shard in held], [shard.own_bytes for shard in held]
-        cast_master_weights(held, [values for _, values in members], starts, group or ALONE, targets)
+        write_masters("cast_master_weights", held, masters, starts, group, targets)
         for shard in held:
             shard.original.cast_is_done()
 

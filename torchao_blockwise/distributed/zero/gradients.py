@@ -7,19 +7,15 @@ The ranks' ranges lie one after the other in one buffer; whole gradients are dro
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from torchao_blockwise import _compat
 from torchao_blockwise.distributed.absence import naming_absent
-from torchao_blockwise.distributed.agreement import check_same
-from torchao_blockwise.distributed.primary_weight import PrimaryWeight
-
-# Which weights had gradients together, as ranks have compared it.
-_agreed: WeakKeyDictionary = WeakKeyDictionary()
+from torchao_blockwise.distributed.agreement import check_same_once
+from torchao_blockwise.distributed.zero.weights import Pieces, PrimaryWeight
 
 
 @torch.no_grad()
@@ -70,32 +66,24 @@ def clip_gradients(
 
 def _reduce_scatter(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup) -> None:
     ranks = dist.get_world_size(group)
-    begins = [list(itertools.accumulate(of_rank, initial=0)) for of_rank in zip(*(w.lengths for w in weights))]
-    chunk = max(of_rank[-1] for of_rank in begins)
+    pieces = Pieces([w.lengths for w in weights])
     # Zeros, because the padding of a short range travels too.
-    sent = torch.zeros(ranks, chunk, dtype=torch.float32, device=weights[0].weight.device)
-    for i, weight in enumerate(weights):
+    sent = torch.zeros(ranks, pieces.chunk, dtype=torch.float32, device=weights[0].weight.device)
+    of_ranks = [pieces.of(buffer, rank) for rank, buffer in enumerate(sent)]
+    for weight, *targets in zip(weights, *of_ranks):
         flat = weight.weight.grad.reshape(-1)  # type: ignore[union-attr]
-        for buffer, of_rank, (start, end) in zip(sent, begins, itertools.pairwise(weight.edges)):
-            buffer[of_rank[i] : of_rank[i + 1]] = flat[start:end]
+        for target, values in zip(targets, flat.split(weight.lengths)):
+            target.copy_(values)
         weight.weight.grad = None
-    received = torch.empty(chunk, dtype=torch.float32, device=sent.device)
-    # The newer name, since torch 2.13, where the other one warns.
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    received = torch.empty(pieces.chunk, dtype=torch.float32, device=sent.device)
     with naming_absent("MasterWeightOptimizer", f"average the gradients of {len(weights)} weights", group):
-        reduce_scatter(received, sent.div_(ranks).view(-1), group=group)
-    mine = begins[weights[0].rank]
-    for weight, (start, end) in zip(weights, itertools.pairwise(mine)):
-        mean = received[start:end]
+        _compat.reduce_scatter(received, sent.div_(ranks).view(-1), group)
+    for weight, mean in zip(weights, pieces.of(received, weights[0].rank)):
         weight.master.grad = mean.clone() if weight.master.grad is None else weight.master.grad.add_(mean)
 
 
 def _check_agreement(subject: str, names: list[str], shapes: list, group: dist.ProcessGroup) -> None:
     """Once for a set of parameters: their gradients are summed by position."""
-    have = (*names, *shapes)
-    agreed = _agreed.setdefault(group, set())
-    if have not in agreed:
-        entries = [f"a gradient of {name}" for name in names]
-        entries += [f"a gradient of shape {list(shape)} of a parameter without a master" for shape in shapes]
-        check_same(subject, sorted(dist.get_process_group_ranks(group)), entries)
-        agreed.add(have)
+    entries = [f"a gradient of {name}" for name in names]
+    entries += [f"a gradient of shape {list(shape)} of a parameter without a master" for shape in shapes]
+    check_same_once(subject, group, (*names, *shapes), entries)

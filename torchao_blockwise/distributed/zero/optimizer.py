@@ -17,21 +17,23 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.gradient_shards import clip_gradients, reduce_gradients
-from torchao_blockwise.distributed.optimizer_checks import check_parameters, checked_group
-from torchao_blockwise.distributed.param_groups import as_groups, described_options, options_of, quantized_of
-from torchao_blockwise.distributed.primary_weight import (
+from torchao_blockwise.distributed.zero.gradients import clip_gradients, reduce_gradients
+from torchao_blockwise.distributed.zero.groups import (
+    as_groups,
+    check_parameters,
+    checked_group,
+    described_options,
+    options_of,
+    quantized_of,
+)
+from torchao_blockwise.distributed.zero.states import MASTER, checked_states, whole_states
+from torchao_blockwise.distributed.zero.weights import (
     PrimaryWeight,
     flat_edges,
     gather_parts,
-    placed_as,
     send_from_first,
-    whole_of,
     write_weights,
 )
-
-# The key of a master among the states of its parameter.
-_MASTER = "master"
 
 
 class MasterWeightOptimizer(torch.optim.Optimizer):
@@ -183,9 +185,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         for index, parameter in enumerate(parameters):
             weight = self._of.get(parameter)
             if weight is not None:
-                packed["state"][index] = {**packed["state"].get(index, {}), _MASTER: weight.master.detach()}
+                packed["state"][index] = {**packed["state"].get(index, {}), MASTER: weight.master.detach()}
         if self._splits:
-            packed["shard"] = {"rank": dist.get_rank(self._group), "ranks": dist.get_world_size(self._group)}
+            packed["shard"] = self._shard_of_states()
         return packed
 
     @torch.no_grad()
@@ -193,13 +195,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """`state_dict` with whole masters and states, the same with any number of ranks; a collective under "zero1"."""
         packed = self.state_dict()
         packed.pop("shard", None)
-        parameters = self._parameters()
-        for index, state in packed["state"].items():
-            weight = self._of.get(parameters[index])
-            if weight is not None:
-                like = {k: gather_parts(weight, x, self._group) for k, x in state.items() if _is_like(x, weight.master)}
-                state = {**state, **like}
-            packed["state"][index] = {key: whole_of(x) for key, x in state.items()}
+        packed["state"] = whole_states(packed["state"], self._parameters(), self._of, self._group)
         return packed
 
     @torch.no_grad()
@@ -225,7 +221,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         A collective under "zero1". A state dict of the wrapped optimizer itself, which knows no masters, leaves them.
         Raises ValueError where groups or shapes differ, or it is another rank's part.
         """
-        masters, states = self._checked_states(state_dict)
+        masters, states = checked_states(_NAME, state_dict, self.param_groups, self._of, self._shard_of_states())
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.inner.load_state_dict({"state": states, "param_groups": state_dict["param_groups"]})
         self._pass_options(self.inner.param_groups, self.param_groups)
@@ -361,58 +357,18 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 if key in self.inner.state:
                     self.state[parameter] = self.inner.state[key]
 
+    def _shard_of_states(self) -> dict[str, int] | None:
+        """Which part of all states this rank has, where ranks split them."""
+        if not self._splits:
+            return None
+        return {"rank": dist.get_rank(self._group), "ranks": dist.get_world_size(self._group)}
+
     def _parameters(self) -> list[torch.Tensor]:
         """All parameters in the order of a state dict's indices."""
         return list(dict.fromkeys(p for group in self.param_groups for p in group["params"]))
-
-    def _checked_states(self, state_dict: dict[str, Any]):
-        """(weights with masters of their shape, states of the wrapped optimizer), this rank's part of whole ones."""
-        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
-        of_index = dict(zip(indices, (p for group in self.param_groups for p in group["params"])))
-        saved_by, masters, states = state_dict.get("shard"), [], {}
-        mine = {"rank": dist.get_rank(self._group), "ranks": dist.get_world_size(self._group)} if self._splits else None
-        if saved_by is not None and saved_by != mine:
-            raise ValueError(
-                f"{_NAME}: the state dict is the part of rank {saved_by['rank']} of {saved_by['ranks']}, this is "
-                + (f"rank {mine['rank']} of {mine['ranks']}" if mine else "an optimizer with whole masters")
-                + "; save full_state_dict() to load it elsewhere"
-            )
-        for index, state in state_dict["state"].items():
-            parameter = of_index.get(index)
-            weight = self._of.get(parameter)  # type: ignore[arg-type]
-            if parameter is not None:
-                state = {key: placed_as(parameter, value) for key, value in state.items()}
-            if weight is not None:
-                whole, split = weight.weight.shape, weight.is_split
-                if split and saved_by is None and getattr(state.get(_MASTER), "ndim", 0) == 1:
-                    # What torch.distributed.checkpoint makes of plain tensors.
-                    raise ValueError(
-                        f"{_NAME}: the master of {weight.name} is a rank's part, of a state dict that does not say "
-                        "whose; save full_state_dict()"
-                    )
-                state = {
-                    key: weight.part(value).clone() if split and getattr(value, "shape", None) == whole else value
-                    for key, value in state.items()
-                }
-                master = state.pop(_MASTER, None)
-                if master is not None and master.shape != weight.master.shape:
-                    raise ValueError(
-                        f"{_NAME}: the master of {weight.name} must have shape {list(whole)}"
-                        + f" or {list(weight.master.shape)}" * split
-                        + f", got {list(master.shape)}; load the state of the same model"
-                    )
-                if master is not None:
-                    masters.append((weight, master))
-            if state or weight is None:
-                states[index] = state
-        return masters, states
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(parameter, "a parameter that is not the model's")
 
 
 _NAME = MasterWeightOptimizer.__name__
-
-
-def _is_like(value: Any, master: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == master.shape

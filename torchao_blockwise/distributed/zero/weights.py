@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +19,13 @@ from torch import nn
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.distributed.absence import naming_absent
-from torchao_blockwise.distributed.master_weights import ALONE, cast_master_weights
-from torchao_blockwise.distributed.primary_shards import cast_shards
+from torchao_blockwise.distributed.fsdp.quantized import cast_shards
+from torchao_blockwise.distributed.master_weights import write_masters
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.original import Original
+
+# What errors of the cast name.
+_CAST = "cast_master_weights"
 
 
 @dataclass(eq=False)
@@ -114,39 +116,47 @@ def write_weights(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup | N
     weights = [w for w in weights if w.shard is None]
     for device in dict.fromkeys(w.weight.device for w in weights):
         here = [w for w in weights if w.weight.device == device]
-        masters = [w.flat_master for w in here]
+        quantized, masters = [w.quantized for w in here], [w.flat_master for w in here]
         starts = [w.range.start for w in here]
         if group is None:
-            cast_master_weights([w.quantized for w in here], masters, starts, ALONE)
-        else:
-            _cast_and_gather(here, masters, starts, group)
+            write_masters(_CAST, quantized, masters, starts, None)
+            continue
+        # Bytes of each weight's payload that each rank sends.
+        pieces = Pieces([_entries(w) for w in here])
+        sent = torch.zeros(pieces.chunk, dtype=torch.uint8, device=device)
+        write_masters(_CAST, quantized, masters, starts, group, pieces.of(sent, here[0].rank))
+        _merge(here, pieces, _gathered(sent, group, f"gather {len(here)} quantised weights"))
 
 
-def _cast_and_gather(weights: Sequence[PrimaryWeight], masters, starts, group) -> None:
-    device = weights[0].weight.device
-    # Bytes of each weight's payload that each rank sends.
-    entries = [
-        [ops.shard_entries(start, n, w.weight.shape[-1], w.quantized.fmt)[1] for start, n in zip(w.edges, w.lengths)]
-        for w in weights
-    ]
-    begins = [list(itertools.accumulate(of_rank, initial=0)) for of_rank in zip(*entries)]
-    chunk = max(of_rank[-1] for of_rank in begins)
-    received = torch.empty(len(begins), chunk, dtype=torch.uint8, device=device)
+class Pieces:
+    """Where weights lie in a buffer a rank: one after the other, each with as many entries as that rank has of it.
 
-    def piece(buffer: torch.Tensor, i: int, rank: int) -> torch.Tensor:
-        return buffer[begins[rank][i] : begins[rank][i + 1]]
+    entries: of each weight, for each rank. chunk: length of the largest rank's buffer, which is that of all.
+    """
 
-    sent = torch.zeros(chunk, dtype=torch.uint8, device=device)
-    mine = [piece(sent, i, w.rank) for i, w in enumerate(weights)]
-    cast_master_weights([w.quantized for w in weights], masters, starts, group, mine)
-    with naming_absent("MasterWeightOptimizer", f"gather {len(weights)} quantised weights", group):
-        _all_gather(received.view(-1), sent, group=group)
+    def __init__(self, entries: Sequence[Sequence[int]]):
+        self.begins = [list(itertools.accumulate(of_rank, initial=0)) for of_rank in zip(*entries)]
+        self.chunk = max(of_rank[-1] for of_rank in self.begins)
+
+    def of(self, buffer: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """The piece of each weight in the buffer of `rank`."""
+        return [buffer[begin:end] for begin, end in itertools.pairwise(self.begins[rank])]
+
+
+def _entries(w: PrimaryWeight) -> list[int]:
+    columns, fmt = w.weight.shape[-1], w.quantized.fmt
+    return [ops.shard_entries(start, n, columns, fmt)[1] for start, n in zip(w.edges, w.lengths)]
+
+
+def _merge(weights: Sequence[PrimaryWeight], pieces: Pieces, received: torch.Tensor) -> None:
+    """Write the ranks' payload entries to whole payloads; at the edges two ranks may share a byte."""
+    of_ranks = [pieces.of(buffer, rank) for rank, buffer in enumerate(received)]
     for fmt in dict.fromkeys(w.quantized.fmt for w in weights):
         of_format = [(i, w) for i, w in enumerate(weights) if w.quantized.fmt is fmt]
         owners = [[rank for rank, n in enumerate(w.lengths) if n] for _, w in of_format]
         ops.merge_shards_(
             [w.quantized.qdata for _, w in of_format],
-            [[piece(received[rank], i, rank) for rank in ranks] for (i, _), ranks in zip(of_format, owners)],
+            [[of_ranks[rank][i] for rank in ranks] for (i, _), ranks in zip(of_format, owners)],
             [[w.edges[rank] for rank in ranks] for (_, w), ranks in zip(of_format, owners)],
             [[w.lengths[rank] for rank in ranks] for (_, w), ranks in zip(of_format, owners)],
             [w.weight.shape[-1] for _, w in of_format],
@@ -154,36 +164,24 @@ def _cast_and_gather(weights: Sequence[PrimaryWeight], masters, starts, group) -
         )
 
 
+def _gathered(sent: torch.Tensor, group: dist.ProcessGroup, what: str) -> torch.Tensor:
+    """[ranks, n]: what each rank has sent."""
+    received = sent.new_empty(dist.get_world_size(group), sent.numel())
+    with naming_absent("MasterWeightOptimizer", what, group):
+        _compat.all_gather(received.view(-1), sent, group)
+    return received
+
+
 def gather_parts(weight: PrimaryWeight, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The whole tensor [.., N, K] of which each rank has the part of its master; a collective where split."""
     if not weight.is_split:
         return part
+    assert group is not None, "ranks that split it"
     lengths = weight.lengths
     sent = part.new_zeros(max(lengths))
     sent[: part.numel()] = part
-    received = part.new_empty(len(lengths), sent.numel())
-    _all_gather(received.view(-1), sent, group=group)
+    received = _gathered(sent, group, f"gather the parts of {weight.name}")
     return torch.cat([r[:n] for r, n in zip(received, lengths)]).view(weight.weight.shape)
-
-
-def whole_of(x: Any) -> Any:
-    """All of a DTensor, a collective; anything else itself."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def placed_as(like: torch.Tensor, x: Any) -> Any:
-    """`x`, if it is whole and `like` a DTensor of its shape, placed as that; all ranks have the same `x`."""
-    if not hasattr(like, "placements") or hasattr(x, "placements") or getattr(x, "shape", None) != like.shape:
-        return x
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _all_gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    # The newer name, since torch 2.13, where the other one warns.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, mine, group=group)
 
 
 @torch.no_grad()

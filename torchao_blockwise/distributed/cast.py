@@ -1,0 +1,197 @@
+"""The cast of weights that ranks share: amaxes of all blocks, one MAX over the ranks, scales, payload.
+
+    parts ─ amax of block ∩ part ─▶ one buffer ─ MAX over ranks ─▶ scales, alike on every rank ─▶ payload of the parts
+
+It is the same for the master weights that FSDP2 shards, for quantized Parameters, and for masters that a program has
+split by itself. MAX is exact, so the bits are those of the whole weight quantized at once, for every split. Amaxes
+travel as the bits of magnitudes: among floats a MAX loses a NaN.
+
+A part of dim 0 is a flat range of the weight, whatever blocks it cuts, and all such parts go through one call. A part
+of another dim is not: it is quantized as a tensor of its own, its frame, begun at a block border by zeros, whose blocks
+are a part of the weight's grid.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from torchao_blockwise.distributed.absence import naming_absent
+from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops import Backend
+from torchao_blockwise.ops.partial_cast import CODES, block_scales_, partial_block_amax, partial_cast_
+
+
+class Recipe(NamedTuple):
+    """What weights have in common that one call can quantize. dtype: what values are rounded to first."""
+
+    fmt: BlockFormat
+    power_of_2_scales: bool
+    dtype: torch.dtype
+    backend: Backend | None = None
+
+    def __str__(self) -> str:
+        return f"{self.fmt.name} of {self.dtype}" + ", power-of-2 scales" * self.power_of_2_scales
+
+
+class Part(NamedTuple):
+    """What a rank holds of a weight, and where its cast goes.
+
+    shape: of the whole weight [.., N, K]. values: the rank's, contiguous, maybe offloaded; flat [n] if `dim` is 0; None
+        where other ranks have them all.
+    start: index in the flat weight of the first value, or, if `dim` is not 0, its index in that dim.
+    target: contiguous bytes of the payload, as `partial_cast_` writes them by `into`.
+    scale: an entry a block of the whole weight, contiguous; with one more, of no meaning, where there are split_groups.
+    split_groups: groups of ranks over which tensor parallelism has split the tensor that has the global scale.
+    """
+
+    recipe: Recipe
+    shape: tuple[int, ...]
+    values: torch.Tensor | None
+    start: int
+    target: torch.Tensor
+    into: str
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None
+    dim: int = 0
+    split_groups: tuple[dist.ProcessGroup, ...] = ()
+
+
+# A part, and where its weight's blocks begin in the buffers of all blocks.
+_Placed = tuple[Part, int]
+
+
+def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: str, what: str) -> None:
+    """Write the payload of `parts` and the scales of their weights; a collective.
+
+    parts: of the same weights on every rank of `group`, of one device. group: the ranks that share them, None if this
+        rank has all. subject, what: name the all-reduce where it fails, as `naming_absent` takes them.
+    One MAX all-reduce of 4 bytes a block; the number of launches does not grow with the list, and nothing waits.
+    """
+    *first_blocks, blocks = itertools.accumulate((part.scale.numel() for part in parts), initial=0)
+    if not parts:
+        return
+    placed = list(zip(parts, first_blocks))
+    device = parts[0].scale.device
+    bits = torch.zeros(blocks, dtype=torch.int32, device=device)
+    batches = _batches(placed, device)
+    for batch in batches:
+        _add_amaxes(batch, bits)
+    if group is not None and group.size() > 1 and blocks:
+        with naming_absent(subject, what, group):
+            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    _reduce_tensor_amaxes(placed, bits)
+    encode = torch.empty_like(bits, dtype=torch.float32)
+    for recipe in dict.fromkeys(part.recipe for part in parts):
+        alike = [(part, first) for part, first in placed if part.recipe == recipe]
+        block_scales_(
+            [part.scale for part, _ in alike],
+            [part.global_scale for part, _ in alike if part.global_scale is not None],
+            bits,
+            recipe.fmt,
+            power_of_2_scales=recipe.power_of_2_scales,
+            first_blocks=[first for _, first in alike],
+            encode=encode,
+            backend=recipe.backend,
+        )
+    for batch in batches:
+        _write_payload(batch, encode)
+
+
+def _batches(placed: Sequence[_Placed], device: torch.device) -> list[list[_Placed]]:
+    """What goes through one call; frames and offloaded values alone, so that one copy at a time is on the device."""
+    together: dict[tuple[Recipe, str], list[_Placed]] = {}
+    alone = []
+    for part, first in placed:
+        if part.values is None:
+            continue
+        if part.dim or part.values.device != device:
+            alone.append([(part, first)])
+        else:
+            together.setdefault((part.recipe, part.into), []).append((part, first))
+    return [*together.values(), *alone]
+
+
+def _add_amaxes(batch: list[_Placed], bits: torch.Tensor) -> None:
+    """Write the amaxes of what this rank holds to each weight's part of `bits`, which is zeros before."""
+    part, first = batch[0]
+    fmt = part.recipe.fmt
+    options: dict = {"dtype": part.recipe.dtype, "backend": part.recipe.backend}
+    if part.dim:
+        frame, _ = _frame(part, bits.device)
+        mine = _part_of_grid(part, first, bits)
+        mine.copy_(partial_block_amax([frame.view(-1)], [0], [frame.shape], fmt, **options).view(mine.shape))
+        return
+    partial_block_amax(
+        *_ranges(batch, bits.device), fmt, out=bits, first_blocks=[first for _, first in batch], **options
+    )
+
+
+def _write_payload(batch: list[_Placed], encode: torch.Tensor) -> None:
+    """Write what this rank sends: its values times the `encode` of their blocks, rounded to elements."""
+    part, first = batch[0]
+    fmt = part.recipe.fmt
+    options: dict = {"dtype": part.recipe.dtype, "backend": part.recipe.backend}
+    if part.dim:
+        frame, border = _frame(part, encode.device)
+        codes = torch.empty_like(frame, dtype=torch.uint8)
+        factors = _part_of_grid(part, first, encode).clone(memory_format=torch.contiguous_format).view(-1)
+        partial_cast_([codes.view(-1)], [frame.view(-1)], [0], [frame.shape], factors, fmt, into=CODES, **options)
+        part.target.copy_(codes.narrow(part.dim, border, part.target.shape[part.dim]))
+        return
+    firsts = [first for _, first in batch]
+    targets = [part.target for part, _ in batch]
+    partial_cast_(targets, *_ranges(batch, encode.device), encode, fmt, into=part.into, first_blocks=firsts, **options)
+
+
+def _ranges(batch: list[_Placed], device: torch.device) -> tuple[list, list[int], list[tuple[int, ...]]]:
+    """(values, starts, shapes), the values on the device."""
+    values = [part.values for part, _ in batch]
+    if values[0].device != device:  # type: ignore[union-attr]
+        values = [x.to(device, non_blocking=True) for x in values]  # type: ignore[union-attr]
+    return values, [part.start for part, _ in batch], [part.shape for part, _ in batch]
+
+
+def _frame(part: Part, device: torch.device) -> tuple[torch.Tensor, int]:
+    """(this rank's values behind the zeros that begin their first block, how many along the part's dim)."""
+    assert part.values is not None
+    values = part.values.to(device, non_blocking=True)
+    border = part.start % _block(part)
+    if not border:
+        return values.contiguous(), 0
+    return F.pad(values, [0, 0] * (values.dim() - 1 - part.dim) + [border, 0]), border
+
+
+def _part_of_grid(part: Part, first: int, of_blocks: torch.Tensor) -> torch.Tensor:
+    """The part that the frame covers of a buffer with a value a block, where the weight's begin at `first`: a view."""
+    assert part.values is not None
+    block = _block(part)
+    *batch, rows, columns = part.shape
+    shape = torch.Size([*batch, *part.recipe.fmt.grid(rows, columns)])
+    grid = of_blocks[first : first + shape.numel()].view(shape)
+    begin, end = part.start // block, part.start + part.values.shape[part.dim]
+    return grid.narrow(part.dim, begin, -(-end // block) - begin)
+
+
+def _block(part: Part) -> int:
+    """Elements of a block along the part's dim."""
+    rows, columns = part.recipe.fmt.block
+    return {-1: columns, -2: rows}.get(part.dim - len(part.shape), 1)
+
+
+def _reduce_tensor_amaxes(placed: Sequence[_Placed], bits: torch.Tensor) -> None:
+    """Give each weight that tensor parallelism splits the amax of all its parts, as that of its one more block."""
+    by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    for part, first in placed:
+        for group in part.split_groups:
+            by_group.setdefault(group, []).append(bits[first : first + part.scale.numel()])
+    for group, blocks in by_group.items():
+        amaxes = torch.stack([of_weight.amax() for of_weight in blocks])
+        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+        for of_weight, amax in zip(blocks, amaxes.unbind()):
+            of_weight[-1].copy_(amax)
