@@ -29,16 +29,16 @@ from triton.runtime.jit import JITFunction
 
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
 from torchao_blockwise.ops.fused import new_copies
-from torchao_blockwise.ops.grouped_matmul import gluon as grouped
-from torchao_blockwise.ops.matmul import gluon
+from torchao_blockwise.ops.grouped_matmul import kernels_gluon as grouped
+from torchao_blockwise.ops.matmul import kernels_gluon as gluon
 from torchao_blockwise.ops.matmul.builds import BUILDS, Build
-from torchao_blockwise.ops.norm_quantize import gluon as norm_tiles
-from torchao_blockwise.ops.norm_quantize import triton as norm_quantize
-from torchao_blockwise.ops.quantize import gluon as one_read
-from torchao_blockwise.ops.quantize import triton as quantize
-from torchao_blockwise.ops.swiglu_quantize import gluon as swiglu_tiles
-from torchao_blockwise.ops.swiglu_quantize import triton as swiglu_quantize
-from torchao_blockwise.ops.transpose import triton as transpose
+from torchao_blockwise.ops.norm_quantize import kernels_gluon as norm_tiles
+from torchao_blockwise.ops.norm_quantize import kernels_triton as norm_quantize
+from torchao_blockwise.ops.quantize import kernels_gluon as one_read
+from torchao_blockwise.ops.quantize import kernels_triton as quantize
+from torchao_blockwise.ops.swiglu_quantize import kernels_gluon as swiglu_tiles
+from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu_quantize
+from torchao_blockwise.ops.transpose import kernels_triton as transpose
 
 CAPABILITY = 90
 # e4m3 operations a cycle of a multiprocessor's tensor cores; its schedulers.

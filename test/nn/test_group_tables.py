@@ -14,7 +14,7 @@ from torchao_blockwise import experts
 from torchao_blockwise.nn import SwiGLUExperts, fused
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
-kernels = pytest.importorskip("torchao_blockwise.ops.group_tables.triton")
+kernels = pytest.importorskip("torchao_blockwise.ops.group_tables.kernels_triton")
 
 TOKENS, DIM, HIDDEN = 70, 32, 48
 

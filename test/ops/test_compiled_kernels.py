@@ -43,17 +43,17 @@ def _cases() -> dict:
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
     from torchao_blockwise.ops.fused import new_copies
-    from torchao_blockwise.ops.group_tables.triton import block_table
+    from torchao_blockwise.ops.group_tables.kernels_triton import block_table
+    from torchao_blockwise.ops.grouped_quantize import kernels_triton as grouped
     from torchao_blockwise.ops.grouped_quantize import reference as grouped_reference
-    from torchao_blockwise.ops.grouped_quantize import triton as grouped
     from torchao_blockwise.ops.groups import padded_tokens
     from torchao_blockwise.ops.padding import with_zero_tokens
+    from torchao_blockwise.ops.quantize import kernels_triton as quantize
     from torchao_blockwise.ops.quantize import reference
-    from torchao_blockwise.ops.quantize import triton as quantize
+    from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu
     from torchao_blockwise.ops.swiglu_quantize import reference as swiglu_reference
-    from torchao_blockwise.ops.swiglu_quantize import triton as swiglu
+    from torchao_blockwise.ops.transpose import kernels_triton as transpose
     from torchao_blockwise.ops.transpose import reference as transpose_reference
-    from torchao_blockwise.ops.transpose import triton as transpose
     from torchao_blockwise.testing import random_tensor
 
     cases = {}
@@ -122,7 +122,7 @@ def _cases() -> dict:
 
     def gluon_case(shape, dtype, warps, power_of_2=False, stride=None):
         from torchao_blockwise.ops import gluon_tiles
-        from torchao_blockwise.ops.quantize import gluon
+        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
 
         x = special_input(shape[0], stride or shape[1], dtype)[:, : shape[1]]
         ends = torch.tensor([0, 37, 36, len(x) - 23], dtype=torch.int32)
@@ -149,9 +149,9 @@ def _cases() -> dict:
     def fused_gluon_cases(rows, width, dtype, parts, warps, power_of_2=False):
         """A norm and SwiGLU, and the same in groups; of halves of wider rows, whose gradients are side by side."""
         from torchao_blockwise.ops import gluon_tiles
-        from torchao_blockwise.ops.norm_quantize import gluon as norm
+        from torchao_blockwise.ops.norm_quantize import kernels_gluon as norm
         from torchao_blockwise.ops.norm_quantize import reference as norm_reference
-        from torchao_blockwise.ops.swiglu_quantize import gluon as swiglu
+        from torchao_blockwise.ops.swiglu_quantize import kernels_gluon as swiglu
 
         dh, gate, up = (special_input(rows, width, dtype) / scale for scale in (1, 8, 16))
         gate, up = torch.cat([gate, up], 1).chunk(2, 1)

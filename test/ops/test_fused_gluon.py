@@ -20,11 +20,11 @@ if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
 from torchao_blockwise.ops import gluon_tiles
-from torchao_blockwise.ops.norm_quantize import gluon as norm_gluon
-from torchao_blockwise.ops.norm_quantize import triton as norm
-from torchao_blockwise.ops.quantize import triton as quantize
-from torchao_blockwise.ops.swiglu_quantize import gluon as swiglu_gluon
-from torchao_blockwise.ops.swiglu_quantize import triton as swiglu
+from torchao_blockwise.ops.norm_quantize import kernels_gluon as norm_gluon
+from torchao_blockwise.ops.norm_quantize import kernels_triton as norm
+from torchao_blockwise.ops.quantize import kernels_triton as quantize
+from torchao_blockwise.ops.swiglu_quantize import kernels_gluon as swiglu_gluon
+from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu
 
 EPS = 1e-5
 OPS = ("norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")

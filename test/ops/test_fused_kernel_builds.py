@@ -33,8 +33,8 @@ def _triton_cases():
     import torch
 
     from torchao_blockwise.formats import FP8_1X128
-    from torchao_blockwise.ops.norm_quantize import triton as norm
-    from torchao_blockwise.ops.swiglu_quantize import triton as swiglu
+    from torchao_blockwise.ops.norm_quantize import kernels_triton as norm
+    from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu
 
     def tensors(m, k, dtype, rowwise, columnwise, power_of_2):
         copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise) or "plain"
@@ -98,16 +98,16 @@ def _triton_cases():
 
 
 def _gluon_cases():
-    """Called by themselves: launchers of triton.py take them on a GPU alone."""
+    """Called by themselves: launchers of kernels_triton.py take them on a GPU alone."""
     import torch
 
     from torchao_blockwise.formats import FP8_1X128
     from torchao_blockwise.ops.fused import new_copies
     from torchao_blockwise.ops.group_tables.layout import FIELDS, layout_of
-    from torchao_blockwise.ops.norm_quantize import gluon as norm
-    from torchao_blockwise.ops.norm_quantize import triton as norm_options
-    from torchao_blockwise.ops.swiglu_quantize import gluon as swiglu
-    from torchao_blockwise.ops.swiglu_quantize import triton as swiglu_options
+    from torchao_blockwise.ops.norm_quantize import kernels_gluon as norm
+    from torchao_blockwise.ops.norm_quantize import kernels_triton as norm_options
+    from torchao_blockwise.ops.swiglu_quantize import kernels_gluon as swiglu
+    from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu_options
 
     bf16, f16 = torch.bfloat16, torch.float16
 

@@ -38,7 +38,7 @@ def _plain_cases(build, b_fmt):
     import torch
 
     from torchao_blockwise.formats import FP8_1X128
-    from torchao_blockwise.ops.matmul import gluon
+    from torchao_blockwise.ops.matmul import kernels_gluon as gluon
 
     gluon.multiprocessors = lambda device: 132
 
@@ -64,7 +64,7 @@ def _grouped_cases(build):
     import torch
 
     from torchao_blockwise.formats import FP8_1X128, FP8_128X128
-    from torchao_blockwise.ops.grouped_matmul import gluon
+    from torchao_blockwise.ops.grouped_matmul import kernels_gluon as gluon
     from torchao_blockwise.ops.groups import padded_tokens
 
     gluon.multiprocessors = lambda device: 132

@@ -13,7 +13,7 @@ from torchao_blockwise.ops.group_tables import layout, reference
 from torchao_blockwise.ops.groups import clamped_ends, padded_tokens
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
-kernels = pytest.importorskip("torchao_blockwise.ops.group_tables.triton")
+kernels = pytest.importorskip("torchao_blockwise.ops.group_tables.kernels_triton")
 
 FORMATS = (FP8_1X128, NVFP4_1X16)
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)

@@ -21,10 +21,10 @@ def _cases(target: int):
     import torch
 
     from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
-    from torchao_blockwise.ops.group_tables.triton import group_tables
-    from torchao_blockwise.ops.grouped_matmul import triton as grouped
+    from torchao_blockwise.ops.group_tables.kernels_triton import group_tables
+    from torchao_blockwise.ops.grouped_matmul import kernels_triton as grouped
     from torchao_blockwise.ops.groups import padded_tokens
-    from torchao_blockwise.ops.matmul import triton as matmul
+    from torchao_blockwise.ops.matmul import kernels_triton as matmul
 
     matmul.compute_capability = grouped.compute_capability = lambda device: divmod(target, 10)
 

@@ -19,10 +19,10 @@ from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16
 from torchao_blockwise.ops.groups import clamped_ends
 from torchao_blockwise.ops.matmul.builds import BUILDS as ALL_BUILDS
 
-gluon = pytest.importorskip("torchao_blockwise.ops.grouped_matmul.gluon")
+gluon = pytest.importorskip("torchao_blockwise.ops.grouped_matmul.kernels_gluon")
 pipeline = pytest.importorskip("torchao_blockwise.ops.matmul.gluon_pipeline")
 tiles = pytest.importorskip("torchao_blockwise.ops.matmul.gluon_tiles")
-tables = pytest.importorskip("torchao_blockwise.ops.group_tables.triton")
+tables = pytest.importorskip("torchao_blockwise.ops.group_tables.kernels_triton")
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS)
 BUILDS = dict(zip(("256x128-pair", "256x128", "128x128", "64x64"), ALL_BUILDS))

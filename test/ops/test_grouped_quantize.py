@@ -242,8 +242,8 @@ MALFORMED = {
 @pytest.mark.parametrize("ends", MALFORMED.values(), ids=MALFORMED)
 def test_kernels_clamp_malformed_ends(ends, fmt, guarded, device):
     """As a GPU's are, which the host does not read: nothing out of bounds, and the bits of the clamped ends."""
-    kernels = pytest.importorskip("torchao_blockwise.ops.grouped_quantize.triton")
-    swiglu = pytest.importorskip("torchao_blockwise.ops.swiglu_quantize.triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.grouped_quantize.kernels_triton")
+    swiglu = pytest.importorskip("torchao_blockwise.ops.swiglu_quantize.kernels_triton")
     x, amax = random_tensor(100, 48, dtype=torch.bfloat16, device=device), torch.tensor(9.0, device=device)
     clamped = [min(max(end, 0), 100) for end in itertools.accumulate(ends, max)]
     arguments = (fmt, amax if fmt.has_global_scale else None, True, True, False)
@@ -275,7 +275,7 @@ class Synchronisations(TorchDispatchMode):
 @formats
 def test_nothing_is_read_back(fmt, device):
     """Neither by the reference nor around the kernels; the check of a CPU's ends is what would."""
-    kernels = pytest.importorskip("torchao_blockwise.ops.grouped_quantize.triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.grouped_quantize.kernels_triton")
     x, ends = random_tensor(20, 48, device=device), int32([3, 17], device)
     with Synchronisations() as mode:
         amax = reference.tensor_amax(x, ends)

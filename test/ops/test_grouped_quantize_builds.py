@@ -21,10 +21,10 @@ def _cases(target: int):
 
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16
-    from torchao_blockwise.ops.grouped_quantize import triton as grouped
+    from torchao_blockwise.ops.grouped_quantize import kernels_triton as grouped
     from torchao_blockwise.ops.groups import padded_tokens
-    from torchao_blockwise.ops.quantize import triton as quantize
-    from torchao_blockwise.ops.swiglu_quantize import triton as swiglu
+    from torchao_blockwise.ops.quantize import kernels_triton as quantize
+    from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu
 
     def quantize_case(fmt, m, k, groups, dtype=torch.bfloat16):
         x, ends = torch.zeros(m, k, dtype=dtype), torch.zeros(groups, dtype=torch.int32)
@@ -58,8 +58,8 @@ def _cases(target: int):
         for m in (528, 531, 533):
             yield from quantize_case(fmt, m, 1024, 8)
     if _compat.has_gluon():
-        from torchao_blockwise.ops.group_tables.triton import block_table
-        from torchao_blockwise.ops.quantize import gluon
+        from torchao_blockwise.ops.group_tables.kernels_triton import block_table
+        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
 
         for m in (512, 531):
             x, ends = torch.zeros(m, 1024, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)

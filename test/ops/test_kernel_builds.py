@@ -61,9 +61,9 @@ def _cases(target: int):
 
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
-    from torchao_blockwise.ops.matmul import triton as matmul
-    from torchao_blockwise.ops.quantize import triton as quantize
-    from torchao_blockwise.ops.transpose import triton as transpose
+    from torchao_blockwise.ops.matmul import kernels_triton as matmul
+    from torchao_blockwise.ops.quantize import kernels_triton as quantize
+    from torchao_blockwise.ops.transpose import kernels_triton as transpose
 
     matmul.compute_capability = lambda device: divmod(target, 10)
     amax = torch.ones(())
@@ -90,14 +90,14 @@ def _cases(target: int):
         return f"{label} {name} {'x'.join(map(str, value))}", launch
 
     def one_read_case(m, k, dtype, warps, power_of_2=False):
-        from torchao_blockwise.ops.quantize import gluon
+        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
 
         label = f"quantize one_read fp8_1x128 {m}x{k} {str(dtype)[6:]} {warps} warps" + " power_of_2" * power_of_2
         x = torch.zeros(m, k, dtype=dtype)
         return label, lambda: gluon.quantize_both(x, FP8_1X128, power_of_2, warps)
 
     def columnwise_read_case(m, k):
-        from torchao_blockwise.ops.quantize import gluon
+        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
 
         columns, warps = quantize._FP8_COLUMNWISE_GLUON
         label = f"quantize columnwise_read fp8_1x128 {m}x{k}"
@@ -167,9 +167,9 @@ def _shard_cases(target: int):
     import torch
 
     from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
-    from torchao_blockwise.ops.merge_shards import triton as merge_shards
-    from torchao_blockwise.ops.partial_cast import triton as partial_cast
-    from torchao_blockwise.ops.transpose_many import triton as transpose_many
+    from torchao_blockwise.ops.merge_shards import kernels_triton as merge_shards
+    from torchao_blockwise.ops.partial_cast import kernels_triton as partial_cast
+    from torchao_blockwise.ops.transpose_many import kernels_triton as transpose_many
 
     def case(fmt, op, alignment, master, dtype, count, packed=True):
         start, n, shape = (1024, 2**18, (1, 512, 1024)) if alignment == "aligned" else (77, 9999, (3, 300, 501))

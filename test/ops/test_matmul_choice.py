@@ -22,7 +22,7 @@ SQUARE, ONE_ROW, NVFP4 = (FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP
 @pytest.fixture
 def gpu(monkeypatch):
     """The compute capability that GPUs have here, to be changed, and no reason why a kernel could not run on it."""
-    gluon = pytest.importorskip("torchao_blockwise.ops.matmul.gluon")
+    gluon = pytest.importorskip("torchao_blockwise.ops.matmul.kernels_gluon")
     capability = {"of": (9, 0)}
     for module in (backend, MATMUL, cublas):
         monkeypatch.setattr(module, "compute_capability", lambda device: capability["of"])
@@ -106,7 +106,7 @@ def test_a_gpus_choice_is_made_once_for_shapes_and_formats(gpu, monkeypatch):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_graph_chooses_when_it_runs(monkeypatch):
-    triton = pytest.importorskip("torchao_blockwise.ops.matmul.triton")
+    triton = pytest.importorskip("torchao_blockwise.ops.matmul.kernels_triton")
     why_not = {"triton": None}
     monkeypatch.setattr(MATMUL, "why_no_triton", lambda device: why_not["triton"])
     computed_by, matmul = [], reference.matmul

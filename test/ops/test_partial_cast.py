@@ -169,9 +169,9 @@ def test_places_in_a_common_buffer(fmt, backend, device):
 
 @formats
 def test_launches_do_not_grow_with_the_list(fmt, device, monkeypatch):
-    from torchao_blockwise.ops.merge_shards import triton as merge
-    from torchao_blockwise.ops.partial_cast import triton as cast
-    from torchao_blockwise.ops.transpose_many import triton as transpose
+    from torchao_blockwise.ops.merge_shards import kernels_triton as merge
+    from torchao_blockwise.ops.partial_cast import kernels_triton as cast
+    from torchao_blockwise.ops.transpose_many import kernels_triton as transpose
 
     launches = []
     for module in (cast, merge, transpose):

@@ -131,7 +131,7 @@ def test_any_shape_and_magnitude(backend, fmt, rows, columns, seed, power, devic
 
 
 def set_tables(monkeypatch, **tables) -> None:
-    kernels = pytest.importorskip("torchao_blockwise.ops.quantize.triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.quantize.kernels_triton")
     # The kernel that these tables have no part in would go before them on a Hopper GPU.
     for name, value in {"_FP8_BOTH_GLUON_WARPS": None, "_FP8_COLUMNWISE_GLUON": None, **tables}.items():
         monkeypatch.setattr(kernels, name, value)
@@ -140,7 +140,7 @@ def set_tables(monkeypatch, **tables) -> None:
 
 
 def test_both_copies_of_one_row_blocks_take_a_launch_each(monkeypatch, device):
-    kernels = pytest.importorskip("torchao_blockwise.ops.quantize.triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.quantize.kernels_triton")
     launches = []
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **options: launches.append((grid, options)))
     set_tables(monkeypatch, _FP8_ROWWISE_TILE=(32, 128, 4, 16), _FP8_COLUMNWISE_TILE=(128, 128, 4, 16))

@@ -19,9 +19,9 @@ if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
 from torchao_blockwise.ops import gluon_tiles
-from torchao_blockwise.ops.grouped_quantize import triton as grouped
-from torchao_blockwise.ops.quantize import gluon
-from torchao_blockwise.ops.quantize import triton as kernels
+from torchao_blockwise.ops.grouped_quantize import kernels_triton as grouped
+from torchao_blockwise.ops.quantize import kernels_gluon as gluon
+from torchao_blockwise.ops.quantize import kernels_triton as kernels
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops.quantize.triton import _load_tile, _store_tile
+from torchao_blockwise.ops.quantize.kernels_triton import _load_tile, _store_tile
 from torchao_blockwise.ops.triton_elements import encode_e4m3, magnitude_bits
 from torchao_blockwise.ops.triton_scales import fp8_vector_scales
 

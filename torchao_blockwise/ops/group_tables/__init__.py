@@ -65,7 +65,7 @@ def _group_tables(group_ends, tokens, format, backend):
     block = get_format(format).block[1]
     if pick_kernel("group_tables", group_ends, backend, quantizes=False) is not Backend.TRITON:
         return reference.group_tables(group_ends, tokens, block)
-    from torchao_blockwise.ops.group_tables import triton
+    from torchao_blockwise.ops.group_tables import kernels_triton as triton
 
     return triton.group_tables(group_ends, tokens, block)
 

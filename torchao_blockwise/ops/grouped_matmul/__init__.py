@@ -178,7 +178,7 @@ def _why_no_gluon(
     reason = why_no_gluon(device)
     if reason is not None:
         return reason
-    from torchao_blockwise.ops.grouped_matmul import gluon
+    from torchao_blockwise.ops.grouped_matmul import kernels_gluon as gluon
 
     return gluon.why_not(a_shape, b_shape, a_fmt, b_fmt, along)
 
@@ -208,11 +208,11 @@ def _grouped_matmul(
     chosen = _choose("grouped_matmul", a, b, a_format, b_format, along, backend)
     arguments = a, a_scale, a_global, b, b_scale, b_global, group_ends, a_fmt, b_fmt, along, out_dtype
     if chosen is Backend.GLUON:
-        from torchao_blockwise.ops.grouped_matmul import gluon
+        from torchao_blockwise.ops.grouped_matmul import kernels_gluon as gluon
 
         return gluon.grouped_matmul(*arguments, group_tables=group_tables)
     if chosen is Backend.TRITON:
-        from torchao_blockwise.ops.grouped_matmul import triton
+        from torchao_blockwise.ops.grouped_matmul import kernels_triton as triton
 
         return triton.grouped_matmul(*arguments)
     return reference.grouped_matmul(*arguments)
@@ -226,11 +226,11 @@ def _add_grouped_matmul(
     chosen = _choose("add_grouped_matmul_", a, b, a_format, b_format, "k", backend)
     arguments = a, a_scale, a_global, b, b_scale, b_global, group_ends, a_fmt, b_fmt
     if chosen is Backend.GLUON:
-        from torchao_blockwise.ops.grouped_matmul import gluon
+        from torchao_blockwise.ops.grouped_matmul import kernels_gluon as gluon
 
         gluon.add_grouped_matmul(out, *arguments, group_tables=group_tables)
     elif chosen is Backend.TRITON:
-        from torchao_blockwise.ops.grouped_matmul import triton
+        from torchao_blockwise.ops.grouped_matmul import kernels_triton as triton
 
         triton.add_grouped_matmul(out, *arguments)
     else:

@@ -85,7 +85,7 @@ def _grouped_quantize(
     amax = None if amax_bits is None else amax_bits.view(torch.float32)
     if pick_kernel("grouped_quantize", x, backend, quantizes=True) is not Backend.TRITON:
         return reference.quantize(x, group_ends, fmt, amax, rowwise, columnwise, power_of_2_scales)
-    from torchao_blockwise.ops.grouped_quantize import triton
+    from torchao_blockwise.ops.grouped_quantize import kernels_triton as triton
 
     return triton.quantize(x, group_ends, fmt, amax, rowwise, columnwise, power_of_2_scales, group_tables)
 

@@ -142,7 +142,7 @@ def _why_no_gluon(device: torch.device, a_shape, b_shape, a_fmt: BlockFormat, b_
     reason = why_no_gluon(device)
     if reason is not None:
         return reason
-    from torchao_blockwise.ops.matmul import gluon
+    from torchao_blockwise.ops.matmul import kernels_gluon as gluon
 
     return gluon.why_not(a_shape, b_shape, a_fmt, b_fmt)
 
@@ -174,11 +174,11 @@ def _matmul(a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, out_
     if chosen is Backend.CUBLAS:
         implementation = cublas.matmul
     elif chosen is Backend.TRITON:
-        from torchao_blockwise.ops.matmul import triton
+        from torchao_blockwise.ops.matmul import kernels_triton as triton
 
         implementation = triton.matmul
     elif chosen is Backend.GLUON:
-        from torchao_blockwise.ops.matmul import gluon
+        from torchao_blockwise.ops.matmul import kernels_gluon as gluon
 
         implementation = gluon.matmul
     else:
@@ -191,11 +191,11 @@ def _add_matmul(out, a, a_scale, a_global, b, b_scale, b_global, a_format, b_for
     chosen = _choose(a, b, a_format, b_format, torch.float32, backend)
     operands = a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt
     if chosen is Backend.GLUON:
-        from torchao_blockwise.ops.matmul import gluon
+        from torchao_blockwise.ops.matmul import kernels_gluon as gluon
 
         gluon.add_matmul(out, *operands)
     elif chosen is Backend.TRITON:
-        from torchao_blockwise.ops.matmul import triton
+        from torchao_blockwise.ops.matmul import kernels_triton as triton
 
         triton.matmul(*operands, torch.float32, None, out)
     else:

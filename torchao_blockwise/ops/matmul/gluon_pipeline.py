@@ -1,4 +1,4 @@
-"""The kernels of ops/matmul/gluon.py and ops/grouped_matmul/gluon.py: FP8 NT products on Hopper, in Gluon.
+"""The kernels of kernels_gluon.py of matmul and of grouped_matmul: FP8 NT products on Hopper, in Gluon.
 
 Persistent programs, one a multiprocessor. A producer warp fills a ring of shared memory with the copy engine (TMA),
 consumer warpgroups multiply and promote:

@@ -72,7 +72,7 @@ def _merge_shards(targets, shards, starts, lengths, pieces, columns, format, bac
         of_targets.append((shards[part], starts[part], lengths[part]))
         end += count
     if chosen is Backend.TRITON:
-        from torchao_blockwise.ops.merge_shards import triton
+        from torchao_blockwise.ops.merge_shards import kernels_triton as triton
 
         triton.merge_shards_(targets, of_targets, columns, fmt)
         return

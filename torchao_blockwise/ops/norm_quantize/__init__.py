@@ -131,7 +131,7 @@ def _check(op: str, x, statistics, weight, bias, dtype) -> None:
 
 def _norm_statistics(x, layer, eps, backend):
     if pick_kernel("norm_statistics", x, backend, quantizes=False) is Backend.TRITON:
-        from torchao_blockwise.ops.norm_quantize import triton
+        from torchao_blockwise.ops.norm_quantize import kernels_triton as triton
 
         statistics = triton.statistics(x, layer, eps)
     else:
@@ -145,7 +145,7 @@ def _norm_statistics_fake(x, layer, eps, backend):
 
 def _normalize(x, mean, rstd, weight, bias, dtype, backend):
     if pick_kernel("normalize", x, backend, quantizes=False) is Backend.TRITON:
-        from torchao_blockwise.ops.norm_quantize import triton
+        from torchao_blockwise.ops.norm_quantize import kernels_triton as triton
 
         return triton.normalize(x, mean, rstd, weight, bias, dtype)
     return reference.normalize(x, mean, rstd, weight, bias, dtype).contiguous()
@@ -162,7 +162,7 @@ def _norm_quantize(
     if pick_kernel("norm_quantize", x, backend, quantizes=True) is not Backend.TRITON:
         y = reference.normalize(x, mean, rstd, weight, bias, dtype)
         return quantized_copies(y, fmt, rowwise, columnwise, power_of_2_scales, padded)
-    from torchao_blockwise.ops.norm_quantize import triton
+    from torchao_blockwise.ops.norm_quantize import kernels_triton as triton
 
     copies = triton.norm_quantize(x, mean, rstd, weight, bias, dtype, fmt, rowwise, columnwise, power_of_2_scales)
     return made_copies(copies, fmt, x.shape[0], columnwise, padded)

@@ -182,7 +182,7 @@ def _kernels(op: str, x: torch.Tensor, backend: str, min_capability: tuple[int, 
     reasons = {Backend.TRITON: why_no_triton(x.device, min_capability), Backend.REFERENCE: None}
     if pick(op, backend, reasons, expected=Backend.TRITON if x.is_cuda else None) is Backend.REFERENCE:
         return None
-    from torchao_blockwise.ops.partial_cast import triton
+    from torchao_blockwise.ops.partial_cast import kernels_triton as triton
 
     return triton
 

@@ -142,7 +142,7 @@ def _kernels(op: str, x: torch.Tensor, backend: str):
     """The module that computes: of Triton, or the reference."""
     if _pick(op, x, backend) is not Backend.TRITON:
         return reference
-    from torchao_blockwise.ops.permute import triton
+    from torchao_blockwise.ops.permute import kernels_triton as triton
 
     return triton
 

@@ -97,7 +97,7 @@ def _pick(x: torch.Tensor, fmt: BlockFormat, backend: str) -> Backend:
 def _quantize(x, amax_bits, format, columnwise, power_of_2_scales, backend, padded=False):
     fmt, amax = get_format(format), _amax(amax_bits)
     if _pick(x, fmt, backend) is Backend.TRITON:
-        from torchao_blockwise.ops.quantize import triton
+        from torchao_blockwise.ops.quantize import kernels_triton as triton
 
         copy = triton.quantize(x, fmt, amax, not columnwise, columnwise, power_of_2_scales)
         return copy if padded or not columnwise else without_padding(copy, fmt, x.shape[-2])
@@ -109,7 +109,7 @@ def _quantize(x, amax_bits, format, columnwise, power_of_2_scales, backend, padd
 def _quantize_both(x, amax_bits, format, power_of_2_scales, backend, padded=False):
     fmt, amax = get_format(format), _amax(amax_bits)
     if _pick(x, fmt, backend) is Backend.TRITON:
-        from torchao_blockwise.ops.quantize import triton
+        from torchao_blockwise.ops.quantize import kernels_triton as triton
 
         q, s, qt, st = triton.quantize(x, fmt, amax, True, True, power_of_2_scales)
         return q, s, *((qt, st) if padded else without_padding((qt, st), fmt, x.shape[-2]))

@@ -167,7 +167,7 @@ def _check(op: str, **tensors: torch.Tensor) -> None:
 
 def _swiglu(gate, up, backend):
     if pick_kernel("swiglu", gate, backend, quantizes=False) is Backend.TRITON:
-        from torchao_blockwise.ops.swiglu_quantize import triton
+        from torchao_blockwise.ops.swiglu_quantize import kernels_triton as triton
 
         return triton.swiglu(gate, up)
     return reference.swiglu(gate, up).contiguous()
@@ -179,7 +179,7 @@ def _swiglu_fake(gate, up, backend):
 
 def _swiglu_backward(dh, gate, up, backend):
     if pick_kernel("swiglu_backward", gate, backend, quantizes=False) is Backend.TRITON:
-        from torchao_blockwise.ops.swiglu_quantize import triton
+        from torchao_blockwise.ops.swiglu_quantize import kernels_triton as triton
 
         return triton.swiglu_backward(dh, gate, up)
     dgate, dup = reference.swiglu_backward(dh, gate, up)
@@ -211,7 +211,7 @@ def _swiglu_quantize(
     fmt, options = get_format(format), (rowwise, columnwise, power_of_2_scales)
     if pick_kernel("swiglu_quantize", gate, backend, quantizes=True) is not Backend.TRITON:
         return _copies_of(reference.swiglu(gate, up), group_ends, fmt, *options, padded)
-    from torchao_blockwise.ops.swiglu_quantize import triton
+    from torchao_blockwise.ops.swiglu_quantize import kernels_triton as triton
 
     copies = triton.swiglu_quantize(gate, up, fmt, *options, group_ends, group_tables)
     return made_copies(copies, fmt, gate.shape[0], columnwise, padded or group_ends is not None)
@@ -233,7 +233,7 @@ def _swiglu_backward_quantize(
     fmt, options = get_format(format), (rowwise, columnwise, power_of_2_scales)
     if pick_kernel("swiglu_backward_quantize", gate, backend, quantizes=True) is not Backend.TRITON:
         return _copies_of(torch.cat(reference.swiglu_backward(dh, gate, up), 1), group_ends, fmt, *options, padded)
-    from torchao_blockwise.ops.swiglu_quantize import triton
+    from torchao_blockwise.ops.swiglu_quantize import kernels_triton as triton
 
     copies = triton.swiglu_backward_quantize(dh, gate, up, fmt, *options, group_ends, group_tables)
     return made_copies(copies, fmt, gate.shape[0], columnwise, padded or group_ends is not None)

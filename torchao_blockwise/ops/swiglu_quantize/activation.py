@@ -1,4 +1,4 @@
-"""SwiGLU and its gradients of fp32 values in Triton, for the kernels of triton.py and gluon.py."""
+"""SwiGLU and its gradients of fp32 values in Triton, for the kernels of kernels_triton.py and kernels_gluon.py."""
 
 import triton
 import triton.language as tl

@@ -41,7 +41,7 @@ def _pick(qdata, fmt: BlockFormat, backend: str) -> Backend:
 def _transpose(qdata, scale, format, columns, backend):
     fmt = get_format(format)
     if _pick(qdata, fmt, backend) is Backend.TRITON:
-        from torchao_blockwise.ops.transpose import triton
+        from torchao_blockwise.ops.transpose import kernels_triton as triton
 
         return triton.transpose(qdata, scale, fmt, columns)
     return reference.transpose(qdata, scale, fmt, columns)

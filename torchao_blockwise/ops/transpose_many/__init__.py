@@ -62,7 +62,7 @@ def _transpose_many(qdata, scales, format, columns, backend):
     reasons = {Backend.TRITON: why_no_triton(qdata[0].device), Backend.REFERENCE: None}
     expected = Backend.TRITON if qdata[0].is_cuda else None
     if pick("transpose_many", backend, reasons, expected=expected) is Backend.TRITON:
-        from torchao_blockwise.ops.transpose_many import triton
+        from torchao_blockwise.ops.transpose_many import kernels_triton as triton
 
         return triton.transpose_many(qdata, scales, fmt, columns)
     copies = [reference.transpose(q, s, fmt, width) for q, s, width in zip(qdata, scales, columns)]

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.transpose.triton import _entries, _exchange
+from torchao_blockwise.ops.transpose.kernels_triton import _entries, _exchange
 from torchao_blockwise.ops.triton_tables import ALIGNMENT, find_row, grouped, load_pointer, load_size, make_table
 
 # (tile, warps) of elements: where rows start on 16 bytes, where they do not, and of scales, of which there are few.

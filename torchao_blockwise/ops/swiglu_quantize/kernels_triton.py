@@ -12,8 +12,8 @@ up) are computed by a program each, neighbours, as they read the same tiles of g
 
 Where H is no multiple of a block, a block of the gradient holds parts of both, and a program reads what it needs.
 
-Columnwise copies are made by gluon.py where the GPU and the dtypes allow it; elsewhere the result is stored, and
-quantised by launches of its own.
+Columnwise copies are made by kernels_gluon.py where the GPU and the dtypes allow it; elsewhere the result is stored,
+and quantized by launches of its own.
 
 Tokens in groups: tiles are rows as they lie; the rowwise copy of the tokens of no group is zeros.
 """
@@ -24,10 +24,10 @@ import triton.language as tl
 
 from torchao_blockwise.formats import FP8_1X128, BlockFormat
 from torchao_blockwise.ops.fused import new_copies
-from torchao_blockwise.ops.group_tables.triton import block_table
-from torchao_blockwise.ops.grouped_quantize.triton import quantize as grouped_quantize
+from torchao_blockwise.ops.group_tables.kernels_triton import block_table
+from torchao_blockwise.ops.grouped_quantize.kernels_triton import quantize as grouped_quantize
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.quantize.triton import quantize, why_not_gluon
+from torchao_blockwise.ops.quantize.kernels_triton import quantize, why_not_gluon
 from torchao_blockwise.ops.swiglu_quantize import activation
 from torchao_blockwise.ops.triton_elements import from_f32, to_f32
 from torchao_blockwise.ops.triton_group_blocks import locate_rows
@@ -165,7 +165,7 @@ def _quantize(kernel, inputs, plain, fmt, width, build, options, group_ends, gro
         return copies
     blocks = None if group_ends is None else block_table(group_ends, x.shape[0], fmt.block[1], group_tables)
     if in_gluon:
-        from torchao_blockwise.ops.swiglu_quantize import gluon
+        from torchao_blockwise.ops.swiglu_quantize import kernels_gluon as gluon
 
         gluon.launch(inputs, fmt, [None] * (4 - len(copies)) + copies, power_of_2_scales, *build, blocks)
     else:

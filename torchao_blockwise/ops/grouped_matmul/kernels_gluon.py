@@ -15,12 +15,12 @@ import torch
 
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, BlockFormat
 from torchao_blockwise.ops.backend import interpreting
+from torchao_blockwise.ops.group_tables.kernels_triton import group_schedule, row_schedule
 from torchao_blockwise.ops.group_tables.layout import count_rows
-from torchao_blockwise.ops.group_tables.triton import group_schedule, row_schedule
 from torchao_blockwise.ops.launch import Launch, ceil_div
 from torchao_blockwise.ops.matmul.builds import Build, builds_for, bytes_of_rounds
-from torchao_blockwise.ops.matmul.gluon import copies_out, in_tiles, multiprocessors, tiles_of
 from torchao_blockwise.ops.matmul.gluon_pipeline import MAX_CTAS, WARPGROUP, grouped_matmul_fp8_kernel
+from torchao_blockwise.ops.matmul.kernels_gluon import copies_out, in_tiles, multiprocessors, tiles_of
 from torchao_blockwise.ops.matmul.rows import aligned_rows
 
 _PAIRS = {"m": (FP8_1X128, FP8_128X128), "k": (FP8_1X128, FP8_1X128)}

@@ -1,6 +1,6 @@
 """Grouped quantisation in Triton: a launch a copy, by the kernels of quantize, led by the table of blocks.
 
-Where both copies come from one read without groups (gluon.py of quantize), they do with groups.
+Where both copies come from one read without groups (kernels_gluon.py of quantize), they do with groups.
 
 tokens [M, K]          rowwise     tiles of tokens, as without groups; zeros from the end of the last group on
   │ ▒▒▒▒▒▒▒▒▒ │        columnwise  tiles of padded tokens: a tile starts at any token, as a group does, and is written
@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops.group_tables.triton import block_table
+from torchao_blockwise.ops.group_tables.kernels_triton import block_table
 from torchao_blockwise.ops.groups import padded_tokens
-from torchao_blockwise.ops.quantize import triton
+from torchao_blockwise.ops.quantize import kernels_triton as triton
 
 
 def quantize(
@@ -33,7 +33,7 @@ def quantize(
     rows = padded_tokens(tokens, group_ends.shape[0], block)
     warps = triton._FP8_BOTH_GLUON_WARPS
     if warps is not None and rowwise and columnwise and triton.why_not_gluon(fmt, x) is None:
-        from torchao_blockwise.ops.quantize import gluon
+        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
 
         return [*gluon.quantize_both(x, fmt, power_of_2_scales, warps, blocks, rows)]
     copies: list[torch.Tensor] = []

@@ -5,7 +5,7 @@
     M │   │ y │   │  tile [ROWS, 128]
 
 A columnwise block needs 128 rows and a row's statistics all of K, so no tile could do both. Columnwise copies are made
-by gluon.py where the GPU and the dtypes allow it; elsewhere y is stored, and quantised by a launch of its own.
+by kernels_gluon.py where the GPU and the dtypes allow it; elsewhere y is stored, and quantised by a launch of its own.
 """
 
 import torch
@@ -15,7 +15,7 @@ import triton.language as tl
 from torchao_blockwise.formats import FP8_1X128, BlockFormat
 from torchao_blockwise.ops.fused import new_copies
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.quantize.triton import quantize, why_not_gluon
+from torchao_blockwise.ops.quantize.kernels_triton import quantize, why_not_gluon
 from torchao_blockwise.ops.triton_elements import from_f32, to_f32
 from torchao_blockwise.ops.triton_tiles import load_tile, options_of, store_plain, store_rowwise
 
@@ -184,7 +184,7 @@ def norm_quantize(
     if not in_gluon:
         _launch(x, vectors, dtype, None, *copies, power_of_2_scales)
     elif x.numel() > 0:
-        from torchao_blockwise.ops.norm_quantize import gluon
+        from torchao_blockwise.ops.norm_quantize import kernels_gluon as gluon
 
         asked = [None] * (4 - len(copies)) + copies
         gluon.launch(x, _contiguous(*vectors), dtype, fmt, asked, power_of_2_scales, *_GLUON)

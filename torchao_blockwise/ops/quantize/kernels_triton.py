@@ -44,8 +44,8 @@ _FP8_ROWWISE_TILE = (32, 128, 4, 16)
 _FP8_COLUMNWISE_TILE = (128, 64, 4, 8)
 _FP8_SQUARE_TILE = (128, 128, 4, 16)
 _NVFP4_TILE = (32, 128, 2, 4)
-# Both from one read by the kernel in gluon.py, with so many warps, where it can; None: never. 1.4 times as fast as two
-# launches on an H200.
+# Both from one read by the kernel in kernels_gluon.py, with so many warps, where it can; None: never. 1.4 times as fast
+# as two launches on an H200.
 _FP8_BOTH_GLUON_WARPS: int | None = 4
 # The same of the columnwise copy alone, in tiles of (columns, warps).
 _FP8_COLUMNWISE_GLUON: tuple[int, int] | None = (64, 4)
@@ -287,11 +287,11 @@ def quantize(
     blocks: a result of `block_table`: of its tokens one copy, padded to so many `rows` where it is columnwise.
     """
     if _FP8_BOTH_GLUON_WARPS is not None and rowwise and columnwise and why_not_gluon(fmt, x) is None:
-        from torchao_blockwise.ops.quantize import gluon
+        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
 
         return gluon.quantize_both(x, fmt, power_of_2_scales, _FP8_BOTH_GLUON_WARPS)
     if _FP8_COLUMNWISE_GLUON is not None and columnwise and not rowwise and why_not_gluon(fmt, x) is None:
-        from torchao_blockwise.ops.quantize import gluon
+        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
 
         return gluon.quantize_columnwise(x, fmt, power_of_2_scales, *_FP8_COLUMNWISE_GLUON, blocks, rows)
     *batch, M, K = x.shape

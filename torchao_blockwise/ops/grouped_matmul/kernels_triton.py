@@ -26,8 +26,7 @@ from torchao_blockwise.formats import E2M1, BlockFormat
 from torchao_blockwise.ops.backend import compute_capability
 from torchao_blockwise.ops.groups import padded_tokens
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.matmul.rows import aligned_rows
-from torchao_blockwise.ops.matmul.triton import (
+from torchao_blockwise.ops.matmul.kernels_triton import (
     GROUP,
     accumulate_fp8,
     accumulate_nvfp4,
@@ -36,6 +35,7 @@ from torchao_blockwise.ops.matmul.triton import (
     locate_tile,
     store_output,
 )
+from torchao_blockwise.ops.matmul.rows import aligned_rows
 from torchao_blockwise.ops.triton_groups import locate_padded_group, locate_tile_of_groups
 
 # What a tile must know of its group takes registers, so tiles are smaller here than the plain products' may be:
