@@ -13,8 +13,8 @@ from torchao_blockwise.tensors.quantized import QuantizedTensor, _bits, _impleme
 
 def _scatter(func, outputs, inputs, *options):
     (output,) = outputs
-    # Only the rank that sends has inputs. Columns of a packed payload are strided where the tensor says it is dense.
-    parts = [[_bits(t.contiguous()) for t in x._tensors()] for x in (inputs[0] if inputs else ())]
+    # Only the rank that sends has inputs.
+    parts = [[_bits(t) for t in x._tensors()] for x in (inputs[0] if inputs else ())]
     targets = [_bits(t) for t in output._tensors()]
     works = []
     for i, target in enumerate(targets):
