@@ -29,7 +29,7 @@ from report import Report
 from timing import Timing, input_sets, reason, time_runs
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128
+from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies
 
 FMT = FP8_1X128
 COLUMNS = ("case", "shape", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
@@ -47,7 +47,7 @@ class Case:
     """One activation and the copies made of it.
 
     make: (rows, columns, device) -> fresh arguments of the functions below, the first of which is what a norm is of.
-    fused: (*arguments, **options) -> (statistics or None, copies).
+    fused: (*arguments, options) -> (statistics or None, copies).
     activation: (*arguments, statistics, backend) -> what is quantised, by us; torch_activation: (*arguments), by torch.
     inputs, outputs: how many tensors as wide as the activation are read and quantised. norm: its kind, if it is one.
     """
@@ -68,9 +68,9 @@ def _norm(kind: str) -> Case:
 
         return random(rows, columns), 1 + 0.1 * random(columns), 0.1 * random(columns) if kind == "layer" else None
 
-    def fused(x, weight, bias, **options):
+    def fused(x, weight, bias, options):
         statistics = ops.norm_statistics(x, kind, _EPS)
-        return statistics, ops.norm_quantize(x, FMT, statistics, weight, bias, **options)
+        return statistics, ops.norm_quantize(x, options, statistics, weight, bias)
 
     def activation(x, weight, bias, statistics=None, backend=None):
         statistics = statistics or ops.norm_statistics(x, kind, _EPS, backend=backend)
@@ -92,7 +92,7 @@ def _gate_up(rows: int, columns: int, device: torch.device) -> tuple[torch.Tenso
 def _swiglu() -> Case:
     return Case(
         _gate_up,
-        lambda gate, up, **options: (None, ops.swiglu_quantize(gate, up, FMT, **options)),
+        lambda gate, up, options: (None, ops.swiglu_quantize(gate, up, options)),
         lambda gate, up, statistics=None, backend=None: ops.swiglu(gate, up, backend=backend),
         lambda gate, up: F.silu(gate) * up,
         inputs=2,
@@ -110,8 +110,8 @@ def _swiglu_backward() -> Case:
     def by_torch(dh, gate, up):
         return torch.cat((torch.ops.aten.silu_backward(dh * up, gate), dh * F.silu(gate)), 1)
 
-    def fused(dh, gate, up, **options):
-        return None, ops.swiglu_backward_quantize(dh, gate, up, FMT, **options)
+    def fused(dh, gate, up, options):
+        return None, ops.swiglu_backward_quantize(dh, gate, up, options)
 
     return Case(make, fused, activation, by_torch, inputs=3, outputs=2)
 
@@ -119,7 +119,8 @@ def _swiglu_backward() -> Case:
 ACTIVATIONS = {
     "rms": _norm("rms"), "layer": _norm("layer"), "swiglu": _swiglu(), "swiglu_backward": _swiglu_backward(),
 }  # fmt: skip
-COPIES = {"rowwise": {"columnwise": False}, "both": {"columnwise": True}}
+# Padded, as layers ask for it.
+COPIES = {"rowwise": CastOptions(FMT, padded=True), "both": CastOptions(FMT, columnwise=True, padded=True)}
 CASES = tuple(f"{name}_{copies}" for name in ACTIVATIONS for copies in COPIES)
 
 
@@ -129,15 +130,14 @@ class Job:
     def __init__(self, name: str, rows: int, columns: int, device: torch.device):
         activation, copies = name.rsplit("_", 1)
         self.name, self.rows, self.columns, self.device = name, rows, columns, device
-        # Padded, as layers ask for it.
-        self.case, self.options = ACTIVATIONS[activation], COPIES[copies] | {"padded": True}
+        self.case, self.options = ACTIVATIONS[activation], COPIES[copies]
 
     @property
     def nbytes(self) -> int:
         """Bytes that must move; of a norm without its weights and statistics, some numbers a row or column."""
         width = self.case.outputs * self.columns
         written = FMT.nbytes(self.rows, width)
-        if self.options["columnwise"]:
+        if self.options.columnwise:
             written += FMT.nbytes(width, self.rows)
         reads = (2 if self.case.norm else 1) * self.case.inputs
         return reads * self.rows * self.columns * torch.bfloat16.itemsize + written
@@ -147,13 +147,13 @@ class Job:
 
     def run(self, *arguments):
         """(statistics or None, copies) in as few passes as there are."""
-        return self.case.fused(*arguments, **self.options)
+        return self.case.fused(*arguments, self.options)
 
     def run_torch(self, *arguments):
-        return ops.quantize(self.case.torch_activation(*arguments), FMT, **self.options)
+        return ops.quantize_by(self.case.torch_activation(*arguments), self.options)
 
     def run_two_steps(self, *arguments):
-        return ops.quantize(self.case.activation(*arguments), FMT, **self.options)
+        return ops.quantize_by(self.case.activation(*arguments), self.options)
 
     def wrong(self, *arguments) -> str | None:
         """What is not as the reference has it."""
@@ -164,13 +164,13 @@ class Job:
                 if ours is not None and relative_error(ours, theirs) > _STATISTICS_TOLERANCE:
                     return "statistics differ from the reference's"
         y = self.case.activation(*arguments, statistics=statistics, backend="reference")
-        if not same_bits(copies, ops.quantize(y, FMT, **self.options, backend="reference")):
+        if not same_bits(copies, ops.quantize_by(y, self.options, backend="reference")):
             return "bits differ from the reference's"
         return None
 
 
-def _decoded(copies) -> torch.Tensor:
-    return ops.dequantize(copies if ops.is_operand(copies) else copies[0], dtype=torch.float32)
+def _decoded(copies: Copies) -> torch.Tensor:
+    return ops.dequantize(copies.rowwise, dtype=torch.float32)
 
 
 def measure(job: Job, names: Sequence[str], results: Report) -> None:

@@ -38,9 +38,9 @@ from report import Report
 from timing import input_sets, reason
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import BlockFormat, Groups, Operand
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.grouped_matmul import candidates
+from torchao_blockwise.ops.grouped_matmul import grouped_matmul_op
 
 KINDS = ("output", "grad_input", "grad_weight", "grad_weight_quantised")
 COLUMNS = (
@@ -106,17 +106,17 @@ class GroupedProduct:
         first = random(t, k if self.kind == "output" else n)
         return first, random(len(self.sizes), n, k) if self.along == "m" else random(t, k)
 
-    def quantize(self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor):
+    def quantize(self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> tuple[Operand, Operand]:
         """The operands that the product takes."""
         a_fmt, b_fmt = self.formats
         if self.along == "k":
-            columnwise = {"rowwise": False, "columnwise": True}
-            return tuple(ops.grouped_quantize(x, ends, a_fmt, **columnwise) for x in (first, second))
+            a, b = (ops.grouped_quantize(x, ends, a_fmt, rowwise=False, columnwise=True) for x in (first, second))
+            return a.columnwise, b.columnwise
         transposed = self.kind == "grad_input"
         weights = ops.quantize(second, b_fmt, rowwise=not transposed, columnwise=transposed)
-        return ops.quantize(first, a_fmt), weights
+        return ops.quantize(first, a_fmt).rowwise, weights.columnwise if transposed else weights.rowwise
 
-    def error(self, out: torch.Tensor, a, b) -> float:
+    def error(self, out: torch.Tensor, a: Operand, b: Operand) -> float:
         """Largest `product_error` of three experts' products; inf where one without tokens has no zeros."""
         ends = list(itertools.accumulate(self.sizes))
         with_tokens = [g for g, size in enumerate(self.sizes) if size]
@@ -131,21 +131,21 @@ class GroupedProduct:
                 weight = b._replace(qdata=b.qdata[g], scale=b.scale[g])
                 errors.append(product_error(out[rows], _rows(a, rows), weight))
             else:
-                block = a.fmt.block[1]
+                block = a.format.block[1]
                 first = sum(-(-size // block) for size in self.sizes[:g])
                 blocks = slice(first, first - (-self.sizes[g] // block))
                 errors.append(product_error(out[g], _blocks(a, blocks), _blocks(b, blocks)))
         return max(errors)
 
 
-def _rows(x, rows: slice):
-    return x._replace(qdata=x.qdata[rows], scale=x.scale[:, rows] if x.fmt.transposed_scales else x.scale[rows])
+def _rows(x: Operand, rows: slice) -> Operand:
+    return x._replace(qdata=x.qdata[rows], scale=x.scale[:, rows] if x.format.transposed_scales else x.scale[rows])
 
 
-def _blocks(x, blocks: slice):
+def _blocks(x: Operand, blocks: slice) -> Operand:
     """These blocks of an operand's contraction."""
-    width = x.fmt.block[1] // x.fmt.element.per_byte
-    scale = x.scale[blocks] if x.fmt.transposed_scales else x.scale[:, blocks]
+    width = x.format.block[1] // x.format.element.per_byte
+    scale = x.scale[blocks] if x.format.transposed_scales else x.scale[:, blocks]
     return x._replace(qdata=x.qdata[:, blocks.start * width : blocks.stop * width], scale=scale)
 
 
@@ -169,8 +169,7 @@ def measure(product: GroupedProduct, backends, names: Sequence[str], labels: dic
     def prepare(found):
         sets = input_sets(make, device, product.nbytes())
         a, b = sets[0][3:]
-        shapes_of = a.qdata.shape, b.qdata.shape
-        reasons = candidates(a.qdata.device, *shapes_of, *product.formats, product.along)
+        reasons = product_rows.reasons(grouped_matmul_op, a, b, Groups(ends), product.along, torch.bfloat16)
         contraction = product.in_features if product.kind == "output" else product.out_features
         return product_rows.check(
             sets,

@@ -29,8 +29,9 @@ from report import Report
 from timing import input_sets, reason
 
 from torchao_blockwise import ops
+from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.matmul import candidates
+from torchao_blockwise.ops.matmul import matmul_op
 
 COLUMNS = ("product", "shape", "recipe", "by", "us", "spread %", "TFLOP/s", "roofline us", "of roofline", "error")
 # Where peers that compile for long are run by default; --peers runs them everywhere. torchao takes six builds for each
@@ -38,13 +39,16 @@ COLUMNS = ("product", "shape", "recipe", "by", "us", "spread %", "TFLOP/s", "roo
 _SLOW_PEERS = {"torchao": (shapes.PEERS[2],), "deep_gemm": shapes.PEERS}
 
 
-def operands(product: Product, a: torch.Tensor, b: torch.Tensor):
+def operands(product: Product, a: torch.Tensor, b: torch.Tensor) -> tuple[Operand, Operand]:
     """Both operands as layers make them: those of grad_weight are columnwise copies, padded with zero tokens."""
     if product.kind != "grad_weight":
         return product.quantize(a, b)
-    return tuple(
-        ops.quantize(x.t(), fmt, rowwise=False, columnwise=True, padded=True) for x, fmt in zip((a, b), product.formats)
-    )
+
+    def columnwise(x, fmt):
+        return ops.quantize(x.t(), fmt, rowwise=False, columnwise=True, padded=True).columnwise
+
+    a_fmt, b_fmt = product.formats
+    return columnwise(a, a_fmt), columnwise(b, b_fmt)
 
 
 def measure(product: Product, backends, names: Sequence[str], results: Report) -> None:
@@ -62,7 +66,7 @@ def measure(product: Product, backends, names: Sequence[str], results: Report) -
     def prepare(found):
         sets = input_sets(make, device, product.nbytes())
         a, b = sets[0][2:]
-        reasons = candidates(a.qdata.device, a.qdata.shape, b.qdata.shape, *product.formats, torch.bfloat16)
+        reasons = product_rows.reasons(matmul_op, a, b, torch.bfloat16, None)
         return product_rows.check(
             sets,
             product_rows.by_backend(reasons, backends, run_on),

@@ -27,17 +27,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
-from torchao_blockwise.ops.fused import new_copies
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, BlockFormat, CastOptions, Groups, Operand
 from torchao_blockwise.ops.grouped_matmul import kernels_gluon as grouped
 from torchao_blockwise.ops.matmul import kernels_gluon as gluon
 from torchao_blockwise.ops.matmul.builds import BUILDS, Build
 from torchao_blockwise.ops.norm_quantize import kernels_gluon as norm_tiles
-from torchao_blockwise.ops.norm_quantize import kernels_triton as norm_quantize
 from torchao_blockwise.ops.quantize import kernels_gluon as one_read
 from torchao_blockwise.ops.quantize import kernels_triton as quantize
 from torchao_blockwise.ops.swiglu_quantize import kernels_gluon as swiglu_tiles
-from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu_quantize
 from torchao_blockwise.ops.transpose import kernels_triton as transpose
 
 CAPABILITY = 90
@@ -73,9 +70,9 @@ def build(launch: Callable[[], object]):
     return builds[-1]
 
 
-def operand(fmt, rows: int, columns: int):
+def operand(fmt: BlockFormat, rows: int, columns: int) -> Operand:
     qdata = torch.zeros(fmt.qdata_shape(rows, columns), dtype=torch.uint8).view(fmt.element.storage_dtype)
-    return qdata, torch.zeros(fmt.scale_shape(rows, columns)).to(fmt.scale_dtype)
+    return Operand(qdata, torch.zeros(fmt.scale_shape(rows, columns)).to(fmt.scale_dtype), None, fmt.name)
 
 
 def products() -> dict[str, tuple[Callable, Build]]:
@@ -87,8 +84,8 @@ def products() -> dict[str, tuple[Callable, Build]]:
                 continue
             a, b = operand(FP8_1X128, ROWS, COLUMNS), operand(b_fmt, ROWS, COLUMNS)
 
-            def launch(a=a, b=b, b_fmt=b_fmt, config=config):
-                gluon.matmul(*a, None, *b, None, FP8_1X128, b_fmt, torch.bfloat16, None, config)
+            def launch(a=a, b=b, config=config):
+                gluon.matmul(a, b, torch.bfloat16, None, config)
 
             pair = " a pair" if config.ctas == 2 else ""
             found[f"{kind} {config.tile_m}×{config.tile_n}{pair}"] = launch, config
@@ -98,21 +95,20 @@ def products() -> dict[str, tuple[Callable, Build]]:
 def grouped_products() -> dict[str, tuple[Callable, Build]]:
     """Gluon products of groups by name, with what they are built for."""
     found = {}
-    ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (ROWS // EXPERTS)
+    groups = Groups(torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (ROWS // EXPERTS))
     for config in BUILDS:
         if config.ctas > gluon.MAX_CTAS:
             continue
-        a, (b, scale) = operand(FP8_1X128, ROWS, COLUMNS), operand(FP8_128X128, ROWS, COLUMNS)
-        b = torch.stack([b.view(torch.uint8)] * EXPERTS).view(b.dtype), torch.stack([scale] * EXPERTS)
+        a, weight = operand(FP8_1X128, ROWS, COLUMNS), operand(FP8_128X128, ROWS, COLUMNS)
+        qdata = torch.stack([weight.qdata.view(torch.uint8)] * EXPERTS).view(weight.qdata.dtype)
+        b = weight._replace(qdata=qdata, scale=torch.stack([weight.scale] * EXPERTS))
         both = operand(FP8_1X128, COLUMNS, ROWS)
 
         def along_m(a=a, b=b, config=config):
-            operands = *a, None, *b, None, ends, FP8_1X128, FP8_128X128
-            grouped.grouped_matmul(*operands, "m", torch.bfloat16, config)
+            grouped.grouped_matmul(a, b, groups, "m", torch.bfloat16, config)
 
         def along_k(both=both, config=config):
-            operands = *both, None, *both, None, ends, FP8_1X128, FP8_1X128
-            grouped.grouped_matmul(*operands, "k", torch.bfloat16, config)
+            grouped.grouped_matmul(both, both, groups, "k", torch.bfloat16, config)
 
         size = f"{config.tile_m}×{config.tile_n}" + " a pair" * (config.ctas == 2)
         found[f"grouped output, grad_input {size}"] = along_m, config
@@ -122,40 +118,23 @@ def grouped_products() -> dict[str, tuple[Callable, Build]]:
 
 def casts() -> dict[str, Callable]:
     """Kernels that move a [512, 1024] tensor, bf16 where it is in high precision."""
-    x, amax = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16), torch.ones(())
+    x, amax_bits = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16), torch.ones(()).view(torch.int32)
+    rowwise = CastOptions(FP8_1X128)
+    columnwise, both = rowwise._replace(rowwise=False, columnwise=True), rowwise._replace(columnwise=True)
+    square = CastOptions(FP8_128X128)
+    rstd, weight = torch.ones(ROWS), torch.ones(COLUMNS, dtype=x.dtype)
+    # Of SwiGLU an element is one of h, which has two gradients.
     return {
-        "quantise 1×128 rowwise": lambda: quantize.quantize(x, FP8_1X128, None, True, False, False),
-        "quantise 1×128 columnwise": lambda: one_read.quantize_columnwise(
-            x, FP8_1X128, False, *quantize._FP8_COLUMNWISE_GLUON
-        ),
-        "quantise 1×128, both copies": lambda: one_read.quantize_both(
-            x, FP8_1X128, False, quantize._FP8_BOTH_GLUON_WARPS
-        ),
-        "quantise 128×128": lambda: quantize.quantize(x, FP8_128X128, None, True, False, False),
-        "quantise 128×128, both copies": lambda: quantize.quantize(x, FP8_128X128, None, True, True, False),
-        "quantise NVFP4 1×16 rowwise": lambda: quantize.quantize(x, NVFP4_1X16, amax, True, False, False),
-        "transpose fp8": lambda: transpose.transpose(*operand(FP8_128X128, ROWS, COLUMNS), FP8_128X128, COLUMNS),
-        **fused_casts(x),
-    }
-
-
-def fused_casts(x: torch.Tensor) -> dict[str, Callable]:
-    """Kernels that compute what they quantise; of SwiGLU an element is one of h, which has two gradients."""
-    rows, columns = x.shape
-
-    def swiglu(inputs: int, width: int, options: tuple[int, int]) -> None:
-        copies = new_copies(x, FP8_1X128, (rows, width), True, True)
-        swiglu_tiles.launch((x,) * inputs, FP8_1X128, copies, False, *options, None)
-
-    def rms_norm() -> None:
-        copies = new_copies(x, FP8_1X128, (rows, columns), True, True)
-        vectors = [None, torch.ones(rows), torch.ones(columns, dtype=x.dtype), None]
-        norm_tiles.launch(x, vectors, x.dtype, FP8_1X128, copies, False, *norm_quantize._GLUON)
-
-    return {
-        "RMSNorm + quantise, both copies": rms_norm,
-        "SwiGLU + quantise, both copies": lambda: swiglu(2, columns, swiglu_quantize._GLUON),
-        "SwiGLU backward + quantise, both copies": lambda: swiglu(3, 2 * columns, swiglu_quantize._GLUON_BACKWARD),
+        "quantise 1×128 rowwise": lambda: quantize.quantize(x, None, rowwise),
+        "quantise 1×128 columnwise": lambda: one_read.quantize(x, None, columnwise),
+        "quantise 1×128, both copies": lambda: one_read.quantize(x, None, both),
+        "quantise 128×128": lambda: quantize.quantize(x, None, square),
+        "quantise 128×128, both copies": lambda: quantize.quantize(x, None, square._replace(columnwise=True)),
+        "quantise NVFP4 1×16 rowwise": lambda: quantize.quantize(x, amax_bits, CastOptions(NVFP4_1X16)),
+        "transpose fp8": lambda: transpose.transpose(operand(FP8_128X128, ROWS, COLUMNS), COLUMNS),
+        "RMSNorm + quantise, both copies": lambda: norm_tiles.norm_quantize(x, None, rstd, weight, None, x.dtype, both),
+        "SwiGLU + quantise, both copies": lambda: swiglu_tiles.swiglu_quantize(x, x, both, None),
+        "SwiGLU backward + quantise, both copies": lambda: swiglu_tiles.swiglu_backward_quantize(x, x, x, both, None),
     }
 
 

@@ -19,6 +19,11 @@ _OTHERS_BUDGET = {"fp8": 0.1, "nvfp4": 0.25}
 _TOO_FAST = 1.5
 
 
+def reasons(op: Callable, *arguments) -> dict[Backend, str | None]:
+    """The backends in an operation's table, each with why it cannot compute these arguments, or None."""
+    return {row.backend: row.reason(arguments) for row in op.table}
+
+
 def by_backend(
     reasons: Mapping[Backend, str | None], backends: Sequence[str] | None, run_on: Callable[[Backend], Callable]
 ) -> dict[str, Callable | str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, get_format
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
 
 # Recipe -> formats of activations and gradients, and of weights.
 RECIPES: dict[str, tuple[BlockFormat, BlockFormat]] = {
@@ -69,16 +69,16 @@ class Product:
             return random(t, n), random(n, k).t()
         return random(t, n).t(), random(t, k).t()
 
-    def quantize(self, a: torch.Tensor, b: torch.Tensor):
-        """Both operands quantised in the recipe's formats."""
-        return ops.quantize(a, self.formats[0]), ops.quantize(b, self.formats[1])
+    def quantize(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Operand, Operand]:
+        """Both operands quantized in the recipe's formats."""
+        return ops.quantize(a, self.formats[0]).rowwise, ops.quantize(b, self.formats[1]).rowwise
 
-    def operands(self, device: torch.device | str):
+    def operands(self, device: torch.device | str) -> tuple[Operand, Operand]:
         """Fresh random operands."""
         return self.quantize(*self.high_precision(device))
 
 
-def product_error(out: torch.Tensor, a, b) -> float:
+def product_error(out: torch.Tensor, a: Operand, b: Operand) -> float:
     """Largest ‖out - a·bᵀ‖ / ‖a·bᵀ‖ of its four corners, against the fp64 product of what the operands decode to.
 
     out: [M, N]; a: operand [M, K]; b: operand [N, K]. A corner is up to 128 rows of each operand, from its start or
@@ -104,17 +104,16 @@ def error_budget(k: int, out_dtype: torch.dtype = torch.bfloat16) -> float:
     return 4 * 2.0**-13 * max(1.0, math.sqrt(k / 2048)) + torch.finfo(out_dtype).eps / 2
 
 
-def _ends(x) -> list[slice]:
+def _ends(x: Operand) -> list[slice]:
     """The first and the last rows of an operand, from whole blocks on; one slice where they are the same."""
     rows = x.qdata.shape[0]
     starts = sorted({0, (rows - 1) // _CHECKED_ROWS * _CHECKED_ROWS}) if rows else []
     return [slice(start, min(start + _CHECKED_ROWS, rows)) for start in starts]
 
 
-def _decoded(x, rows: slice) -> torch.Tensor:
+def _decoded(x: Operand, rows: slice) -> torch.Tensor:
     """These rows of an operand, which begin with a block, in fp64."""
-    fmt = get_format(x.format_name)
-    height = fmt.block[0]
+    height = x.format.block[0]
     scale_rows = slice(rows.start // height, -(-rows.stop // height))
-    scale = x.scale[:, scale_rows] if fmt.transposed_scales else x.scale[scale_rows]
-    return ops.dequantize(ops.operand(fmt, x.qdata[rows], scale, x.global_scale), dtype=torch.float64)
+    scale = x.scale[:, scale_rows] if x.format.transposed_scales else x.scale[scale_rows]
+    return ops.dequantize(x._replace(qdata=x.qdata[rows], scale=scale), dtype=torch.float64)

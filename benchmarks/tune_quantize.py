@@ -1,4 +1,4 @@
-"""Which tiles and warps the quantise and transpose kernels run fastest with on this GPU.
+"""Which tiles and warps the quantize and transpose kernels run fastest with on this GPU.
 
 For each case of bench_quantize and each shape: every way that the tables of the kernels can select, checked against the
 reference's bits, then timed side by side. Prints one table: the share of the copy bandwidth measured in the same run
@@ -15,6 +15,8 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
@@ -25,39 +27,56 @@ from roofline import measure_ceilings
 from timing import Timing, input_sets, reason, time_runs
 
 from torchao_blockwise.formats import FP8_1X128
+from torchao_blockwise.ops import Backend
+from torchao_blockwise.ops.quantize import kernels_gluon as gluon_kernels
 from torchao_blockwise.ops.quantize import kernels_triton as quantize_kernels
+from torchao_blockwise.ops.quantize import quantize_op
 from torchao_blockwise.ops.transpose import kernels_triton as transpose_kernels
 
 SHAPES, SMOKE_SHAPES = ((4096, 7168), (16384, 4096), (16384, 14336)), ((48, 272),)
 
 
-def tile(table: str, rows: int, columns: int, warps: int) -> dict:
-    """A table of the kernels with another tile; what is for rows off 16 bytes stays."""
-    return {table: (rows, columns, warps, *getattr(quantize_kernels, table)[3:])}
+class Way(NamedTuple):
+    """One way to compute a case: a backend, and a table of its kernels with another value."""
+
+    backend: Backend
+    module: ModuleType
+    table: str
+    value: Any
 
 
-BY_TRITON = {"_FP8_BOTH_GLUON_WARPS": None, "_FP8_COLUMNWISE_GLUON": None}
-# Case -> the ways to compute it: values of tables of the kernels, by name.
-WAYS: dict[str, list[dict]] = {
+def triton_tile(table: str, rows: int, columns: int, warps: int) -> Way:
+    """A Triton kernel with another tile; what is for rows off 16 bytes stays."""
+    tile = rows, columns, warps, *getattr(quantize_kernels, table)[3:]
+    return Way(Backend.TRITON, quantize_kernels, table, tile)
+
+
+def gluon_tile(table: str, columns: int, warps: int) -> Way:
+    return Way(Backend.GLUON, gluon_kernels, table, (columns, warps))
+
+
+_BLOCK = FP8_1X128.block[1]
+# Case -> the ways to compute it.
+WAYS: dict[str, list[Way]] = {
     "rowwise": [
-        tile("_FP8_ROWWISE_TILE", rows, 128, warps)
+        triton_tile("_FP8_ROWWISE_TILE", rows, 128, warps)
         for rows, warps in ((32, 4), (16, 2), (32, 2), (64, 4), (64, 8), (32, 8), (8, 1))
     ],
     "columnwise": [
-        *({"_FP8_COLUMNWISE_GLUON": build} for build in ((64, 4), (64, 2), (128, 4), (128, 8))),
+        *(gluon_tile("COLUMNWISE", *build) for build in ((64, 4), (64, 2), (128, 4), (128, 8))),
         *(
-            {**BY_TRITON, **tile("_FP8_COLUMNWISE_TILE", 128, columns, warps)}
+            triton_tile("_FP8_COLUMNWISE_TILE", 128, columns, warps)
             for columns, warps in ((64, 4), (64, 2), (64, 8), (128, 4), (128, 8), (32, 2), (32, 4), (32, 1))
         ),
     ],
     "both": [
-        {**BY_TRITON, **tile("_FP8_COLUMNWISE_TILE", 128, 64, 4)},
-        {**BY_TRITON, **tile("_FP8_COLUMNWISE_TILE", 128, 128, 4)},
-        *({"_FP8_BOTH_GLUON_WARPS": warps} for warps in (4, 8, 16)),
+        triton_tile("_FP8_COLUMNWISE_TILE", 128, 64, 4),
+        triton_tile("_FP8_COLUMNWISE_TILE", 128, 128, 4),
+        *(gluon_tile("BOTH", _BLOCK, warps) for warps in (4, 8, 16)),
     ],
-    "weight": [tile("_FP8_SQUARE_TILE", 128, 128, warps) for warps in (8, 4, 16)],
+    "weight": [triton_tile("_FP8_SQUARE_TILE", 128, 128, warps) for warps in (8, 4, 16)],
     "transpose": [
-        {"_QUADS_TILES": tiles}
+        Way(Backend.TRITON, transpose_kernels, "_QUADS_TILES", tiles)
         for tiles in (
             transpose_kernels._QUADS_TILES,
             *({0: tile} for tile in ((256, 128, 4), (256, 256, 8), (128, 128, 4), (128, 128, 2), (128, 256, 4))),
@@ -67,46 +86,41 @@ WAYS: dict[str, list[dict]] = {
 
 
 @contextlib.contextmanager
-def tables(way: dict) -> Iterator[None]:
-    """The kernels with these tables."""
-    places = [(m, name) for name in way for m in (quantize_kernels, transpose_kernels) if hasattr(m, name)]
-    before = [getattr(module, name) for module, name in places]
+def tables(way: Way) -> Iterator[None]:
+    """The kernels with this table."""
+    before = getattr(way.module, way.table)
     try:
-        for module, name in places:
-            setattr(module, name, way[name])
+        setattr(way.module, way.table, way.value)
         quantize_kernels._build.cache_clear()
         yield
     finally:
-        for (module, name), value in zip(places, before):
-            setattr(module, name, value)
+        setattr(way.module, way.table, before)
         quantize_kernels._build.cache_clear()
 
 
-def in_use(way: dict) -> bool:
-    modules = (quantize_kernels, transpose_kernels)
-    return all(getattr(m, name) == value for name, value in way.items() for m in modules if hasattr(m, name))
+def is_set(way: Way) -> bool:
+    """Whether its kernels have its table now."""
+    return getattr(way.module, way.table) == way.value
 
 
-def check_is_taken(way: dict, x: torch.Tensor, *_) -> None:
-    """Raise ValueError where the package would take another way on this GPU: that would be timed in its place."""
-    if (way.get("_FP8_BOTH_GLUON_WARPS") or way.get("_FP8_COLUMNWISE_GLUON")) and x.is_cuda:
-        against = quantize_kernels.why_not_gluon(FP8_1X128, x)
-        if against is not None:
-            raise ValueError(against)
+def in_use(case: str, way: Way) -> bool:
+    """Whether the package computes the case in this way on Hopper: AUTO takes the first backend that has the case."""
+    backends = {other.backend for other in WAYS[case]}
+    return is_set(way) and way.backend is next(row.backend for row in quantize_op.table if row.backend in backends)
 
 
-def name_of(way: dict) -> str:
-    if warps := way.get("_FP8_BOTH_GLUON_WARPS"):
-        return f"a read: Gluon, {warps} warps"
-    if build := way.get("_FP8_COLUMNWISE_GLUON"):
-        columns, warps = build
-        return f"Gluon, {FP8_1X128.block[1]}x{columns}, {warps} warps"
-    if tiles := way.get("_QUADS_TILES"):
+def name_of(way: Way) -> str:
+    if way.table == "BOTH":
+        return f"a read: Gluon, {way.value[1]} warps"
+    if way.table == "COLUMNWISE":
+        columns, warps = way.value
+        return f"Gluon, {_BLOCK}x{columns}, {warps} warps"
+    if way.table == "_QUADS_TILES":
         return "; ".join(
             f"from {least >> 20} Mi elements " * bool(least) + f"{rows}x{columns}, {warps} warps"
-            for least, (rows, columns, warps) in tiles.items()
+            for least, (rows, columns, warps) in way.value.items()
         )
-    rows, columns, warps, _ = next(value for value in way.values() if value)
+    rows, columns, warps, _ = way.value
     return f"{rows}x{columns}, {warps} warps"
 
 
@@ -117,13 +131,14 @@ def measure(case: str, shape: tuple[int, int], device: torch.device, copy: float
     expected = work.expected(*sets[0])
     runs, cells = {}, {}
     for way in WAYS[case]:
+        # By name: another backend would be timed in its place. Without a GPU there is the reference alone.
+        backend = way.backend if device.type == "cuda" else None
 
-        def run(*arguments, way=way):
+        def run(*arguments, way=way, backend=backend):
             with tables(way):
-                return work.run(*arguments)
+                return work.run(*arguments, backend=backend)
 
         try:
-            check_is_taken(way, *sets[0])
             if same_bits(run(*sets[0]), expected):
                 runs[name_of(way)] = run, sets
             else:
@@ -159,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         for way in WAYS[case]:
             name = name_of(way)
             cells = " | ".join(column[name] for column in columns)
-            print(f"| {case} | {name}{' *' * in_use(way)} | {cells} |", flush=True)
+            print(f"| {case} | {name}{' *' * in_use(case, way)} | {cells} |", flush=True)
     return 0
 
 

@@ -39,11 +39,11 @@ def random_matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 def operands_along_m(group_ends, tokens: int, n: int, k: int):
     """(a, b) of `output` and `grad_input`; a holds NaN in the rows of no group."""
-    a = ops.quantize(random_matrix(tokens, k, 0), FP8_1X128, backend="reference")
+    a = ops.quantize(random_matrix(tokens, k, 0), FP8_1X128, backend="reference").rowwise
     used = int(group_ends[-1])
     a.qdata.view(torch.uint8)[used:], a.scale[:, used:] = 0x7F, float("nan")
     weights = [random_matrix(n, k, 1 + g) * 2.0**g for g in range(group_ends.numel())]
-    quantized = [ops.quantize(w, FP8_128X128, backend="reference") for w in weights]
+    quantized = [ops.quantize(w, FP8_128X128, backend="reference").rowwise for w in weights]
     b = quantized[0]._replace(
         qdata=torch.stack([w.qdata.view(torch.uint8) for w in quantized]).view(torch.float8_e4m3fn),
         scale=torch.stack([w.scale for w in quantized]),
@@ -55,7 +55,7 @@ def operands_along_k(group_ends, tokens: int, n: int, k: int):
     """(a, b) of `grad_weight`."""
     options = {"rowwise": False, "columnwise": True, "backend": "reference"}
     return [
-        ops.grouped_quantize(random_matrix(tokens, size, seed), group_ends, FP8_1X128, **options)
+        ops.grouped_quantize(random_matrix(tokens, size, seed), group_ends, FP8_1X128, **options).columnwise
         for seed, size in enumerate((n, k))
     ]
 

@@ -1,4 +1,4 @@
-"""What tests of tensors, layers and conversion share: recipes, quantised tensors, models, and products by hand."""
+"""What tests of tensors, layers and conversion share: recipes, quantized tensors, models, and products by hand."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def linear_by_hand(x, hp, bias, dy, config):
 
     fmt = config.activation_format
     tokens, gradients = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    w = quantize(hp, config.weight_format)
+    w = quantize(hp, config.weight_format).rowwise
     out_dtype = config.out_dtype or x.dtype
-    output = ops.matmul(quantize(tokens, fmt), w, out_dtype=out_dtype, bias=bias).view(dy.shape)
+    output = ops.matmul(quantize(tokens, fmt).rowwise, w, out_dtype=out_dtype, bias=bias).view(dy.shape)
     w_columnwise = ops.transpose(w, columns=hp.shape[1])
-    grad_input = ops.matmul(quantize(gradients, fmt), w_columnwise, out_dtype=x.dtype).view(x.shape)
+    grad_input = ops.matmul(quantize(gradients, fmt).rowwise, w_columnwise, out_dtype=x.dtype).view(x.shape)
     options = {"rowwise": False, "columnwise": True, "padded": True}
-    columnwise = (quantize(t, fmt, **options) for t in (gradients, tokens))
+    columnwise = (quantize(t, fmt, **options).columnwise for t in (gradients, tokens))
     grad_weight = ops.matmul(*columnwise, out_dtype=hp.dtype)
     grad_bias = None if bias is None else gradients.float().sum(0).to(bias.dtype)
     return output, grad_input, grad_weight, grad_bias
@@ -129,7 +129,7 @@ def weight_calls():
         result = ops.quantize(*args, columnwise=columnwise, **kwargs)
         if columnwise:
             calls.columnwise += 1
-            calls.on_columnwise(result)
+            calls.on_columnwise(result.columnwise)
         return result
 
     def transpose(*args, **kwargs):
@@ -210,7 +210,7 @@ def tensor_scales_worker(rank: int, ranks: int, port: int, file: str, cases) -> 
     for value, row in cases:
         x = torch.ones(32, 32)
         x[row, 3] = float(value)
-        q = ops.quantize(distribute_tensor(x, mesh, [Shard(0)]), "nvfp4_1x16", backend="reference")
+        q = ops.quantize(distribute_tensor(x, mesh, [Shard(0)]), "nvfp4_1x16", backend="reference").rowwise
         scales[value, row] = str(q.global_scale.full_tensor().item())
     torch.save(scales, file)
     leave()

@@ -8,7 +8,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchao_blockwise.formats import Groups, Operand, get_format
 from torchao_blockwise.nn import weight_product
+from torchao_blockwise.ops import get_backend
 
 _MASTER_MATMUL = torch.ops.torchao_blockwise.master_matmul.default
 
@@ -27,7 +29,7 @@ class Step(NamedTuple):
 class LiveMemory(TorchDispatchMode):
     """Under it `steps` get what lives after each operation, of what was made under it.
 
-    It looks into products with master weights, whose quantised copy no other sees, and into no other operation.
+    It looks into products with master weights, whose quantized copy no other sees, and into no other operation.
     """
 
     def __init__(self):
@@ -39,7 +41,7 @@ class LiveMemory(TorchDispatchMode):
         name = func._schema.name.removeprefix("torchao_blockwise::")
         if func is _MASTER_MATMUL:
             with self:
-                return weight_product._master_matmul(*args, **(kwargs or {}))
+                return _master_matmul(*args)
         before = {x.untyped_storage()._cdata for x in _plain(args)}
         out = func(*args, **(kwargs or {}))
         for x in _plain(out):
@@ -59,6 +61,13 @@ class LiveMemory(TorchDispatchMode):
     @property
     def peak(self) -> Step:
         return max(self.steps, key=lambda step: step.nbytes)
+
+
+def _master_matmul(qdata, scale, global_scale, format_name, hp, fmt, *rest) -> torch.Tensor:
+    """The operation's implementation, of what a mode sees of its arguments."""
+    *recipe, bias, ends, tables, backend = rest
+    a, groups = Operand(qdata, scale, global_scale, format_name), None if ends is None else Groups(ends, tables)
+    return weight_product._master_matmul(a, hp, get_format(fmt), *recipe, bias, groups, get_backend(backend))
 
 
 def _plain(x) -> list[torch.Tensor]:

@@ -58,7 +58,7 @@ def cut(w: torch.Tensor, cuts) -> list[tuple[int, torch.Tensor]]:
 
 
 def quantize(w: torch.Tensor, fmt, dtype, power_of_2=False):
-    return ops.quantize(w.to(dtype), fmt, power_of_2_scales=power_of_2, backend="reference")
+    return ops.quantize(w.to(dtype), fmt, power_of_2_scales=power_of_2, backend="reference").rowwise
 
 
 def amaxes(parts, shape, fmt, dtype, backend) -> torch.Tensor:
@@ -134,7 +134,7 @@ SHAPES = ((64, 256), (33, 51), (0, 16), (2, 21, 35), (16, 16), (130, 129))
 
 
 def many(fmt, device, dtype=torch.bfloat16):
-    """Tensors of several shapes and master dtypes, of which this rank owns shards, and what they are quantised to."""
+    """Tensors of several shapes and master dtypes, of which this rank owns shards, and what they are quantized to."""
     masters = [DTYPES[i % 3] for i in range(len(SHAPES))]
     weights = [random_tensor(*s, dtype=d, device=device, seed=i) for i, (s, d) in enumerate(zip(SHAPES, masters))]
     parts = [cut(w, (w.numel() // 3 | 1, 64 * (w.numel() // 96))) for w in weights]

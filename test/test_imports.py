@@ -24,7 +24,9 @@ RANKS |= {"checkpoint": 6, "integrations": 6, "diagnostics": 6}
 EXEMPT = {"testing", "__init__"}
 # Where names of others live that they do not promise to keep.
 COMPAT = {"_compat", "_compat_caches", "_compat_fsdp", "_compat_triton", "_compat_versions"}
-KERNELS = {"triton", "gluon", "cublas"}
+# Beginnings of the names of modules that hold kernels or parts of them; cuBLASLt's needs no Triton.
+TRITON_KERNELS = ("kernels_", "triton_", "gluon_")
+KERNELS = (*TRITON_KERNELS, "cublas")
 THIRD_PARTIES = {"torch", "torchao", "triton"}
 
 
@@ -104,17 +106,21 @@ def test_the_rule_finds_what_breaks_it(room, code, broken):
 
 
 def stems_imported(path: Path) -> set[str]:
-    """Names of modules below `ops` that a file imports: {"reference", "triton", ...}."""
+    """Names of modules below `ops` that a file imports: {"reference", "kernels_triton", ...}."""
     ours = [n.split(".") for n in imported_names(parse(path)) if n.startswith("torchao_blockwise.ops.")]
     return {part for name in ours for part in name[2:]}
 
 
+def kernels_imported(path: Path) -> list[str]:
+    return sorted(stem for stem in stems_imported(path) if stem.startswith(KERNELS))
+
+
 def test_kernels_and_references_do_not_know_each_other():
-    for path in (PACKAGE / "ops").rglob("*.py"):
-        if path.stem in KERNELS or path.stem == "triton_elements":
-            assert "reference" not in stems_imported(path), relative(path)
-        if path.stem == "reference":
-            assert not stems_imported(path) & (KERNELS | {"triton_elements"}), relative(path)
+    paths = list((PACKAGE / "ops").rglob("*.py"))
+    kernels = [path for path in paths if path.stem.startswith(KERNELS)]
+    references = [path for path in paths if path.stem == "reference"]
+    assert kernels and [relative(path) for path in kernels if "reference" in stems_imported(path)] == []
+    assert references and [relative(path) for path in references if kernels_imported(path)] == []
 
 
 @ids
@@ -123,7 +129,7 @@ def test_only_ops_knows_kernels_and_triton(path):
         return
     names = imported_names(parse(path))
     assert path.stem in COMPAT or [name for name in names if name.split(".")[0] == "triton"] == []
-    assert not stems_imported(path) & (KERNELS | {"triton_elements"})
+    assert kernels_imported(path) == []
 
 
 # --- private names of others ------------------------------------------------------------------------------------------
@@ -326,14 +332,14 @@ import sys
 sys.modules["triton"] = None
 import torch
 from torchao_blockwise import ops
-q = ops.quantize(torch.ones(16, 32), "nvfp4_16x16", backend="reference")
+q = ops.quantize(torch.ones(16, 32), "nvfp4_16x16", backend="reference").rowwise
 print(ops.dequantize(q).sum().item())
 """
     assert python(code) == "512.0"
 
 
 def test_imports_no_kernel_and_nothing_heavy():
-    code = """
+    code = f"""
 import sys
 import torch, torchao.quantization
 before = set(sys.modules)
@@ -342,6 +348,6 @@ new = set(sys.modules) - before
 heavy = ("triton", "matplotlib", "pytest", "hypothesis", "torch._inductor", "torch._dynamo", "transformers")
 print(sorted(name for name in new if name.startswith(heavy)))
 ours = [name for name in new if name.startswith("torchao_blockwise")]
-print(sorted(name for name in ours if name.split(".")[-1] in ("triton", "gluon", "testing")))
+print(sorted(name for name in ours if name.split(".")[-1].startswith({(*TRITON_KERNELS, "testing")})))
 """
     assert python(code).splitlines() == ["[]", "[]"]

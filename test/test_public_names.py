@@ -74,6 +74,13 @@ def test_signatures():
         "ops.quantize",
         "ops.matmul",
         "ops.transpose",
+        "ops.grouped_matmul",
+        "ops.grouped_quantize",
+        "ops.make_groups",
+        "ops.norm_quantize",
+        "ops.swiglu_quantize",
+        "ops.swiglu_backward_quantize",
+        "ops.quantize_by",
     )
     lines = []
     for name in names:
@@ -95,7 +102,14 @@ skip_fqns(patterns)
 unconvert(model)
 ops.quantize(x, fmt, rowwise, columnwise, power_of_2_scales, tensor_amax, padded, backend)
 ops.matmul(a, b, out_dtype, bias, backend)
-ops.transpose(x, columns, backend)""",
+ops.transpose(x, columns, backend)
+ops.grouped_matmul(a, b, groups, along, out_dtype, backend)
+ops.grouped_quantize(x, groups, fmt, rowwise, columnwise, power_of_2_scales, tensor_amax, backend)
+ops.make_groups(ends, tokens, fmt, backend)
+ops.norm_quantize(x, options, statistics, weight, bias, dtype, backend)
+ops.swiglu_quantize(gate, up, options, groups, backend)
+ops.swiglu_backward_quantize(dh, gate, up, options, groups, backend)
+ops.quantize_by(x, options, groups, backend)""",
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, Copies
 from torchao_blockwise.testing import (
     SHAPES,
     assert_bitwise_equal,
@@ -85,9 +85,9 @@ def test_bitwise_equal_fails(actual, expected, message):
 
 
 def test_operands_equal_looks_at_every_field():
-    q = ops.quantize(random_tensor(16, 32), NVFP4_1X16, backend="reference")
+    q = ops.quantize(random_tensor(16, 32), NVFP4_1X16, backend="reference").rowwise
     assert_operands_equal(q, q._replace(qdata=q.qdata.clone()))
-    for field in q._fields:
+    for field in ("qdata", "scale", "global_scale"):
         other = getattr(q, field).clone()
         other.view(-1).view(torch.uint8)[0] ^= 1
         with pytest.raises(AssertionError, match=rf"^nvfp4_1x16\.{field}: 1 of"):
@@ -98,9 +98,11 @@ def test_operands_equal_looks_at_every_field():
 
 def test_operands_equal_looks_at_the_format():
     x = torch.ones(1, 128)
-    a, b = (ops.quantize(x, fmt, backend="reference") for fmt in (FP8_1X128, FP8_128X128))
-    with pytest.raises(AssertionError, match=r"^Quantized_fp8_1x128 is not Quantized_fp8_128x128$"):
+    a, b = (ops.quantize(x, fmt, backend="reference").rowwise for fmt in (FP8_1X128, FP8_128X128))
+    with pytest.raises(AssertionError, match=r"^fp8_1x128 is not fp8_128x128$"):
         assert_operands_equal(a, b)
+    with pytest.raises(AssertionError, match=r"^Operand is not Copies$"):
+        assert_operands_equal(a, Copies(a, None))
 
 
 def test_relative_error_and_sqnr():

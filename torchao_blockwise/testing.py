@@ -51,13 +51,13 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, what: str
 
 
 def assert_operands_equal(actual, expected) -> None:
-    """Two quantised operands of one format with the same bits."""
+    """Two quantized operands of one format with the same bits."""
     assert type(actual) is type(expected), f"{type(actual).__name__} is not {type(expected).__name__}"
-    for name in actual._fields:
-        a, b = getattr(actual, name), getattr(expected, name)
+    assert actual.format_name == expected.format_name, f"{actual.format_name} is not {expected.format_name}"
+    for name, a, b in zip(("qdata", "scale", "global_scale"), actual.tensors, expected.tensors):
         assert (a is None) == (b is None), f"{name}: {a} and {b}"
         if a is not None:
-            assert_bitwise_equal(a, b, f"{actual.fmt.name}.{name}")
+            assert_bitwise_equal(a, b, f"{actual.format_name}.{name}")
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -56,7 +56,10 @@ def test_wrong_statistics_are_not_timed(tmp_path, monkeypatch):
 
 
 def tensors(x):
-    return [x] if isinstance(x, torch.Tensor) else [t for item in x if item is not None for t in tensors(item)]
+    """The tensors in nested tuples, which hold names too."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    return [t for item in x for t in tensors(item)] if isinstance(x, tuple) else []
 
 
 @pytest.mark.parametrize("case", bench_fused.CASES)

@@ -14,7 +14,7 @@ from bench_grouped_matmul import KINDS, GroupedProduct
 from experts import ROUTINGS
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Operand
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread", "without_gpu")
 CPU = torch.device("cpu")
@@ -142,8 +142,8 @@ class KGrouped:
         at = 0
         for g, k in enumerate(ks):
             blocks = slice(at // 128, (at + k) // 128)
-            x = ops.operand(FP8_1X128, a[m * at : m * (at + k)].view(m, k), a_scale[blocks])
-            y = ops.operand(FP8_1X128, b[n * at : n * (at + k)].view(n, k), b_scale[blocks])
+            x = Operand(a[m * at : m * (at + k)].view(m, k), a_scale[blocks], None, FP8_1X128.name)
+            y = Operand(b[n * at : n * (at + k)].view(n, k), b_scale[blocks], None, FP8_1X128.name)
             ops.add_matmul_(d[g], x, y)
             at += k
 

@@ -25,7 +25,7 @@ from timing import Timing
 from torch import nn
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128
 from torchao_blockwise.testing import relative_error
 
 CPU = torch.device("cpu")
@@ -351,14 +351,16 @@ def test_operands_are_those_of_layers(kind, recipe):
 
 
 def bench_quantize_tensors(x):
+    """The tensors in nested tuples, which hold names too."""
     if isinstance(x, torch.Tensor):
         return [x]
-    return [t for item in x if item is not None for t in bench_quantize_tensors(item)]
+    return [t for item in x for t in bench_quantize_tensors(item)] if isinstance(x, tuple) else []
 
 
 def test_bits_are_compared_as_bits():
-    q = ops.quantize(torch.randn(4, 256), FP8_1X128)
+    q = ops.quantize(torch.randn(4, 256), FP8_1X128).rowwise
     assert bench_quantize.same_bits((q, q), (q, q))
+    assert not bench_quantize.same_bits(q, q._replace(format_name=FP8_128X128.name))
     assert bench_quantize.same_bits((torch.tensor(math.nan),), (torch.tensor(math.nan),))
     other = q._replace(scale=q.scale.clone())
     other.scale[0, 0] *= 1.0000001
@@ -372,8 +374,8 @@ def test_a_peers_payload_is_compared_however_it_is_stored():
     q, qt = ops.quantize(x, FP8_1X128, columnwise=True)
     for peer in ((q.qdata, q.scale), (q.qdata.t(), q.scale)):
         assert bench_quantize.payload_agrees(peer, (q, qt))
-        assert not bench_quantize.payload_agrees(peer, qt)
-    other = ops.quantize(x * 1.5, FP8_1X128)
+        assert not bench_quantize.payload_agrees(peer, (None, qt))
+    other = ops.quantize(x * 1.5, FP8_1X128).rowwise
     other.qdata.view(torch.uint8)[:2] ^= 1
     assert not bench_quantize.payload_agrees(other, q)
 

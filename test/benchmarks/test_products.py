@@ -37,7 +37,7 @@ def test_a_product_is_the_layers(kind, recipe):
     assert (qa.format_name, qb.format_name) == tuple(fmt.name for fmt in product.formats)
     assert product.flops == 2 * tokens * n * k
     out = ops.matmul(qa, qb, out_dtype=torch.bfloat16)
-    held = sum(t.nbytes for t in (*qa, *qb, out) if t is not None)
+    held = sum(t.nbytes for t in (*qa.tensors, *qb.tensors, out) if t is not None)
     assert product.nbytes() == held
     assert relative_error(out, a.float() @ b.float().t()) < (0.05 if recipe == "fp8" else 0.2)
 

@@ -33,11 +33,11 @@ def test_marks_the_one_way_of_a_case_that_the_package_uses(capsys):
 
 @pytest.mark.parametrize("case", tune_quantize.WAYS)
 def test_a_way_holds_while_it_runs_and_no_longer(case):
-    modules = (tune_quantize.quantize_kernels, tune_quantize.transpose_kernels)
+    modules = {way.module for way in tune_quantize.WAYS[case]}
     before = [{name: value for name, value in vars(m).items() if name.isupper()} for m in modules]
     for way in tune_quantize.WAYS[case]:
         with tune_quantize.tables(way):
-            assert tune_quantize.in_use(way)
+            assert tune_quantize.is_set(way)
         assert [{name: value for name, value in vars(m).items() if name.isupper()} for m in modules] == before
 
 
@@ -48,11 +48,13 @@ def test_wrong_bits_and_failures_are_said_and_not_timed(monkeypatch):
     def job(*arguments):
         work = make(*arguments)
 
-        def run(*x):
-            if tune_quantize.in_use(second):
+        def run(*x, **options):
+            if tune_quantize.is_set(second):
                 raise RuntimeError("out of registers")
-            result = work.run(*x)
-            return result._replace(scale=result.scale * 2) if tune_quantize.in_use(third) else result
+            result = work.run(*x, **options)
+            if not tune_quantize.is_set(third):
+                return result
+            return result._replace(columnwise=result.columnwise._replace(scale=result.columnwise.scale * 2))
 
         return work._replace(run=run)
 

@@ -134,7 +134,7 @@ def test_another_config_wraps_the_same_values_again():
     before = {n: v.clone() for n, v in model.state_dict().items()}
     for config in (FP8_POW2, NVFP4, FP8):
         quantize_(model, config)
-        assert model[0].weight.config == config and model[0].weight.quantized().fmt is config.weight_format
+        assert model[0].weight.config == config and model[0].weight.quantized().format is config.weight_format
         assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
         assert len(model[0]._state_dict_hooks) == len(model[0]._load_state_dict_pre_hooks) == 1
 

@@ -76,7 +76,7 @@ def gathered(parameter) -> torch.Tensor:
 
 def quantized(hp: torch.Tensor, config):
     fmt = config.weight_format
-    return ops.quantize(hp, fmt, power_of_2_scales=config.power_of_2_scales, backend="reference")
+    return ops.quantize(hp, fmt, power_of_2_scales=config.power_of_2_scales, backend="reference").rowwise
 
 
 def assert_is_quantized(weight, hp: torch.Tensor, config, name: str) -> None:

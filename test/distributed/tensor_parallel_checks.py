@@ -46,7 +46,7 @@ ROWWISE = {"weight": 1, "x": 2, "dy": None, "products": ((1, 1), (None, 0), (Non
 
 def splits_on_the_grid(mesh, config, how, style, n, k, exact) -> None:
     """Every operand of every product has the bits of its part of the unsharded layer's, and so have the results."""
-    # Operands are seen where the reference takes them, which it does on a GPU too.
+    # On a GPU too: bits of operands are compared, and no kernel is in question.
     config = replace(config, backend="reference")
     for bias in (True, False):
         alone, split = layer(config, n, k, bias), layer(config, n, k, bias)

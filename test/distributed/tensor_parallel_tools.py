@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat
-from torchao_blockwise.ops.matmul import reference
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
+
+# The package has a function of this name.
+matmul = importlib.import_module("torchao_blockwise.ops.matmul")
 
 # Ragged in every dim that is not split; the split one has a block a rank.
 TOKENS, WIDTH, HIDDEN = (3, 40), 160, 512
@@ -74,17 +77,17 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def products():
     """Operands of every product, in the order that they are computed: (a, a_scale, a_global, b, b_scale, b_global)."""
-    seen, original = [], reference.matmul
+    seen, original = [], matmul.matmul_op
 
-    def matmul(*args):
-        seen.append([None if t is None else t.clone() for t in args[:6]])
-        return original(*args)
+    def matmul_op(a, b, *args):
+        seen.append([None if t is None else t.clone() for t in (*a.tensors, *b.tensors)])
+        return original(a, b, *args)
 
-    reference.matmul = matmul
+    matmul.matmul_op = matmul_op
     try:
         yield seen
     finally:
-        reference.matmul = original
+        matmul.matmul_op = original
 
 
 class Watch(TorchDispatchMode):

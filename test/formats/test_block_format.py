@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from torchao_blockwise import ops
 from torchao_blockwise.formats import (
     E4M3,
     FORMATS,
@@ -15,16 +16,16 @@ from torchao_blockwise.formats import (
     NVFP4_1X16,
     NVFP4_16X16,
     BlockFormat,
+    Operand,
     Scales,
     get_format,
     register_format,
 )
 from torchao_blockwise.ops.dequantize import reference as dequantize_reference
 from torchao_blockwise.ops.matmul import reference as matmul_reference
-from torchao_blockwise.ops.operand import operand_type
 from torchao_blockwise.ops.quantize import reference as quantize_reference
 from torchao_blockwise.ops.transpose import reference as transpose_reference
-from torchao_blockwise.testing import random_tensor, relative_error
+from torchao_blockwise.testing import assert_operands_equal, random_tensor, relative_error
 
 
 def test_registered_formats():
@@ -46,8 +47,9 @@ def test_unknown_name():
         get_format("mxfp8")
     with pytest.raises(ValueError, match=message):
         get_format(MXFP8)
-    with pytest.raises(ValueError, match=message):
-        operand_type("mxfp8")
+    x = Operand(*FP8_1X128.new_empty(torch.empty(0), 1, 128), None, "mxfp8")
+    with pytest.raises(ValueError, match=r"^dequantize: x has no format 'mxfp8'; the formats are fp8_1x128, fp8_128x1"):
+        ops.dequantize(x)
 
 
 def test_a_name_is_taken_once():
@@ -93,15 +95,25 @@ MXFP8_SQUARE = dataclasses.replace(MXFP8, name="mxfp8_square", block=(32, 32))
 made_up = pytest.mark.parametrize("fmt", (MXFP8, MXFP8_SQUARE), ids=lambda fmt: fmt.name)
 
 
+@pytest.fixture
+def registered():
+    """The formats made up here are known while a test runs."""
+    for fmt in (MXFP8, MXFP8_SQUARE):
+        assert register_format(fmt) is get_format(fmt.name) is fmt
+    yield
+    for fmt in (MXFP8, MXFP8_SQUARE):
+        del FORMATS[fmt.name]
+
+
 @made_up
-def test_made_up_format_quantises_and_dequantises(fmt):
+def test_made_up_format_quantizes_and_dequantizes(fmt, registered):
     x = random_tensor(45, 70)
-    qdata, scale = quantize_reference.quantize(x, fmt, None, False)
-    assert (qdata.shape, scale.shape) == (fmt.qdata_shape(45, 70), fmt.scale_shape(45, 70))
-    assert scale.dtype is torch.float8_e8m0fnu
+    q = quantize_reference.quantize(x, fmt, None, False)
+    assert (q.qdata.shape, q.scale.shape) == (fmt.qdata_shape(45, 70), fmt.scale_shape(45, 70))
+    assert q.format is fmt and q.scale.dtype is torch.float8_e8m0fnu
     block = x[:1, :32] if fmt is MXFP8 else x[:32, :32]
-    assert scale[0, 0].float() == 2.0 ** (block.abs().max().log2().floor() - 8)
-    decoded = dequantize_reference.dequantize(qdata, scale, None, fmt, 70, torch.float32)
+    assert q.scale[0, 0].float() == 2.0 ** (block.abs().max().log2().floor() - 8)
+    decoded = dequantize_reference.dequantize(q, 70, torch.float32)
     amax = quantize_reference.expand_blocks(quantize_reference.block_amax(x, fmt), fmt, 45, 70)
     # Half an ulp of e4m3, 2^-10 of a scale that is 2^-8 of the amax or less; or what saturates: an amax of up to
     # 512 · scale meets a largest element of 448.
@@ -111,31 +123,26 @@ def test_made_up_format_quantises_and_dequantises(fmt):
 
 
 @made_up
-def test_made_up_format_takes_any_numbers(fmt):
+def test_made_up_format_takes_any_numbers(fmt, registered):
     x = torch.zeros(64, 64)
     x[0, 0], x[0, 32], x[32, 0] = float("nan"), float("inf"), 1e-40
-    qdata, scale = quantize_reference.quantize(x, fmt, None, False)
-    decoded = dequantize_reference.dequantize(qdata, scale, None, fmt, 64, torch.float32)
+    decoded = dequantize_reference.dequantize(quantize_reference.quantize(x, fmt, None, False), 64, torch.float32)
     assert decoded[0].isnan().all()
     assert (decoded[-1] == 0).all()
 
 
-def test_made_up_format_transposes_exactly():
+def test_made_up_format_transposes_exactly(registered):
     x = random_tensor(45, 70)
     rowwise = quantize_reference.quantize(x, MXFP8_SQUARE, None, False)
-    qdata, scale = quantize_reference.quantize(x.mT, MXFP8_SQUARE, None, False)
-    got = transpose_reference.transpose(*rowwise, MXFP8_SQUARE, 70)
-    assert torch.equal(got[0].view(torch.uint8), qdata.view(torch.uint8))
-    assert torch.equal(got[1].view(torch.uint8), scale.view(torch.uint8))
+    columnwise = quantize_reference.quantize(x.mT, MXFP8_SQUARE, None, False)
+    assert_operands_equal(transpose_reference.transpose(rowwise, 70), columnwise)
 
 
-def test_made_up_format_multiplies():
+def test_made_up_format_multiplies(registered):
     a, b = random_tensor(45, 70, seed=1), random_tensor(33, 70, seed=2)
     qa, qb = (quantize_reference.quantize(x, f, None, False) for x, f in ((a, MXFP8), (b, MXFP8_SQUARE)))
-    decoded = [
-        dequantize_reference.dequantize(*q, None, f, 70, torch.float64) for q, f in ((qa, MXFP8), (qb, MXFP8_SQUARE))
-    ]
-    out = matmul_reference.matmul(*qa, None, *qb, None, MXFP8, MXFP8_SQUARE, torch.float32, None)
+    decoded = [dequantize_reference.dequantize(q, 70, torch.float64) for q in (qa, qb)]
+    out = matmul_reference.matmul(qa, qb, torch.float32, None)
     # Power-of-two scales are exact; what is left is the fp32 accumulation of 70 terms.
     assert relative_error(out, decoded[0] @ decoded[1].mT) <= 70 * 2.0**-24
 

@@ -134,9 +134,9 @@ def tensor(values) -> torch.Tensor:
 
 
 def quantized_codes(q, columns: int) -> np.ndarray:
-    """Element codes [M, columns] of a quantised operand, nibbles unpacked."""
+    """Element codes [M, columns] of a quantized operand, nibbles unpacked."""
     payload = q.qdata.view(torch.uint8).numpy()
-    if q.fmt.element is not E2M1:
+    if q.format.element is not E2M1:
         return payload
     unpacked = np.zeros((payload.shape[0], 2 * payload.shape[1]), np.uint8)
     unpacked[:, 0::2], unpacked[:, 1::2] = payload % 16, payload // 16
@@ -145,14 +145,14 @@ def quantized_codes(q, columns: int) -> np.ndarray:
 
 def stored_scales(q) -> np.ndarray:
     """[row blocks, column blocks]: fp32 scales, or the codes of e4m3 ones."""
-    scale = q.scale.T if q.fmt.transposed_scales else q.scale
+    scale = q.scale.T if q.format.transposed_scales else q.scale
     return scale.numpy() if scale.dtype is torch.float32 else scale.view(torch.uint8).numpy()
 
 
 def check(values, fmt: BlockFormat, power_of_2_scales: bool = False):
     """`ops.quantize` gives the oracle's bits; NaN scales are NaN, whatever their payload. Returns the operand."""
     x = np.asarray(values, dtype=f32)
-    q = ops.quantize(tensor(x), fmt, power_of_2_scales=power_of_2_scales, backend="reference")
+    q = ops.quantize(tensor(x), fmt, power_of_2_scales=power_of_2_scales, backend="reference").rowwise
     codes, scales = oracle(x, fmt, power_of_2_scales)
     np.testing.assert_array_equal(stored_scales(q), scales)
     np.testing.assert_array_equal(quantized_codes(q, x.shape[1]), codes)
@@ -246,7 +246,7 @@ def test_elements_round_any_value(value):
     assert E2M1.encode(tensor([value])).item() == e2m1_rne(f32(value))
 
 
-# --- quantise ---------------------------------------------------------------------------------------------------------
+# --- quantize ---------------------------------------------------------------------------------------------------------
 
 SHAPES = ((1, 1), (3, 300), (17, 33), (130, 7))
 format_ids = {"ids": lambda fmt: fmt.name}
@@ -355,7 +355,7 @@ def test_any_values(values, fmt):
 def test_decode_multiplies_element_scale_and_global_scale_in_this_order(fmt):
     x = random_values(18, 150, seed=3)
     codes, scales = oracle(x, fmt)
-    decoded = ops.dequantize(ops.quantize(tensor(x), fmt, backend="reference")).numpy()
+    decoded = ops.dequantize(ops.quantize(tensor(x), fmt, backend="reference").rowwise).numpy()
     table = E2M1_MAGNITUDES if fmt in NVFP4_FORMATS else E4M3_MAGNITUDES
     sign_bit = 8 if fmt in NVFP4_FORMATS else 128
     global_scale = nvfp4_global_scale(amax(x)) if fmt in NVFP4_FORMATS else f32(1)

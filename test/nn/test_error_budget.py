@@ -101,7 +101,7 @@ def test_noise_of_kernels_in_the_interpreter(recipe):
 
 def decoded(t, config):
     q = ops.quantize(t, config.activation_format, power_of_2_scales=config.power_of_2_scales, backend="reference")
-    return ops.dequantize(q, columns=t.shape[1], dtype=torch.float64)
+    return ops.dequantize(q.rowwise, columns=t.shape[1], dtype=torch.float64)
 
 
 def toward_zero(t, config):

@@ -10,8 +10,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchao.quantization import quantize_
 
-from torchao_blockwise import experts
-from torchao_blockwise.nn import SwiGLUExperts, fused
+from torchao_blockwise import experts, ops
+from torchao_blockwise.formats import Groups
+from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 kernels = pytest.importorskip("torchao_blockwise.ops.group_tables.kernels_triton")
@@ -77,7 +78,7 @@ def test_a_step_makes_tables_once_and_gives_the_bits_of_a_step_without(
     module = converted(kind, config, device)
     got = step(module, device)
     assert launches == ["_group_tables_kernel"]
-    monkeypatch.setattr(fused, "group_tables", lambda *args: None)
+    monkeypatch.setattr(ops, "make_groups", lambda ends, *args, **options: Groups(ends))
     assert_same(got, step(module, device))
     assert len(launches) > 2
 
@@ -109,6 +110,6 @@ def test_the_reference_makes_none(backend, launches, monkeypatch):
     if backend == "auto":
         monkeypatch.setattr("torchao_blockwise.ops.backend.interpreting", lambda: False)
     seen = []
-    monkeypatch.setattr("torchao_blockwise.ops.group_tables", lambda *args, **options: seen.append(args))
+    monkeypatch.setattr(ops, "make_groups", lambda *args, **options: seen.append(args))
     step(converted("experts", replace(FP8, backend=backend), "cpu"), "cpu")
     assert launches == seen == []

@@ -175,9 +175,9 @@ def test_the_operation_on_values(config, columnwise, rounded_to):
     """Shapes that are known without running it, for any number of tokens; the schema's test cannot compare fp8."""
     hp, fmt = weight(3, 40, 72), config.activation_format
     ends = torch.tensor([2, 2, 9], dtype=torch.int32)
-    a = ops.quantize(torch.randn(9, 40 if columnwise else 72), fmt)
-    options = (fmt.name, config.weight_format.name, False, columnwise, torch.bfloat16, None, "reference", "")
-    arguments = (*a, hp, *options, ends, rounded_to)
+    a = ops.quantize(torch.randn(9, 40 if columnwise else 72), fmt).rowwise
+    options = (config.weight_format.name, False, columnwise, "", rounded_to, torch.bfloat16, None)
+    arguments = (*a, hp, *options, ends, None, "reference")
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.torchao_blockwise.master_matmul.default, arguments, test_utils=tests)
 
@@ -188,9 +188,9 @@ def test_the_operation_on_payloads(config, grouped):
     """What `columnwise_operand` and a product give; for any number of tokens, as above."""
     hp = weight(3, 40, 70) if grouped else weight(40, 70)
     ends = torch.tensor([2, 2, 9], dtype=torch.int32) if grouped else None
-    a = ops.quantize(torch.randn(9, 40), config.activation_format, backend="reference")
-    b = ops.quantize(hp, config.weight_format, backend="reference")
-    arguments = (*a, *b, 70, a.format_name, b.format_name, torch.float32, "reference", ends)
+    a = ops.quantize(torch.randn(9, 40), config.activation_format, backend="reference").rowwise
+    b = ops.quantize(hp, config.weight_format, backend="reference").rowwise
+    arguments = (*a, *b, 70, torch.float32, ends, None, "reference")
     transposed = ops.transpose(b, columns=70, backend="reference")
     if grouped:
         wanted = ops.grouped_matmul(a, transposed, ends, out_dtype=torch.float32, backend="reference")

@@ -50,11 +50,11 @@ def by_hand(x, hp, ends, dy, config):
         options = {"power_of_2_scales": config.power_of_2_scales, **kwargs}
         return ops.grouped_quantize(t, ends, config.activation_format, **options)
 
-    w = ops.quantize(hp, config.weight_format, power_of_2_scales=config.power_of_2_scales)
-    output = ops.grouped_matmul(quantize(x), w, ends, out_dtype=config.out_dtype or x.dtype)
+    w = ops.quantize(hp, config.weight_format, power_of_2_scales=config.power_of_2_scales).rowwise
+    output = ops.grouped_matmul(quantize(x).rowwise, w, ends, out_dtype=config.out_dtype or x.dtype)
     w_columnwise = ops.transpose(w, columns=hp.shape[2])
-    grad_input = ops.grouped_matmul(quantize(dy), w_columnwise, ends, out_dtype=x.dtype)
-    columnwise = (quantize(t, rowwise=False, columnwise=True) for t in (dy, x))
+    grad_input = ops.grouped_matmul(quantize(dy).rowwise, w_columnwise, ends, out_dtype=x.dtype)
+    columnwise = (quantize(t, rowwise=False, columnwise=True).columnwise for t in (dy, x))
     return output, grad_input, ops.grouped_matmul(*columnwise, ends, along="k", out_dtype=hp.dtype)
 
 
@@ -258,7 +258,7 @@ def test_gradients_accumulate(config):
 def test_the_columnwise_copy_dies_with_its_product(config):
     w, x, refs = experts(config), tokens(9, 72), []
     with weight_calls() as calls:
-        calls.on_columnwise = lambda copy: refs.extend(weakref.ref(t) for t in copy if t is not None)
+        calls.on_columnwise = lambda copy: refs.extend(weakref.ref(t) for t in copy.tensors if t is not None)
         for _ in range(2):
             run(transposed_mm, x, w, ends_of([4, 0, 5]), tokens(9, 40, seed=7))
     assert len(refs) >= 4 and not any(ref() is not None for ref in refs)

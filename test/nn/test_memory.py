@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torchao.quantization import quantize_
 
-from torchao_blockwise import ops
+from torchao_blockwise.formats import Copies
 from torchao_blockwise.nn import SwiGLUMLP
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.tensors import quantized, weight_operands
@@ -82,7 +82,8 @@ def test_copies_of_a_weight_die_with_their_product(config, backend, monkeypatch)
     def quantize(values, *args, columnwise, **kwargs):
         seen.append((columnwise, any(alive(refs))))
         result = real(values, *args, columnwise=columnwise, **kwargs)
-        refs.extend(StorageWeakRef(t.untyped_storage()) for t in result[:2])
+        copy = result.columnwise if columnwise else result.rowwise
+        refs.extend(StorageWeakRef(t.untyped_storage()) for t in copy[:2])
         return result
 
     with weight_calls() as calls:
@@ -128,13 +129,12 @@ def test_a_step_leaves_only_parameters_and_gradients(config):
 
 
 def recorded(monkeypatch, module, name, refs) -> None:
-    """Have what `module.name` makes, operands or pairs of them, in `refs`: {name: references to its storages}."""
+    """Have what `module.name` makes, a tensor or copies of one, in `refs`: {name: references to its storages}."""
     real = getattr(module, name)
 
     def record(*args, **kwargs):
         result = real(*args, **kwargs)
-        operands = [result] if ops.is_operand(result) or torch.is_tensor(result) else result
-        tensors = [t if torch.is_tensor(t) else t.qdata for t in operands if t is not None]
+        tensors = [copy.qdata for copy in result if copy is not None] if isinstance(result, Copies) else [result]
         refs.setdefault(name, []).extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
         return result
 
@@ -168,7 +168,7 @@ def test_copies_in_a_gated_mlp_die_with_their_products(monkeypatch):
     quantize_(layer, FP8)
     recorded(monkeypatch, swiglu_linear, "weight_product", refs)
     y = layer(torch.randn(30, 64, dtype=torch.bfloat16, requires_grad=True))
-    recorded(monkeypatch, swiglu_linear.fused, "quantized_tokens", refs)
+    recorded(monkeypatch, swiglu_linear.fused, "quantized", refs)
     recorded(monkeypatch, swiglu_linear.fused, "grad_input", refs)
     seen_alive(monkeypatch, swiglu_linear.ops, "swiglu_backward_quantize", refs, seen)
     recorded(monkeypatch, swiglu_linear.ops, "swiglu_backward_quantize", refs)
@@ -176,11 +176,11 @@ def test_copies_in_a_gated_mlp_die_with_their_products(monkeypatch):
     y.sum().backward()
     assert seen == [
         # (gate | up) and y are there.
-        ("grad_weight", {"weight_product": 2, "quantized_tokens": 2}),
+        ("grad_weight", {"weight_product": 2, "quantized": 2}),
         # dy's copies are gone, dh is there.
-        ("swiglu_backward_quantize", {"weight_product": 2, "quantized_tokens": 0, "grad_input": 1}),
+        ("swiglu_backward_quantize", {"weight_product": 2, "quantized": 0, "grad_input": 1}),
         # (gate | up), dh and the gradients' rowwise copy are gone; dx and the columnwise copy are there.
-        ("grad_weight", {"weight_product": 1, "quantized_tokens": 0, "grad_input": 1, "swiglu_backward_quantize": 1}),
+        ("grad_weight", {"weight_product": 1, "quantized": 0, "grad_input": 1, "swiglu_backward_quantize": 1}),
     ]
 
 

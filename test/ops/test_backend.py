@@ -11,7 +11,7 @@ import torch
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.ops import backend as backend_module
-from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
+from torchao_blockwise.ops.backend import Backend, Implementation, choose, get_backend, why_no_triton
 
 CPU = torch.device("cpu")
 NO_GPU = "Triton kernels run on CUDA devices, got cpu (TRITON_INTERPRET=1 interprets them on a CPU)"
@@ -47,42 +47,65 @@ def test_unknown_name(name):
     assert str(error.value) == f"no backend {name!r}; the backends are {names}"
 
 
+def pick(backend, reasons, is_cuda=False, **rules):
+    """The backend that is chosen from rows in this order, each with why it cannot run or None."""
+    table = [Implementation(row, "not:imported", lambda x, reason=reason: reason) for row, reason in reasons.items()]
+    return choose("op", table, get_backend(backend), (types.SimpleNamespace(is_cuda=is_cuda),), **rules).backend
+
+
 def test_auto_takes_the_first_that_can():
     reasons = {Backend.CUBLAS: "no GPU", Backend.TRITON: None, Backend.REFERENCE: None}
-    assert pick("op", "auto", reasons) is Backend.TRITON
-    assert pick("op", "auto", {**reasons, Backend.TRITON: "no"}) is Backend.REFERENCE
-    assert pick("op", "auto", {**reasons, Backend.CUBLAS: None}) is Backend.CUBLAS
+    assert pick("auto", reasons) is Backend.TRITON
+    assert pick("auto", {**reasons, Backend.TRITON: "no"}) is Backend.REFERENCE
+    assert pick("auto", {**reasons, Backend.CUBLAS: None}) is Backend.CUBLAS
+
+
+def test_what_an_operation_puts_first_is_asked_first():
+    reasons = dict.fromkeys((Backend.CUBLAS, Backend.TRITON, Backend.REFERENCE))
+    assert pick("auto", reasons, first=lambda x: Backend.TRITON) is Backend.TRITON
+    assert pick("auto", reasons, first=lambda x: None) is Backend.CUBLAS
+    with pytest.warns(UserWarning, match="^op: auto uses cublas instead of triton: old$"):
+        assert pick("auto", {**reasons, Backend.TRITON: "old"}, first=lambda x: Backend.TRITON) is Backend.CUBLAS
 
 
 @pytest.mark.parametrize("backend", (Backend.TRITON, Backend.REFERENCE), ids=str)
 def test_a_named_backend_is_taken_even_if_a_faster_one_can_run(backend):
-    assert pick("op", backend, dict.fromkeys((Backend.CUBLAS, Backend.TRITON, Backend.REFERENCE))) is backend
+    assert pick(backend, dict.fromkeys((Backend.CUBLAS, Backend.TRITON, Backend.REFERENCE))) is backend
 
 
 def test_a_named_backend_that_cannot_run_raises_and_never_falls_back():
     with pytest.raises(ValueError) as error:
-        pick("op", "triton", {Backend.TRITON: "the moon is full", Backend.REFERENCE: None})
+        pick("triton", {Backend.TRITON: "the moon is full", Backend.REFERENCE: None})
     assert str(error.value) == "op: backend triton cannot run: the moon is full; choose another, or auto"
 
 
 def test_a_backend_without_an_implementation_raises():
     with pytest.raises(ValueError) as error:
-        pick("op", "cublas", {Backend.TRITON: None, Backend.REFERENCE: None})
+        pick("cublas", {Backend.TRITON: None, Backend.REFERENCE: None})
     assert str(error.value) == "op: backend cublas has no implementation; choose one of triton, reference, or auto"
 
 
 def test_auto_that_falls_short_warns_once_with_the_reason():
     reasons = {Backend.CUBLAS: "old driver", Backend.TRITON: None, Backend.REFERENCE: None}
     with pytest.warns(UserWarning, match="^op: auto uses triton instead of cublas: old driver$"):
-        pick("op", "auto", reasons, expected=Backend.CUBLAS)
+        pick("auto", reasons, expected=lambda x: Backend.CUBLAS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pick("op", "auto", reasons, expected=Backend.CUBLAS)
+        pick("auto", reasons, expected=lambda x: Backend.CUBLAS)
         # Another token count, another reason: a warning a step would drown everything else.
-        pick("op", "auto", {**reasons, Backend.CUBLAS: "M=5"}, expected=Backend.CUBLAS)
-        pick("op", "auto", reasons, expected=Backend.TRITON)
-        pick("op", "triton", reasons, expected=Backend.CUBLAS)
-        pick("op", "auto", reasons)
+        pick("auto", {**reasons, Backend.CUBLAS: "M=5"}, expected=lambda x: Backend.CUBLAS)
+        pick("auto", reasons, expected=lambda x: Backend.TRITON)
+        pick("triton", reasons, expected=lambda x: Backend.CUBLAS)
+        pick("auto", reasons)
+
+
+def test_on_a_gpu_triton_is_expected():
+    reasons = {Backend.TRITON: "too old", Backend.REFERENCE: None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pick("auto", reasons) is Backend.REFERENCE
+    with pytest.warns(UserWarning, match="^op: auto uses reference instead of triton: too old$"):
+        assert pick("auto", reasons, is_cuda=True) is Backend.REFERENCE
 
 
 def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch):
@@ -136,7 +159,8 @@ def test_without_triton_auto_computes_by_reference_on_a_cpu_in_silence(monkeypat
     monkeypatch.setattr(_compat, "has_triton", lambda: False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        a, b = ops.quantize(torch.randn(4, 32), "nvfp4_1x16"), ops.quantize(torch.randn(16, 32), "nvfp4_16x16")
+        a = ops.quantize(torch.randn(4, 32), "nvfp4_1x16").rowwise
+        b = ops.quantize(torch.randn(16, 32), "nvfp4_16x16").rowwise
         ops.matmul(a, ops.transpose(ops.transpose(b)), out_dtype=torch.float32)
     for call in (
         lambda: ops.quantize(torch.randn(16, 32), "nvfp4_16x16", backend="triton"),

@@ -1,4 +1,4 @@
-"""What Triton and LLVM make of the quantise and transpose kernels gives the reference's bits. Needs no GPU.
+"""What Triton and LLVM make of the quantize and transpose kernels gives the reference's bits. Needs no GPU.
 
 A subprocess (without the interpreter, which Triton picks once a process) compiles each launch for a GPU that is not
 there and runs its PTX in an emulator; see ptx_emulator.py for what that cannot see.
@@ -39,15 +39,21 @@ def special_input(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _cases() -> dict:
-    """{label: call that gives (what kernels computed, what the reference computes), each a tuple of tensors}."""
+    """{label: call that gives (what kernels computed, what the reference computes), each operands, or None}."""
     from torchao_blockwise import _compat
-    from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
-    from torchao_blockwise.ops.fused import new_copies
+    from torchao_blockwise.formats import (
+        FP8_1X128,
+        FP8_128X128,
+        NVFP4_1X16,
+        NVFP4_16X16,
+        CastOptions,
+        Groups,
+        Operand,
+    )
     from torchao_blockwise.ops.group_tables.kernels_triton import block_table
     from torchao_blockwise.ops.grouped_quantize import kernels_triton as grouped
     from torchao_blockwise.ops.grouped_quantize import reference as grouped_reference
     from torchao_blockwise.ops.groups import padded_tokens
-    from torchao_blockwise.ops.padding import with_zero_tokens
     from torchao_blockwise.ops.quantize import kernels_triton as quantize
     from torchao_blockwise.ops.quantize import reference
     from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu
@@ -58,20 +64,20 @@ def _cases() -> dict:
 
     cases = {}
 
-    def expected(x, fmt, rowwise, columnwise, power_of_2):
-        amax = x.abs().amax().float() if fmt.has_global_scale else None
-        copies = [x] * rowwise + [with_zero_tokens(x).mT] * columnwise
-        return sum((reference.quantize(copy, fmt, amax, power_of_2) for copy in copies), ())
+    def amax_of(x, fmt):
+        return reference.tensor_amax(x) if fmt.has_global_scale else None
+
+    def bits_of(amax):
+        return None if amax is None else amax.view(torch.int32)
 
     def quantize_case(fmt, shape, dtype, rowwise, columnwise, power_of_2=False):
         x = special_input(*shape, dtype)
         if fmt.has_global_scale:
             x = x.nan_to_num(1.0, 1.0, -1.0)
-        amax = x.abs().amax().float() if fmt.has_global_scale else None
+        amax, options = amax_of(x, fmt), CastOptions(fmt, rowwise, columnwise, power_of_2, padded=True)
 
         def run():
-            result = quantize.quantize(x, fmt, amax, rowwise, columnwise, power_of_2)
-            return result, expected(x, fmt, rowwise, columnwise, power_of_2)
+            return quantize.copies_of_blocks(x, bits_of(amax), options), reference.copies(x, options, amax)
 
         copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise)
         name = f"quantize {fmt.name} {shape[0]}x{shape[1]} {str(dtype)[6:]} {copies}"
@@ -84,23 +90,27 @@ def _cases() -> dict:
         x[max(ends) :] = float("nan")
         ends = torch.tensor(ends, dtype=torch.int32)
         amax = grouped_reference.tensor_amax(x, ends) if fmt.has_global_scale else None
-        arguments = (x, ends, fmt, amax, True, True, False)
-        name = f"grouped {fmt.name} {shape[0]}x{shape[1]} E{len(ends)}"
-        cases[name] = lambda: (grouped.quantize(*arguments), grouped_reference.quantize(*arguments))
+        options = CastOptions(fmt, columnwise=True)
+
+        def run():
+            got = grouped.quantize(x, Groups(ends), bits_of(amax), options)
+            return got, grouped_reference.quantize(x, ends, options, amax)
+
+        cases[f"grouped {fmt.name} {shape[0]}x{shape[1]} E{len(ends)}"] = run
 
     def swiglu_case(tokens, width, ends):
         dh, gate, up = (special_input(tokens, width, torch.bfloat16) for _ in range(3))
         ends = torch.tensor(ends, dtype=torch.int32)
 
         def run():
-            got, expected, options = [], [], (True, True, False)
+            got, expected, options = [], [], CastOptions(FP8_1X128, columnwise=True)
             h, gradients = swiglu_reference.swiglu(gate, up), swiglu_reference.swiglu_backward(dh, gate, up)
             for y, inputs, launch in (
                 (h, (gate, up), swiglu.swiglu_quantize),
                 (torch.cat(gradients, 1), (dh, gate, up), swiglu.swiglu_backward_quantize),
             ):
-                got += launch(*inputs, FP8_1X128, *options, ends)
-                expected += grouped_reference.quantize(y, ends, FP8_1X128, None, *options)
+                got += launch(*inputs, options, Groups(ends))
+                expected += grouped_reference.quantize(y, ends, options, None)
             return got, expected
 
         cases[f"swiglu {tokens}x{width} E{len(ends)}"] = run
@@ -109,13 +119,13 @@ def _cases() -> dict:
         qdata = torch.randint(0, 256, fmt.qdata_shape(*shape), dtype=torch.uint8)
         if shape[-1] % 2 and fmt.element.bits == 4:
             qdata[..., -1] &= 0xF
-        operand = qdata.view(fmt.element.storage_dtype), torch.rand(fmt.scale_shape(*shape)).to(fmt.scale_dtype)
+        scale = torch.rand(fmt.scale_shape(*shape)).to(fmt.scale_dtype)
+        x = Operand(qdata.view(fmt.element.storage_dtype), scale, None, fmt.name)
 
         def run():
             if tile:
                 transpose._QUADS_TILES = {0: tile}
-            arguments = *operand, fmt, shape[-1]
-            return transpose.transpose(*arguments), transpose_reference.transpose(*arguments)
+            return [transpose.transpose(x, shape[-1])], [transpose_reference.transpose(x, shape[-1])]
 
         name = f"transpose {fmt.name} {'x'.join(map(str, shape))}"
         cases[name + (f" tile {tile[0]}x{tile[1]}" if tile else "")] = run
@@ -128,18 +138,17 @@ def _cases() -> dict:
         ends = torch.tensor([0, 37, 36, len(x) - 23], dtype=torch.int32)
 
         def run(rowwise, in_groups):
-            tokens, table = x, ()
+            tokens, table = x, (None, None)
+            options = CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True)
             if in_groups:
                 tokens = x[:-3]
-                table = block_table(ends, len(tokens), 128, None), padded_tokens(len(tokens), len(ends), 128)
+                blocks = block_table(Groups(ends), len(tokens), FP8_1X128)
+                table = blocks, padded_tokens(len(tokens), len(ends), 128)
             assert gluon_tiles.why_not_this(FP8_1X128, tokens) is None
-            if rowwise:
-                result = gluon.quantize_both(tokens, FP8_1X128, power_of_2, warps, *table)
-            else:
-                result = gluon.quantize_columnwise(tokens, FP8_1X128, power_of_2, 64, warps, *table)
+            copies = gluon.copies_of_blocks(tokens, options, *table, (128 if rowwise else 64, warps))
             if in_groups:
-                return result, grouped_reference.quantize(tokens, ends, FP8_1X128, None, rowwise, True, power_of_2)
-            return result, expected(tokens, FP8_1X128, rowwise, True, power_of_2)
+                return copies, grouped_reference.quantize(tokens, ends, options, None)
+            return copies, reference.copies(tokens, options)
 
         for rowwise, in_groups in ((True, False), (True, True), (False, False), (False, True)):
             name = f"one read {shape[0]}x{shape[1]} {str(dtype)[6:]} {warps} warps" + " columnwise" * (not rowwise)
@@ -157,35 +166,40 @@ def _cases() -> dict:
         gate, up = torch.cat([gate, up], 1).chunk(2, 1)
         ends = torch.tensor([0, 37, 36, rows - 23], dtype=torch.int32)
 
-        def compared(y, rowwise, ends, launch):
+        def compared(y, options, ends, copies):
             assert gluon_tiles.why_not_this(FP8_1X128, y) is None
-            copies = new_copies(y, FP8_1X128, y.shape, rowwise, True, ends)
-            launch([None] * (4 - len(copies)) + copies)
             if ends is None:
-                return copies, expected(y, FP8_1X128, rowwise, True, power_of_2)
-            return copies, grouped_reference.quantize(y, ends, FP8_1X128, None, rowwise, True, power_of_2)
+                return copies, reference.copies(y, options)
+            return copies, grouped_reference.quantize(y, ends, options, None)
 
-        def swiglu_run(inputs, y, rowwise, ends):
-            blocks = None if ends is None else block_table(ends, rows, 128, None)
-            options = (power_of_2, parts, warps, blocks)
-            return compared(y, rowwise, ends, lambda copies: swiglu.launch(inputs, FP8_1X128, copies, *options))
+        def options_of(rowwise):
+            return CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True)
+
+        def swiglu_run(launch, inputs, y, rowwise, ends):
+            swiglu.FORWARD = swiglu.BACKWARD = parts, warps
+            options = options_of(rowwise)
+            return compared(y, options, ends, launch(*inputs, options, None if ends is None else Groups(ends)))
 
         def norm_run(layer, rowwise):
+            norm.BUILD = parts, warps
             mean, rstd = norm_reference.statistics(dh, layer, 1e-5)
             weight, bias = random_tensor(1, width, dtype=dtype)[0], random_tensor(1, width, seed=1)[0]
             vectors = [mean, rstd, weight / 16, bias / 16 if layer else None]
+            options = options_of(rowwise)
             y = norm_reference.normalize(dh, *vectors, dtype)
-            launch = functools.partial(norm.launch, dh, vectors, dtype, FP8_1X128)
-            return compared(y, rowwise, None, lambda copies: launch(copies, power_of_2, parts, warps))
+            return compared(y, options, None, norm.norm_quantize(dh, *vectors, dtype, options))
 
         h, gradients = swiglu_reference.swiglu(gate, up), swiglu_reference.swiglu_backward(dh, gate, up)
         for rowwise in (True, False):
             label = f"{rows}x{width} {str(dtype)[6:]} {parts} parts {warps} warps" + " columnwise" * (not rowwise)
             for groups in (None, ends):
                 name = label + " grouped" * (groups is not None)
-                cases["swiglu in Gluon " + name] = functools.partial(swiglu_run, (gate, up), h, rowwise, groups)
-                inputs, y = (dh, gate, up), torch.cat(gradients, 1)
-                cases["swiglu backward in Gluon " + name] = functools.partial(swiglu_run, inputs, y, rowwise, groups)
+                for direction, launch, inputs, y in (
+                    ("swiglu", swiglu.swiglu_quantize, (gate, up), h),
+                    ("swiglu backward", swiglu.swiglu_backward_quantize, (dh, gate, up), torch.cat(gradients, 1)),
+                ):
+                    run = functools.partial(swiglu_run, launch, inputs, y, rowwise, groups)
+                    cases[f"{direction} in Gluon {name}"] = run
             for layer in (False, True):
                 cases[f"{'layer' if layer else 'rms'} norm in Gluon {label}"] = functools.partial(
                     norm_run, layer, rowwise
@@ -262,16 +276,20 @@ def _memory_of(x: torch.Tensor):
     return x.as_strided((last + 1,), (1,)).view(torch.uint8).numpy()
 
 
-def _differences(got: tuple, expected: tuple) -> list[str]:
+def _differences(got, expected) -> list[str]:
     from torchao_blockwise.testing import assert_bitwise_equal
 
     differences = []
-    for name, a, b in zip(("qdata", "scale", "columnwise qdata", "columnwise scale"), got, expected, strict=False):
-        try:
-            assert_bitwise_equal(a, b.contiguous(), name)
-        except AssertionError as error:
-            differences.append(str(error))
-    return differences + ["another number of results"] * (len(got) != len(expected))
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        if a is None or b is None:
+            differences += [f"one result {i} is None"] * (a is not b)
+            continue
+        for name, part, wanted in zip(("qdata", "scale"), a.tensors, b.tensors):
+            try:
+                assert_bitwise_equal(part, wanted.contiguous(), f"{name} of result {i}")
+            except AssertionError as error:
+                differences.append(str(error))
+    return differences
 
 
 def _main() -> None:

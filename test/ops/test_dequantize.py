@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
 from torchao_blockwise.ops.quantize.reference import block_amax, expand_blocks
 from torchao_blockwise.testing import SHAPES, assert_bitwise_equal, random_tensor, shape_id
 
@@ -18,8 +18,8 @@ shapes = pytest.mark.parametrize("shape", (*SHAPES, (2, 17, 33)), ids=shape_id)
 FP32_SLACK = 1 + 4 * 2.0**-23
 
 
-def quantize(x: torch.Tensor, fmt: BlockFormat, **options):
-    return ops.quantize(x, fmt, backend="reference", **options)
+def quantize(x: torch.Tensor, fmt: BlockFormat, **options) -> Operand:
+    return ops.quantize(x, fmt, backend="reference", **options).rowwise
 
 
 def amax_of_each_element(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_fp8_numbers_of_the_format_survive_unchanged(fmt):
 
 
 @formats
-def test_quantising_what_was_decoded_changes_nothing(fmt):
+def test_quantizing_what_was_decoded_changes_nothing(fmt):
     decoded = ops.dequantize(quantize(random_tensor(64, 256), fmt, **pow2_if(fmt)))
     again = ops.dequantize(quantize(decoded, fmt, **pow2_if(fmt)))
     # Power-of-two scales are reproduced or halved, in both cases exactly; NVFP4's own scales need not be.
@@ -115,7 +115,7 @@ def test_rounds_once_to_the_dtype(fmt, dtype):
 @formats
 def test_columnwise_decodes_to_the_transpose_where_blocks_allow(fmt):
     x = random_tensor(40, 144)
-    rowwise, columnwise = quantize(x, fmt, columnwise=True)
+    rowwise, columnwise = ops.quantize(x, fmt, columnwise=True, backend="reference")
     decoded = ops.dequantize(columnwise)
     assert decoded.shape == (144, 40)
     assert torch.equal(decoded, ops.dequantize(rowwise).mT) == fmt.is_square
@@ -125,11 +125,11 @@ Q = quantize(torch.ones(2, 32), FP8_1X128)
 REFUSALS = {
     "plain tuple": (
         lambda: ops.dequantize(tuple(Q)),
-        TypeError("dequantize: x must be a result of quantize, got tuple"),
+        TypeError("dequantize: x must be a result of quantize, got tuple; quantize it first"),
     ),
     "tensor": (
         lambda: ops.dequantize(torch.ones(2, 32)),
-        TypeError("dequantize: x must be a result of quantize, got Tensor"),
+        TypeError("dequantize: x must be a result of quantize, got Tensor; quantize it first"),
     ),
     "integer dtype": (
         lambda: ops.dequantize(Q, dtype=torch.int32),

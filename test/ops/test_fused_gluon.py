@@ -1,4 +1,4 @@
-"""Norms and SwiGLU, quantised as they are computed, by Gluon kernels: when they are taken, and their bits on a GPU.
+"""Norms and SwiGLU, quantized as they are computed, by Gluon kernels: when they are taken, and their bits on a GPU.
 
 Which tensors they take: test_gluon_tiles.py. Their bits without a GPU: test_compiled_kernels.py.
 """
@@ -12,19 +12,16 @@ import pytest
 import torch
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.formats import FP8_1X128
+from torchao_blockwise.formats import FP8_1X128, CastOptions
 from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id
 
 pytest.importorskip("triton")
 if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
-from torchao_blockwise.ops import gluon_tiles
+from torchao_blockwise.ops import gluon_tiles, operands
 from torchao_blockwise.ops.norm_quantize import kernels_gluon as norm_gluon
-from torchao_blockwise.ops.norm_quantize import kernels_triton as norm
-from torchao_blockwise.ops.quantize import kernels_triton as quantize
 from torchao_blockwise.ops.swiglu_quantize import kernels_gluon as swiglu_gluon
-from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu
 
 EPS = 1e-5
 OPS = ("norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")
@@ -33,14 +30,15 @@ rowwise_too = pytest.mark.parametrize("rowwise", (True, False), ids=("both", "co
 dtypes = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=lambda dtype: str(dtype)[6:])
 
 
-def call(op, dh, gate, up, *, columnwise=True, **options):
+def call(op, dh, gate, up, *, columnwise=True, groups=None, dtype=None, backend="auto", **options):
     """The operation on what it takes of these: a norm on `dh`, with statistics of the reference."""
-    options = {"columnwise": columnwise, **options}
+    options = CastOptions(FP8_1X128, columnwise=columnwise, **options)
     if op == "norm_quantize":
-        return ops.norm_quantize(dh, FP8_1X128, ops.norm_statistics(dh, "rms", EPS, backend="reference"), **options)
+        statistics = ops.norm_statistics(dh, "rms", EPS, backend="reference")
+        return ops.norm_quantize(dh, options, statistics, dtype=dtype, backend=backend)
     if op == "swiglu_quantize":
-        return ops.swiglu_quantize(gate, up, FP8_1X128, **options)
-    return ops.swiglu_backward_quantize(dh, gate, up, FP8_1X128, **options)
+        return ops.swiglu_quantize(gate, up, options, groups=groups, backend=backend)
+    return ops.swiglu_backward_quantize(dh, gate, up, options, groups=groups, backend=backend)
 
 
 def inputs_of(rows, width, dtype=torch.bfloat16, device="cpu"):
@@ -50,9 +48,10 @@ def inputs_of(rows, width, dtype=torch.bfloat16, device="cpu"):
 
 
 def assert_copies_equal(got, expected) -> None:
-    pairs = [(got, expected)] if ops.is_operand(got) else zip(got, expected, strict=True)
-    for a, b in pairs:
-        assert_operands_equal(a, b)
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_operands_equal(a, b)
 
 
 # --- when they are taken ----------------------------------------------------------------------------------------------
@@ -60,14 +59,19 @@ def assert_copies_equal(got, expected) -> None:
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Calls of the Gluon launchers, which launch nothing; every GPU will do. What is quantised alone is not of them."""
+    """(what settles it, its tensors) of each launch of a Gluon kernel, of which none happens; every machine will do."""
     calls = []
+
+    def launch_of(*settled):
+        return lambda kernel, *tensors: calls.append((settled, [t[0] if type(t) is tuple else t for t in tensors]))
+
     for module in (norm_gluon, swiglu_gluon):
-        monkeypatch.setattr(module, "launch", lambda *arguments: calls.append(arguments))
+        monkeypatch.setattr(module, "_launch_of", launch_of)
+    # What is quantized alone is not of them.
+    monkeypatch.setattr(sys.modules[ops.quantize.__module__], "why_no_tiles", lambda options, x: "left out")
     monkeypatch.setattr(gluon_tiles, "interpreting", lambda: False)
-    monkeypatch.setattr(gluon_tiles, "compute_capability", lambda device: (9, 0))
-    monkeypatch.setattr(quantize, "_FP8_BOTH_GLUON_WARPS", None)
-    monkeypatch.setattr(quantize, "_FP8_COLUMNWISE_GLUON", None)
+    for module in (operands, gluon_tiles):
+        monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))
     return calls
 
 
@@ -93,15 +97,15 @@ def assert_copies_of(copies, rows, width, rowwise) -> None:
 def test_swiglu_is_taken(shape, power_of_2, dtype, rowwise, taken, device):
     inputs = inputs_of(*shape, dtype, device)
     (rows, width), padded = shape, -(-shape[0] // 32) * 32
-    for op, tensors, columns, options in (
-        ("swiglu_quantize", inputs[1:], width, swiglu._GLUON),
-        ("swiglu_backward_quantize", inputs, 2 * width, swiglu._GLUON_BACKWARD),
+    for op, tensors, columns, build in (
+        ("swiglu_quantize", inputs[1:], width, swiglu_gluon.FORWARD),
+        ("swiglu_backward_quantize", inputs, 2 * width, swiglu_gluon.BACKWARD),
     ):
-        call(op, *inputs, rowwise=rowwise, power_of_2_scales=power_of_2, backend="triton")
-        ((got, fmt, copies, *arguments),) = taken
+        call(op, *inputs, rowwise=rowwise, power_of_2_scales=power_of_2)
+        ((settled, (*got, q, s, qt, st, blocks)),) = taken
         assert_same_memory(got, tensors)
-        assert_copies_of(copies, (rows, padded), columns, rowwise)
-        assert fmt is FP8_1X128 and arguments == [power_of_2, *options, None]
+        assert_copies_of((q, s, qt, st), (rows, padded), columns, rowwise)
+        assert settled[-5:] == (dtype, FP8_1X128, power_of_2, *build) and blocks is None
         taken.clear()
 
 
@@ -110,9 +114,9 @@ def test_swiglu_is_taken_for_tokens_in_groups(rowwise, taken, device):
     inputs = inputs_of(17, 48, device=device)
     ends = torch.tensor([5, 15], dtype=torch.int32, device=device)
     for op, columns in (("swiglu_quantize", 48), ("swiglu_backward_quantize", 96)):
-        call(op, *inputs, rowwise=rowwise, group_ends=ends, backend="triton")
-        ((_, _, copies, *_, blocks),) = taken
-        assert_copies_of(copies, (17, 256), columns, rowwise)
+        call(op, *inputs, rowwise=rowwise, groups=ends)
+        ((_, (*_, q, s, qt, st, blocks)),) = taken
+        assert_copies_of((q, s, qt, st), (17, 256), columns, rowwise)
         # The tokens as a whole; each group; those of no group.
         assert blocks.tolist() == [[0, 15, 17, 0], [0, 5, 5, 0], [5, 15, 15, 0], [15, 15, 17, 0]]
         taken.clear()
@@ -127,13 +131,11 @@ def test_a_norm_is_taken(kind, out, dtype, rowwise, taken, device):
     x = random_tensor(33, 96, dtype=dtype, device=device)[:, 16:64]
     weight, bias = torch.ones(96, device=device)[::2], torch.ones(48, dtype=torch.bfloat16, device=device)
     statistics = ops.norm_statistics(x, kind, EPS, backend="reference")
-    ops.norm_quantize(
-        x, FP8_1X128, statistics, weight, bias, rowwise=rowwise, columnwise=True, dtype=out, backend="triton"
-    )  # fmt: skip
-    ((got, vectors, made, fmt, copies, *arguments),) = taken
+    ops.norm_quantize(x, CastOptions(FP8_1X128, rowwise, True), statistics, weight, bias, dtype=out)
+    ((settled, (got, *vectors, q, s, qt, st)),) = taken
     assert_same_memory([got], [x])
-    assert made is out and fmt is FP8_1X128 and arguments == [False, *norm._GLUON]
-    assert_copies_of(copies, (33, 64), 48, rowwise)
+    assert settled[-6:] == (dtype, out, FP8_1X128, False, *norm_gluon.BUILD)
+    assert_copies_of((q, s, qt, st), (33, 64), 48, rowwise)
     assert all(t is None or t.is_contiguous() for t in vectors)
     for vector, expected in zip(vectors, (*statistics, weight, bias), strict=True):
         assert (vector is None) == (expected is None) and (vector is None or torch.equal(vector, expected))
@@ -141,7 +143,7 @@ def test_a_norm_is_taken(kind, out, dtype, rowwise, taken, device):
 
 def assert_not_taken(taken, op, *inputs, **options) -> None:
     """And the result is right."""
-    got, expected = (call(op, *inputs, **options, backend=backend) for backend in ("triton", "reference"))
+    got, expected = (call(op, *inputs, **options, backend=backend) for backend in ("auto", "reference"))
     assert taken == []
     assert_copies_equal(got, expected)
 
@@ -195,6 +197,12 @@ def test_is_not_taken_for_the_rowwise_copy_alone(op, taken, device):
 
 
 @operations
+def test_by_name_other_inputs_are_refused(op, taken, device):
+    with pytest.raises(ValueError, match=f"{op}: backend gluon cannot run: the kernel takes elements of 16 bits"):
+        call(op, *(x.float() for x in inputs_of(33, 48, device=device)), dtype=torch.bfloat16, backend="gluon")
+
+
+@operations
 @rowwise_too
 def test_is_not_taken_where_triton_has_no_gluon(rowwise, op, taken, monkeypatch, device):
     monkeypatch.setattr(_compat, "has_gluon", lambda: False)
@@ -226,11 +234,15 @@ def launched(monkeypatch):
     """Launches of Gluon kernels, which do happen."""
     calls = []
 
-    def counted(launch):
-        return lambda *arguments: (calls.append(arguments), launch(*arguments))
+    def counted(launch_of):
+        def launch_and_count(*settled):
+            launch = launch_of(*settled)
+            return lambda *arguments: (calls.append(arguments), launch(*arguments))
+
+        return launch_and_count
 
     for module in (norm_gluon, swiglu_gluon):
-        monkeypatch.setattr(module, "launch", counted(module.launch))
+        monkeypatch.setattr(module, "_launch_of", counted(module._launch_of))
     reason = gluon_tiles.why_not(FP8_1X128, torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda"))
     if reason is not None:
         pytest.skip(reason)
@@ -246,10 +258,10 @@ def test_swiglu_has_the_bits_of_the_reference(op, shape, dtype, rowwise, launche
     inputs = special_inputs(*shape, dtype)
     M = shape[0]
     ends = torch.tensor([0, M // 3, M // 4, M - M // 8], dtype=torch.int32, device="cuda")
-    cases = {"padded": False}, {"padded": True}, {"padded": True, "power_of_2_scales": True}, {"group_ends": ends}
+    cases = {"padded": False}, {"padded": True}, {"padded": True, "power_of_2_scales": True}, {"groups": ends}
     for options in cases:
         got, expected = (
-            call(op, *inputs, rowwise=rowwise, **options, backend=backend) for backend in ("triton", "reference")
+            call(op, *inputs, rowwise=rowwise, **options, backend=backend) for backend in ("auto", "reference")
         )
         assert_copies_equal(got, expected)
     assert len(launched) == len(cases)
@@ -278,12 +290,12 @@ def test_norms_have_the_bits_of_the_reference(shape, dtype, kind, weight, bias, 
         None if d is None else random_tensor(1, shape[1], dtype=d, device="cuda", seed=seed)[0] / 16
         for seed, d in enumerate((weight, bias))
     )
-    cases = {"padded": False}, {"padded": True}, {"padded": True, "power_of_2_scales": True}, {"dtype": torch.float16}
-    for options in cases:
-        options = {"rowwise": rowwise, "columnwise": True, **options}
+    plain, padded = (CastOptions(FP8_1X128, rowwise, True, padded=padded) for padded in (False, True))
+    cases = (plain, None), (padded, None), (padded._replace(power_of_2_scales=True), None), (plain, torch.float16)
+    for options, out in cases:
         got, expected = (
-            ops.norm_quantize(x, FP8_1X128, statistics, weight, bias, **options, backend=backend)
-            for backend in ("triton", "reference")
+            ops.norm_quantize(x, options, statistics, weight, bias, dtype=out, backend=backend)
+            for backend in ("auto", "reference")
         )
         assert_copies_equal(got, expected)
     assert len(launched) == len(cases)

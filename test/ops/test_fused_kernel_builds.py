@@ -1,4 +1,4 @@
-"""Kernels that quantise what they compute, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
+"""Kernels that quantize what they compute, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
 
 import functools
 import re
@@ -32,7 +32,7 @@ def _cases(target: int):
 def _triton_cases():
     import torch
 
-    from torchao_blockwise.formats import FP8_1X128
+    from torchao_blockwise.formats import FP8_1X128, CastOptions
     from torchao_blockwise.ops.norm_quantize import kernels_triton as norm
     from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu
 
@@ -53,7 +53,7 @@ def _triton_cases():
             return f"normalize {kind} {label}", lambda: norm.normalize(*arguments, dtype)
         return (
             f"norm_quantize {kind} {label}",
-            lambda: norm.norm_quantize(*arguments, dtype, FP8_1X128, *copies, power_of_2),
+            lambda: norm.norm_quantize(*arguments, dtype, CastOptions(FP8_1X128, *copies, power_of_2)),
         )
 
     def swiglu_case(m, k, dtype, *copies, power_of_2=False):
@@ -63,17 +63,12 @@ def _triton_cases():
             yield f"swiglu {label}", lambda: swiglu.swiglu(gate, up)
             yield f"swiglu_backward {label}", lambda: swiglu.swiglu_backward(x, gate, up)
             return
-        yield (
-            f"swiglu_quantize {label}",
-            lambda: swiglu.swiglu_quantize(gate, up, FP8_1X128, *copies, power_of_2),
-        )
+        options = CastOptions(FP8_1X128, *copies, power_of_2)
+        yield f"swiglu_quantize {label}", lambda: swiglu.swiglu_quantize(gate, up, options, None)
         if k % 16:
             # Runs as two operations.
             return
-        yield (
-            f"swiglu_backward_quantize {label}",
-            lambda: swiglu.swiglu_backward_quantize(x, gate, up, FP8_1X128, *copies, power_of_2),
-        )
+        yield f"swiglu_backward_quantize {label}", lambda: swiglu.swiglu_backward_quantize(x, gate, up, options, None)
 
     bf16, f32 = torch.bfloat16, torch.float32
     for m, k, dtype in ((512, 1024, bf16), (512, 1024, f32), (300, 500, bf16)):
@@ -98,46 +93,38 @@ def _triton_cases():
 
 
 def _gluon_cases():
-    """Called by themselves: launchers of kernels_triton.py take them on a GPU alone."""
     import torch
 
-    from torchao_blockwise.formats import FP8_1X128
-    from torchao_blockwise.ops.fused import new_copies
+    from torchao_blockwise.formats import FP8_1X128, CastOptions, Groups
     from torchao_blockwise.ops.group_tables.layout import FIELDS, layout_of
     from torchao_blockwise.ops.norm_quantize import kernels_gluon as norm
-    from torchao_blockwise.ops.norm_quantize import kernels_triton as norm_options
     from torchao_blockwise.ops.swiglu_quantize import kernels_gluon as swiglu
-    from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu_options
 
     bf16, f16 = torch.bfloat16, torch.float16
-
-    def copies_of(x, width, copies, ends=None):
-        made = new_copies(x, FP8_1X128, (len(x), width), *COPIES[copies], ends)
-        return [None] * (4 - len(made)) + made
 
     def norm_case(kind, m, k, copies, x_dtype=bf16, dtype=bf16, power_of_2=False):
         label = f"norm_quantize gluon {kind} {m}x{k} {str(dtype)[6:]} {copies}"
         label += f" of {str(x_dtype)[6:]}" * (x_dtype != dtype) + " power_of_2" * power_of_2
         x, row, weight, bias = torch.zeros(m, k, dtype=x_dtype), torch.zeros(m), torch.zeros(k), torch.zeros(k)
         vectors = [None, row, weight, None] if kind == "rms" else [row, row, weight.to(x_dtype), bias.to(x_dtype)]
-        made = copies_of(x, k, copies)
-        return label, lambda: norm.launch(x, vectors, dtype, FP8_1X128, made, power_of_2, *norm_options._GLUON)
+        options = CastOptions(FP8_1X128, *COPIES[copies], power_of_2)
+        return label, lambda: norm.norm_quantize(x, *vectors, dtype, options)
 
-    def swiglu_cases(m, h, copies, groups=None, dtype=bf16, power_of_2=False):
-        of = "ungrouped" if groups is None else f"E{groups}"
+    def swiglu_cases(m, h, copies, experts=None, dtype=bf16, power_of_2=False):
+        of = "ungrouped" if experts is None else f"E{experts}"
         label = f"gluon {of} {m}x{h} {str(dtype)[6:]} {copies}" + " power_of_2" * power_of_2
         dh, (gate, up) = torch.zeros(m, h, dtype=dtype), torch.zeros(m, 2 * h, dtype=dtype).chunk(2, 1)
-        ends = blocks = None
-        if groups is not None:
-            ends = torch.zeros(groups, dtype=torch.int32)
-            entries = layout_of(m, groups, FP8_1X128.block[1]).of_blocks
-            blocks = torch.zeros(entries, FIELDS, dtype=torch.int32)
-        for op, inputs, width, options in (
-            ("swiglu_quantize", (gate, up), h, swiglu_options._GLUON),
-            ("swiglu_backward_quantize", (dh, gate, up), 2 * h, swiglu_options._GLUON_BACKWARD),
-        ):
-            arguments = (inputs, FP8_1X128, copies_of(dh, width, copies, ends), power_of_2, *options, blocks)
-            yield f"{op} {label}", lambda arguments=arguments: swiglu.launch(*arguments)
+        groups, options = None, CastOptions(FP8_1X128, *COPIES[copies], power_of_2)
+        if experts is not None:
+            # With their tables, which another kernel makes.
+            entries = layout_of(m, experts, FP8_1X128.block[1]).length
+            ends, tables = (torch.zeros(*shape, dtype=torch.int32) for shape in ((experts,), (entries, FIELDS)))
+            groups = Groups(ends, tables)
+        yield f"swiglu_quantize {label}", lambda: swiglu.swiglu_quantize(gate, up, options, groups)
+        yield (
+            f"swiglu_backward_quantize {label}",
+            lambda: swiglu.swiglu_backward_quantize(dh, gate, up, options, groups),
+        )
 
     for copies in COPIES:
         for kind in ("rms", "layer"):

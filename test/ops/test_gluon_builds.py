@@ -45,7 +45,7 @@ def _plain_cases(build, b_fmt):
     def case(m, n, k, out_dtype, bias=None):
         a, b = kernel_builds._operand(FP8_1X128, m, k), kernel_builds._operand(b_fmt, n, k)
         label = f"plain {_tile(build)} {b_fmt.name} {m}x{n}x{k} {str(out_dtype)[6:]}" + " bias" * (bias is not None)
-        return label, lambda: gluon.matmul(*a, None, *b, None, FP8_1X128, b_fmt, out_dtype, bias, build)
+        return label, lambda: gluon.matmul(a, b, out_dtype, bias, build)
 
     for out_dtype in (torch.bfloat16, torch.float32):
         yield case(512, 512, 1024, out_dtype)
@@ -57,37 +57,30 @@ def _plain_cases(build, b_fmt):
     a, b = kernel_builds._operand(FP8_1X128, 512, 1024), kernel_builds._operand(b_fmt, 512, 1024)
     out = torch.zeros(512, 512)
     label = f"plain {_tile(build)} {b_fmt.name} adding"
-    yield label, lambda: gluon.add_matmul(out, *a, None, *b, None, FP8_1X128, b_fmt, build)
+    yield label, lambda: gluon.add_matmul(out, a, b, build)
 
 
 def _grouped_cases(build):
     import torch
 
-    from torchao_blockwise.formats import FP8_1X128, FP8_128X128
+    from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Groups
     from torchao_blockwise.ops.grouped_matmul import kernels_gluon as gluon
     from torchao_blockwise.ops.groups import padded_tokens
 
     gluon.multiprocessors = lambda device: 132
 
     def case(along, m, n, k, groups, out_dtype, accumulate=False):
-        ends = torch.zeros(groups, dtype=torch.int32)
+        ends = Groups(torch.zeros(groups, dtype=torch.int32))
         dtype = "adding" if accumulate else str(out_dtype)[6:]
         label = f"grouped_{along} {_tile(build)} {m}x{n}x{k} E{groups} {dtype}"
         if along == "m":
-            b, scale = kernel_builds._operand(FP8_128X128, n, k)
-            b = b.view(torch.uint8).expand(groups, n, k).contiguous().view(b.dtype)
-            operands = *kernel_builds._operand(FP8_1X128, m, k), None, b, scale.expand(groups, *scale.shape), None
-            return label, lambda: gluon.grouped_matmul(
-                *operands, ends, FP8_1X128, FP8_128X128, "m", out_dtype, build
-            )  # fmt: skip
-        columns = padded_tokens(m, groups, FP8_1X128.block[1])
-        formats = FP8_1X128, FP8_1X128
-        operands = [x for size in (n, k) for x in (*kernel_builds._operand(FP8_1X128, size, columns), None)]
+            a, b = kernel_builds._operand(FP8_1X128, m, k), kernel_builds._operand(FP8_128X128, groups, n, k)
+        else:
+            columns = padded_tokens(m, groups, FP8_1X128.block[1])
+            a, b = (kernel_builds._operand(FP8_1X128, size, columns) for size in (n, k))
         if accumulate:
-            return label, lambda: gluon.add_grouped_matmul(
-                torch.zeros(groups, n, k), *operands, ends, *formats, build
-            )  # fmt: skip
-        return label, lambda: gluon.grouped_matmul(*operands, ends, *formats, "k", out_dtype, build)
+            return label, lambda: gluon.add_grouped_matmul(torch.zeros(groups, n, k), a, b, ends, build)
+        return label, lambda: gluon.grouped_matmul(a, b, ends, along, out_dtype, build)
 
     bf16, f32 = torch.bfloat16, torch.float32
     for along in ("m", "k"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from grouped_cases import ROUTINGS, ends_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, CastOptions, Groups
 from torchao_blockwise.ops.group_tables import layout, reference
 from torchao_blockwise.ops.groups import clamped_ends, padded_tokens
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
@@ -65,11 +67,12 @@ def blocks_of(group_ends, tokens: int, block: int, count: int) -> list[list[int]
     return [[0, rest, tokens, 0], *blocks, *([rest + i * block, rest, tokens, 0] for i in more)]
 
 
-def check(make, group_ends, tokens: int, block: int, device: str) -> None:
+def check(make, group_ends, tokens: int, fmt, device: str) -> None:
+    block = fmt.block[1]
     at = layout.layout_of(tokens, len(group_ends), block)
     # What is not written shows.
     torch.full((4 * at.length,), -77, dtype=torch.int32, device=device)
-    found = make(group_ends.to(device), tokens, block)
+    found = make(group_ends.to(device), tokens, fmt)
     assert (found.dtype, found.shape) == (torch.int32, (at.length, 4))
     found = found.tolist()
     padded_blocks = padded_tokens(tokens, len(group_ends), block) // block
@@ -85,40 +88,40 @@ def check(make, group_ends, tokens: int, block: int, device: str) -> None:
 @implementations
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_tables(make, fmt, routing, device):
-    check(make, *ends_of(routing), fmt.block[1], device)
+    check(make, *ends_of(routing), fmt, device)
 
 
 @implementations
 @MALFORMED
 def test_malformed_ends_are_clamped(make, ends, device):
     for fmt in FORMATS:
-        check(make, int32(ends), 300, fmt.block[1], device)
+        check(make, int32(ends), 300, fmt, device)
 
 
 @implementations
 @pytest.mark.parametrize("experts", [1, 2, 37])
 def test_tables_of_random_sizes(make, experts, device):
     sizes = torch.randint(0, 400, (experts,), generator=torch.Generator().manual_seed(experts))
-    check(make, sizes.cumsum(0).int(), int(sizes.sum()) + 77, FP8_1X128.block[1], device)
+    check(make, sizes.cumsum(0).int(), int(sizes.sum()) + 77, FP8_1X128, device)
 
 
 @implementations
 @pytest.mark.parametrize("ends, tokens", (((1, 40_000), 40_001), ((5,), 40_000)), ids=("one group", "no group"))
 def test_long_groups_take_several_rounds(make, ends, tokens, device):
     for fmt in FORMATS:
-        check(make, int32(ends), tokens, fmt.block[1], device)
+        check(make, int32(ends), tokens, fmt, device)
 
 
 @implementations
 def test_no_tokens(make, device):
-    check(make, int32([0, 0, 0]), 0, FP8_1X128.block[1], device)
+    check(make, int32([0, 0, 0]), 0, FP8_1X128, device)
 
 
 @pytest.mark.gpu
 def test_tables_of_many_groups(device):
     sizes = torch.randint(0, 400, (511,), generator=torch.Generator().manual_seed(0))
     for fmt in FORMATS:
-        check(kernels.group_tables, sizes.cumsum(0).int(), int(sizes.sum()) + 77, fmt.block[1], device)
+        check(kernels.group_tables, sizes.cumsum(0).int(), int(sizes.sum()) + 77, fmt, device)
 
 
 @implementations
@@ -126,8 +129,9 @@ def test_the_example_of_the_docstring(make, monkeypatch, device):
     for module in (layout, reference, kernels):
         monkeypatch.setattr(module, "HEIGHTS", (8,))
     layout._remembered.cache_clear()
+    fmt = replace(FP8_1X128, block=(1, 8))
     try:
-        found, at = make(int32([5, 5, 14]).to(device), 15, 8).tolist(), layout.layout_of(15, 3, 8)
+        found, at = make(int32([5, 5, 14]).to(device), 15, fmt).tolist(), layout.layout_of(15, 3, 8)
     finally:
         layout._remembered.cache_clear()
     assert found[:4] == [[3, 2, 0, 0], [2, 1, 3, 0], [0, 0, 1, 0], [1, 1, 1, 0]]
@@ -140,7 +144,7 @@ def test_entries_along_k_lead_no_further_than_padded_tokens(ends, device):
     """All that is known of the tokens is how many there are with their padding, which ends may fill wholly."""
     for padded in (384, 640):
         blocks = padded // FP8_1X128.block[1]
-        found = kernels.group_schedule(int32(ends).to(device), padded, FP8_1X128.block[1], None).tolist()
+        found = kernels.group_schedule(Groups(int32(ends).to(device)), padded, FP8_1X128).tolist()
         assert found[:4] == along_k(int32(ends), padded, FP8_1X128.block[1], blocks)
         assert all(first <= last <= blocks for _, first, last, _ in found[1:4])
 
@@ -153,15 +157,15 @@ def test_the_operation_gives_the_tables_of_its_backend(fmt, device):
     ends, tokens = ends_of("tail")
     ends = ends.to(device)
     for backend, make in (("reference", reference.group_tables), ("triton", kernels.group_tables)):
-        found = ops.group_tables(ends, tokens, fmt, backend=backend)
+        found = ops.make_groups(ends, tokens, fmt, backend=backend).tables
         at = layout.layout_of(tokens, len(ends), fmt.block[1])
-        assert_bitwise_equal(found[: at.rows], make(ends, tokens, fmt.block[1])[: at.rows])
-        assert ops.group_tables(ends.to("meta"), tokens, fmt).shape == found.shape
+        assert_bitwise_equal(found[: at.rows], make(ends, tokens, fmt)[: at.rows])
+        assert ops.make_groups(ends.to("meta"), tokens, fmt).tables.shape == found.shape
 
 
 def test_sizes_may_be_symbolic():
     def made(ends, x):
-        return ops.group_tables(ends, x.shape[0], FP8_1X128, backend="reference")
+        return ops.make_groups(ends, x.shape[0], FP8_1X128, backend="reference").tables
 
     graph = make_fx(made, tracing_mode="symbolic")(int32([5, 7]), torch.zeros(9))
     for ends, tokens in ((int32([3, 4, 200]), 333), (int32([100]), 101)):
@@ -172,16 +176,16 @@ def test_sizes_may_be_symbolic():
     "call, error, message",
     (
         (
-            lambda: ops.group_tables(int32([3]), 5, FP8_128X128),
+            lambda: ops.make_groups(int32([3]), 5, FP8_128X128),
             ValueError,
-            "group_tables: tokens in groups need blocks of",
+            "make_groups: tokens in groups need blocks of",
         ),
         (
-            lambda: ops.group_tables(int32([3]).long(), 5, FP8_1X128),
+            lambda: ops.make_groups(int32([3]).long(), 5, FP8_1X128),
             TypeError,
-            "group_tables: group_ends must be int32",
+            "make_groups: group_ends must be int32",
         ),
-        (lambda: ops.group_tables(int32([6]), 5, FP8_1X128), ValueError, r"must lie in \[0, 5\]"),
+        (lambda: ops.make_groups(int32([6]), 5, FP8_1X128), ValueError, r"must lie in \[0, 5\]"),
     ),
     ids=("format", "dtype", "ends"),
 )
@@ -195,17 +199,19 @@ def test_refuses(call, error, message):
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENDS, TOKENS, OTHER_ENDS = int32([33, 33, 162]).to(DEVICE), 180, int32([1, 100, 170]).to(DEVICE)
 COPIES = {"rowwise": True, "columnwise": True}
+COLUMNWISE = {"rowwise": False, "columnwise": True, "backend": "reference"}
 
 
 def quantizers(fmt):
-    """{operation: call with group ends and options} in Triton, on tokens of which some are in no group."""
+    """{operation: call with groups and options}, on tokens of which some are in no group."""
     dh, gate, up = (random_tensor(TOKENS, 48, dtype=torch.bfloat16, seed=seed, device=DEVICE) / 64 for seed in range(3))
     amax = {"tensor_amax": torch.tensor(64.0, device=DEVICE)} if fmt.has_global_scale else {}
-    calls = {"grouped_quantize": lambda ends, **o: ops.grouped_quantize(gate, ends, fmt, **COPIES, **amax, **o)}
+    calls = {"grouped_quantize": lambda groups, **o: ops.grouped_quantize(gate, groups, fmt, **COPIES, **amax, **o)}
     if fmt is FP8_1X128:
-        calls["swiglu_quantize"] = lambda ends, **o: ops.swiglu_quantize(gate, up, fmt, **COPIES, group_ends=ends, **o)
-        calls["swiglu_backward_quantize"] = lambda ends, **o: ops.swiglu_backward_quantize(
-            dh, gate, up, fmt, **COPIES, group_ends=ends, **o
+        options = CastOptions(fmt, **COPIES)
+        calls["swiglu_quantize"] = lambda groups, **o: ops.swiglu_quantize(gate, up, options, groups=groups, **o)
+        calls["swiglu_backward_quantize"] = lambda groups, **o: ops.swiglu_backward_quantize(
+            dh, gate, up, options, groups=groups, **o
         )
     return calls
 
@@ -231,22 +237,22 @@ def made(monkeypatch) -> list:
 
 
 @every_quantizer
-def test_quantised_with_tables_are_the_same_bits(fmt, op, made):
+def test_quantized_with_tables_are_the_same_bits(fmt, op, made):
     call = quantizers(fmt)[op]
     expected = call(ENDS, backend="triton")
     assert len(made) == 1
-    tables = ops.group_tables(ENDS, TOKENS, fmt, backend="triton")
-    assert_same(call(ENDS, backend="triton", group_tables=tables), expected)
+    groups = ops.make_groups(ENDS, TOKENS, fmt, backend="triton")
+    assert_same(call(groups, backend="triton"), expected)
     assert len(made) == 2, "an operation that is given tables makes none"
-    assert_same(call(ENDS, backend="reference", group_tables=tables), expected)
+    assert_same(call(groups, backend="reference"), expected)
 
 
 @every_quantizer
 def test_the_given_tables_are_those_that_are_read(fmt, op):
     """Of other ends, so that it shows."""
     call = quantizers(fmt)[op]
-    tables = ops.group_tables(OTHER_ENDS, TOKENS, fmt, backend="triton")
-    assert_same(call(ENDS, backend="triton", group_tables=tables), call(OTHER_ENDS, backend="triton"))
+    groups = Groups(ENDS, ops.make_groups(OTHER_ENDS, TOKENS, fmt, backend="triton").tables)
+    assert_same(call(groups, backend="triton"), call(OTHER_ENDS, backend="triton"))
 
 
 @pytest.mark.parametrize("fmt, weight_fmt", ((FP8_1X128, FP8_128X128), (NVFP4_1X16, NVFP4_16X16)), ids=("fp8", "nvfp4"))
@@ -255,52 +261,51 @@ def test_products_take_tables_of_the_tokens_without_padding(fmt, weight_fmt):
     x, dy, w = (random_tensor(*shape, device=DEVICE) for shape in ((TOKENS, 33), (TOKENS, 48), (3 * 48, 33)))
     w = w.view(3, 48, 33)
     options = {"out_dtype": torch.float32, "backend": "reference"}
-    given = {**options, "group_tables": ops.group_tables(ENDS, TOKENS, fmt, backend="triton")}
-    a, b = (ops.quantize(t, f, backend="reference") for t, f in ((x, fmt), (w, weight_fmt)))
-    assert_bitwise_equal(ops.grouped_matmul(a, b, ENDS, **given), ops.grouped_matmul(a, b, ENDS, **options))
-    a, b = (ops.grouped_quantize(t, ENDS, fmt, rowwise=False, columnwise=True, backend="reference") for t in (dy, x))
+    groups = ops.make_groups(ENDS, TOKENS, fmt, backend="triton")
+    a, b = (ops.quantize(t, f, backend="reference").rowwise for t, f in ((x, fmt), (w, weight_fmt)))
+    assert_bitwise_equal(ops.grouped_matmul(a, b, groups, **options), ops.grouped_matmul(a, b, ENDS, **options))
+    a, b = (ops.grouped_quantize(t, ENDS, fmt, **COLUMNWISE).columnwise for t in (dy, x))
     expected = ops.grouped_matmul(a, b, ENDS, along="k", **options)
-    assert_bitwise_equal(ops.grouped_matmul(a, b, ENDS, along="k", **given), expected)
-    del given["out_dtype"]
-    assert_bitwise_equal(ops.add_grouped_matmul_(torch.zeros_like(w), a, b, ENDS, **given), expected)
+    assert_bitwise_equal(ops.grouped_matmul(a, b, groups, along="k", **options), expected)
+    added = ops.add_grouped_matmul_(torch.zeros_like(w), a, b, groups, backend="reference")
+    assert_bitwise_equal(added, expected)
 
 
 def product_along(along: str):
     """Call of a product of TOKENS tokens with tables."""
     options = {"along": along, "out_dtype": torch.float32, "backend": "reference"}
-    columnwise = {"rowwise": False, "columnwise": True, "backend": "reference"}
     x, w = torch.ones(TOKENS, 32, device=DEVICE), torch.ones(3, 8, 32, device=DEVICE)
     if along == "m":
-        a, b = ops.quantize(x, FP8_1X128, backend="reference"), ops.quantize(w, FP8_128X128, backend="reference")
+        a, b = (ops.quantize(t, f, backend="reference").rowwise for t, f in ((x, FP8_1X128), (w, FP8_128X128)))
     else:
-        a = b = ops.grouped_quantize(x, ENDS, FP8_1X128, **columnwise)
-    return lambda tables: ops.grouped_matmul(a, b, ENDS, **options, group_tables=tables)
+        a = b = ops.grouped_quantize(x, ENDS, FP8_1X128, **COLUMNWISE).columnwise
+    return lambda tables: ops.grouped_matmul(a, b, Groups(ENDS, tables), **options)
 
 
 def add_along_k(tables):
     x, out = torch.ones(TOKENS, 32, device=DEVICE), torch.zeros(3, 32, 32, device=DEVICE)
-    a = ops.grouped_quantize(x, ENDS, FP8_1X128, rowwise=False, columnwise=True, backend="reference")
-    return ops.add_grouped_matmul_(out, a, a, ENDS, backend="reference", group_tables=tables)
+    a = ops.grouped_quantize(x, ENDS, FP8_1X128, **COLUMNWISE).columnwise
+    return ops.add_grouped_matmul_(out, a, a, Groups(ENDS, tables), backend="reference")
 
 
 TAKERS = {
     "add_grouped_matmul_": add_along_k,
-    **{op: lambda tables, op=op: quantizers(FP8_1X128)[op](ENDS, group_tables=tables) for op in quantizers(FP8_1X128)},
+    **{op: lambda tables, op=op: quantizers(FP8_1X128)[op](Groups(ENDS, tables)) for op in quantizers(FP8_1X128)},
     "grouped_matmul along m": lambda tables: product_along("m")(tables),
     "grouped_matmul along k": lambda tables: product_along("k")(tables),
 }
 
 
 def tables_of(ends, tokens: int = TOKENS, fmt=FP8_1X128) -> torch.Tensor:
-    return ops.group_tables(ends, tokens, fmt, backend="reference")
+    return ops.make_groups(ends, tokens, fmt, backend="reference").tables
 
 
 WRONG = {
-    "dtype": (lambda: tables_of(ENDS).long(), TypeError, "group_tables must be int32, got torch.int64"),
-    "device": (lambda: tables_of(ENDS).to("meta"), ValueError, "on the device of group_ends (cpu|cuda:0), got meta"),
+    "dtype": (lambda: tables_of(ENDS).long(), TypeError, "tables of groups must be int32, got torch.int64"),
+    "device": (lambda: tables_of(ENDS).to("meta"), ValueError, "on the device of the ends (cpu|cuda:0), got meta"),
     "groups": (lambda: tables_of(ENDS[:2]), ValueError, "of 3 ends, .* tokens.* and blocks of 128"),
-    "fewer tokens": (lambda: tables_of(ENDS[:0].new_zeros(3), 40), ValueError, "make it of the same ends, tokens"),
-    "more tokens": (lambda: tables_of(ENDS, 1000), ValueError, "make it of the same ends, tokens"),
+    "fewer tokens": (lambda: tables_of(ENDS[:0].new_zeros(3), 40), ValueError, "make them of the same ends, tokens"),
+    "more tokens": (lambda: tables_of(ENDS, 1000), ValueError, "make them of the same ends, tokens"),
     "format": (lambda: tables_of(ENDS, fmt=NVFP4_1X16), ValueError, r"blocks of 128, contiguous \[entries, 4\], got"),
     "dims": (lambda: tables_of(ENDS).flatten(), ValueError, r"got shape \[\d+\]"),
     "strides": (lambda: tables_of(ENDS).mT.contiguous().mT, ValueError, "stride"),

@@ -20,7 +20,7 @@ def _cases(target: int):
     """(label, call of a launcher) for every variant of every kernel: shapes are [tokens, N, K] and groups."""
     import torch
 
-    from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+    from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Groups
     from torchao_blockwise.ops.group_tables.kernels_triton import group_tables
     from torchao_blockwise.ops.grouped_matmul import kernels_triton as grouped
     from torchao_blockwise.ops.groups import padded_tokens
@@ -28,24 +28,19 @@ def _cases(target: int):
 
     matmul.compute_capability = grouped.compute_capability = lambda device: divmod(target, 10)
 
-    def operand(fmt, *shape):
-        qdata = torch.zeros(fmt.qdata_shape(*shape), dtype=torch.uint8).view(fmt.element.storage_dtype)
-        scale = torch.zeros(fmt.scale_shape(*shape)).to(fmt.scale_dtype)
-        return qdata, scale, torch.ones(()) if fmt.has_global_scale else None
-
     def case(along, a_fmt, b_fmt, m, n, k, groups, out_dtype, accumulate=False):
         dtype = "accumulate" if accumulate else str(out_dtype)[6:]
         label = f"grouped_{along} {a_fmt.name}·{b_fmt.name} {m}x{n}x{k} E{groups} {dtype}"
-        ends = torch.zeros(groups, dtype=torch.int32)
+        ends = Groups(torch.zeros(groups, dtype=torch.int32))
         if along == "m":
-            operands = *operand(a_fmt, m, k), *operand(b_fmt, groups, n, k)
+            a, b = kernel_builds._operand(a_fmt, m, k), kernel_builds._operand(b_fmt, groups, n, k)
         else:
             tokens = padded_tokens(m, groups, a_fmt.block[1])
-            operands = *operand(a_fmt, n, tokens), *operand(b_fmt, k, tokens)
+            a, b = kernel_builds._operand(a_fmt, n, tokens), kernel_builds._operand(b_fmt, k, tokens)
         if accumulate:
             out = torch.zeros(groups, n, k)
-            return label, lambda: grouped.add_grouped_matmul(out, *operands, ends, a_fmt, b_fmt)
-        return label, lambda: grouped.grouped_matmul(*operands, ends, a_fmt, b_fmt, along, out_dtype)
+            return label, lambda: grouped.add_grouped_matmul(out, a, b, ends)
+        return label, lambda: grouped.grouped_matmul(a, b, ends, along, out_dtype)
 
     for fmt in (FP8_1X128, NVFP4_1X16):
         for groups in (1, 8, 300):
@@ -53,7 +48,7 @@ def _cases(target: int):
             for m in (1, 4096, 4112, 4099):
                 yield (
                     f"tables {fmt.name} {m} E{groups}",
-                    lambda ends=ends, m=m, block=fmt.block[1]: group_tables(ends, m, block),
+                    lambda ends=ends, m=m, fmt=fmt: group_tables(ends, m, fmt),
                 )
     bf16, f32 = torch.bfloat16, torch.float32
     for a_fmt, b_fmts in ((FP8_1X128, (FP8_128X128, FP8_1X128)), (NVFP4_1X16, (NVFP4_16X16, NVFP4_1X16))):

@@ -11,10 +11,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import E4M3, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.formats import E4M3, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.grouped_matmul import candidates
-from torchao_blockwise.ops.groups import clamped_ends, padded_tokens
+from torchao_blockwise.ops.grouped_matmul import grouped_matmul_op
+from torchao_blockwise.ops.groups import as_groups, clamped_ends, padded_tokens
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 sys.path.append(str(Path(__file__).parent))
@@ -68,7 +68,7 @@ class Case:
             )
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, ..] with each group padded to whole blocks: what a columnwise copy is quantised from."""
+        """[tokens, ..] with each group padded to whole blocks: what a columnwise copy is quantized from."""
         block, rows = self.pair[0].block[1], x[: sum(self.sizes)]
         out = x.new_zeros(padded_tokens(self.tokens, len(self.sizes), block), x.shape[1])
         at = 0
@@ -83,12 +83,12 @@ class Case:
         for g, size in enumerate(self.sizes):
             if self.along == "m":
                 end = row + size
-                scale = self.a.scale[:, row:end] if self.a.fmt.transposed_scales else self.a.scale[row:end]
+                scale = self.a.scale[:, row:end] if self.a.format.transposed_scales else self.a.scale[row:end]
                 a = self.a._replace(qdata=self.a.qdata[row:end], scale=scale)
                 yield slice(row, end), a, self.b._replace(qdata=self.b.qdata[g], scale=self.b.scale[g])
                 row = end
             else:
-                end = block - (-size // self.a.fmt.block[1])
+                end = block - (-size // self.a.format.block[1])
                 yield g, *(columns(x, block, end) for x in (self.a, self.b))
                 block = end
 
@@ -104,13 +104,13 @@ def values(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, fmt, device):
-    return ops.quantize(x.to(device), fmt, backend="reference")
+    return ops.quantize(x.to(device), fmt, backend="reference").rowwise
 
 
 def columns(q, first: int, end: int):
     """Blocks [first, end) of an operand's contraction."""
-    width = q.fmt.block[1] // q.fmt.element.per_byte
-    scale = q.scale[first:end] if q.fmt.transposed_scales else q.scale[:, first:end]
+    width = q.format.block[1] // q.format.element.per_byte
+    scale = q.scale[first:end] if q.format.transposed_scales else q.scale[:, first:end]
     return q._replace(qdata=q.qdata[:, first * width : end * width], scale=scale)
 
 
@@ -118,9 +118,9 @@ def assert_close_to_each_group(case: Case, out: torch.Tensor, backend: str) -> N
     """Within the plain product's budget in each group, and exactly zero where no group is."""
     rest = torch.ones_like(out, dtype=torch.bool)
     for index, a, b in case.groups():
-        contraction = a.qdata.shape[1] * a.fmt.element.per_byte
+        contraction = a.qdata.shape[1] * a.format.element.per_byte
         if contraction:
-            assert_within_budget(out[index], a, b, contraction, accumulation_unit(backend, a.fmt, case.device))
+            assert_within_budget(out[index], a, b, contraction, accumulation_unit(backend, a.format, case.device))
             rest[index] = False
     assert (out[rest] == 0).all()
 
@@ -230,7 +230,7 @@ def nan_payload(q, rows: slice):
     """The operand with NaN in the payload (e4m3), or in the block scales, of these rows."""
     q = q._replace(qdata=q.qdata.clone(), scale=q.scale.clone())
     q.qdata[rows].view(torch.uint8).fill_(0x7F)
-    scale = q.scale.mT[rows] if q.fmt.transposed_scales else q.scale[rows]
+    scale = q.scale.mT[rows] if q.format.transposed_scales else q.scale[rows]
     scale.fill_(float("nan")) if scale.dtype == torch.float32 else scale.view(torch.uint8).fill_(0x7F)
     return q
 
@@ -325,7 +325,7 @@ def test_kernels_clamp_what_nobody_checks(along, pair, ends, device, monkeypatch
     monkeypatch.setattr("torchao_blockwise.ops.groups._check_values", lambda *args: None)
     case.ends = torch.tensor(ends, dtype=torch.int32, device=device)
     out = case.run(backend="triton")
-    limit = case.tokens if along == "m" else case.a.qdata.shape[1] * case.a.fmt.element.per_byte
+    limit = case.tokens if along == "m" else case.a.qdata.shape[1] * case.a.format.element.per_byte
     case.sizes = clamped_ends(case.ends, limit).diff(prepend=case.ends.new_zeros(1)).tolist()
     assert_close_to_each_group(case, out, "triton")
 
@@ -336,8 +336,8 @@ def test_kernels_clamp_what_nobody_checks(along, pair, ends, device, monkeypatch
 @along_and_pairs
 def test_auto_takes_the_first_that_can(along, pair, device):
     case = Case(along, pair, ([30, 0, 9], 2), device)
-    reasons = candidates(case.a.qdata.device, case.a.qdata.shape, case.b.qdata.shape, *pair, along)
-    first = next(backend for backend, why_not in reasons.items() if why_not is None)
+    args = case.a, case.b, as_groups(case.ends), along, torch.float32
+    first = next(row.backend for row in grouped_matmul_op.table if row.reason(args) is None)
     hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
     assert first is Backend.TRITON or (hopper and first is Backend.GLUON)
     assert_bitwise_equal(case.run(), case.run(backend=first))
@@ -347,9 +347,7 @@ def test_auto_takes_the_first_that_can(along, pair, device):
 @along_and_pairs
 def test_meta_tensors(along, pair, out_dtype):
     case = Case(along, pair, ([30, 0, 9], 2), "cpu")
-    a, b = (
-        x._replace(**{name: t.to("meta") for name, t in x._asdict().items() if t is not None}) for x in (case.a, case.b)
-    )
+    a, b = (Operand(*(None if t is None else t.to("meta") for t in x.tensors), x.format_name) for x in (case.a, case.b))
     out = ops.grouped_matmul(a, b, case.ends.to("meta"), along=along, out_dtype=out_dtype)
     assert (out.device.type, out.shape, out.dtype) == ("meta", case.run(backend="reference").shape, out_dtype)
 
@@ -369,11 +367,9 @@ def test_compiled_products_follow_tokens_and_routing(pair):
     fmt, w = pair[0], quantize(torch.randn(3, 48, 160), pair[1], "cpu")
 
     def products(x, dy, ends, out):
-        a = ops.quantize(x, fmt, backend="reference")
-        copies = (
-            ops.grouped_quantize(t, ends, fmt, rowwise=False, columnwise=True, backend="reference") for t in (dy, x)
-        )
-        dy_columnwise, x_columnwise = copies
+        a = ops.quantize(x, fmt, backend="reference").rowwise
+        options = {"rowwise": False, "columnwise": True, "backend": "reference"}
+        dy_columnwise, x_columnwise = (ops.grouped_quantize(t, ends, fmt, **options).columnwise for t in (dy, x))
         ops.add_grouped_matmul_(out, dy_columnwise, x_columnwise, ends, backend="reference")
         return (
             ops.grouped_matmul(a, w, ends, out_dtype=torch.bfloat16, backend="reference"),
@@ -406,16 +402,16 @@ def test_weights_of_more_than_2_to_the_31_elements(pair):
     """The last experts lie behind what 32 bits can address."""
     experts, n, k = 34, 8192, 8192
     w = torch.zeros(1, n, k, device="cuda", dtype=torch.bfloat16).normal_()
-    weight = ops.quantize(w, pair[1])
+    weight = ops.quantize(w, pair[1]).rowwise
     b = weight._replace(
         qdata=weight.qdata.expand(experts, -1, -1).contiguous(), scale=weight.scale.expand(experts, -1, -1).contiguous()
     )
-    a = ops.quantize(torch.randn(300, k, device="cuda"), pair[0])
+    a = ops.quantize(torch.randn(300, k, device="cuda"), pair[0]).rowwise
     ends = torch.zeros(experts, dtype=torch.int32, device="cuda")
     ends[-2:] = torch.tensor([100, 300])
     out = ops.grouped_matmul(a, b, ends, out_dtype=torch.float32, backend="triton")
     plain = weight._replace(qdata=weight.qdata[0], scale=weight.scale[0])
-    assert_within_budget(out, a, plain, k, accumulation_unit("triton", a.fmt, "cuda"))
+    assert_within_budget(out, a, plain, k, accumulation_unit("triton", a.format, "cuda"))
 
 
 @pytest.mark.gpu

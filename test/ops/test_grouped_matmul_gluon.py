@@ -15,8 +15,8 @@ from gpu_steps import capture
 from grouped_cases import FORMATS, OPERANDS, ROUTINGS, TOLERANCE, ends_of, relative_error
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16
-from torchao_blockwise.ops.groups import clamped_ends
+from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, Groups, Operand
+from torchao_blockwise.ops.groups import as_groups, clamped_ends
 from torchao_blockwise.ops.matmul.builds import BUILDS as ALL_BUILDS
 
 gluon = pytest.importorskip("torchao_blockwise.ops.grouped_matmul.kernels_gluon")
@@ -29,8 +29,12 @@ BUILDS = dict(zip(("256x128-pair", "256x128", "128x128", "64x64"), ALL_BUILDS))
 every_build = pytest.mark.parametrize("build", BUILDS)
 
 
-def product(a, b, group_ends, along: str, dtype=torch.float32, build=None, group_tables=None):
-    return gluon.grouped_matmul(*a, *b, group_ends, *FORMATS[along], along, dtype, build, group_tables)
+def product(a, b, groups, along: str, dtype=torch.float32, build=None):
+    return gluon.grouped_matmul(a, b, as_groups(groups), along, dtype, build)
+
+
+def add_product(out, a, b, groups, build) -> None:
+    gluon.add_grouped_matmul(out, a, b, as_groups(groups), build)
 
 
 @pytest.fixture
@@ -50,7 +54,12 @@ def simulate(monkeypatch, kernel=pipeline.grouped_matmul_fp8_kernel) -> simulato
 def scheduled_by(function):
     """Where there is a GPU, Triton's kernels run there, and the simulator here."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return lambda group_ends, *sizes: function(group_ends.to(device), *sizes).cpu()
+
+    def scheduled(groups, *sizes):
+        tensors = (None if t is None else t.to(device) for t in groups)
+        return function(Groups(*tensors), *sizes).cpu()
+
+    return scheduled
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -105,7 +114,7 @@ def test_simulated_product_adds_to_gradients(simulated, build, routing):
     empty = group_ends.diff(prepend=group_ends.new_zeros(1)) == 0
     start[empty, 0, :2] = torch.tensor([-0.0, float("nan")])
     out = start.clone()
-    gluon.add_grouped_matmul(out, *a, *b, group_ends, *FORMATS["k"], BUILDS[build])
+    add_product(out, a, b, group_ends, BUILDS[build])
     assert torch.equal(out[empty].view(torch.int32), start[empty].view(torch.int32))
     if not empty.all():
         out[empty] = start[empty] = 0.0
@@ -119,16 +128,16 @@ def test_simulated_product_by_tables_made_before(simulated, monkeypatch, build, 
     """One object for all heights of tiles and both directions, of the tokens without padding."""
     group_ends, tokens = ends_of(routing)
     a, b = OPERANDS[along](group_ends, tokens, 130, 272)
-    made = ops.group_tables(group_ends, tokens, FP8_1X128, backend="reference")
+    made = ops.make_groups(group_ends, tokens, FP8_1X128, backend="reference")
     wanted = product(a, b, group_ends, along, build=BUILDS[build])
     added = torch.ones_like(wanted)
     if along == "k":
-        gluon.add_grouped_matmul(added, *a, *b, group_ends, *FORMATS["k"], BUILDS[build])
+        add_product(added, a, b, group_ends, BUILDS[build])
     monkeypatch.setattr(tables, "launch", None)
-    assert torch.equal(product(a, b, group_ends, along, build=BUILDS[build], group_tables=made), wanted)
+    assert torch.equal(product(a, b, made, along, build=BUILDS[build]), wanted)
     if along == "k":
         again = torch.ones_like(wanted)
-        gluon.add_grouped_matmul(again, *a, *b, group_ends, *FORMATS["k"], BUILDS[build], made)
+        add_product(again, a, b, made, BUILDS[build])
         assert torch.equal(again, added)
 
 
@@ -324,13 +333,19 @@ def test_choice_of_build():
 def test_why_not(monkeypatch):
     monkeypatch.setattr(gluon, "interpreting", lambda: False)
     a, b = (64, 256), (4, 128, 256)
-    assert gluon.why_not(a, b, *FORMATS["m"], "m") is None
-    assert gluon.why_not(a, b[1:], *FORMATS["k"], "k") is None
+
+    def why_not(a_shape, b_shape, formats, along):
+        shapes = zip((a_shape, b_shape), formats)
+        operands = (Operand(torch.empty(shape, device="meta"), None, None, fmt.name) for shape, fmt in shapes)
+        return gluon.why_not(*operands, along)
+
+    assert why_not(a, b, FORMATS["m"], "m") is None
+    assert why_not(a, b[1:], FORMATS["k"], "k") is None
     reasons = (
-        gluon.why_not(a, b, *FORMATS["k"], "m"),
-        gluon.why_not(a, b, NVFP4_1X16, NVFP4_1X16, "k"),
-        gluon.why_not((0, 256), b, *FORMATS["m"], "m"),
-        gluon.why_not(a, (4, 0, 256), *FORMATS["m"], "m"),
+        why_not(a, b, FORMATS["k"], "m"),
+        why_not(a, b, (NVFP4_1X16, NVFP4_1X16), "k"),
+        why_not((0, 256), b, FORMATS["m"], "m"),
+        why_not(a, (4, 0, 256), FORMATS["m"], "m"),
     )
     assert reasons == (
         'along "m" the kernels multiply fp8_1x128 · fp8_128x128, got fp8_1x128 · fp8_1x128',
@@ -339,7 +354,7 @@ def test_why_not(monkeypatch):
         "the copy engine has no empty tensors, got payloads of shape [64, 256] and [4, 0, 256]",
     )
     monkeypatch.setattr(gluon, "interpreting", lambda: True)
-    assert gluon.why_not(a, b, *FORMATS["m"], "m") == "Triton's interpreter does not know Gluon"
+    assert why_not(a, b, FORMATS["m"], "m") == "Triton's interpreter does not know Gluon"
 
 
 def test_backend_by_name_says_why_it_cannot_run():
@@ -416,7 +431,7 @@ def test_adding_to_gradients_on_the_gpu(hopper, gpu_routing, build):
     a, b = gpu_operands("k", ends.cpu(), tokens, 264, 272)
     start = 100 * torch.randn(ends.numel(), 264, 272, device="cuda")
     out = start.clone()
-    gluon.add_grouped_matmul(out, *a, *b, ends, *FORMATS["k"], BUILDS[build])
+    add_product(out, a, b, ends, BUILDS[build])
     empty = ends.diff(prepend=ends.new_zeros(1)) == 0
     assert torch.equal(out[empty], start[empty])
     assert relative_error(out, a, b, ends, "k", start) < 4 * 2**-13 + TOLERANCE[torch.float32]

@@ -16,7 +16,7 @@ from test_grouped_matmul import PAIRS, Case
 
 
 def quantized(*shape, fmt=FP8_1X128, device="cpu"):
-    return ops.quantize(torch.ones(*shape, device=device), fmt, backend="reference")
+    return ops.quantize(torch.ones(*shape, device=device), fmt, backend="reference").rowwise
 
 
 A, B = quantized(4, 32), quantized(3, 8, 32, fmt=FP8_128X128)

@@ -1,4 +1,4 @@
-"""ops.grouped_quantize, and SwiGLU in groups: each group as if quantised alone, and nothing else written."""
+"""ops.grouped_quantize, and SwiGLU in groups: each group as if quantized alone, and nothing else written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, BlockFormat
+from torchao_blockwise.formats import (
+    FP8_1X128,
+    FP8_128X128,
+    NVFP4_1X16,
+    BlockFormat,
+    CastOptions,
+    Copies,
+    Groups,
+    Operand,
+)
 from torchao_blockwise.ops.grouped_quantize import reference
 from torchao_blockwise.ops.groups import padded_ends, padded_tokens
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor, with_special_values
@@ -52,36 +61,38 @@ def tokens_of(ends, tokens: int, columns: int, fmt=FP8_1X128, dtype=torch.bfloat
     return x.to(device)
 
 
-def each_group_alone(x, ends, fmt: BlockFormat, rowwise: bool, columnwise: bool, power_of_2_scales=False):
+def each_group_alone(x, ends, fmt: BlockFormat, rowwise=True, columnwise=True, power_of_2_scales=False) -> Copies:
     """By the plain reference, a group at a time, sizes known."""
     block, per_byte = fmt.block[1], fmt.element.per_byte
     options = {"power_of_2_scales": power_of_2_scales, "backend": "reference"}
     if fmt.has_global_scale:
         options["tensor_amax"] = x[: ends[-1]].abs().float().max() if x[: ends[-1]].numel() else torch.zeros(())
-    results = []
+    of_rows = of_columns = None
     if rowwise:
         in_groups = torch.cat((x[: ends[-1]], torch.zeros_like(x[ends[-1] :])))
-        results.append(ops.quantize(in_groups, fmt, **options))
+        of_rows = ops.quantize(in_groups, fmt, **options).rowwise
     if columnwise:
         rest = padded_tokens(len(x), len(ends), block)
         qdata, scale, operand = [], [], None
         for start, end in zip([0, *ends, None], [*ends, None]):
             group = x[start:end] if end is not None else x.new_zeros(rest, x.shape[1])
-            operand = ops.quantize(group, fmt, rowwise=False, columnwise=True, **options)
+            operand = ops.quantize(group, fmt, rowwise=False, columnwise=True, **options).columnwise
             length = -(-group.shape[0] // block) * block
             rest -= length
             qdata.append(F.pad(operand.qdata.view(torch.uint8), (0, length // per_byte - operand.qdata.shape[1])))
             scale.append(operand.scale.view(torch.uint8) if operand.scale.itemsize == 1 else operand.scale)
         scale = torch.cat(scale, 0 if fmt.transposed_scales else 1).view(operand.scale.dtype)
         qdata = torch.cat(qdata, 1).view(operand.qdata.dtype)
-        results.append(ops.operand(fmt, qdata, scale, operand.global_scale))
-    return results[0] if len(results) == 1 else tuple(results)
+        of_columns = Operand(qdata, scale, operand.global_scale, fmt.name)
+    return Copies(of_rows, of_columns)
 
 
-def assert_copies_equal(got, expected) -> None:
-    pairs = [(got, expected)] if ops.is_operand(expected) else zip(got, expected, strict=True)
-    for a, b in pairs:
-        assert_operands_equal(a, b)
+def assert_copies_equal(got: Copies, expected: Copies) -> None:
+    assert type(got) is type(expected) is Copies
+    for a, b in zip(got, expected):
+        assert (a is None) == (b is None)
+        if b is not None:
+            assert_operands_equal(a, b)
 
 
 GUARD, POISON = 4096, 0xA5
@@ -116,10 +127,10 @@ def guarded(monkeypatch):
 @backends
 @formats
 @groups
-def test_each_group_is_quantised_alone(ends, tokens, fmt, backend, guarded, device):
-    x, both = tokens_of(ends, tokens, 144, fmt, device=device), {"rowwise": True, "columnwise": True}
-    got = ops.grouped_quantize(x, int32(ends, device), fmt, **both, backend=backend)
-    assert_copies_equal(got, each_group_alone(x, ends, fmt, **both))
+def test_each_group_is_quantized_alone(ends, tokens, fmt, backend, guarded, device):
+    x = tokens_of(ends, tokens, 144, fmt, device=device)
+    got = ops.grouped_quantize(x, int32(ends, device), fmt, columnwise=True, backend=backend)
+    assert_copies_equal(got, each_group_alone(x, ends, fmt))
     for operand in got:
         assert operand.qdata.is_contiguous() and operand.scale.is_contiguous()
 
@@ -141,7 +152,7 @@ def test_dtypes(fmt, dtype, backend, device):
     ends, tokens = GROUPS["tail"]
     x = tokens_of(ends, tokens, 144, fmt, dtype, device)
     got = ops.grouped_quantize(x, int32(ends, device), fmt, columnwise=True, backend=backend)
-    assert_copies_equal(got, each_group_alone(x, ends, fmt, True, True))
+    assert_copies_equal(got, each_group_alone(x, ends, fmt))
 
 
 @backends
@@ -149,7 +160,7 @@ def test_dtypes(fmt, dtype, backend, device):
 def test_strides_do_not_matter(fmt, backend, device):
     ends, tokens = GROUPS["tail"]
     x = tokens_of(ends, tokens, 144, fmt, device=device)
-    expected = each_group_alone(x, ends, fmt, True, True)
+    expected = each_group_alone(x, ends, fmt)
     for strided in (x.mT.contiguous().mT, torch.cat((x, x), 1)[:, :144], x.repeat_interleave(2, 0)[::2]):
         got = ops.grouped_quantize(strided, int32(ends, device), fmt, columnwise=True, backend=backend)
         assert_copies_equal(got, expected)
@@ -160,7 +171,7 @@ def test_power_of_2_scales(backend, device):
     ends, tokens = GROUPS["tail"]
     x, options = tokens_of(ends, tokens, 144, device=device), {"columnwise": True, "power_of_2_scales": True}
     got = ops.grouped_quantize(x, int32(ends, device), FP8_1X128, **options, backend=backend)
-    assert_copies_equal(got, each_group_alone(x, ends, FP8_1X128, True, True, True))
+    assert_copies_equal(got, each_group_alone(x, ends, FP8_1X128, power_of_2_scales=True))
 
 
 @backends
@@ -179,11 +190,12 @@ def test_nvfp4_takes_the_amax_of_what_is_in_groups(backend, device):
     x = random_tensor(40, 32, device=device)
     x[30:] = 1e9
     ends = int32([20, 30], device)
-    got = ops.grouped_quantize(x, ends, NVFP4_1X16, backend=backend)
-    assert_bitwise_equal(got.global_scale, ops.quantize(x[:30], NVFP4_1X16, backend="reference").global_scale)
+    got = ops.grouped_quantize(x, ends, NVFP4_1X16, backend=backend).rowwise
+    alone = ops.quantize(x[:30], NVFP4_1X16, backend="reference").rowwise
+    assert_bitwise_equal(got.global_scale, alone.global_scale)
     amax = torch.tensor(1e3, device=device)
-    given = ops.grouped_quantize(x, ends, NVFP4_1X16, tensor_amax=amax, backend=backend)
-    assert_bitwise_equal(given.qdata[:30], ops.quantize(x[:30], NVFP4_1X16, tensor_amax=amax).qdata)
+    given = ops.grouped_quantize(x, ends, NVFP4_1X16, tensor_amax=amax, backend=backend).rowwise
+    assert_bitwise_equal(given.qdata[:30], ops.quantize(x[:30], NVFP4_1X16, tensor_amax=amax).rowwise.qdata)
 
 
 # --- SwiGLU in groups -------------------------------------------------------------------------------------------------
@@ -202,16 +214,15 @@ SWIGLU += [("tail", width, copies) for width in (48, 128) for copies in COPIES]
 
 @backends
 @pytest.mark.parametrize("name, width, copies", SWIGLU, ids=lambda value: str(value))
-def test_swiglu_is_quantised_in_groups(name, width, copies, backend, guarded, device):
+def test_swiglu_is_quantized_in_groups(name, width, copies, backend, guarded, device):
     (ends, tokens), copies = GROUPS[name], COPIES[copies]
     gate, up, dh = gate_up_dh(ends, tokens, width, device)
-    options = {"rowwise": copies[0], "columnwise": copies[1]}
+    options = CastOptions(FP8_1X128, *copies)
     h = ops.swiglu(gate, up, backend="reference")
-    got = ops.swiglu_quantize(gate, up, FP8_1X128, **options, group_ends=int32(ends, device), backend=backend)
+    got = ops.swiglu_quantize(gate, up, options, groups=int32(ends, device), backend=backend)
     assert_copies_equal(got, each_group_alone(h, ends, FP8_1X128, *copies))
     merged = torch.cat(ops.swiglu_backward(dh, gate, up, backend="reference"), 1)
-    arguments = (dh, gate, up, FP8_1X128)
-    got = ops.swiglu_backward_quantize(*arguments, **options, group_ends=int32(ends, device), backend=backend)
+    got = ops.swiglu_backward_quantize(dh, gate, up, options, groups=int32(ends, device), backend=backend)
     assert_copies_equal(got, each_group_alone(merged, ends, FP8_1X128, *copies))
 
 
@@ -220,12 +231,12 @@ def test_swiglu_is_quantised_in_groups(name, width, copies, backend, guarded, de
 def test_swiglu_runs_as_two_operations_in_groups(fmt, width, backend, device):
     ends, tokens = GROUPS["tail"]
     gate, up, dh = gate_up_dh(ends, tokens, width, device)
-    options = {"columnwise": True, "group_ends": int32(ends, device), "backend": backend}
+    options, of = CastOptions(fmt, columnwise=True), {"groups": int32(ends, device), "backend": backend}
     h = ops.swiglu(gate, up, backend="reference")
-    assert_copies_equal(ops.swiglu_quantize(gate, up, fmt, **options), each_group_alone(h, ends, fmt, True, True))
+    assert_copies_equal(ops.swiglu_quantize(gate, up, options, **of), each_group_alone(h, ends, fmt))
     merged = torch.cat(ops.swiglu_backward(dh, gate, up, backend="reference"), 1)
-    got = ops.swiglu_backward_quantize(dh, gate, up, fmt, **options)
-    assert_copies_equal(got, each_group_alone(merged, ends, fmt, True, True))
+    got = ops.swiglu_backward_quantize(dh, gate, up, options, **of)
+    assert_copies_equal(got, each_group_alone(merged, ends, fmt))
 
 
 # --- ends that are malformed, and refusals ----------------------------------------------------------------------------
@@ -238,6 +249,10 @@ MALFORMED = {
 }
 
 
+def bits_of(amax: torch.Tensor | None) -> torch.Tensor | None:
+    return None if amax is None else amax.view(torch.int32)
+
+
 @formats
 @pytest.mark.parametrize("ends", MALFORMED.values(), ids=MALFORMED)
 def test_kernels_clamp_malformed_ends(ends, fmt, guarded, device):
@@ -246,19 +261,18 @@ def test_kernels_clamp_malformed_ends(ends, fmt, guarded, device):
     swiglu = pytest.importorskip("torchao_blockwise.ops.swiglu_quantize.kernels_triton")
     x, amax = random_tensor(100, 48, dtype=torch.bfloat16, device=device), torch.tensor(9.0, device=device)
     clamped = [min(max(end, 0), 100) for end in itertools.accumulate(ends, max)]
-    arguments = (fmt, amax if fmt.has_global_scale else None, True, True, False)
-    expected = reference.quantize(x, int32(clamped, device), *arguments)
-    for quantize in (kernels.quantize, reference.quantize):
-        for got, want in zip(quantize(x, int32(ends, device), *arguments), expected):
-            assert_bitwise_equal(got, want)
+    options, amax = CastOptions(fmt, columnwise=True), amax if fmt.has_global_scale else None
+    ends, clamped = int32(ends, device), int32(clamped, device)
+    expected = reference.quantize(x, clamped, options, amax)
+    assert_copies_equal(reference.quantize(x, ends, options, amax), expected)
+    assert_copies_equal(kernels.quantize(x, Groups(ends), bits_of(amax), options), expected)
     if fmt is FP8_1X128:
-        got = swiglu.swiglu_quantize(x, x, fmt, True, True, False, int32(ends, device))
+        got = swiglu.swiglu_quantize(x, x, options, Groups(ends))
         h = ops.swiglu(x, x, backend="reference")
-        for a, b in zip(got, reference.quantize(h, int32(clamped, device), *arguments)):
-            assert_bitwise_equal(a, b)
+        assert_copies_equal(got, reference.quantize(h, clamped, options, None))
 
 
-class Synchronisations(TorchDispatchMode):
+class Synchronizations(TorchDispatchMode):
     """Operations that read a device's values, or whose shapes follow from them."""
 
     def __init__(self):
@@ -277,10 +291,11 @@ def test_nothing_is_read_back(fmt, device):
     """Neither by the reference nor around the kernels; the check of a CPU's ends is what would."""
     kernels = pytest.importorskip("torchao_blockwise.ops.grouped_quantize.kernels_triton")
     x, ends = random_tensor(20, 48, device=device), int32([3, 17], device)
-    with Synchronisations() as mode:
-        amax = reference.tensor_amax(x, ends)
-        for quantize in (reference.quantize, kernels.quantize):
-            quantize(x, ends, fmt, amax if fmt.has_global_scale else None, True, True, False)
+    options = CastOptions(fmt, columnwise=True)
+    with Synchronizations() as mode:
+        amax = reference.tensor_amax(x, ends) if fmt.has_global_scale else None
+        reference.quantize(x, ends, options, amax)
+        kernels.quantize(x, Groups(ends), bits_of(amax), options)
     assert mode.seen == []
 
 
@@ -299,12 +314,12 @@ REFUSALS = {
         " group_ends[1] = 5 after 3; pass the cumulative sum of the groups' sizes",
     ),
     "ends of swiglu": (
-        lambda: ops.swiglu_quantize(X, X, FP8_1X128, group_ends=torch.tensor([4])),
+        lambda: ops.swiglu_quantize(X, X, CastOptions(FP8_1X128), groups=torch.tensor([4])),
         TypeError,
         "swiglu_quantize: group_ends must be int32, got torch.int64; use group_ends.int()",
     ),
     "ends of its gradients": (
-        lambda: ops.swiglu_backward_quantize(X, X, X, FP8_1X128, group_ends=ENDS.to("meta")),
+        lambda: ops.swiglu_backward_quantize(X, X, X, CastOptions(FP8_1X128), groups=ENDS.to("meta")),
         ValueError,
         "swiglu_backward_quantize: group_ends must be on the tokens' device cpu, got meta; move it",
     ),
@@ -315,7 +330,7 @@ REFUSALS = {
         " the formats of activations",
     ),
     "square blocks of swiglu": (
-        lambda: ops.swiglu_quantize(X, X, FP8_128X128, group_ends=ENDS),
+        lambda: ops.swiglu_quantize(X, X, CastOptions(FP8_128X128), groups=ENDS),
         ValueError,
         "swiglu_quantize: tokens in groups need blocks of one row, got fp8_128x128; take fp8_1x128 or nvfp4_1x16,"
         " the formats of activations",
@@ -348,7 +363,7 @@ REFUSALS = {
     "backend": (
         lambda: ops.grouped_quantize(X, ENDS, FP8_1X128, backend="cublas"),
         ValueError,
-        "grouped_quantize: backend cublas has no implementation; choose one of triton, reference, or auto",
+        "grouped_quantize: backend cublas has no implementation; choose one of gluon, triton, reference, or auto",
     ),
 }
 
@@ -367,10 +382,11 @@ def test_refuses(call, error, message):
 def test_compiles_once_for_all_token_counts(fmt):
     def step(x, gate, group_ends):
         copies = ops.grouped_quantize(x, group_ends, fmt, columnwise=True, backend="reference")
-        fused = ops.swiglu_quantize(gate, gate, fmt, columnwise=True, group_ends=group_ends, backend="reference")
+        options = CastOptions(fmt, columnwise=True)
+        fused = ops.swiglu_quantize(gate, gate, options, groups=group_ends, backend="reference")
         tokens, block = x.shape[0], fmt.block[1]
         sizes = x.new_zeros(padded_tokens(tokens, group_ends.shape[0], block))
-        return *copies, *fused, padded_ends(group_ends, tokens, block), sizes
+        return copies, fused, padded_ends(group_ends, tokens, block), sizes
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -382,7 +398,8 @@ def test_compiles_once_for_all_token_counts(fmt):
         ends = int32([7, 7, tokens - 20, tokens - 3])
         *got, got_ends, got_sizes = compiled(x, gate, ends)
         *expected, expected_ends, expected_sizes = step(x, gate, ends)
-        assert_copies_equal(got, expected)
+        for copies, wanted in zip(got, expected, strict=True):
+            assert_copies_equal(copies, wanted)
         assert_bitwise_equal(got_ends, expected_ends)
         assert_bitwise_equal(got_sizes, expected_sizes)
     assert counter.frame_count == 1

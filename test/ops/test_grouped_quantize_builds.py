@@ -1,4 +1,4 @@
-"""Kernels that quantise tokens in groups, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
+"""Kernels that quantize tokens in groups, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
 
 import sys
 from pathlib import Path
@@ -20,33 +20,35 @@ def _cases(target: int):
     import torch
 
     from torchao_blockwise import _compat
-    from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16
+    from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, CastOptions, Groups
     from torchao_blockwise.ops.grouped_quantize import kernels_triton as grouped
     from torchao_blockwise.ops.groups import padded_tokens
     from torchao_blockwise.ops.quantize import kernels_triton as quantize
     from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu
 
     def quantize_case(fmt, m, k, groups, dtype=torch.bfloat16):
-        x, ends = torch.zeros(m, k, dtype=dtype), torch.zeros(groups, dtype=torch.int32)
-        amax = torch.ones(()) if fmt.has_global_scale else None
+        x, of = torch.zeros(m, k, dtype=dtype), Groups(torch.zeros(groups, dtype=torch.int32))
+        amax_bits = torch.ones(()).view(torch.int32) if fmt.has_global_scale else None
         for name, copies in COPIES.items():
-            label = f"{fmt.name} {m}x{k} {str(dtype)[6:]} {name}"
-            yield f"quantize plain {label}", lambda copies=copies: quantize.quantize(x, fmt, amax, *copies, False)
+            label, options = f"{fmt.name} {m}x{k} {str(dtype)[6:]} {name}", CastOptions(fmt, *copies)
+            yield (
+                f"quantize plain {label}",
+                lambda options=options: quantize.copies_of_blocks(x, amax_bits, options),
+            )
             yield (
                 f"quantize E{groups} {label}",
-                lambda copies=copies: grouped.quantize(x, ends, fmt, amax, *copies, False),
+                lambda options=options: grouped.quantize(x, of, amax_bits, options),
             )
 
     def swiglu_case(m, k, groups, dtype=torch.bfloat16):
         dh, (gate, up) = torch.zeros(m, k, dtype=dtype), torch.zeros(m, 2 * k, dtype=dtype).chunk(2, 1)
-        ends = torch.zeros(groups, dtype=torch.int32)
-        for of, group_ends in (("plain", None), (f"E{groups}", ends)):
-            label = f"{of} {m}x{k} {str(dtype)[6:]} rowwise"
-            options = FP8_1X128, *COPIES["rowwise"], False, group_ends
-            yield f"swiglu {label}", lambda options=options: swiglu.swiglu_quantize(gate, up, *options)
+        ends, options = torch.zeros(groups, dtype=torch.int32), CastOptions(FP8_1X128)
+        for name, of in (("plain", None), (f"E{groups}", Groups(ends))):
+            label = f"{name} {m}x{k} {str(dtype)[6:]} rowwise"
+            yield f"swiglu {label}", lambda of=of: swiglu.swiglu_quantize(gate, up, options, of)
             yield (
                 f"swiglu_backward {label}",
-                lambda options=options: swiglu.swiglu_backward_quantize(dh, gate, up, *options),
+                lambda of=of: swiglu.swiglu_backward_quantize(dh, gate, up, options, of),
             )
 
     for fmt in (FP8_1X128, NVFP4_1X16):
@@ -62,13 +64,13 @@ def _cases(target: int):
         from torchao_blockwise.ops.quantize import kernels_gluon as gluon
 
         for m in (512, 531):
-            x, ends = torch.zeros(m, 1024, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
-            rows = padded_tokens(m, 8, FP8_1X128.block[1])
+            x, of = torch.zeros(m, 1024, dtype=torch.bfloat16), Groups(torch.zeros(8, dtype=torch.int32))
+            rows, both = padded_tokens(m, 8, FP8_1X128.block[1]), CastOptions(FP8_1X128, columnwise=True)
             for warps in (4, 8, 16):
                 yield (
                     f"one_read E8 {m}x1024 bfloat16 {warps} warps",
-                    lambda x=x, ends=ends, rows=rows, warps=warps: gluon.quantize_both(
-                        x, FP8_1X128, False, warps, block_table(ends, len(x), FP8_1X128.block[1], None), rows
+                    lambda x=x, of=of, rows=rows, both=both, build=(FP8_1X128.block[1], warps): gluon.copies_of_blocks(
+                        x, both, block_table(of, len(x), FP8_1X128), rows, build
                     ),
                 )
     for m, k in ((512, 1024), (512, 1040), (528, 1024), (531, 1024), (533, 1024)):

@@ -48,11 +48,14 @@ def _record_builds(target: int):
     return builds
 
 
-def _operand(fmt, rows: int, columns: int):
+def _operand(fmt, *shape: int):
     import torch
 
-    qdata = torch.zeros(fmt.qdata_shape(rows, columns), dtype=torch.uint8).view(fmt.element.storage_dtype)
-    return qdata, torch.zeros(fmt.scale_shape(rows, columns)).to(fmt.scale_dtype)
+    from torchao_blockwise.formats import Operand
+
+    qdata = torch.zeros(fmt.qdata_shape(*shape), dtype=torch.uint8).view(fmt.element.storage_dtype)
+    scale = torch.zeros(fmt.scale_shape(*shape)).to(fmt.scale_dtype)
+    return Operand(qdata, scale, torch.ones(()) if fmt.has_global_scale else None, fmt.name)
 
 
 def _cases(target: int):
@@ -60,20 +63,20 @@ def _cases(target: int):
     import torch
 
     from torchao_blockwise import _compat
-    from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+    from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, CastOptions
     from torchao_blockwise.ops.matmul import kernels_triton as matmul
     from torchao_blockwise.ops.quantize import kernels_triton as quantize
     from torchao_blockwise.ops.transpose import kernels_triton as transpose
 
     matmul.compute_capability = lambda device: divmod(target, 10)
-    amax = torch.ones(())
+    amax_bits = torch.ones(()).view(torch.int32)
 
     def quantize_case(fmt, m, k, dtype, rowwise, columnwise, power_of_2=False):
         copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise)
         label = f"quantize {fmt.name} {m}x{k} {str(dtype)[6:]} {copies}" + " power_of_2" * power_of_2
-        tensor_amax = amax if fmt.has_global_scale else None
-        x = torch.zeros(m, k, dtype=dtype)
-        return label, lambda: quantize.quantize(x, fmt, tensor_amax, rowwise, columnwise, power_of_2)
+        bits = amax_bits if fmt.has_global_scale else None
+        x, options = torch.zeros(m, k, dtype=dtype), CastOptions(fmt, rowwise, columnwise, power_of_2)
+        return label, lambda: quantize.quantize(x, bits, options)
 
     def table_case(name, value):
         """Another tile of the columnwise copy of one-row blocks."""
@@ -93,33 +96,31 @@ def _cases(target: int):
         from torchao_blockwise.ops.quantize import kernels_gluon as gluon
 
         label = f"quantize one_read fp8_1x128 {m}x{k} {str(dtype)[6:]} {warps} warps" + " power_of_2" * power_of_2
-        x = torch.zeros(m, k, dtype=dtype)
-        return label, lambda: gluon.quantize_both(x, FP8_1X128, power_of_2, warps)
+        x, options = torch.zeros(m, k, dtype=dtype), CastOptions(FP8_1X128, True, True, power_of_2)
+        return label, lambda: gluon.copies_of_blocks(x, options, build=(FP8_1X128.block[1], warps))
 
     def columnwise_read_case(m, k):
         from torchao_blockwise.ops.quantize import kernels_gluon as gluon
 
-        columns, warps = quantize._FP8_COLUMNWISE_GLUON
         label = f"quantize columnwise_read fp8_1x128 {m}x{k}"
-        x = torch.zeros(m, k, dtype=torch.bfloat16)
-        return label, lambda: gluon.quantize_columnwise(x, FP8_1X128, False, columns, warps)
+        x, options = torch.zeros(m, k, dtype=torch.bfloat16), CastOptions(FP8_1X128, False, True)
+        return label, lambda: gluon.quantize(x, None, options)
 
     def matmul_case(a_fmt, b_fmt, m, n, k, out_dtype, bias=None):
         label = f"matmul {a_fmt.name}·{b_fmt.name} {m}x{n}x{k} {str(out_dtype)[6:]}"
-        scale = amax if a_fmt.has_global_scale else None
         a, b = _operand(a_fmt, m, k), _operand(b_fmt, n, k)
-        return label, lambda: matmul.matmul(*a, scale, *b, scale, a_fmt, b_fmt, out_dtype, bias)
+        return label, lambda: matmul.matmul(a, b, out_dtype, bias)
 
     def transpose_case(fmt, m, k, tiles=None):
         def launch():
             before = transpose._QUADS_TILES
             transpose._QUADS_TILES = tiles or before
-            transpose.transpose(*_operand(fmt, m, k), fmt, k)
+            transpose.transpose(_operand(fmt, m, k), k)
             transpose._QUADS_TILES = before
 
         return f"transpose {fmt.name} {m}x{k}" + " large" * bool(tiles), launch
 
-    # Quantising needs conversions to e4m3 in hardware, from sm_89 on.
+    # Quantizing needs conversions to e4m3 in hardware, from sm_89 on.
     if target >= 89:
         yield table_case("_FP8_COLUMNWISE_TILE", (128, 32, 2, 8))
     for fmt in FORMATS.values() if target >= 89 else ():
@@ -167,6 +168,7 @@ def _shard_cases(target: int):
     import torch
 
     from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
+    from torchao_blockwise.ops.flat_shards import CODES, WHOLE, flat_shapes
     from torchao_blockwise.ops.merge_shards import kernels_triton as merge_shards
     from torchao_blockwise.ops.partial_cast import kernels_triton as partial_cast
     from torchao_blockwise.ops.transpose_many import kernels_triton as transpose_many
@@ -175,27 +177,28 @@ def _shard_cases(target: int):
         start, n, shape = (1024, 2**18, (1, 512, 1024)) if alignment == "aligned" else (77, 9999, (3, 300, 501))
         whole = torch.zeros(math.prod(fmt.qdata_shape(*shape)), dtype=torch.uint8)
         target = whole if packed else torch.zeros(n, dtype=torch.uint8)
-        first_entries, packed = [0 if packed else start] * count, packed and fmt is NVFP4_16X16
+        into, packed = WHOLE if packed else CODES, packed and fmt is NVFP4_16X16
         shards, starts = [torch.zeros(n, dtype=master)] * count, [start] * count
-        shapes, firsts = [shape] * count, [0] * count
+        shapes, firsts = flat_shapes([shape] * count), [0] * count
         amax_bits, encode = torch.zeros(2**16, dtype=torch.int32), torch.zeros(2**16)
         scales = [torch.zeros(64, dtype=fmt.scale_dtype)] * count
         global_scales = [torch.zeros(())] * count if fmt.has_global_scale else []
         pieces = [([whole[:50], whole[60:90]], [3, 9], [6, 40])] * count
-        operand = _operand(fmt, *(shape[1:] if alignment == "aligned" else (301, 501)))
+        operand_rows, operand_columns = shape[1:] if alignment == "aligned" else (301, 501)
+        operand = _operand(fmt, operand_rows, operand_columns)
         launch = {
             "partial_block_amax": lambda: partial_cast.partial_block_amax_(
                 amax_bits, shards, starts, shapes, firsts, dtype, fmt
             ),
             "partial_cast": lambda: partial_cast.partial_cast_(
-                [target] * count, shards, starts, shapes, encode, firsts, dtype, fmt, first_entries, packed
+                [target] * count, shards, starts, shapes, encode, firsts, dtype, into, fmt
             ),
             "block_scales": lambda: partial_cast.block_scales_(
                 encode, scales, global_scales, amax_bits, firsts, fmt, fmt.has_power_of_2_scales and count == 2
             ),
             "merge_shards": lambda: merge_shards.merge_shards_([whole] * count, pieces, [501] * count, fmt),
             "transpose_many": lambda: transpose_many.transpose_many(
-                [operand[0]] * count, [operand[1]] * count, fmt, [1024 if alignment == "aligned" else 501] * count
+                [operand.qdata] * count, [operand.scale] * count, [operand_columns] * count, fmt
             ),
         }[op]
         label = f"{op} {fmt.name} {alignment} {str(master)[6:]} {str(dtype)[6:]} x{count}" + " codes" * (not packed)
@@ -385,7 +388,7 @@ def test_payload_of_any_number_of_tokens_is_stored_16_bytes_at_a_time(builds, ta
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_shards_are_cast_as_the_whole_is(builds, target):
-    """As for quantising; and 16 bytes at a time where shards lie so."""
+    """As for quantizing; and 16 bytes at a time where shards lie so."""
     for op in ("partial_block_amax", "partial_cast", "block_scales"):
         for row in _of(builds[target], op):
             names = row["instructions"]

@@ -283,10 +283,10 @@ def test_a_cuda_graph_captures_direct_launches():
         ops.quantize(x, "fp8_1x128")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        q = ops.quantize(x, "fp8_1x128")
+        q = ops.quantize(x, "fp8_1x128").rowwise
     x.copy_(random())
     graph.replay()
-    expected = ops.quantize(x, "fp8_1x128", backend="reference")
+    expected = ops.quantize(x, "fp8_1x128", backend="reference").rowwise
     assert_bitwise_equal(q.qdata, expected.qdata)
     assert_bitwise_equal(q.scale, expected.scale)
 
@@ -306,9 +306,9 @@ def test_launches_go_to_the_current_stream():
         # Long enough that a launch on another stream would read zeros.
         torch.cuda._sleep(50_000_000)
         x.fill_(3.0)
-        q = ops.quantize(x, "fp8_1x128")
+        q = ops.quantize(x, "fp8_1x128").rowwise
     torch.cuda.synchronize()
-    assert_bitwise_equal(q.qdata, ops.quantize(x, "fp8_1x128", backend="reference").qdata)
+    assert_bitwise_equal(q.qdata, ops.quantize(x, "fp8_1x128", backend="reference").rowwise.qdata)
 
 
 if __name__ == "__main__":

@@ -233,8 +233,8 @@ def test_products_of_matrices_that_move_on_the_gpu(monkeypatch):
     def products():
         for begin in (0, 16, 1 << 12, 0):
             for m, n, k in ((128, 256, 384), (1, 64, 512), (300, 48, 128), (17, 256, 1003)):
-                a = ops.quantize(memory[begin : begin + m * k].view(m, k), "fp8_1x128")
-                b = ops.quantize(memory[begin : begin + n * k].view(n, k), "fp8_128x128")
+                a = ops.quantize(memory[begin : begin + m * k].view(m, k), "fp8_1x128").rowwise
+                b = ops.quantize(memory[begin : begin + n * k].view(n, k), "fp8_128x128").rowwise
                 yield ops.matmul(a, b, out_dtype=torch.bfloat16, backend="gluon")
 
     first, again = list(products()), list(products())

@@ -45,12 +45,12 @@ def inputs(product, device="cpu", scale: float = 2.0**-6) -> tuple[torch.Tensor,
 
 
 def quantize_pair(a, b, pair):
-    return tuple(ops.quantize(x, fmt, backend="reference") for x, fmt in zip((a, b), pair))
+    return tuple(ops.quantize(x, fmt, backend="reference").rowwise for x, fmt in zip((a, b), pair))
 
 
 def decoded(q, k: int) -> torch.Tensor:
     """fp64 [rows, K] with an exact product of element and scales."""
-    ones = torch.ones_like(q.global_scale) if q.fmt.has_global_scale else None
+    ones = torch.ones_like(q.global_scale) if q.format.has_global_scale else None
     x = ops.dequantize(q._replace(global_scale=ones), columns=k, dtype=torch.float64)
     return x if ones is None else x * q.global_scale.double()
 
@@ -147,7 +147,7 @@ def test_empty_contraction_gives_zeros_and_bias(pair, backend, device):
 @pairs
 def test_zeros_multiply_to_zeros(pair, out_dtype, backend, device):
     a, b = quantize_pair(*inputs((5, 7, 40), device), pair)
-    zeros = ops.quantize(torch.zeros(5, 40, device=device), pair[0], backend="reference")
+    zeros = ops.quantize(torch.zeros(5, 40, device=device), pair[0], backend="reference").rowwise
     assert (ops.matmul(zeros, b, out_dtype=out_dtype, backend=backend) == 0).all()
     assert (ops.matmul(a, b, out_dtype=out_dtype, backend=backend) != 0).any()
 
@@ -234,7 +234,7 @@ def test_meta_tensors(pair, out_dtype):
 
 
 def quantized(*shape, fmt=FP8_1X128, device="cpu"):
-    return ops.quantize(torch.ones(*shape, device=device), fmt, backend="reference")
+    return ops.quantize(torch.ones(*shape, device=device), fmt, backend="reference").rowwise
 
 
 A, B, A4 = quantized(4, 32), quantized(8, 32), quantized(4, 32, fmt=NVFP4_1X16)
@@ -263,7 +263,7 @@ REFUSALS = {
     ),
     "formats": (
         lambda: multiply(b=A4),
-        ValueError("matmul: fp8_1x128 · nvfp4_1x16 differ in element or block length along K"),
+        ValueError("matmul: fp8_1x128 · nvfp4_1x16 differ in element or block length along the contraction"),
     ),
     "K": (
         lambda: multiply(b=quantized(8, 64)),
@@ -321,8 +321,8 @@ def test_a_pair_without_a_kernel_is_refused_by_name_and_computed_by_auto(device)
 @pytest.mark.parametrize("pair", (KERNEL_PAIRS[1], KERNEL_PAIRS[-1]), ids=pair_id)
 def test_add_matmul(pair, product, backend, device):
     m, n, k = product
-    a = ops.quantize(torch.randn(m, k, device=device), pair[0], backend="reference")
-    b = ops.quantize(torch.randn(n, k, device=device), pair[1], backend="reference")
+    a = ops.quantize(torch.randn(m, k, device=device), pair[0], backend="reference").rowwise
+    b = ops.quantize(torch.randn(n, k, device=device), pair[1], backend="reference").rowwise
     start = torch.randn(m, n, device=device)
     out = start.clone()
     assert ops.add_matmul_(out, a, b, backend=backend) is out
@@ -339,8 +339,8 @@ def test_add_matmul(pair, product, backend, device):
     ids=("dtype", "shape", "strides"),
 )
 def test_add_matmul_refuses(out):
-    a = ops.quantize(torch.randn(4, 32), FP8_1X128, backend="reference")
-    b = ops.quantize(torch.randn(6, 32), FP8_1X128, backend="reference")
+    a = ops.quantize(torch.randn(4, 32), FP8_1X128, backend="reference").rowwise
+    b = ops.quantize(torch.randn(6, 32), FP8_1X128, backend="reference").rowwise
     with pytest.raises(
         ValueError, match=r"add_matmul_: out must be a contiguous float32 tensor of shape \[4, 6\] on cpu"
     ):

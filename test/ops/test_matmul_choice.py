@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
-from torchao_blockwise.ops import Backend, backend
-from torchao_blockwise.ops import matmul as matmul_function
-from torchao_blockwise.ops.matmul import cublas, reference
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
+from torchao_blockwise.ops import Backend, backend, op
+from torchao_blockwise.ops.backend import Implementation, choose
+from torchao_blockwise.ops.matmul import cublas
 
 MATMUL = sys.modules["torchao_blockwise.ops.matmul"]
 GPU = torch.device("cuda:0")
@@ -35,11 +36,25 @@ def gpu(monkeypatch):
     return capability
 
 
-def choice(m, n, k, pair=SQUARE, out_dtype=torch.bfloat16):
-    """The backend of a[m, k] · b[n, k]ᵀ on a GPU."""
-    a_fmt, b_fmt = pair
-    shapes = a_fmt.qdata_shape(m, k), b_fmt.qdata_shape(n, k)
-    return MATMUL._pick(GPU, *shapes, a_fmt.name, b_fmt.name, out_dtype, "auto")
+def choice(m, n, k, pair=SQUARE, out_dtype=torch.bfloat16, adds=False):
+    """The backend of a[m, k] · b[n, k]ᵀ on a GPU, as the operation chooses it; adds: of the one that adds to a sum."""
+    shapes = (fmt.qdata_shape(rows, k) for fmt, rows in zip(pair, (m, n)))
+    payloads = (SimpleNamespace(shape=shape, device=GPU, is_cuda=True) for shape in shapes)
+    a, b = (Operand(qdata, None, None, fmt.name) for qdata, fmt in zip(payloads, pair))
+    args, chosen = (SimpleNamespace(is_cuda=True), a, b) if adds else (a, b, out_dtype, None), []
+
+    def choose_on_gpu(name, table, backend, _, *rules):
+        chosen.append(choose(name, table, backend, args, *rules).backend)
+        return Implementation(Backend.REFERENCE, lambda *args: None if adds else torch.empty(()))
+
+    x = Operand(torch.empty(1, 1), torch.empty(1, 1), None, FP8_1X128.name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "choose", choose_on_gpu)
+        if adds:
+            MATMUL.add_matmul_op(torch.empty(1, 1), x, x, Backend.AUTO)
+        else:
+            MATMUL.matmul_op(x, x, out_dtype, None, Backend.AUTO)
+    return chosen.pop()
 
 
 # --- the order --------------------------------------------------------------------------------------------------------
@@ -78,6 +93,17 @@ def test_elsewhere_gluon_is_none(capability, pair, chosen, gpu):
         assert choice(4096, 2048, 7168, pair) == chosen
 
 
+@pytest.mark.parametrize("n", (2048, 2040))
+@pytest.mark.parametrize("tokens", (256, 257))
+@pytest.mark.parametrize("pair", (SQUARE, ONE_ROW, NVFP4), ids=lambda pair: "-".join(fmt.name for fmt in pair))
+@pytest.mark.parametrize("capability", ((8, 9), (9, 0), (10, 0)), ids=str)
+@pytest.mark.filterwarnings("ignore:.*auto uses")
+def test_what_adds_to_a_sum_is_chosen_like_a_product_of_float32(capability, pair, tokens, n, gpu):
+    gpu["of"] = capability
+    product = choice(2048, n, tokens, pair, torch.float32)
+    assert choice(2048, n, tokens, pair, adds=True) is product
+
+
 def test_what_cannot_run_is_left_for_the_next_with_a_warning(gpu, monkeypatch):
     with pytest.warns(UserWarning, match="auto uses gluon instead of cublas: out_dtype must be"):
         assert choice(2048, 7168, 4096, ONE_ROW, torch.float16) is Backend.GLUON
@@ -88,35 +114,28 @@ def test_what_cannot_run_is_left_for_the_next_with_a_warning(gpu, monkeypatch):
         assert choice(4096, 2040, 7168) is Backend.TRITON
 
 
-def test_a_gpus_choice_is_made_once_for_shapes_and_formats(gpu, monkeypatch):
-    made, candidates = [], MATMUL.candidates
-    monkeypatch.setattr(MATMUL, "candidates", lambda *args: made.append(args) or candidates(*args))
-    MATMUL._pick_on_gpu.cache_clear()
-    try:
-        for n in (2048, 4096, 2048):
-            arguments = GPU, torch.Size((64, 7168)), torch.Size((n, 7168)), *(fmt.name for fmt in SQUARE)
-            assert MATMUL._pick_on_gpu(*arguments, torch.bfloat16, "auto") is Backend.GLUON
-    finally:
-        MATMUL._pick_on_gpu.cache_clear()
-    assert [b_shape[0] for _, _, b_shape, *_ in made] == [2048, 4096]
-
-
 # --- when it is made --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_graph_chooses_when_it_runs(monkeypatch):
-    triton = pytest.importorskip("torchao_blockwise.ops.matmul.kernels_triton")
+    pytest.importorskip("torchao_blockwise.ops.matmul.kernels_triton")
     why_not = {"triton": None}
-    monkeypatch.setattr(MATMUL, "why_no_triton", lambda device: why_not["triton"])
-    computed_by, matmul = [], reference.matmul
-    for name, module in {"reference": reference, "triton": triton}.items():
-        monkeypatch.setattr(module, "matmul", lambda *args, name=name: computed_by.append(name) or matmul(*args))
+    monkeypatch.setattr(MATMUL, "why_no_kernels", lambda *args: why_not["triton"])
+    computed_by = []
+
+    def record(name, *args):
+        row = choose(name, *args)
+        if name == "matmul":
+            computed_by.append(row.backend)
+        return row
+
+    monkeypatch.setattr(op, "choose", record)
 
     def product():
         x, w = torch.randn(64, 128), torch.randn(256, 128)
-        a, b = ops.quantize(x, FP8_1X128, backend="reference"), ops.quantize(w, FP8_128X128, backend="reference")
-        return matmul_function(a, b, out_dtype=torch.float32)
+        a, b = (ops.quantize(t, fmt, backend="reference").rowwise for t, fmt in zip((x, w), SQUARE))
+        return ops.matmul(a, b, out_dtype=torch.float32)
 
     compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
     compiled()

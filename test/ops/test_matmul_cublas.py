@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops.matmul import cublas
 from torchao_blockwise.testing import random_tensor, relative_error, shape_id
 
@@ -69,7 +71,9 @@ def why_not(monkeypatch, product, pair=FP8_PAIR, capability=HOPPER, cuda="12.9",
     m, n, k = product
     monkeypatch.setattr(cublas, "compute_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    return cublas.why_not(torch.device("cuda:0"), (m, k), (n, k), *pair, out_dtype)
+    payloads = (SimpleNamespace(shape=shape, device=torch.device("cuda:0")) for shape in ((m, k), (n, k)))
+    a, b = (Operand(qdata, None, None, fmt.name) for qdata, fmt in zip(payloads, pair))
+    return cublas.why_not(a, b, out_dtype, None)
 
 
 ADMITTED = {
@@ -124,8 +128,8 @@ def test_a_pytorch_that_has_no_such_product_is_a_reason(monkeypatch):
 def test_operands_are_padded_as_it_wants_them(monkeypatch, product, bias, b_fmt):
     """A stand-in for the library that checks what it asks for, and multiplies what it is given."""
     m, n, k = product
-    a = ops.quantize(random_tensor(m, k, seed=1), FP8_1X128, backend="reference")
-    b = ops.quantize(random_tensor(n, k, seed=2), b_fmt, backend="reference")
+    a = ops.quantize(random_tensor(m, k, seed=1), FP8_1X128, backend="reference").rowwise
+    b = ops.quantize(random_tensor(n, k, seed=2), b_fmt, backend="reference").rowwise
 
     def scaled_mm(a, b, a_scales, a_scalings, a_swizzles, b_scales, b_scalings, b_swizzles, out_dtype):
         (a_scale,), (b_scale,) = a_scales, b_scales
@@ -139,12 +143,12 @@ def test_operands_are_padded_as_it_wants_them(monkeypatch, product, bias, b_fmt)
         else:
             assert b_scale.shape[1] % 4 == 0 and b_scale.stride(1) == 1
             b_scale = b_scale[:, :blocks]
-        padded = ops.operand(FP8_1X128, a, a_scale.t()), ops.operand(b_fmt, b.t(), b_scale)
+        padded = Operand(a, a_scale.t(), None, FP8_1X128.name), Operand(b.t(), b_scale, None, b_fmt.name)
         return ops.matmul(*padded, out_dtype=out_dtype, backend="reference")
 
     monkeypatch.setattr("torchao_blockwise._compat.scaled_mm", scaled_mm)
     options = torch.float32, torch.randn(n) if bias else None
-    got = cublas.matmul(*a, *b, FP8_1X128, b_fmt, *options)
+    got = cublas.matmul(a, b, *options)
     expected = ops.matmul(a, b, out_dtype=options[0], bias=options[1], backend="reference")
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
@@ -166,11 +170,11 @@ GPU_PRODUCTS += ((1, 16, 1), (261, 272, 577), (4097, 576, 1027))
 )
 def test_gpu_product_matches_reference(pair, product, out_dtype, bias):
     m, n, k = product
-    a = ops.quantize(random_tensor(m, k, seed=1, device="cuda"), pair[0], backend="reference")
-    b = ops.quantize(random_tensor(n, k, seed=2, device="cuda"), pair[1], backend="reference")
-    if reason := cublas.why_not(a.qdata.device, a.qdata.shape, b.qdata.shape, *pair, out_dtype):
-        pytest.skip(reason)
+    a = ops.quantize(random_tensor(m, k, seed=1, device="cuda"), pair[0], backend="reference").rowwise
+    b = ops.quantize(random_tensor(n, k, seed=2, device="cuda"), pair[1], backend="reference").rowwise
     options = {"out_dtype": out_dtype, "bias": torch.randn(n, device="cuda") if bias else None}
+    if reason := cublas.why_not(a, b, **options):
+        pytest.skip(reason)
     got = ops.matmul(a, b, backend="cublas", **options)
     expected = ops.matmul(a, b, backend="reference", **options)
     assert got.dtype is out_dtype

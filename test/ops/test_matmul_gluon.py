@@ -42,7 +42,7 @@ def operands(m: int, n: int, k: int, pair: str, seed: int = 0):
     # Blocks of very different size: a scale in the wrong place is seen.
     x *= torch.logspace(-2, 2, m)[:, None] * torch.logspace(-1, 1, k)[None, :]
     w *= torch.logspace(1, -1, n)[:, None]
-    return ops.quantize(x, FP8_1X128, backend="reference"), ops.quantize(w, PAIRS[pair], backend="reference")
+    return tuple(ops.quantize(t, fmt, backend="reference").rowwise for t, fmt in ((x, FP8_1X128), (w, PAIRS[pair])))
 
 
 def relative_error(out, a, b, start=0.0):
@@ -74,8 +74,7 @@ BUILDS = {
 @pytest.mark.parametrize("m, n, k", SHAPES, ids=str)
 def test_simulated_product(simulated, m, n, k, build, pair):
     a, b = operands(m, n, k, pair)
-    fmt = PAIRS[pair]
-    out = gluon.matmul(*a, *b, FP8_1X128, fmt, torch.float32, None, build=BUILDS[build])
+    out = gluon.matmul(a, b, torch.float32, None, build=BUILDS[build])
     assert relative_error(out, a, b) < TOLERANCE[torch.float32]
 
 
@@ -86,7 +85,7 @@ def test_simulated_product_with_bias(simulated, n, dtype, build):
     a, b = operands(100, n, 300, "square")
     bias = torch.randn(n)
     a = a._replace(scale=a.scale / 100)
-    out = gluon.matmul(*a, *b, FP8_1X128, FP8_128X128, dtype, bias, build=BUILDS[build])
+    out = gluon.matmul(a, b, dtype, bias, build=BUILDS[build])
     wanted = ops.matmul(a, b, out_dtype=torch.float32, bias=bias, backend="reference")
     torch.testing.assert_close(
         out.float(), wanted, rtol=TOLERANCE[dtype], atol=2e-3 if dtype != torch.float32 else 1e-4
@@ -99,15 +98,14 @@ def test_simulated_product_with_bias(simulated, n, dtype, build):
 def test_simulated_product_adds_to_a_gradient(simulated, build, pair):
     a, b = operands(130, 144, 400, pair)
     start = 100 * torch.randn(130, 144)
-    out = gluon.add_matmul(start.clone(), *a, *b, FP8_1X128, PAIRS[pair], build=BUILDS[build])
+    out = gluon.add_matmul(start.clone(), a, b, build=BUILDS[build])
     assert relative_error(out, a, b, start) < TOLERANCE[torch.float32]
 
 
 @functools.cache
 def in_one_order():
     """(arguments of a product, the product in one order of the partitions)."""
-    a, b = operands(300, 272, 900, "one-row")
-    arguments = (*a, *b, FP8_1X128, FP8_1X128, torch.bfloat16, None)
+    arguments = (*operands(300, 272, 900, "one-row"), torch.bfloat16, None)
     with pytest.MonkeyPatch.context() as patch:
         simulate(patch)
         return arguments, gluon.matmul(*arguments, build=BUILDS["256x128"])
@@ -125,8 +123,8 @@ def test_any_order_of_the_partitions_gives_the_same_bits(simulated, programs, se
 def test_nan_and_inf_stay_in_their_row_and_column(simulated):
     x, w = torch.randn(130, 300), torch.randn(140, 300)
     x[5, 7], x[129, 299], w[139, 1] = float("nan"), float("inf"), float("nan")
-    a, b = (ops.quantize(t, FP8_1X128, backend="reference") for t in (x, w))
-    out = gluon.matmul(*a, *b, FP8_1X128, FP8_1X128, torch.float32, None, build=BUILDS["256x128"])
+    a, b = (ops.quantize(t, FP8_1X128, backend="reference").rowwise for t in (x, w))
+    out = gluon.matmul(a, b, torch.float32, None, build=BUILDS["256x128"])
     bad = torch.zeros(130, 140, dtype=torch.bool)
     bad[[5, 129]], bad[:, 139] = True, True
     assert torch.equal(~out.isfinite(), bad)
@@ -136,7 +134,7 @@ def test_nan_and_inf_stay_in_their_row_and_column(simulated):
 def test_shared_memory_suffices(simulated, build):
     a, b = operands(64, 128, 128, "one-row")
     for dtype in (torch.bfloat16, torch.float32):
-        gluon.matmul(*a, *b, FP8_1X128, FP8_1X128, dtype, None, build=BUILDS[build])
+        gluon.matmul(a, b, dtype, None, build=BUILDS[build])
     # 227 KiB, less what barriers and the compiler take.
     assert max(simulated.shared) <= 226 * 1024
 
@@ -196,7 +194,7 @@ def differs(monkeypatch, kernel, seed: int) -> bool:
     wanted = ops.matmul(a, b, out_dtype=torch.float32, backend="reference")
     for b_rows in (256, 257):
         cut = b._replace(qdata=b.qdata[:b_rows], scale=b.scale[:, :b_rows])
-        out = gluon.matmul(*a, *cut, FP8_1X128, FP8_1X128, torch.bfloat16, None, build=ALL_BUILDS[0])
+        out = gluon.matmul(a, cut, torch.bfloat16, None, build=ALL_BUILDS[0])
         if not torch.allclose(out.float(), wanted[:, :b_rows], rtol=2**-8, atol=1e-3 * wanted.abs().max().item()):
             return True
     return False
@@ -252,7 +250,7 @@ def test_product_on_the_gpu(hopper, m, n, k, build, pair):
     """Against the reference, within what wgmma's 14 bits a block leave: 2^-13 of the magnitudes a step of K = 32."""
     a, b = gpu_operands(m, n, k, pair)
     for out_dtype in (torch.float32, torch.bfloat16):
-        out = gluon.matmul(*a, *b, FP8_1X128, PAIRS[pair], out_dtype, None, build=BUILDS[build])
+        out = gluon.matmul(a, b, out_dtype, None, build=BUILDS[build])
         assert relative_error(out, a, b) < 4 * 2**-13 + TOLERANCE[out_dtype]
 
 
@@ -274,5 +272,5 @@ def test_backend_by_name_on_the_gpu(hopper, m, n, k, pair):
 def test_adding_to_a_gradient_on_the_gpu(hopper, build, pair):
     a, b = gpu_operands(260, 272, 4097, pair)
     start = 100 * torch.randn(260, 272, device="cuda")
-    out = gluon.add_matmul(start.clone(), *a, *b, FP8_1X128, PAIRS[pair], build=BUILDS[build])
+    out = gluon.add_matmul(start.clone(), a, b, build=BUILDS[build])
     assert relative_error(out, a, b, start) < 4 * 2**-13 + TOLERANCE[torch.float32]

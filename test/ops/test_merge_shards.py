@@ -71,3 +71,8 @@ def test_no_byte_is_written_twice():
 )
 def test_shard_entries(fmt, start, n, columns, expected):
     assert ops.shard_entries(start, n, columns, fmt) == expected
+
+
+@pytest.mark.parametrize("backend", ("auto", "reference", "triton"))
+def test_nothing_to_merge_is_no_error(backend):
+    assert ops.merge_shards_([], [], [], [], [], "fp8_128x128", backend=backend) is None

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FORMATS, FP8_1X128
+from torchao_blockwise.formats import FORMATS, FP8_1X128, NVFP4_1X16, CastOptions
 from torchao_blockwise.testing import (
     SHAPES,
     assert_bitwise_equal,
@@ -23,6 +23,7 @@ shapes = pytest.mark.parametrize("shape", (*SHAPES, (130, 48), (16, 1000), (272,
 backends = pytest.mark.parametrize("backend", ("reference", "triton"))
 COPIES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 copies = pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
+ROWWISE, BOTH = CastOptions(FP8_1X128), CastOptions(FP8_1X128, columnwise=True)
 EPS = 1e-5
 
 
@@ -47,15 +48,22 @@ def by_hand(x, statistics, weight, bias, dtype=None):
     return y.to(dtype or x.dtype)
 
 
+def quantized(y, options):
+    """By the reference, as an operation of its own."""
+    return ops.quantize(y, **options._asdict(), backend="reference")
+
+
 def assert_copies_equal(got, expected) -> None:
-    pairs = [(got, expected)] if ops.is_operand(got) else zip(got, expected, strict=True)
-    for a, b in pairs:
+    def without_nan(t):
         # An fp32 NaN's payload is the hardware's choice.
-        fields = [
-            [None if t is None else t.nan_to_num(7.0) if t.dtype == torch.float32 else t for t in x] for x in (a, b)
-        ]
-        assert type(a) is type(b)
-        assert_operands_equal(*(type(a)(*f) for f in fields))
+        return t.nan_to_num(7.0) if t is not None and t.dtype == torch.float32 else t
+
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_operands_equal(
+                *(x._replace(scale=without_nan(x.scale), global_scale=without_nan(x.global_scale)) for x in (a, b))
+            )
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -164,7 +172,7 @@ def test_normalize_agrees_with_pytorch(dtype, kind):
     assert (error <= fp32 + (0 if dtype == torch.float32 else torch.finfo(dtype).eps * got.double().abs())).all()
 
 
-# --- quantised in the same pass ---------------------------------------------------------------------------------------
+# --- quantized in the same pass ---------------------------------------------------------------------------------------
 
 
 @backends
@@ -172,13 +180,11 @@ def test_normalize_agrees_with_pytorch(dtype, kind):
 @kinds
 @shapes
 def test_shapes(shape, kind, copies, backend, device):
-    rowwise, columnwise = copies
     x, statistics, weight, bias = norm_input(*shape, kind=kind, device=device)
     for padded in (False, True):
-        options = {"rowwise": rowwise, "columnwise": columnwise, "padded": padded}
-        expected = ops.quantize(by_hand(x, statistics, weight, bias), FP8_1X128, **options, backend="reference")
-        got = ops.norm_quantize(x, FP8_1X128, statistics, weight, bias, **options, backend=backend)
-        assert_copies_equal(got, expected)
+        options = CastOptions(FP8_1X128, *copies, padded=padded)
+        got = ops.norm_quantize(x, options, statistics, weight, bias, backend=backend)
+        assert_copies_equal(got, quantized(by_hand(x, statistics, weight, bias), options))
 
 
 @backends
@@ -187,10 +193,8 @@ def test_shapes(shape, kind, copies, backend, device):
 @dtypes
 def test_dtypes(dtype, out, weights, backend, device):
     x, statistics, weight, bias = norm_input(65, 200, kind="layer", dtype=dtype, weights=weights, device=device)
-    y = by_hand(x, statistics, weight, bias, out)
-    expected = ops.quantize(y, FP8_1X128, columnwise=True, backend="reference")
-    got = ops.norm_quantize(x, FP8_1X128, statistics, weight, bias, columnwise=True, dtype=out, backend=backend)
-    assert_copies_equal(got, expected)
+    got = ops.norm_quantize(x, BOTH, statistics, weight, bias, dtype=out, backend=backend)
+    assert_copies_equal(got, quantized(by_hand(x, statistics, weight, bias, out), BOTH))
 
 
 @backends
@@ -199,17 +203,17 @@ def test_dtypes(dtype, out, weights, backend, device):
 def test_parts_may_be_missing(kind, parts, backend, device):
     x, statistics, weight, bias = norm_input(33, 150, kind=kind, device=device)
     weight, bias = weight if parts[0] else None, bias if parts[1] else None
-    expected = ops.quantize(by_hand(x, statistics, weight, bias), FP8_1X128, columnwise=True, backend="reference")
-    got = ops.norm_quantize(x, FP8_1X128, statistics, weight, bias, columnwise=True, backend=backend)
-    assert_copies_equal(got, expected)
+    got = ops.norm_quantize(x, BOTH, statistics, weight, bias, backend=backend)
+    assert_copies_equal(got, quantized(by_hand(x, statistics, weight, bias), BOTH))
 
 
 @backends
 def test_power_of_2_scales(backend, device):
     x, statistics, weight, _ = norm_input(130, 150, device=device)
-    options = {"columnwise": True, "power_of_2_scales": True}
-    expected = ops.quantize(by_hand(x, statistics, weight, None), FP8_1X128, **options, backend="reference")
-    assert_copies_equal(ops.norm_quantize(x, FP8_1X128, statistics, weight, **options, backend=backend), expected)
+    for options in (ROWWISE, BOTH):
+        options = options._replace(power_of_2_scales=True)
+        got = ops.norm_quantize(x, options, statistics, weight, backend=backend)
+        assert_copies_equal(got, quantized(by_hand(x, statistics, weight, None), options))
 
 
 @backends
@@ -219,9 +223,7 @@ def test_special_numbers_stay_in_their_blocks(value, backend, device):
     x[130, 280] = value
     statistics = ops.norm_statistics(x, "rms", EPS, backend=backend)
     weight, bias = torch.ones(300, device=device), torch.ones(300, device=device)
-    rowwise, columnwise = ops.norm_quantize(
-        x, FP8_1X128, statistics, weight, bias, columnwise=True, backend=backend
-    )  # fmt: skip
+    rowwise, columnwise = ops.norm_quantize(x, BOTH, statistics, weight, bias, backend=backend)
     assert not ops.dequantize(rowwise)[130, 280].isfinite() and not ops.dequantize(columnwise)[280, 130].isfinite()
     assert ops.dequantize(rowwise)[:130].isfinite().all()
 
@@ -237,24 +239,25 @@ def test_strides_do_not_matter(layout, backend, device):
     for kind in ("rms", "layer"):
         statistics = ops.norm_statistics(x, kind, EPS, backend="reference")
         weight = torch.arange(288, device=device).float()[::2]
-        expected = ops.norm_quantize(x.contiguous(), FP8_1X128, statistics, weight.clone(), backend="reference")
-        assert_copies_equal(ops.norm_quantize(x, FP8_1X128, statistics, weight, backend=backend), expected)
+        expected = ops.norm_quantize(x.contiguous(), ROWWISE, statistics, weight.clone(), backend="reference")
+        assert_copies_equal(ops.norm_quantize(x, ROWWISE, statistics, weight, backend=backend), expected)
 
 
 @backends
 @pytest.mark.parametrize("fmt", [f for f in FORMATS.values() if f is not FP8_1X128], ids=lambda f: f.name)
 def test_other_formats_run_as_two_operations(fmt, backend, device):
     x, statistics, weight, _ = norm_input(33, 150, device=device)
-    expected = ops.quantize(by_hand(x, statistics, weight, None), fmt, columnwise=True, backend="reference")
-    assert_copies_equal(ops.norm_quantize(x, fmt, statistics, weight, columnwise=True, backend=backend), expected)
+    options = CastOptions(fmt, columnwise=True)
+    got = ops.norm_quantize(x, options, statistics, weight, backend=backend)
+    assert_copies_equal(got, quantized(by_hand(x, statistics, weight, None), options))
 
 
 def test_inputs_that_require_grad_give_the_same_bits():
     x, statistics, weight, _ = norm_input(33, 150, dtype=torch.float32)
-    expected = ops.norm_quantize(x, FP8_1X128, statistics, weight)
-    got = ops.norm_quantize(x.clone().requires_grad_(), FP8_1X128, statistics, weight.clone().requires_grad_())
+    expected = ops.norm_quantize(x, ROWWISE, statistics, weight)
+    got = ops.norm_quantize(x.clone().requires_grad_(), ROWWISE, statistics, weight.clone().requires_grad_())
     assert_copies_equal(got, expected)
-    assert not got.qdata.requires_grad
+    assert not got.rowwise.qdata.requires_grad
 
 
 X, S = torch.ones(4, 32), ops.NormStatistics(None, torch.ones(4))
@@ -270,12 +273,12 @@ REFUSALS = {
         "norm_statistics: x must be [M, K], got shape [1, 4, 32]; reshape it",
     ),
     "f64": (
-        lambda: ops.norm_quantize(X.double(), FP8_1X128, S),
+        lambda: ops.norm_quantize(X.double(), ROWWISE, S),
         TypeError,
         "norm_quantize: x must be bfloat16, float16 or float32, got torch.float64; cast it first",
     ),
     "weight": (
-        lambda: ops.norm_quantize(X, FP8_1X128, S, torch.ones(31)),
+        lambda: ops.norm_quantize(X, ROWWISE, S, torch.ones(31)),
         ValueError,
         "norm_quantize: weight must be [32] for x [4, 32], got shape [31]",
     ),
@@ -285,7 +288,7 @@ REFUSALS = {
         "normalize: rstd must be [4] for x [4, 32], got shape [4, 1]",
     ),
     "nothing": (
-        lambda: ops.norm_quantize(X, FP8_1X128, S, rowwise=False),
+        lambda: ops.norm_quantize(X, CastOptions(FP8_1X128, rowwise=False), S),
         ValueError,
         "norm_quantize: nothing to compute; ask for rowwise, columnwise or both",
     ),
@@ -295,7 +298,7 @@ REFUSALS = {
         "normalize: dtype must be bfloat16, float16 or float32, got torch.int8",
     ),
     "power_of_2": (
-        lambda: ops.norm_quantize(X, "nvfp4_1x16", S, power_of_2_scales=True),
+        lambda: ops.norm_quantize(X, CastOptions(NVFP4_1X16, power_of_2_scales=True), S),
         ValueError,
         "norm_quantize: nvfp4_1x16 has no power_of_2_scales; its block scales are torch.float8_e4m3fn",
     ),
@@ -312,7 +315,7 @@ def test_refuses(call, error, message):
 def test_a_named_backend_that_cannot_run_raises(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="norm_quantize: backend triton cannot run: Triton kernels run on CUDA"):
-        ops.norm_quantize(X, FP8_1X128, S, backend="triton")
+        ops.norm_quantize(X, ROWWISE, S, backend="triton")
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -320,12 +323,12 @@ def test_a_named_backend_that_cannot_run_raises(monkeypatch):
 
 @pytest.mark.gpu
 @kinds
+@pytest.mark.parametrize("backend", ("triton", "auto"))
 @pytest.mark.parametrize("shape", ((4096, 7168), (4097, 1536)), ids=shape_id)
-def test_one_pass_has_the_bits_of_two_kernels_and_of_the_reference(shape, kind):
+def test_one_pass_has_the_bits_of_two_kernels_and_of_the_reference(shape, backend, kind):
     x, _, weight, bias = norm_input(*shape, kind=kind, weights=torch.bfloat16, device="cuda")
     statistics = ops.norm_statistics(x, kind, EPS, backend="triton")
-    got = ops.norm_quantize(x, FP8_1X128, statistics, weight, bias, columnwise=True, backend="triton")
+    got = ops.norm_quantize(x, BOTH, statistics, weight, bias, backend=backend)
     y = ops.normalize(x, statistics, weight, bias, backend="triton")
     assert_copies_equal(got, ops.quantize(y, FP8_1X128, columnwise=True, backend="triton"))
-    reference = ops.norm_quantize(x, FP8_1X128, statistics, weight, bias, columnwise=True, backend="reference")
-    assert_copies_equal(got, reference)
+    assert_copies_equal(got, ops.norm_quantize(x, BOTH, statistics, weight, bias, backend="reference"))

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Groups
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
 
 library = torch.ops.torchao_blockwise
@@ -39,28 +39,31 @@ def amax_of(x: torch.Tensor, fmt):
     return library.tensor_amax_bits(x) if fmt.has_global_scale else None
 
 
+# (rowwise, columnwise) that operations are asked for.
+ROWWISE, COLUMNWISE, BOTH = COPIES = ((True, False), (False, True), (True, True))
+copies_asked = pytest.mark.parametrize("copies", COPIES, ids=("rowwise", "columnwise", "both"))
+
+
+def options_of(fmt, copies, padded: bool) -> tuple:
+    """`CastOptions` as a schema has them."""
+    return fmt.name, *copies, False, padded
+
+
 def quantize(x: torch.Tensor, fmt):
-    return ops.quantize(x, fmt, backend="reference")
+    return ops.quantize(x, fmt, backend="reference").rowwise
 
 
 # --- opcheck ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columnwise", (False, True), ids=("rowwise", "columnwise"))
+@copies_asked
 @shapes
 @formats
-def test_quantize(fmt, shape, columnwise):
+def test_quantize(fmt, shape, copies):
     x = random_tensor(*shape)
+    op = library.quantize_both if copies == BOTH else library.quantize
     for padded in (False, True):
-        opcheck(library.quantize.default, (x, amax_of(x, fmt), fmt.name, columnwise, False, "reference", padded))
-
-
-@shapes
-@formats
-def test_quantize_both(fmt, shape):
-    x = random_tensor(*shape)
-    for padded in (False, True):
-        opcheck(library.quantize_both.default, (x, amax_of(x, fmt), fmt.name, False, "reference", padded))
+        opcheck(op.default, (x, amax_of(x, fmt), *options_of(fmt, copies, padded), "reference"))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=lambda d: str(d)[6:])
@@ -77,14 +80,14 @@ def test_global_scale(amax):
 @shapes
 @formats
 def test_dequantize(fmt, shape):
-    opcheck(library.dequantize.default, (*quantize(random_tensor(*shape), fmt), fmt.name, shape[-1], torch.bfloat16))
+    opcheck(library.dequantize.default, (*quantize(random_tensor(*shape), fmt), shape[-1], torch.bfloat16))
 
 
 @shapes
 @square_formats
 def test_transpose(fmt, shape):
     q = quantize(random_tensor(*shape), fmt)
-    opcheck(library.transpose.default, (q.qdata, q.scale, fmt.name, shape[-1], "reference"))
+    opcheck(library.transpose.default, (*q, shape[-1], "reference"))
 
 
 @pytest.mark.parametrize("bias", (False, True), ids=("plain", "bias"))
@@ -93,15 +96,14 @@ def test_transpose(fmt, shape):
 def test_matmul(pair, product, bias):
     m, n, k = product
     a, b = quantize(random_tensor(m, k), pair[0]), quantize(random_tensor(n, k), pair[1])
-    names = (pair[0].name, pair[1].name)
     bias = torch.ones(n) if bias else None
-    opcheck(library.matmul.default, (*a, *b, *names, torch.bfloat16, bias, "reference"))
+    opcheck(library.matmul.default, (*a, *b, torch.bfloat16, bias, "reference"))
 
 
 def test_add_matmul():
     """Changes `out` and nothing else; opcheck's own comparison of changed inputs knows no fp8."""
     a, b = quantize(random_tensor(5, 33), FP8_1X128), quantize(random_tensor(7, 33), FP8_1X128)
-    arguments = (torch.zeros(5, 7), *a, *b, FP8_1X128.name, FP8_1X128.name, "reference")
+    arguments = (torch.zeros(5, 7), *a, *b, "reference")
     assert torch.library.opcheck(library.add_matmul_.default, arguments, test_utils="test_faketensor")
     before = [x.clone() for x in (a.qdata, a.scale, b.qdata, b.scale)]
     assert library.add_matmul_(*arguments) is None
@@ -109,9 +111,6 @@ def test_add_matmul():
         assert_bitwise_equal(x, copy, "an input that was written to")
 
 
-fused_copies = pytest.mark.parametrize(
-    "copies", ((True, False), (False, True), (True, True)), ids=("rowwise", "columnwise", "both")
-)
 matrices = pytest.mark.parametrize("shape", ((33, 150), (48, 64), (0, 16)), ids=shape_id)
 
 
@@ -133,12 +132,12 @@ def test_norm(shape, layer):
 
 
 @layers
-@fused_copies
+@copies_asked
 @matrices
 def test_norm_quantize(shape, copies, layer):
     arguments = normalize_arguments(shape, layer)
     for padded in (False, True):
-        opcheck(library.norm_quantize.default, (*arguments, "fp8_1x128", *copies, False, "reference", padded))
+        opcheck(library.norm_quantize.default, (*arguments, *options_of(FP8_1X128, copies, padded), "reference"))
 
 
 def swiglu_inputs(*shape) -> list[torch.Tensor]:
@@ -153,14 +152,14 @@ def test_swiglu(shape):
     opcheck(library.swiglu_backward.default, (dh, gate, up, "reference"))
 
 
-@fused_copies
+@copies_asked
 @matrices
 def test_swiglu_quantize(shape, copies):
     dh, gate, up = swiglu_inputs(*shape)
-    options = ("fp8_1x128", *copies, False, "reference")
     for padded in (False, True):
-        opcheck(library.swiglu_quantize.default, (gate, up, *options, None, padded))
-        opcheck(library.swiglu_backward_quantize.default, (dh, gate, up, *options, None, padded))
+        rest = *options_of(FP8_1X128, copies, padded), None, None, "reference"
+        opcheck(library.swiglu_quantize.default, (gate, up, *rest))
+        opcheck(library.swiglu_backward_quantize.default, (dh, gate, up, *rest))
 
 
 GROUP_ENDS = {"ragged": ((3, 3, 20), 33), "a token": ((1,), 1), "none": ((0, 0), 0)}
@@ -174,19 +173,19 @@ def test_grouped_amax_bits(ends, tokens):
     )
 
 
-@fused_copies
+@copies_asked
 @pytest.mark.parametrize("ends, tokens", GROUP_ENDS.values(), ids=GROUP_ENDS)
 @pytest.mark.parametrize("fmt", (FP8_1X128, NVFP4_1X16), ids=lambda f: f.name)
 def test_grouped_quantize(fmt, ends, tokens, copies):
     dh, gate, up = (torch.randn(tokens, 48, dtype=torch.bfloat16) for _ in range(3))
-    ends, options = torch.tensor(ends, dtype=torch.int32), (*copies, False, "reference")
+    ends, options = torch.tensor(ends, dtype=torch.int32), options_of(fmt, copies, True)
     amax = library.grouped_amax_bits(gate, ends) if fmt.has_global_scale else None
-    opcheck(library.grouped_quantize.default, (gate, ends, amax, fmt.name, *options))
+    opcheck(library.grouped_quantize.default, (gate, ends, None, amax, *options, "reference"))
     if fmt is FP8_1X128:
         tables = library.group_tables(ends, tokens, fmt.name, "reference")
-        for more in ((ends,), (ends, False, tables)):
-            opcheck(library.swiglu_quantize.default, (gate, up, fmt.name, *options, *more))
-            opcheck(library.swiglu_backward_quantize.default, (dh, gate, up, fmt.name, *options, *more))
+        for groups in ((ends, None), (ends, tables)):
+            opcheck(library.swiglu_quantize.default, (gate, up, *options, *groups, "reference"))
+            opcheck(library.swiglu_backward_quantize.default, (dh, gate, up, *options, *groups, "reference"))
 
 
 @pytest.mark.parametrize("ends, tokens", GROUP_ENDS.values(), ids=GROUP_ENDS)
@@ -199,12 +198,14 @@ def test_group_tables(fmt, ends, tokens):
 @pytest.mark.parametrize("pair", (PAIRS[0], PAIRS[2]), ids=("fp8", "nvfp4"))
 def test_grouped_matmul(pair, ends, tokens):
     x, dy, w = torch.randn(tokens, 33), torch.randn(tokens, 48), torch.randn(len(ends), 48, 33)
-    ends, (fmt, weight_fmt), options = torch.tensor(ends, dtype=torch.int32), pair, (torch.bfloat16, "reference")
+    groups, options = Groups(torch.tensor(ends, dtype=torch.int32)), (torch.bfloat16, "reference")
+    fmt, weight_fmt = pair
     a, b = quantize(x, fmt), quantize(w, weight_fmt)
-    opcheck(library.grouped_matmul.default, (*a, *b, ends, fmt.name, weight_fmt.name, "m", *options))
-    a, b = (ops.grouped_quantize(t, ends, fmt, rowwise=False, columnwise=True, backend="reference") for t in (dy, x))
-    opcheck(library.grouped_matmul.default, (*a, *b, ends, fmt.name, fmt.name, "k", *options))
-    arguments = (torch.zeros_like(w), *a, *b, ends, fmt.name, fmt.name, "reference")
+    opcheck(library.grouped_matmul.default, (*a, *b, *groups, "m", *options))
+    columnwise = {"rowwise": False, "columnwise": True, "backend": "reference"}
+    a, b = (ops.grouped_quantize(t, groups, fmt, **columnwise).columnwise for t in (dy, x))
+    opcheck(library.grouped_matmul.default, (*a, *b, *groups, "k", *options))
+    arguments = (torch.zeros_like(w), *a, *b, *groups, "reference")
     assert torch.library.opcheck(library.add_grouped_matmul_.default, arguments, test_utils="test_faketensor")
 
 
@@ -239,8 +240,7 @@ def test_every_op_of_these_folders_is_checked():
     )
     names += ("swiglu_quantize", "transpose")
     folders = [importlib.import_module(f"torchao_blockwise.ops.{name}") for name in names]
-    values = [getattr(x, "overload", x) for folder in folders for x in vars(folder).values()]
-    defined = [op for op in values if isinstance(op, torch._ops.OpOverload)]
+    defined = [x.overload for folder in folders for x in vars(folder).values() if hasattr(x, "overload")]
     assert {op.name().split("::")[1] for op in defined} == CHECKED
 
 
@@ -260,7 +260,7 @@ def tokens(count: int) -> torch.Tensor:
     return x
 
 
-# All of more than one block. That one block is a case of its own, with its own graph, is PyTorch's specialisation of
+# All of more than one block. That one block is a case of its own, with its own graph, is PyTorch's specialization of
 # sizes that equal 1, here of the scale grid.
 TOKEN_COUNTS = (300, 129, 256, 517)
 
@@ -291,7 +291,7 @@ def test_compiled_quantize_has_at_most_one_more_graph_for_a_single_block(fmt):
 @square_formats
 def test_compiled_round_trip_through_the_transpose(fmt):
     def round_trip(x):
-        q = ops.transpose(ops.quantize(x, fmt, backend="reference"), columns=160, backend="reference")
+        q = ops.transpose(quantize(x, fmt), columns=160, backend="reference")
         return ops.dequantize(q, columns=x.shape[0], dtype=torch.bfloat16)
 
     compiled, counter = compile_counting(round_trip, "aot_eager")
@@ -301,8 +301,7 @@ def test_compiled_round_trip_through_the_transpose(fmt):
 
 
 def linear(x, weight, bias, pair):
-    a = ops.quantize(x, pair[0], backend="reference")
-    return ops.matmul(a, weight, out_dtype=torch.bfloat16, bias=bias, backend="reference")
+    return ops.matmul(quantize(x, pair[0]), weight, out_dtype=torch.bfloat16, bias=bias, backend="reference")
 
 
 @pairs

@@ -1,4 +1,4 @@
-"""Partial cast: shards quantised apart have the bits of the whole, for every split, and touch nothing else."""
+"""Partial cast: shards quantized apart have the bits of the whole, for every split, and touch nothing else."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def op_calls():
         "block_scales_": (encode, [q.scale], [q.global_scale], bits, [0], name, False, "reference"),
         "partial_cast_": ([codes], shards, starts, shape, encode, [0], torch.bfloat16, CODES, name, "reference"),
         "merge_shards_": ([q.qdata], [piece], [5], [495], [1], [51], name, "reference"),
-        "transpose_many": ([q.qdata], [q.scale.view(torch.uint8)], name, [51], "reference"),
+        "transpose_many": ([q.qdata], [q.scale.view(torch.uint8)], [51], name, "reference"),
     }
 
 

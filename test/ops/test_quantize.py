@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
 from torchao_blockwise.ops.matmul.rows import aligned_rows
 from torchao_blockwise.testing import (
     SHAPES,
@@ -37,23 +37,33 @@ def special_input(shape, fmt: BlockFormat, dtype, device: str) -> torch.Tensor:
     return with_special_values(random_tensor(*shape, dtype=dtype, device=device), fmt)
 
 
-def canonical(q):
+def canonical(q: Operand) -> Operand:
     """The operand with one bit pattern for every fp32 NaN: an fp32 NaN's payload is the hardware's choice."""
-    fields = (f if f is None or f.dtype != torch.float32 else f.masked_fill(f.isnan(), float("nan")) for f in q)
-    return type(q)(*fields)
+    parts = (t if t is None or t.dtype != torch.float32 else t.masked_fill(t.isnan(), float("nan")) for t in q.tensors)
+    return Operand(*parts, q.format_name)
+
+
+def rowwise_of(x: torch.Tensor, fmt: BlockFormat, **options) -> Operand:
+    copies = ops.quantize(x, fmt, **options)
+    assert copies.columnwise is None
+    return copies.rowwise
+
+
+def columnwise_of(x: torch.Tensor, fmt: BlockFormat, **options) -> Operand:
+    copies = ops.quantize(x, fmt, rowwise=False, columnwise=True, **options)
+    assert copies.rowwise is None
+    return copies.columnwise
 
 
 def check_against_reference(x: torch.Tensor, fmt: BlockFormat, backend: str, **options) -> None:
     """Rowwise, columnwise and both together give the bits of the reference's rowwise on `x` and its transpose."""
-    rowwise = canonical(ops.quantize(x, fmt, backend="reference", **options))
-    columnwise = canonical(ops.quantize(x.mT.contiguous(), fmt, backend="reference", **options))
+    rowwise = canonical(rowwise_of(x, fmt, backend="reference", **options))
+    columnwise = canonical(rowwise_of(x.mT.contiguous(), fmt, backend="reference", **options))
     both = ops.quantize(x, fmt, columnwise=True, backend=backend, **options)
-    assert_operands_equal(canonical(ops.quantize(x, fmt, backend=backend, **options)), rowwise)
-    assert_operands_equal(
-        canonical(ops.quantize(x, fmt, rowwise=False, columnwise=True, backend=backend, **options)), columnwise
-    )
-    assert_operands_equal(canonical(both[0]), rowwise)
-    assert_operands_equal(canonical(both[1]), columnwise)
+    assert_operands_equal(canonical(rowwise_of(x, fmt, backend=backend, **options)), rowwise)
+    assert_operands_equal(canonical(columnwise_of(x, fmt, backend=backend, **options)), columnwise)
+    assert_operands_equal(canonical(both.rowwise), rowwise)
+    assert_operands_equal(canonical(both.columnwise), columnwise)
 
 
 # --- one result, whatever computes it ---------------------------------------------------------------------------------
@@ -78,7 +88,7 @@ def test_dtypes_match_reference(fmt, dtype, backend, device):
 @formats
 def test_a_dtype_gives_the_bits_of_its_fp32_copy(fmt, dtype, backend, device):
     x = special_input((33, 150), fmt, dtype, device)
-    assert_operands_equal(ops.quantize(x, fmt, backend=backend), ops.quantize(x.float(), fmt, backend="reference"))
+    assert_operands_equal(rowwise_of(x, fmt, backend=backend), rowwise_of(x.float(), fmt, backend="reference"))
 
 
 LAYOUTS = {
@@ -132,8 +142,7 @@ def test_any_shape_and_magnitude(backend, fmt, rows, columns, seed, power, devic
 
 def set_tables(monkeypatch, **tables) -> None:
     kernels = pytest.importorskip("torchao_blockwise.ops.quantize.kernels_triton")
-    # The kernel that these tables have no part in would go before them on a Hopper GPU.
-    for name, value in {"_FP8_BOTH_GLUON_WARPS": None, "_FP8_COLUMNWISE_GLUON": None, **tables}.items():
+    for name, value in tables.items():
         monkeypatch.setattr(kernels, name, value)
     # What is kept was built from the tables as they were, and must not outlive those of this test.
     monkeypatch.setattr(kernels, "_build", functools.cache(kernels._build.__wrapped__))
@@ -177,11 +186,11 @@ def test_square_columnwise_is_the_transpose_of_rowwise(fmt, shape, backend, devi
 def test_leading_dims_are_independent_matrices(fmt, backend, device):
     x = random_tensor(2, 3, 20, 40, device=device)
     amax = x.abs().amax() if fmt.has_global_scale else None
-    whole = ops.quantize(x, fmt, backend=backend, tensor_amax=amax)
+    whole = rowwise_of(x, fmt, backend=backend, tensor_amax=amax)
     for i in range(2):
         for j in range(3):
-            part = ops.quantize(x[i, j], fmt, backend="reference", tensor_amax=amax)
-            assert_operands_equal(type(whole)(whole.qdata[i, j], whole.scale[i, j], whole.global_scale), part)
+            part = rowwise_of(x[i, j], fmt, backend="reference", tensor_amax=amax)
+            assert_operands_equal(whole._replace(qdata=whole.qdata[i, j], scale=whole.scale[i, j]), part)
 
 
 @backends
@@ -190,8 +199,8 @@ def test_tensor_amax_gives_a_part_the_bits_it_has_in_the_whole(fmt, backend, dev
     x = random_tensor(64, 96, dtype=torch.bfloat16, device=device)
     amax = torch.ops.torchao_blockwise.tensor_amax_bits(x).view(torch.float32)
     assert amax == x.abs().max()
-    whole = ops.quantize(x, fmt, backend="reference")
-    part = ops.quantize(x[16:48, 32:64], fmt, backend=backend, tensor_amax=amax)
+    whole = rowwise_of(x, fmt, backend="reference")
+    part = rowwise_of(x[16:48, 32:64], fmt, backend=backend, tensor_amax=amax)
     block_rows, block_columns = fmt.block
     scale = whole.scale[16 // block_rows : 48 // block_rows, 32 // block_columns : 64 // block_columns]
     assert_bitwise_equal(part.qdata, whole.qdata[16:48, 16:32], "qdata")
@@ -206,7 +215,7 @@ def test_ragged_blocks_see_no_memory_outside(fmt, backend, device):
     poisoned[3:130, 7:270] = random_tensor(127, 263, device=device)
     x = poisoned[3:130, 7:270]
     check_against_reference(x, fmt, backend)
-    assert ops.dequantize(ops.quantize(x, fmt, backend=backend), columns=263).isfinite().all()
+    assert ops.dequantize(rowwise_of(x, fmt, backend=backend), columns=263).isfinite().all()
 
 
 @backends
@@ -215,14 +224,14 @@ def test_ragged_blocks_see_no_memory_outside(fmt, backend, device):
 def test_nan_and_inf_never_become_finite(value, fmt, backend, device):
     x = random_tensor(140, 300, device=device)
     x[130, 280] = value
-    decoded = ops.dequantize(ops.quantize(x, fmt, backend=backend))
+    decoded = ops.dequantize(rowwise_of(x, fmt, backend=backend))
     poisoned = torch.zeros_like(x, dtype=torch.bool)
     if fmt.has_global_scale:
         poisoned[:] = True
     else:
         poisoned[128 if fmt.is_square else 130 : 140 if fmt.is_square else 131, 256:] = True
     assert torch.equal(~decoded.isfinite(), poisoned)
-    columnwise = ops.quantize(x, fmt, rowwise=False, columnwise=True, backend=backend)
+    columnwise = columnwise_of(x, fmt, backend=backend)
     assert not ops.dequantize(columnwise)[280, 130].isfinite()
 
 
@@ -230,7 +239,7 @@ def test_nan_and_inf_never_become_finite(value, fmt, backend, device):
 @formats
 @pytest.mark.parametrize("zero", (0.0, -0.0), ids=str)
 def test_zeros_decode_to_zeros(zero, fmt, backend, device):
-    q = ops.quantize(torch.full((20, 130), zero, device=device), fmt, backend=backend)
+    q = rowwise_of(torch.full((20, 130), zero, device=device), fmt, backend=backend)
     assert ops.dequantize(q).tolist() == [[0.0] * 130] * 20
     sign_bit = {8: 0x80, 4: 0x88}[fmt.element.bits]
     assert (q.qdata.view(torch.uint8) == (sign_bit if str(zero) == "-0.0" else 0)).all()
@@ -259,22 +268,22 @@ def test_any_number_of_tokens_gives_the_bits_of_the_reference(fmt, tokens, devic
     check_against_reference(special_input((tokens, 32), fmt, torch.bfloat16, device), fmt, "triton")
 
 
-def quantize_padded(x: torch.Tensor, fmt: BlockFormat):
+def quantize_padded(x: torch.Tensor, fmt: BlockFormat) -> Operand:
     """The columnwise copy of `x` with zero rows behind, by hand."""
     zeros = x.new_zeros(*x.shape[:-2], -x.shape[-2] % 32, x.shape[-1])
-    return ops.quantize(torch.cat((x, zeros), -2), fmt, rowwise=False, columnwise=True, backend="reference")
+    return columnwise_of(torch.cat((x, zeros), -2), fmt, backend="reference")
 
 
 @backends
 @TOKENS
 @formats
-def test_padded_is_quantising_with_zero_tokens_behind(fmt, tokens, backend, device):
+def test_padded_is_quantizing_with_zero_tokens_behind(fmt, tokens, backend, device):
     x = special_input((tokens, 32), fmt, torch.bfloat16, device)
     rowwise, columnwise = ops.quantize(x, fmt, columnwise=True, padded=True, backend=backend)
-    assert_operands_equal(canonical(rowwise), canonical(ops.quantize(x, fmt, backend="reference")))
+    assert_operands_equal(canonical(rowwise), canonical(rowwise_of(x, fmt, backend="reference")))
     assert_operands_equal(canonical(columnwise), canonical(quantize_padded(x, fmt)))
     assert columnwise.qdata.shape[-1] == fmt.element.packed(-(-tokens // 32) * 32)
-    alone = ops.quantize(x, fmt, rowwise=False, columnwise=True, padded=True, backend=backend)
+    alone = columnwise_of(x, fmt, padded=True, backend=backend)
     assert_operands_equal(canonical(alone), canonical(columnwise))
 
 
@@ -286,7 +295,7 @@ def test_padded_batches_and_special_numbers(fmt, value, shape, backend, device):
     x = random_tensor(*shape, device=device)
     if x.numel():
         x[..., -1, 3] = value
-    got = ops.quantize(x, fmt, rowwise=False, columnwise=True, padded=True, backend=backend)
+    got = columnwise_of(x, fmt, padded=True, backend=backend)
     assert_operands_equal(canonical(got), canonical(quantize_padded(x, fmt)))
 
 
@@ -294,7 +303,7 @@ def test_padded_batches_and_special_numbers(fmt, value, shape, backend, device):
 def test_padded_payload_goes_into_products_as_it_lies(fmt, device):
     x = random_tensor(17, 48, device=device)
     for padded in (False, True):
-        q = ops.quantize(x, fmt, rowwise=False, columnwise=True, padded=padded)
+        q = columnwise_of(x, fmt, padded=padded)
         assert (aligned_rows(q.qdata) is q.qdata) == padded
 
 
@@ -305,8 +314,8 @@ def test_padding_adds_nothing_to_a_product(fmt, backend, tokens, device):
     x, dy = random_tensor(tokens, 40, device=device), random_tensor(tokens, 24, device=device, seed=1)
 
     def product(padded):
-        options = {"rowwise": False, "columnwise": True, "padded": padded, "backend": backend}
-        return ops.matmul(*(ops.quantize(t, fmt, **options) for t in (dy, x)), out_dtype=torch.float32, backend=backend)
+        copies = [columnwise_of(t, fmt, padded=padded, backend=backend) for t in (dy, x)]
+        return ops.matmul(*copies, out_dtype=torch.float32, backend=backend)
 
     assert relative_error(product(True), product(False)) < 1e-6
 
@@ -316,8 +325,8 @@ def test_padding_adds_nothing_to_a_product(fmt, backend, tokens, device):
 def test_tensors_that_require_grad_give_the_same_bits(fmt, backend, device):
     x = random_tensor(33, 150, device=device)
     with torch.no_grad():
-        q = ops.quantize(x.clone().requires_grad_(), fmt, backend=backend)
-    assert_operands_equal(q, ops.quantize(x, fmt, backend="reference"))
+        q = rowwise_of(x.clone().requires_grad_(), fmt, backend=backend)
+    assert_operands_equal(q, rowwise_of(x, fmt, backend="reference"))
 
 
 # --- torchao's own reference ------------------------------------------------------------------------------------------
@@ -343,7 +352,7 @@ def torchao_reference(name: str):
 def test_rowwise_1x128_is_torchaos(shape):
     x = torchao_input(shape)
     qdata, scale = torchao_reference("torch_blockwise_scale_act_quant_lhs")(x)
-    ours = ops.quantize(x, FP8_1X128, backend="reference")
+    ours = rowwise_of(x, FP8_1X128, backend="reference")
     assert_bitwise_equal(ours.qdata, qdata, "qdata")
     assert_bitwise_equal(ours.scale, scale.mT, "scale")
 
@@ -352,7 +361,7 @@ def test_rowwise_1x128_is_torchaos(shape):
 def test_columnwise_1x128_is_torchaos(shape):
     x = torchao_input(shape)
     qdata, scale = torchao_reference("torch_blockwise_scale_act_quant_rhs")(x)
-    ours = ops.quantize(x, FP8_1X128, rowwise=False, columnwise=True, backend="reference")
+    ours = columnwise_of(x, FP8_1X128, backend="reference")
     assert_bitwise_equal(ours.qdata, qdata.mT, "qdata")
     assert_bitwise_equal(ours.scale, scale, "scale")
 
@@ -361,7 +370,7 @@ def test_columnwise_1x128_is_torchaos(shape):
 def test_rowwise_128x128_is_torchaos(shape):
     x = torchao_input(shape)
     qdata, scale = torchao_reference("torch_blockwise_scale_weight_quant")(x)
-    ours = ops.quantize(x, FP8_128X128, backend="reference")
+    ours = rowwise_of(x, FP8_128X128, backend="reference")
     assert_bitwise_equal(ours.qdata, qdata, "qdata")
     assert_bitwise_equal(ours.scale, scale, "scale")
 
@@ -375,12 +384,12 @@ def test_meta_tensors_have_the_shapes_of_the_result(fmt, shape):
     meta = ops.quantize(torch.empty(shape, device="meta"), fmt, columnwise=True)
     real = ops.quantize(torch.ones(shape), fmt, columnwise=True, backend="reference")
     for m, r in zip(meta, real):
-        assert type(m) is type(r)
-        for field, expected in zip(m, r):
-            assert (field is None) == (expected is None)
-            if field is not None:
-                assert (field.device.type, field.shape, field.dtype) == ("meta", expected.shape, expected.dtype)
-                assert field.is_contiguous() and expected.is_contiguous()
+        assert type(m) is type(r) is Operand and m.format_name == r.format_name
+        for part, expected in zip(m.tensors, r.tensors):
+            assert (part is None) == (expected is None)
+            if part is not None:
+                assert (part.device.type, part.shape, part.dtype) == ("meta", expected.shape, expected.dtype)
+                assert part.is_contiguous() and expected.is_contiguous()
 
 
 X = torch.ones(2, 32)
@@ -424,7 +433,7 @@ REFUSALS = {
     ),
     "backend without an implementation": (
         lambda: ops.quantize(X, FP8_1X128, backend="cublas"),
-        "quantize: backend cublas has no implementation; choose one of triton, reference, or auto",
+        "quantize: backend cublas has no implementation; choose one of gluon, triton, reference, or auto",
     ),
 }
 
@@ -448,3 +457,9 @@ def test_a_named_backend_that_cannot_run_raises(monkeypatch):
     with pytest.raises(ValueError) as error:
         ops.quantize(X, FP8_1X128, backend="triton")
     assert str(error.value) == f"quantize: backend triton cannot run: {NO_KERNEL_DEVICE}; choose another, or auto"
+
+
+@pytest.mark.parametrize("columnwise", (False, True))
+def test_messages_name_the_function(columnwise):
+    with pytest.raises(ValueError, match=r"^quantize: backend cublas has no implementation"):
+        ops.quantize(torch.ones(4, 128), FP8_1X128, columnwise=columnwise, backend="cublas")

@@ -18,81 +18,112 @@ pytest.importorskip("triton")
 if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
-from torchao_blockwise.ops import gluon_tiles
-from torchao_blockwise.ops.grouped_quantize import kernels_triton as grouped
+from torchao_blockwise.ops import gluon_tiles, operands
 from torchao_blockwise.ops.quantize import kernels_gluon as gluon
-from torchao_blockwise.ops.quantize import kernels_triton as kernels
 
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Calls of the kernel's launchers, which launch nothing; every GPU will do."""
+    """[(what settles a launch of the kernel, its tensors)], launching nothing; every device will do."""
     calls = []
 
-    def taken_for(result):
-        def launcher(*arguments):
-            calls.append(arguments)
-            return result
+    def launch_of(*settled):
+        return lambda kernel, *tensors: calls.append((settled, tensors))
 
-        return launcher
-
-    monkeypatch.setattr(gluon, "quantize_both", taken_for("rowwise and columnwise"))
-    monkeypatch.setattr(gluon, "quantize_columnwise", taken_for("columnwise"))
-    monkeypatch.setattr(gluon_tiles, "why_not", gluon_tiles.why_not_this)
+    monkeypatch.setattr(gluon, "_launch_of", launch_of)
+    monkeypatch.setattr(gluon_tiles, "interpreting", lambda: False)
+    for module in (operands, gluon_tiles):
+        monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))
     return calls
 
 
-def test_is_not_taken_where_the_tables_say_never(taken, monkeypatch, device):
-    monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", None)
-    monkeypatch.setattr(kernels, "_FP8_COLUMNWISE_GLUON", None)
-    x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+def bf16(*shape, device) -> torch.Tensor:
+    return random_tensor(*shape, dtype=torch.bfloat16, device=device)
+
+
+def assert_same_memory(got, *expected) -> None:
+    """Of the kernel's pointers, which may be (tensor, dtype to see it as) or None."""
+    addresses = [None if t is None else (t[0] if isinstance(t, tuple) else t).data_ptr() for t in got]
+    assert addresses == [None if t is None else t.data_ptr() for t in expected]
+
+
+def assert_copies_equal(got, expected) -> None:
+    for copy, wanted in zip(got, expected, strict=True):
+        assert (copy is None) == (wanted is None)
+        if copy is not None:
+            assert_operands_equal(copy, wanted)
+
+
+def test_triton_by_name_is_triton_alone(taken, device):
+    x = bf16(16, 32, device=device)
     for rowwise in (True, False):
-        ops.quantize(x, FP8_1X128, rowwise=rowwise, columnwise=True, backend="triton")
+        quantize = functools.partial(ops.quantize, x, FP8_1X128, rowwise=rowwise, columnwise=True)
+        assert_copies_equal(quantize(backend="triton"), quantize(backend="reference"))
     assert taken == []
 
 
-def test_is_taken_where_it_can(taken, monkeypatch, device):
-    monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", 8)
-    x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-    assert kernels.quantize(x, FP8_1X128, None, True, True, True) == "rowwise and columnwise"
-    assert taken == [(x, FP8_1X128, True, 8)]
+@pytest.mark.parametrize("backend", ("auto", "gluon"))
+def test_is_taken_where_it_can(backend, taken, monkeypatch, device):
+    monkeypatch.setattr(gluon, "BOTH", (128, 8))
+    x = bf16(32, 48, device=device)
+    rowwise, columnwise = ops.quantize(x, FP8_1X128, columnwise=True, power_of_2_scales=True, backend=backend)
+    ((settled, tensors),) = taken
+    assert settled == (1, 32, 48, 32, 48, torch.bfloat16, FP8_1X128, True, 128, 8)
+    assert_same_memory(tensors, x, *rowwise.tensors[:2], *columnwise.tensors[:2], None)
 
 
-def test_is_taken_for_the_columnwise_copy_alone(taken, monkeypatch, device):
-    monkeypatch.setattr(kernels, "_FP8_COLUMNWISE_GLUON", (64, 2))
-    x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-    assert kernels.quantize(x, FP8_1X128, None, False, True, True) == "columnwise"
-    assert taken == [(x, FP8_1X128, True, 64, 2, None, None)]
+@pytest.mark.parametrize("backend", ("auto", "gluon"))
+def test_is_taken_for_the_columnwise_copy_alone(backend, taken, monkeypatch, device):
+    monkeypatch.setattr(gluon, "COLUMNWISE", (64, 2))
+    x = bf16(32, 48, device=device)
+    options = {"rowwise": False, "columnwise": True, "power_of_2_scales": True, "backend": backend}
+    columnwise = ops.quantize(x, FP8_1X128, **options).columnwise
+    ((settled, tensors),) = taken
+    assert settled == (1, 32, 48, 32, 48, torch.bfloat16, FP8_1X128, True, 64, 2)
+    assert_same_memory(tensors, x, None, None, *columnwise.tensors[:2], None)
+
+
+def test_the_columnwise_copy_is_padded_if_asked_and_cut_otherwise(taken, device):
+    x = bf16(33, 48, device=device)
+    for padded, tokens in ((True, 64), (False, 33)):
+        columnwise = ops.quantize(x, FP8_1X128, rowwise=False, columnwise=True, padded=padded).columnwise
+        settled, tensors = taken.pop()
+        assert settled[:5] == (1, 33, 48, 64, 48) and columnwise.qdata.shape == (48, tokens)
+        assert (tensors[3][0].data_ptr() == columnwise.qdata.data_ptr()) == padded
 
 
 def test_is_not_taken_for_the_rowwise_copy_alone(taken, device):
-    kernels.quantize(torch.zeros(16, 16, dtype=torch.bfloat16, device=device), FP8_1X128, None, True, False, False)
+    x = bf16(16, 32, device=device)
+    assert_copies_equal(ops.quantize(x, FP8_1X128), ops.quantize(x, FP8_1X128, backend="reference"))
+    assert taken == []
+    with pytest.raises(ValueError) as error:
+        ops.quantize(x, FP8_1X128, backend="gluon")
+    assert str(error.value) == (
+        "quantize: backend gluon cannot run: the kernels make columnwise copies, with or without the rowwise one;"
+        " choose another, or auto"
+    )
+
+
+def test_two_launches_where_it_cannot(taken, device):
+    quantize = functools.partial(ops.quantize, bf16(33, 150, device=device), FP8_1X128, columnwise=True)
+    assert_copies_equal(quantize(), quantize(backend="reference"))
     assert taken == []
 
 
-def test_two_launches_where_it_cannot(taken, monkeypatch, device):
-    monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", 8)
-    x = random_tensor(33, 150, dtype=torch.bfloat16, device=device)
-    got = ops.quantize(x, FP8_1X128, columnwise=True, backend="triton")
-    for copy, expected in zip(got, ops.quantize(x, FP8_1X128, columnwise=True, backend="reference"), strict=True):
-        assert_operands_equal(copy, expected)
-    assert taken == []
-
-
-def test_is_taken_for_tokens_in_groups(taken, monkeypatch, device):
-    monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", 8)
-    x = torch.zeros(17, 16, dtype=torch.bfloat16, device=device)
+def test_is_taken_for_tokens_in_groups(taken, device):
+    x = bf16(17, 16, device=device)
     ends = torch.tensor([5, 15], dtype=torch.int32, device=device)
-    assert "".join(grouped.quantize(x, ends, FP8_1X128, None, True, True, False)) == "rowwise and columnwise"
-    ((tokens, *arguments, blocks, rows),) = taken
-    assert tokens is x and arguments == [FP8_1X128, False, 8] and rows == 256
-    # The tokens as a whole; each group; those of no group.
-    assert blocks.tolist() == [[0, 15, 17, 0], [0, 5, 5, 0], [5, 15, 15, 0], [15, 15, 17, 0]]
-    grouped.quantize(x.float(), ends, FP8_1X128, None, True, True, False)
-    assert len(taken) == 1
-    grouped.quantize(x, ends, FP8_1X128, None, False, True, False)
-    assert taken[1][1:5] == (FP8_1X128, False, *kernels._FP8_COLUMNWISE_GLUON)
-    assert taken[1][5].tolist() == blocks.tolist() and taken[1][6] == 256
+    for rowwise, build in ((True, gluon.BOTH), (False, gluon.COLUMNWISE)):
+        copies = ops.grouped_quantize(x, ends, FP8_1X128, rowwise=rowwise, columnwise=True)
+        settled, (*tensors, blocks) = taken.pop()
+        assert settled == (3, 17, 16, 256, 16, torch.bfloat16, FP8_1X128, False, *build)
+        parts = [None, None] if copies.rowwise is None else copies.rowwise.tensors[:2]
+        assert_same_memory(tensors, x, *parts, *copies.columnwise.tensors[:2])
+        assert copies.columnwise.qdata.shape == (16, 256)
+        # The tokens as a whole; each group; those of no group.
+        assert blocks.tolist() == [[0, 15, 17, 0], [0, 5, 5, 0], [5, 15, 15, 0], [15, 15, 17, 0]]
+    ops.grouped_quantize(x.float(), ends, FP8_1X128, columnwise=True)
+    assert taken == []
 
 
 @pytest.mark.gpu
@@ -109,9 +140,8 @@ def test_bits_on_a_gpu(shape, warps, dtype, power_of_2_scales, monkeypatch):
     reason = gluon_tiles.why_not(FP8_1X128, x)
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(kernels, "_FP8_BOTH_GLUON_WARPS", warps)
-    monkeypatch.setattr(kernels, "_FP8_COLUMNWISE_GLUON", (64, warps))
+    monkeypatch.setattr(gluon, "BOTH", (128, warps))
+    monkeypatch.setattr(gluon, "COLUMNWISE", (64, warps))
     quantize = functools.partial(ops.quantize, x, FP8_1X128, columnwise=True, power_of_2_scales=power_of_2_scales)
-    for copy, expected in zip(quantize(backend="triton"), quantize(backend="reference"), strict=True):
-        assert_operands_equal(copy, expected)
-    assert_operands_equal(quantize(rowwise=False, backend="triton"), quantize(rowwise=False, backend="reference"))
+    for rowwise in (True, False):
+        assert_copies_equal(quantize(rowwise=rowwise, backend="gluon"), quantize(rowwise=rowwise, backend="reference"))

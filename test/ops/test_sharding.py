@@ -39,21 +39,30 @@ def on_ranks(check, mesh_shape: tuple[int, ...] = (2,)) -> None:
     ranks(None)
 
 
-def quantize(x, fmt, **options):
-    return ops.quantize(x, fmt, backend="reference", **options)
+def quantize(x, fmt, *, columnwise=False, **options):
+    """One copy."""
+    copies = ops.quantize(x, fmt, rowwise=not columnwise, columnwise=columnwise, backend="reference", **options)
+    return copies.columnwise if columnwise else copies.rowwise
+
+
+def assert_both_gather(sharded, x, fmt) -> None:
+    """Both copies of one read of a sharded tensor are those of the whole one."""
+    copies = (ops.quantize(t, fmt, columnwise=True, backend="reference") for t in (sharded, x))
+    for got, expected in zip(*copies):
+        assert_gathers_to(got, expected)
 
 
 def assert_gathers_to(sharded, whole) -> None:
     """Payload, scales and global scale of a sharded operand, gathered, are the whole one's, bit for bit."""
-    assert type(sharded) is type(whole)
-    for name, part, expected in zip(whole._fields, sharded, whole):
+    assert type(sharded) is type(whole) and sharded.format_name == whole.format_name
+    for name, part, expected in zip(whole._fields, sharded.tensors, whole.tensors):
         assert (part is None) == (expected is None), name
         if part is not None:
             assert part.shape == expected.shape, f"{name}: {part.shape}, expected {expected.shape}"
             assert_bitwise_equal(part.full_tensor().contiguous(), expected, name)
 
 
-# --- quantise ---------------------------------------------------------------------------------------------------------
+# --- quantize ---------------------------------------------------------------------------------------------------------
 
 
 @placements
@@ -66,10 +75,9 @@ def test_quantize(fmt, shape, placement):
         sharded = distribute_tensor(x, mesh, [placement])
         assert_gathers_to(quantize(sharded, fmt), quantize(x, fmt))
         for padded in (False, True):
-            columnwise = {"rowwise": False, "columnwise": True, "padded": padded}
+            columnwise = {"columnwise": True, "padded": padded}
             assert_gathers_to(quantize(sharded, fmt, **columnwise), quantize(x, fmt, **columnwise))
-        for got, expected in zip(quantize(sharded, fmt, columnwise=True), quantize(x, fmt, columnwise=True)):
-            assert_gathers_to(got, expected)
+        assert_both_gather(sharded, x, fmt)
 
     on_ranks(check)
 
@@ -78,7 +86,7 @@ def test_quantize(fmt, shape, placement):
 @pytest.mark.parametrize("rows", (32, 64))
 def test_shards_are_not_padded_one_by_one(fmt, rows):
     """Shards of 16 rows end on blocks of 16, but their payload of 4 bits fills no 16 bytes."""
-    x, options = random_tensor(rows, 64), {"rowwise": False, "columnwise": True, "padded": True}
+    x, options = random_tensor(rows, 64), {"columnwise": True, "padded": True}
     on_ranks(lambda mesh: assert_gathers_to(
         quantize(distribute_tensor(x, mesh, [Shard(0)]), fmt, **options), quantize(x, fmt, **options)
     ))  # fmt: skip
@@ -91,8 +99,7 @@ def test_quantize_batches(fmt, dim):
 
     def check(mesh):
         sharded = distribute_tensor(x, mesh, [Shard(dim)])
-        for got, expected in zip(quantize(sharded, fmt, columnwise=True), quantize(x, fmt, columnwise=True)):
-            assert_gathers_to(got, expected)
+        assert_both_gather(sharded, x, fmt)
 
     on_ranks(check)
 
@@ -115,8 +122,8 @@ def test_formats_and_options_do_not_share_a_rule():
     def check(mesh):
         sharded = distribute_tensor(x, mesh, [Shard(0)])
         for fmt in (*FORMATS.values(), *FORMATS.values()):
-            for rowwise in (True, False):
-                options = {"rowwise": rowwise, "columnwise": not rowwise}
+            for columnwise in (False, True):
+                options = {"columnwise": columnwise}
                 assert_gathers_to(quantize(sharded, fmt, **options), quantize(x, fmt, **options))
 
     on_ranks(check)
@@ -131,7 +138,7 @@ ALIGNED = {
 
 
 @formats
-def test_aligned_shards_are_quantised_where_they_are(fmt):
+def test_aligned_shards_are_quantized_where_they_are(fmt):
     x = random_tensor(256, 512)
     amax = x.abs().max() if fmt.has_global_scale else None
 
@@ -166,7 +173,7 @@ def test_nan_and_inf_of_one_rank_reach_the_global_scale_of_all(tmp_path):
     assert spawn(tensor_scales_worker, 2, tmp_path, list(wanted)) == [wanted, wanted]
 
 
-# --- dequantise, transpose, product -----------------------------------------------------------------------------------
+# --- dequantize, transpose, product -----------------------------------------------------------------------------------
 
 
 @placements

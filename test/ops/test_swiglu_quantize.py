@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FORMATS, FP8_1X128
+from torchao_blockwise.formats import FORMATS, FP8_1X128, CastOptions
 from torchao_blockwise.ops.swiglu_quantize import exponential, reference
 from torchao_blockwise.testing import SHAPES, assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
 
@@ -18,6 +18,7 @@ shapes = pytest.mark.parametrize("shape", (*SHAPES, (130, 48), (16, 256), (272, 
 backends = pytest.mark.parametrize("backend", ("reference", "triton"))
 COPIES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 copies = pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
+ROWWISE, BOTH = CastOptions(FP8_1X128), CastOptions(FP8_1X128, columnwise=True)
 ULP = torch.finfo(torch.float32).eps
 
 try:
@@ -61,10 +62,24 @@ def gradients_by_hand(dh, gate, up):
     return dgate.to(gate.dtype), (d * (g * s)).to(gate.dtype)
 
 
+def quantized(x, options):
+    """By the reference, as an operation of its own."""
+    return ops.quantize(x, **options._asdict(), backend="reference")
+
+
 def assert_copies_equal(got, expected) -> None:
-    pairs = [(got, expected)] if ops.is_operand(got) else zip(got, expected, strict=True)
-    for a, b in pairs:
-        assert_operands_equal(a, b)
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_operands_equal(a, b)
+
+
+def assert_both_are_quantized(gate, up, dh, options, backend) -> None:
+    """SwiGLU and its gradients, as `quantized` does it to what they are by hand."""
+    got = ops.swiglu_quantize(gate, up, options, backend=backend)
+    assert_copies_equal(got, quantized(swiglu_by_hand(gate, up), options))
+    got = ops.swiglu_backward_quantize(dh, gate, up, options, backend=backend)
+    assert_copies_equal(got, quantized(torch.cat(gradients_by_hand(dh, gate, up), 1), options))
 
 
 # --- accuracy ---------------------------------------------------------------------------------------------------------
@@ -136,39 +151,24 @@ def test_swiglu_and_its_gradients_are_their_definitions(shape, dtype, backend, d
 @backends
 @copies
 @shapes
-def test_quantised_in_the_same_pass(shape, copies, backend, device):
+def test_quantized_in_the_same_pass(shape, copies, backend, device):
     gate, up, dh = gate_up_dh(*shape, device=device)
-    merged = torch.cat(gradients_by_hand(dh, gate, up), 1)
     for padded in (False, True):
-        options = {"rowwise": copies[0], "columnwise": copies[1], "padded": padded}
-        expected = ops.quantize(swiglu_by_hand(gate, up), FP8_1X128, **options, backend="reference")
-        assert_copies_equal(ops.swiglu_quantize(gate, up, FP8_1X128, **options, backend=backend), expected)
-        expected = ops.quantize(merged, FP8_1X128, **options, backend="reference")
-        assert_copies_equal(ops.swiglu_backward_quantize(dh, gate, up, FP8_1X128, **options, backend=backend), expected)
+        assert_both_are_quantized(gate, up, dh, CastOptions(FP8_1X128, *copies, padded=padded), backend)
 
 
 @backends
 @dtypes
 def test_dtypes(dtype, backend, device):
     gate, up, dh = gate_up_dh(65, 200, dtype=dtype, device=device)
-    gate, up, dh = gate / 16, up / 16, dh.float() / 16
-    expected = ops.quantize(swiglu_by_hand(gate, up), FP8_1X128, columnwise=True, backend="reference")
-    assert_copies_equal(ops.swiglu_quantize(gate, up, FP8_1X128, columnwise=True, backend=backend), expected)
-    merged = torch.cat(gradients_by_hand(dh, gate, up), 1)
-    expected = ops.quantize(merged, FP8_1X128, columnwise=True, backend="reference")
-    got = ops.swiglu_backward_quantize(dh, gate, up, FP8_1X128, columnwise=True, backend=backend)
-    assert_copies_equal(got, expected)
+    assert_both_are_quantized(gate / 16, up / 16, dh.float() / 16, BOTH, backend)
 
 
 @backends
 def test_power_of_2_scales(backend, device):
     gate, up, dh = gate_up_dh(65, 128, device=device)
-    options = {"columnwise": True, "power_of_2_scales": True}
-    expected = ops.quantize(swiglu_by_hand(gate, up), FP8_1X128, **options, backend="reference")
-    assert_copies_equal(ops.swiglu_quantize(gate, up, FP8_1X128, **options, backend=backend), expected)
-    expected = ops.quantize(torch.cat(gradients_by_hand(dh, gate, up), 1), FP8_1X128, **options, backend="reference")
-    got = ops.swiglu_backward_quantize(dh, gate, up, FP8_1X128, **options, backend=backend)
-    assert_copies_equal(got, expected)
+    for options in (ROWWISE, BOTH):
+        assert_both_are_quantized(gate, up, dh, options._replace(power_of_2_scales=True), backend)
 
 
 @backends
@@ -179,22 +179,16 @@ def test_strides_do_not_matter(layout, backend, device):
     gate, up, dh = gate_up_dh(48, 145, device=device)
     gate, up, dh = layout(gate), layout(up), layout(dh)
     plain = [t.clone(memory_format=torch.contiguous_format) for t in (gate, up, dh)]
-    options = {"columnwise": True}
-    expected = ops.swiglu_quantize(*plain[:2], FP8_1X128, **options, backend="reference")
-    assert_copies_equal(ops.swiglu_quantize(gate, up, FP8_1X128, **options, backend=backend), expected)
-    expected = ops.swiglu_backward_quantize(plain[2], *plain[:2], FP8_1X128, **options, backend="reference")
-    got = ops.swiglu_backward_quantize(dh, gate, up, FP8_1X128, **options, backend=backend)
-    assert_copies_equal(got, expected)
+    expected = ops.swiglu_quantize(*plain[:2], BOTH, backend="reference")
+    assert_copies_equal(ops.swiglu_quantize(gate, up, BOTH, backend=backend), expected)
+    expected = ops.swiglu_backward_quantize(plain[2], *plain[:2], BOTH, backend="reference")
+    assert_copies_equal(ops.swiglu_backward_quantize(dh, gate, up, BOTH, backend=backend), expected)
 
 
 @backends
 @pytest.mark.parametrize("fmt", [f for f in FORMATS.values() if f is not FP8_1X128], ids=lambda f: f.name)
 def test_other_formats_run_as_two_operations(fmt, backend, device):
-    gate, up, dh = gate_up_dh(33, 150, device=device)
-    expected = ops.quantize(swiglu_by_hand(gate, up), fmt, columnwise=True, backend="reference")
-    assert_copies_equal(ops.swiglu_quantize(gate, up, fmt, columnwise=True, backend=backend), expected)
-    expected = ops.quantize(torch.cat(gradients_by_hand(dh, gate, up), 1), fmt, columnwise=True, backend="reference")
-    assert_copies_equal(ops.swiglu_backward_quantize(dh, gate, up, fmt, columnwise=True, backend=backend), expected)
+    assert_both_are_quantized(*gate_up_dh(33, 150, device=device), CastOptions(fmt, columnwise=True), backend)
 
 
 @backends
@@ -208,7 +202,7 @@ def test_special_numbers_never_become_finite(where, value, backend, device):
     expected = F.silu(gate.float()) * up.float()
     assert h[4, 6].isfinite() == expected[4, 6].isfinite()
     assert any(not g[4, 6].isfinite() for g in gradients)
-    rowwise = ops.swiglu_quantize(gate, up, FP8_1X128, backend=backend)
+    rowwise, _ = ops.swiglu_quantize(gate, up, ROWWISE, backend=backend)
     assert ops.dequantize(rowwise)[4, 6].isfinite() == h[4, 6].isfinite()
     assert ops.dequantize(rowwise)[3].isfinite().all()
 
@@ -221,7 +215,7 @@ REFUSALS = {
         "swiglu: gate and up must agree in shape, got [4, 32] and [4, 31]",
     ),
     "dtype": (
-        lambda: ops.swiglu_quantize(X, X.bfloat16(), FP8_1X128),
+        lambda: ops.swiglu_quantize(X, X.bfloat16(), ROWWISE),
         TypeError,
         "swiglu_quantize: gate and up must have one dtype, got torch.float32 and torch.bfloat16",
     ),
@@ -236,7 +230,7 @@ REFUSALS = {
         "swiglu: gate must be [M, H], got shape [1, 4, 32]; reshape it",
     ),
     "nothing": (
-        lambda: ops.swiglu_backward_quantize(X, X, X, FP8_1X128, rowwise=False),
+        lambda: ops.swiglu_backward_quantize(X, X, X, CastOptions(FP8_1X128, rowwise=False)),
         ValueError,
         "swiglu_backward_quantize: nothing to compute; ask for rowwise, columnwise or both",
     ),
@@ -254,15 +248,15 @@ def test_refuses(call, error, message):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("triton", "auto"))
 @pytest.mark.parametrize("shape", ((4096, 2048), (4097, 1407)), ids=shape_id)
-def test_one_pass_has_the_bits_of_two_kernels_and_of_the_reference(shape):
+def test_one_pass_has_the_bits_of_two_kernels_and_of_the_reference(shape, backend):
     gate, up, dh = gate_up_dh(*shape, device="cuda")
-    both = {"columnwise": True}
-    got = ops.swiglu_quantize(gate, up, FP8_1X128, **both, backend="triton")
+    got = ops.swiglu_quantize(gate, up, BOTH, backend=backend)
     h = ops.swiglu(gate, up, backend="triton")
-    assert_copies_equal(got, ops.quantize(h, FP8_1X128, **both, backend="triton"))
-    assert_copies_equal(got, ops.swiglu_quantize(gate, up, FP8_1X128, **both, backend="reference"))
-    got = ops.swiglu_backward_quantize(dh, gate, up, FP8_1X128, **both, backend="triton")
+    assert_copies_equal(got, ops.quantize(h, FP8_1X128, columnwise=True, backend="triton"))
+    assert_copies_equal(got, ops.swiglu_quantize(gate, up, BOTH, backend="reference"))
+    got = ops.swiglu_backward_quantize(dh, gate, up, BOTH, backend=backend)
     merged = torch.cat(ops.swiglu_backward(dh, gate, up, backend="triton"), 1)
-    assert_copies_equal(got, ops.quantize(merged, FP8_1X128, **both, backend="triton"))
-    assert_copies_equal(got, ops.swiglu_backward_quantize(dh, gate, up, FP8_1X128, **both, backend="reference"))
+    assert_copies_equal(got, ops.quantize(merged, FP8_1X128, columnwise=True, backend="triton"))
+    assert_copies_equal(got, ops.swiglu_backward_quantize(dh, gate, up, BOTH, backend="reference"))

@@ -1,4 +1,4 @@
-"""ops.transpose: exact, involutive, equal to quantising the transpose; refusals."""
+"""ops.transpose: exact, involutive, equal to quantizing the transpose; refusals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.testing import SHAPES, assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
 
 formats = pytest.mark.parametrize("fmt", (FP8_128X128, NVFP4_16X16), ids=lambda f: f.name)
@@ -16,14 +16,14 @@ backends = pytest.mark.parametrize("backend", ("reference", "triton"))
 shapes = pytest.mark.parametrize("shape", (*SHAPES, (3, 40, 130), (2, 17, 33), (2, 0, 16)), ids=shape_id)
 
 
-def quantize(x, fmt, **options):
-    return ops.quantize(x, fmt, backend="reference", **options)
+def quantize(x, fmt) -> Operand:
+    return ops.quantize(x, fmt, backend="reference").rowwise
 
 
 @backends
 @shapes
 @formats
-def test_is_quantising_the_transpose(fmt, shape, backend, device):
+def test_is_quantizing_the_transpose(fmt, shape, backend, device):
     x = random_tensor(*shape, device=device)
     transposed = ops.transpose(quantize(x, fmt), columns=shape[-1], backend=backend)
     assert_operands_equal(transposed, quantize(x.mT.contiguous(), fmt))
@@ -49,13 +49,13 @@ def test_decodes_to_the_transpose(fmt, backend, device):
 @backends
 @formats
 def test_moves_every_code_untouched(fmt, backend, device):
-    """All 256 bytes, NaN codes and negative zeros too, and scales that no quantisation would give."""
+    """All 256 bytes, NaN codes and negative zeros too, and scales that no quantization would give."""
     payload = torch.arange(256, dtype=torch.uint8, device=device).repeat(32, 1)
     qdata = payload.view(fmt.element.storage_dtype)
     columns = 256 * fmt.element.per_byte
     scale = torch.zeros(fmt.scale_shape(32, columns), dtype=fmt.scale_dtype, device=device)
     scale.view(torch.uint8)[:] = torch.arange(scale.nbytes, device=device).view(scale.view(torch.uint8).shape) % 251
-    q = ops.operand(fmt, qdata, scale, torch.tensor(float("nan")) if fmt.has_global_scale else None)
+    q = Operand(qdata, scale, torch.tensor(float("nan")) if fmt.has_global_scale else None, fmt.name)
     got = ops.transpose(q, backend=backend)
     for row in (0, 1, 31):
         bits, shift = fmt.element.bits, fmt.element.bits * (row % fmt.element.per_byte)
@@ -89,13 +89,13 @@ def launches(monkeypatch):
     return seen
 
 
-def random_operand(fmt, *shape, device):
+def random_operand(fmt, *shape, device) -> Operand:
     """Any bytes and any scales: every block has a scale of its own."""
     qdata = torch.randint(0, 256, fmt.qdata_shape(*shape), dtype=torch.uint8, device=device)
     grid = *fmt.scale_shape(*shape), fmt.scale_dtype.itemsize
     scale = torch.randint(0, 256, grid, dtype=torch.uint8, device=device).view(fmt.scale_dtype).squeeze(-1)
     global_scale = torch.ones((), device=device) if fmt.has_global_scale else None
-    return ops.operand(fmt, qdata.view(fmt.element.storage_dtype), scale, global_scale)
+    return Operand(qdata.view(fmt.element.storage_dtype), scale, global_scale, fmt.name)
 
 
 def assert_transposed(got, q, columns):
@@ -119,12 +119,8 @@ def test_tiles_are_large_from_64_mi_elements_on(rows, columns, tile, monkeypatch
     kernels = pytest.importorskip("torchao_blockwise.ops.transpose.kernels_triton")
     seen = []
     monkeypatch.setattr(kernels, "launch", lambda *_, **options: seen.append(options))
-    kernels.transpose(
-        torch.empty(rows, columns, dtype=FP8_128X128.element.storage_dtype),
-        torch.empty(FP8_128X128.scale_shape(rows, columns)),
-        FP8_128X128,
-        columns,
-    )
+    empty = FP8_128X128.new_empty(torch.empty(0), rows, columns)
+    kernels.transpose(Operand(*empty, None, FP8_128X128.name), columns)
     (options,) = seen
     assert (options["TILE_M"], options["TILE_K"], options["num_warps"]) == tile
 
@@ -182,7 +178,7 @@ def test_refuses_one_row_blocks(fmt):
     with pytest.raises(ValueError) as error:
         ops.transpose(quantize(torch.ones(2, 32), fmt))
     assert str(error.value) == (
-        f"transpose: {fmt.name} has blocks of 1x{fmt.block[1]}, a transpose would need other scales; "
+        f"transpose: x in {fmt.name} has blocks of 1x{fmt.block[1]}, a transpose would need other scales; "
         "quantize the high-precision tensor with columnwise=True"
     )
 
@@ -191,15 +187,15 @@ SQUARE = quantize(torch.ones(2, 32), NVFP4_16X16)
 REFUSALS = {
     "tensor": (
         lambda: ops.transpose(torch.ones(2, 32)),
-        TypeError("transpose: x must be a result of quantize, got Tensor"),
+        TypeError("transpose: x must be a result of quantize, got Tensor; quantize it first"),
     ),
     "plain tuple": (
         lambda: ops.transpose(tuple(SQUARE)),
-        TypeError("transpose: x must be a result of quantize, got tuple"),
+        TypeError("transpose: x must be a result of quantize, got tuple; quantize it first"),
     ),
     "columns": (
         lambda: ops.transpose(SQUARE, columns=30),
-        ValueError("transpose: the payload of shape [2, 16] does not hold columns=30"),
+        ValueError("transpose: x with a payload of shape [2, 16] does not hold columns=30"),
     ),
     "backend without an implementation": (
         lambda: ops.transpose(SQUARE, backend="cublas"),

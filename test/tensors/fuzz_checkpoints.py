@@ -42,6 +42,7 @@ from torchao_blockwise import (
     NVFP4TrainingConfig,
     ops,
 )
+from torchao_blockwise.formats import Operand
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.fsdp import ShardLayout
 
@@ -355,9 +356,9 @@ def overrun(device: str) -> None:
     q = BlockwiseFP8Tensor.from_hp(torch.randn(512, 512))
     one = q.scale[:1, :1].contiguous()
     parts = (t.to(device) if device != "cpu" else guarded(t, at_end=True) for t in (q.qdata, one))
-    a = ops.quantize(torch.randn(16, 512, device=device), "fp8_1x128")
+    a = ops.quantize(torch.randn(16, 512, device=device), "fp8_1x128").rowwise
     with interpreter(device):
-        ops.matmul(a, ops.operand("fp8_128x128", *parts), out_dtype=torch.float32, backend="triton").sum().item()
+        ops.matmul(a, Operand(*parts, None, "fp8_128x128"), out_dtype=torch.float32, backend="triton").sum().item()
 
 
 def main() -> None:

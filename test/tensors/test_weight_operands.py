@@ -135,7 +135,7 @@ def test_recipes_of_the_same_values_do_not_mix():
     for config in (FP8, FP8_POW2, NVFP4):
         assert_products_of_now(MasterWeightTensor(parameter.hp, config))
     assert (MasterWeightTensor(parameter.hp, FP8_POW2).quantized().scale.log2() % 1 == 0).all()
-    assert MasterWeightTensor(parameter.hp, NVFP4).quantized().fmt is NVFP4.weight_format
+    assert MasterWeightTensor(parameter.hp, NVFP4).quantized().format is NVFP4.weight_format
 
 
 def test_aliases_see_each_others_changes():

@@ -4,6 +4,7 @@ from torchao_blockwise.formats.block_format import FORMATS, BlockFormat, Scales,
 from torchao_blockwise.formats.elements import E2M1, E2M1_VALUES, E4M3, HIGH_PRECISION_DTYPES, Element
 from torchao_blockwise.formats.fp8 import FP8_1X128, FP8_128X128
 from torchao_blockwise.formats.nvfp4 import NVFP4_1X16, NVFP4_16X16, global_scale_of
+from torchao_blockwise.formats.values import CastOptions, Copies, Groups, Operand
 
 __all__ = [
     "E2M1",
@@ -16,7 +17,11 @@ __all__ = [
     "NVFP4_1X16",
     "NVFP4_16X16",
     "BlockFormat",
+    "CastOptions",
+    "Copies",
     "Element",
+    "Groups",
+    "Operand",
     "Scales",
     "get_format",
     "global_scale_of",

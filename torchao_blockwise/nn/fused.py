@@ -1,10 +1,11 @@
-"""What layers share that quantise an activation as they compute it: which weights allow it, and steps of backward."""
+"""What layers share that quantize an activation as they compute it: which weights allow it, and steps of backward."""
 
 from __future__ import annotations
 
 import torch
 
 from torchao_blockwise import ops
+from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand
 from torchao_blockwise.nn.linear import WEIGHTS, config_of
 from torchao_blockwise.nn.weight_product import weight_gradient, weight_product
 from torchao_blockwise.ops.backend import may_have_kernels
@@ -28,58 +29,48 @@ def are_plain(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
 
 
-def options_of(config) -> dict:
-    """How operations that quantise do it for a layer of this config."""
-    backend = ops.casting_backend(config.backend)
-    return {"power_of_2_scales": config.power_of_2_scales, "padded": True, "backend": backend}
+def cast_options(config, rowwise: bool, columnwise: bool) -> CastOptions:
+    """How a layer of this config quantizes an activation or its gradient."""
+    return CastOptions(config.activation_format, rowwise, columnwise, config.power_of_2_scales, padded=True)
 
 
-def quantized(quantize, *args, rowwise: bool, columnwise: bool, **options):
-    """(rowwise or None, columnwise or None) of an operation that returns one operand, or both."""
+def quantized(x, config, *, rowwise: bool, columnwise: bool, groups: Groups | None = None) -> Copies:
+    """Copies of x [T, K], none where none are asked for; groups: of experts, by whom the rows are sorted."""
     if not (rowwise or columnwise):
-        return None, None
-    result = quantize(*args, rowwise=rowwise, columnwise=columnwise, **options)
-    if rowwise and columnwise:
-        return result
-    return (result, None) if rowwise else (None, result)
+        return Copies(None, None)
+    options = cast_options(config, rowwise, columnwise)
+    return ops.quantize_by(x, options, groups, backend=ops.casting_backend(config.backend))
 
 
-def group_tables(group_ends: torch.Tensor | None, tokens: int, *configs) -> torch.Tensor | None:
-    """Tables for all operations of a layer of these configs on `tokens` tokens in these groups, forward and backward.
+def groups_of(group_ends: torch.Tensor | None, tokens: int, *configs) -> Groups | None:
+    """The groups of so many tokens, with tables for all operations of a layer of these configs, forward and backward.
 
-    None where operations need none, or make their own because configs differ in format or backend.
+    Without tables where operations need none, or make their own because configs differ in format or backend.
     """
-    if group_ends is None or not may_have_kernels(group_ends.device):
+    if group_ends is None:
         return None
     wanted, *others = ((config.activation_format, ops.casting_backend(config.backend)) for config in configs)
     fmt, backend = wanted
-    if backend is ops.Backend.REFERENCE or any(other != wanted for other in others):
-        return None
-    return ops.group_tables(group_ends, tokens, fmt, backend=backend)
+    needs_none = backend is ops.Backend.REFERENCE or not may_have_kernels(group_ends.device)
+    if needs_none or any(other != wanted for other in others):
+        return Groups(group_ends)
+    return ops.make_groups(group_ends, tokens, fmt, backend=backend)
 
 
-def quantized_tokens(
-    x,
-    config,
-    *,
-    rowwise: bool,
-    columnwise: bool,
-    group_ends: torch.Tensor | None = None,
-    group_tables: torch.Tensor | None = None,
-):
-    """(rowwise or None, columnwise or None) of x [T, K]; group_ends: of experts, by whom the rows are sorted."""
-    options = {"rowwise": rowwise, "columnwise": columnwise, **options_of(config)}
-    if group_ends is None:
-        return quantized(ops.quantize, x, config.activation_format, **options)
-    # Each group is padded anyway.
-    del options["padded"]
-    options["group_tables"] = group_tables
-    return quantized(ops.grouped_quantize, x, group_ends, config.activation_format, **options)
-
-
-def fields(columnwise) -> tuple:
+def fields(copy: Operand | None) -> tuple:
     """An operand as tensors to save for backward; nothing in the place of each where there is none."""
-    return tuple(columnwise) if columnwise is not None else (None, None, None)
+    return (None, None, None) if copy is None else copy.tensors
+
+
+def operand_of(saved, config) -> Operand:
+    """The operand of an activation that `fields` took apart."""
+    qdata, scale, global_scale = saved
+    return Operand(qdata, scale, global_scale, config.activation_format.name)
+
+
+def saved_groups(group_ends: torch.Tensor | None, tables: torch.Tensor | None) -> Groups | None:
+    """Groups from what was saved of them for backward."""
+    return None if group_ends is None else Groups(group_ends, tables)
 
 
 def grad_input(dy_rowwise, weight, config, dtype: torch.dtype, **groups) -> torch.Tensor:
@@ -88,5 +79,5 @@ def grad_input(dy_rowwise, weight, config, dtype: torch.dtype, **groups) -> torc
 
 
 def grad_weight(dy_columnwise, x_columnwise, weight, config, **groups) -> torch.Tensor | None:
-    """dyᵀ · x, both quantised along tokens, or None: see `weight_gradient`."""
+    """dyᵀ · x, both quantized along tokens, or None: see `weight_gradient`."""
     return weight_gradient(dy_columnwise, x_columnwise, weight, config, weight.dtype, **groups)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import _compat
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn import fused, steps
 from torchao_blockwise.nn.linear import WEIGHTS, config_of
@@ -96,8 +96,9 @@ class _GroupedLinear(torch.autograd.Function):
             stored = stored if rounded_to is None else MasterWeightTensor(hp, stored.config)
         needs_weight = ctx.needs_input_grad[1]
         save_quantized = needs_weight and config.saves_quantized_activations
-        groups = {"group_ends": group_ends, "group_tables": fused.group_tables(group_ends, x.shape[0], config)}
-        rowwise, columnwise = fused.quantized_tokens(x, config, rowwise=True, columnwise=save_quantized, **groups)
+        groups = fused.groups_of(group_ends, x.shape[0], config)
+        assert groups is not None
+        rowwise, columnwise = fused.quantized(x, config, rowwise=True, columnwise=save_quantized, groups=groups)
         out = weight_product(
             rowwise,
             stored,
@@ -105,11 +106,11 @@ class _GroupedLinear(torch.autograd.Function):
             columnwise=not contracts_columns,
             out_dtype=out_dtype or config.out_dtype or x.dtype,
             rounded_to=rounded_to,
-            **groups,
+            groups=groups,
         )
         saved_x = x if needs_weight and not save_quantized else None
         saved_weight = stored if rounded_to is None else stored.hp
-        steps.save_for_backward(ctx, (saved_weight,), *groups.values(), saved_x, *fused.fields(columnwise))
+        steps.save_for_backward(ctx, (saved_weight,), *groups, saved_x, *fused.fields(columnwise))
         ctx.config, ctx.rounded_to, ctx.contracts_columns = config, rounded_to, contracts_columns
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.is_transposed = isinstance(weight, TransposedWeight)
@@ -119,13 +120,13 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         steps.refuse_second_order("grouped_linear")
         config = ctx.config
-        weight, group_ends, group_tables, x, *columnwise = steps.take_saved(ctx)
-        groups = {"group_ends": group_ends, "group_tables": group_tables}
+        weight, group_ends, tables, x, *columnwise = steps.take_saved(ctx)
+        groups = fused.saved_groups(group_ends, tables)
         weight = weight if ctx.rounded_to is None else MasterWeightTensor(weight, config)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         grad_x = grad_weight = None
-        dy_rowwise, dy_columnwise = fused.quantized_tokens(
-            grad_output, config, rowwise=needs_x, columnwise=needs_weight, **groups
+        dy_rowwise, dy_columnwise = fused.quantized(
+            grad_output, config, rowwise=needs_x, columnwise=needs_weight, groups=groups
         )
         if needs_x:
             grad_x = weight_product(
@@ -135,16 +136,16 @@ class _GroupedLinear(torch.autograd.Function):
                 columnwise=ctx.contracts_columns,
                 out_dtype=ctx.x_dtype,
                 rounded_to=ctx.rounded_to,
-                **groups,
+                groups=groups,
             )
         del dy_rowwise
         if needs_weight:
             if x is None:
-                x_columnwise = ops.operand(config.activation_format, *columnwise)
+                x_columnwise = fused.operand_of(columnwise, config)
             else:
-                _, x_columnwise = fused.quantized_tokens(x, config, rowwise=False, columnwise=True, **groups)
-            sides = (dy_columnwise, x_columnwise) if ctx.contracts_columns else (x_columnwise, dy_columnwise)
-            grad_weight = weight_gradient(*sides, weight, config, ctx.weight_dtype, **groups)
+                x_columnwise = fused.quantized(x, config, rowwise=False, columnwise=True, groups=groups).columnwise
+            rows, columns = (dy_columnwise, x_columnwise) if ctx.contracts_columns else (x_columnwise, dy_columnwise)
+            grad_weight = weight_gradient(rows, columns, weight, config, ctx.weight_dtype, groups)
             if grad_weight is not None and ctx.is_transposed:
                 grad_weight = grad_weight.transpose(-2, -1)
         return grad_x, grad_weight, None, None, None

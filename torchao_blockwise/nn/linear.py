@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Copies, Operand
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups, sharded_linear
 from torchao_blockwise.nn.weight_product import weight_gradient, weight_product
@@ -101,16 +101,8 @@ class _Linear(torch.autograd.Function):
         x2d = steps.as_rows(x)
         needs_grad_weight = ctx.needs_input_grad[1]
         save_quantized = needs_grad_weight and config.saves_quantized_activations
-        quantized = ops.quantize(
-            x2d,
-            fmt,
-            columnwise=save_quantized,
-            power_of_2_scales=config.power_of_2_scales,
-            tensor_amax=amax_over(x2d, amax_groups.x),
-            padded=True,
-            backend=ops.casting_backend(config.backend),
-        )
-        rowwise, columnwise = quantized if save_quantized else (quantized, None)
+        options = fmt, config.power_of_2_scales, ops.casting_backend(config.backend)
+        rowwise, columnwise = _quantize(x2d, options, True, save_quantized, amax_groups.x)
         out = weight_product(
             rowwise,
             weight,
@@ -121,7 +113,7 @@ class _Linear(torch.autograd.Function):
             amax_groups=amax_groups.weight,
         )
         # The columnwise copy (qdata, scale, global_scale), or the input itself, or nothing.
-        saved_x = columnwise or (x2d if needs_grad_weight else None, None, None)
+        saved_x = columnwise.tensors if save_quantized else (x2d if needs_grad_weight else None, None, None)
         steps.save_for_backward(ctx, (weight,), *saved_x)
         ctx.config, ctx.save_quantized, ctx.amax_groups = config, save_quantized, amax_groups
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
@@ -137,26 +129,10 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dy = steps.as_rows(grad_output)
         grad_x = grad_weight = grad_bias = None
-        backend = ops.casting_backend(config.backend)
-
-        groups = ctx.amax_groups
-
-        def quantize(x, rowwise, columnwise, amax_groups):
-            return ops.quantize(
-                x,
-                config.activation_format,
-                rowwise=rowwise,
-                columnwise=columnwise,
-                power_of_2_scales=config.power_of_2_scales,
-                tensor_amax=amax_over(x, amax_groups),
-                padded=True,
-                backend=backend,
-            )
-
+        groups, fmt = ctx.amax_groups, config.activation_format
+        options = fmt, config.power_of_2_scales, ops.casting_backend(config.backend)
         if needs_x or needs_weight:
-            quantized = quantize(dy, needs_x, needs_weight, groups.grad_output)
-            dy_rowwise, dy_columnwise = quantized if needs_x and needs_weight else (quantized, quantized)
-            del quantized
+            dy_rowwise, dy_columnwise = _quantize(dy, options, needs_x, needs_weight, groups.grad_output)
         for product in _products_of_least_memory(dy, groups):
             if product == "grad_input" and needs_x:
                 grad_x = weight_product(
@@ -166,14 +142,31 @@ class _Linear(torch.autograd.Function):
                 del dy_rowwise
             if product == "grad_weight" and needs_weight:
                 if ctx.save_quantized:
-                    x_columnwise = ops.operand(config.activation_format, *saved_x)
+                    qdata, scale, global_scale = saved_x
+                    x_columnwise = Operand(qdata, scale, global_scale, fmt.name)
+                    del qdata, scale, global_scale
                 else:
-                    x_columnwise = quantize(saved_x[0], False, True, groups.x)
+                    x_columnwise = _quantize(saved_x[0], options, False, True, groups.x).columnwise
                 grad_weight = weight_gradient(dy_columnwise, x_columnwise, weight, config, ctx.weight_dtype)
                 del dy_columnwise, x_columnwise, saved_x
         if needs_bias:
             grad_bias = steps.grad_bias(dy, ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None
+
+
+def _quantize(x: torch.Tensor, options: tuple, rowwise: bool, columnwise: bool, amax_groups: str) -> Copies:
+    """Copies of x [T, K]. options: (format, power_of_2_scales, backend). amax_groups: as `amax_over` takes them."""
+    fmt, power_of_2_scales, backend = options
+    return ops.quantize(
+        x,
+        fmt,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        power_of_2_scales=power_of_2_scales,
+        tensor_amax=amax_over(x, amax_groups),
+        padded=True,
+        backend=backend,
+    )
 
 
 def _products_of_least_memory(dy: torch.Tensor, groups: AmaxGroups) -> tuple[str, str]:

@@ -96,15 +96,15 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, weight, bias, kind, eps, dtype):
         config = config_of(weight)
-        options = fused.options_of(config)
+        backend = ops.casting_backend(config.backend)
         x2d = steps.as_rows(x)
         needs_norm, needs_weight = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         save_quantized = needs_weight and config.saves_quantized_activations
-        statistics = ops.norm_statistics(x2d, kind, eps, backend=options["backend"])
-        rowwise, columnwise = fused.quantized(
-            ops.norm_quantize, x2d, config.activation_format, statistics, norm_weight, norm_bias,
-            rowwise=True, columnwise=save_quantized, dtype=dtype, **options,
-        )  # fmt: skip
+        statistics = ops.norm_statistics(x2d, kind, eps, backend=backend)
+        options = fused.cast_options(config, True, save_quantized)
+        rowwise, columnwise = ops.norm_quantize(
+            x2d, options, statistics, norm_weight, norm_bias, dtype=dtype, backend=backend
+        )
         out_dtype = config.out_dtype or dtype
         out = weight_product(rowwise, weight, config, columnwise=False, out_dtype=out_dtype, bias=bias)
         needs_x = needs_norm or (needs_weight and not save_quantized)
@@ -120,20 +120,18 @@ class _NormLinear(torch.autograd.Function):
         config = ctx.config
         weight, x, mean, rstd, norm_weight, norm_bias, *columnwise = steps.take_saved(ctx)
         *needs, needs_weight, needs_bias = ctx.needs_input_grad[:5]
-        fmt, options = config.activation_format, fused.options_of(config)
         dy = steps.as_rows(grad_output)
         grads, grad_weight, grad_bias = [None] * 3, None, None
-        dy_rowwise, dy_columnwise = fused.quantized(
-            ops.quantize, dy, fmt, rowwise=any(needs), columnwise=needs_weight, **options
-        )
+        dy_rowwise, dy_columnwise = fused.quantized(dy, config, rowwise=any(needs), columnwise=needs_weight)
         if needs_weight:
             if ctx.save_quantized:
-                y_columnwise = ops.operand(fmt, *columnwise)
+                y_columnwise = fused.operand_of(columnwise, config)
             else:
-                _, y_columnwise = fused.quantized(
-                    ops.norm_quantize, x, fmt, ops.NormStatistics(mean, rstd), norm_weight, norm_bias,
-                    rowwise=False, columnwise=True, dtype=ctx.dtype, **options,
-                )  # fmt: skip
+                statistics, options = ops.NormStatistics(mean, rstd), fused.cast_options(config, False, True)
+                backend = ops.casting_backend(config.backend)
+                y_columnwise = ops.norm_quantize(
+                    x, options, statistics, norm_weight, norm_bias, dtype=ctx.dtype, backend=backend
+                ).columnwise
             grad_weight = fused.grad_weight(dy_columnwise, y_columnwise, weight, config)
             del y_columnwise
         del dy_columnwise, columnwise

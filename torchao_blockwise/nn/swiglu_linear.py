@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchao_blockwise import _compat, ops
+from torchao_blockwise.formats import Groups, Operand
 from torchao_blockwise.nn import fused, steps
 from torchao_blockwise.nn.linear import check_linear, config_of
 from torchao_blockwise.nn.weight_product import weight_product
@@ -102,10 +103,8 @@ class _SwiGLULinear(torch.autograd.Function):
         needs_inputs, needs_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
         save_quantized = needs_weight and config.saves_quantized_activations
         gate2d, up2d = map(steps.as_rows, (gate, up))
-        rowwise, columnwise = fused.quantized(
-            ops.swiglu_quantize, gate2d, up2d, config.activation_format,
-            rowwise=True, columnwise=save_quantized, **fused.options_of(config),
-        )  # fmt: skip
+        options = fused.cast_options(config, True, save_quantized)
+        rowwise, columnwise = ops.swiglu_quantize(gate2d, up2d, options, backend=ops.casting_backend(config.backend))
         out_dtype = config.out_dtype or gate.dtype
         out = weight_product(rowwise, weight, config, columnwise=False, out_dtype=out_dtype, bias=bias)
         needs_both = needs_inputs or (needs_weight and not save_quantized)
@@ -123,10 +122,7 @@ class _SwiGLULinear(torch.autograd.Function):
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
         dy = steps.as_rows(grad_output)
         dgate = dup = grad_weight = grad_bias = None
-        dy_rowwise, dy_columnwise = fused.quantized(
-            ops.quantize, dy, config.activation_format,
-            rowwise=needs_gate or needs_up, columnwise=needs_weight, **fused.options_of(config),
-        )  # fmt: skip
+        dy_rowwise, dy_columnwise = fused.quantized(dy, config, rowwise=needs_gate or needs_up, columnwise=needs_weight)
         if needs_weight:
             h_columnwise = _h_columnwise(config, columnwise if ctx.save_quantized else None, gate, up)
             grad_weight = fused.grad_weight(dy_columnwise, h_columnwise, weight, config)
@@ -160,28 +156,32 @@ class SwiGLUFunction(torch.autograd.Function):
         save_x = needs_gate_up and inner.saves_quantized_activations
         save_h = needs_down and outer.saves_quantized_activations
         x2d = steps.as_rows(x)
-        group_tables = fused.group_tables(group_ends, x2d.shape[0], inner, outer)
-        groups = {"group_ends": group_ends, "group_tables": group_tables}
-        x_rowwise, x_columnwise = fused.quantized_tokens(x2d, inner, rowwise=True, columnwise=save_x, **groups)
+        groups = fused.groups_of(group_ends, x2d.shape[0], inner, outer)
+        x_rowwise, x_columnwise = fused.quantized(x2d, inner, rowwise=True, columnwise=save_x, groups=groups)
         out_dtype = inner.out_dtype or x.dtype
         gate_up = weight_product(
-            x_rowwise, gate_up_weight, inner, columnwise=False, out_dtype=out_dtype, amax_groups=inner_groups, **groups
+            x_rowwise,
+            gate_up_weight,
+            inner,
+            columnwise=False,
+            out_dtype=out_dtype,
+            amax_groups=inner_groups,
+            groups=groups,
         )
         del x_rowwise
-        h_rowwise, h_columnwise = fused.quantized(
-            ops.swiglu_quantize, *gate_up.chunk(2, 1), outer.activation_format,
-            rowwise=True, columnwise=save_h, **groups, **fused.options_of(outer),
-        )  # fmt: skip
+        options, backend = fused.cast_options(outer, True, save_h), ops.casting_backend(outer.backend)
+        gate, up = gate_up.chunk(2, 1)
+        h_rowwise, h_columnwise = ops.swiglu_quantize(gate, up, options, groups=groups, backend=backend)
+        del gate, up
         out_dtype = outer.out_dtype or x.dtype
         out = weight_product(
             h_rowwise, down_weight, outer, columnwise=False, out_dtype=out_dtype, bias=down_bias,
-            amax_groups=outer_groups, **groups,
+            amax_groups=outer_groups, groups=groups,
         )  # fmt: skip
         steps.save_for_backward(
             ctx,
             (gate_up_weight, down_weight),
-            group_ends,
-            group_tables,
+            *(groups or (None, None)),
             x2d if needs_gate_up and not save_x else None,
             gate_up if needs_x or needs_gate_up or (needs_down and not save_h) else None,
             *fused.fields(x_columnwise),
@@ -193,8 +193,8 @@ class SwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        gate_up_weight, down_weight, group_ends, group_tables, x, gate_up, *copies = steps.take_saved(ctx)
-        groups = {"group_ends": group_ends, "group_tables": group_tables}
+        gate_up_weight, down_weight, group_ends, tables, x, gate_up, *copies = steps.take_saved(ctx)
+        groups = fused.saved_groups(group_ends, tables)
         steps.refuse_second_order("SwiGLUMLP" if group_ends is None else "swiglu_experts")
         (inner, outer), (inner_groups, outer_groups) = ctx.configs, ctx.amax_groups
         needs_x, needs_gate_up, needs_down, needs_bias, *_ = ctx.needs_input_grad
@@ -205,43 +205,40 @@ class SwiGLUFunction(torch.autograd.Function):
         gate, up = (None, None) if gate_up is None else gate_up.chunk(2, 1)
         dtype = None if gate_up is None else gate_up.dtype
         del gate_up
-        dy_rowwise, dy_columnwise = fused.quantized_tokens(
-            dy, outer, rowwise=needs_x or needs_gate_up, columnwise=needs_down, **groups
+        dy_rowwise, dy_columnwise = fused.quantized(
+            dy, outer, rowwise=needs_x or needs_gate_up, columnwise=needs_down, groups=groups
         )
         if needs_down:
-            h_columnwise = _h_columnwise(outer, h_copies if ctx.save_h else None, gate, up, **groups)
-            grad_down = fused.grad_weight(dy_columnwise, h_columnwise, down_weight, outer, **groups)
+            h_columnwise = _h_columnwise(outer, h_copies if ctx.save_h else None, gate, up, groups)
+            grad_down = fused.grad_weight(dy_columnwise, h_columnwise, down_weight, outer, groups=groups)
             del h_columnwise
         # Each copy goes when its product is done: together they would be most of a step's memory.
         del dy_columnwise, h_copies
         if needs_x or needs_gate_up:
-            dh = fused.grad_input(dy_rowwise, down_weight, outer, dtype, amax_groups=outer_groups, **groups)
+            dh = fused.grad_input(dy_rowwise, down_weight, outer, dtype, amax_groups=outer_groups, groups=groups)
             del dy_rowwise
-            rowwise, columnwise = fused.quantized(
-                ops.swiglu_backward_quantize, dh, gate, up, inner.activation_format,
-                rowwise=needs_x, columnwise=needs_gate_up, **groups, **fused.options_of(inner),
-            )  # fmt: skip
+            options, backend = fused.cast_options(inner, needs_x, needs_gate_up), ops.casting_backend(inner.backend)
+            rowwise, columnwise = ops.swiglu_backward_quantize(dh, gate, up, options, groups=groups, backend=backend)
             del dh, gate, up
         if needs_x:
             grad_x = fused.grad_input(
-                rowwise, gate_up_weight, inner, ctx.x_dtype, amax_groups=inner_groups, **groups
+                rowwise, gate_up_weight, inner, ctx.x_dtype, amax_groups=inner_groups, groups=groups
             ).view(ctx.x_shape)
             del rowwise
         if needs_gate_up:
             if ctx.save_x:
-                x_columnwise = ops.operand(inner.activation_format, *x_copies)
+                x_columnwise = fused.operand_of(x_copies, inner)
             else:
-                _, x_columnwise = fused.quantized_tokens(x, inner, rowwise=False, columnwise=True, **groups)
-            grad_gate_up = fused.grad_weight(columnwise, x_columnwise, gate_up_weight, inner, **groups)
+                x_columnwise = fused.quantized(x, inner, rowwise=False, columnwise=True, groups=groups).columnwise
+            grad_gate_up = fused.grad_weight(columnwise, x_columnwise, gate_up_weight, inner, groups=groups)
         if needs_bias:
             grad_bias = steps.grad_bias(dy, ctx.bias_dtype)
         return grad_x, grad_gate_up, grad_down, grad_bias, None, None, None
 
 
-def _h_columnwise(config, saved, gate, up, **groups):
+def _h_columnwise(config, saved, gate, up, groups: Groups | None = None) -> Operand:
     """The columnwise copy of silu(gate) · up: the saved one, or made again from what was saved in its place."""
     if saved is not None:
-        return ops.operand(config.activation_format, *saved)
-    return ops.swiglu_quantize(
-        gate, up, config.activation_format, rowwise=False, columnwise=True, **groups, **fused.options_of(config),
-    )  # fmt: skip
+        return fused.operand_of(saved, config)
+    options, backend = fused.cast_options(config, False, True), ops.casting_backend(config.backend)
+    return ops.swiglu_quantize(gate, up, options, groups=groups, backend=backend).columnwise

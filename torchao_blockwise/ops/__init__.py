@@ -3,13 +3,12 @@
 from torchao_blockwise.ops.backend import Backend, casting_backend, get_backend
 from torchao_blockwise.ops.dequantize import dequantize
 from torchao_blockwise.ops.flat_shards import shard_entries
-from torchao_blockwise.ops.group_tables import group_tables
+from torchao_blockwise.ops.group_tables import make_groups
 from torchao_blockwise.ops.grouped_matmul import add_grouped_matmul_, grouped_matmul
-from torchao_blockwise.ops.grouped_quantize import grouped_quantize
+from torchao_blockwise.ops.grouped_quantize import grouped_quantize, quantize_by
 from torchao_blockwise.ops.matmul import add_matmul_, matmul
 from torchao_blockwise.ops.merge_shards import merge_shards_
 from torchao_blockwise.ops.norm_quantize import NormStatistics, norm_quantize, norm_statistics, normalize
-from torchao_blockwise.ops.operand import is_operand, operand, operand_type
 from torchao_blockwise.ops.partial_cast import block_scales_, partial_block_amax, partial_cast_
 from torchao_blockwise.ops.permute import permute, unpermute, unpermute_backward
 from torchao_blockwise.ops.quantize import quantize
@@ -26,21 +25,19 @@ __all__ = [
     "casting_backend",
     "dequantize",
     "get_backend",
-    "group_tables",
     "grouped_matmul",
     "grouped_quantize",
-    "is_operand",
+    "make_groups",
     "matmul",
     "merge_shards_",
     "norm_quantize",
     "norm_statistics",
     "normalize",
-    "operand",
-    "operand_type",
     "partial_block_amax",
     "partial_cast_",
     "permute",
     "quantize",
+    "quantize_by",
     "shard_entries",
     "swiglu",
     "swiglu_backward",

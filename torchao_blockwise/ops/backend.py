@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import operator
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -94,33 +97,104 @@ def why_no_gluon(device: torch.device) -> str | None:
     return None
 
 
-def pick(
-    op: str, backend: Backend | str, reasons: dict[Backend, str | None], *, expected: Backend | None = None
-) -> Backend:
-    """Resolve a backend: `reasons` maps each candidate, best first, to why it cannot run, or None.
+class Implementation(NamedTuple):
+    """A row of an operation's table of backends.
 
-    expected: the backend that AUTO ought to reach on this device. Falling short of it warns with the reason, once for
-        an operation: later reasons, a token count that changes each step for one, are left unsaid.
+    run: a function of the operation's arguments but for `backend`, or "module:function", imported when it is first
+        chosen: kernels need Triton, which may not be there.
+    why_not: of the same arguments, why it cannot compute them, or None if it can; None: it always can.
+    """
+
+    backend: Backend
+    run: Callable | str
+    why_not: Callable[..., str | None] | None = None
+
+    def reason(self, args: Sequence) -> str | None:
+        """Why it cannot compute these arguments, or None if it can."""
+        return None if self.why_not is None else self.why_not(*args)
+
+    @property
+    def function(self) -> Callable:
+        if not isinstance(self.run, str):
+            return self.run
+        module, name = self.run.split(":")
+        return getattr(_module(module), name)
+
+
+_module = functools.cache(importlib.import_module)
+Choice = Callable[..., Backend | None]
+
+
+def choose(
+    op: str,
+    table: Sequence[Implementation],
+    backend: Backend,
+    args: Sequence,
+    first: Choice | None = None,
+    expected: Choice | None = None,
+) -> Implementation:
+    """The row of an operation's table that computes these arguments.
+
+    AUTO takes the first row that can, and before all others that of the backend `first(*args)`, if it is not None.
+    Falling short of `expected(*args)`, by default Triton on a GPU, warns with the reason, once for an operation: later
+    reasons, a token count that changes each step for one, are left unsaid.
     Raises ValueError where a named backend cannot run.
     """
-    backend = get_backend(backend)
     if backend is not Backend.AUTO:
-        if backend not in reasons:
-            have = ", ".join(b.value for b in reasons)
+        named = next((row for row in table if row.backend is backend), None)
+        if named is None:
+            have = ", ".join(row.backend.value for row in table)
             raise ValueError(f"{op}: backend {backend} has no implementation; choose one of {have}, or auto")
-        if reasons[backend] is not None:
-            raise ValueError(f"{op}: backend {backend} cannot run: {reasons[backend]}; choose another, or auto")
-        return backend
-    chosen = next(b for b, reason in reasons.items() if reason is None)
-    if expected is not None and chosen is not expected and reasons.get(expected) is not None:
-        _warn_once(op, chosen, expected, reasons[expected])
-    return chosen
+        if (reason := named.reason(args)) is not None:
+            raise ValueError(f"{op}: backend {backend} cannot run: {reason}; choose another, or auto")
+        return named
+    preferred = None if first is None else first(*args)
+    rows = table if preferred is None else _beginning_with(preferred, table)
+    wanted = preferred or (_kernels_on_gpus(*args) if expected is None else expected(*args))
+    unmet = None
+    for row in rows:
+        if (reason := row.reason(args)) is None:
+            break
+        if row.backend is wanted:
+            unmet = reason
+    else:
+        raise ValueError(f"{op}: no backend can run: " + "; ".join(f"{r.backend}: {r.reason(args)}" for r in rows))
+    if unmet is not None and (op, row.backend, wanted) not in _warned:
+        _warned.add((op, row.backend, wanted))
+        warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {unmet}", stacklevel=2)
+    return row
 
 
-_warned: set[tuple[str, Backend, Backend]] = set()
+@functools.cache
+def _beginning_with(backend: Backend, table: Sequence[Implementation]) -> Sequence[Implementation]:
+    return sorted(table, key=lambda row: row.backend is not backend)
 
 
-def _warn_once(op: str, chosen: Backend, expected: Backend, reason: str | None) -> None:
-    if (op, chosen, expected) not in _warned:
-        _warned.add((op, chosen, expected))
-        warnings.warn(f"{op}: auto uses {chosen} instead of {expected}: {reason}", stacklevel=2)
+_warned: set[tuple[str, Backend, Backend | None]] = set()
+
+
+def _kernels_on_gpus(*args) -> Backend | None:
+    """Triton where an operation's arguments are on a GPU."""
+    x = _first_tensor(args)
+    return Backend.TRITON if x is not None and x.is_cuda else None
+
+
+def why_no_kernels(*args) -> str | None:
+    """Why Triton kernels cannot compute these arguments of an operation, or None if they can."""
+    x = _first_tensor(args)
+    return "there is nothing to compute" if x is None else why_no_triton(x.device)
+
+
+def why_no_encoders(*args) -> str | None:
+    """`why_no_kernels`, of those that round to e4m3: below sm_89 there is no such conversion in hardware."""
+    x = _first_tensor(args)
+    return "there is nothing to compute" if x is None else why_no_triton(x.device, min_capability=(8, 9))
+
+
+def _first_tensor(x) -> torch.Tensor | None:
+    """The first tensor of an operation's arguments, which begin with a tensor, an operand or a list of either."""
+    while isinstance(x, (tuple, list)):
+        if not x:
+            return None
+        x = x[0]
+    return x

@@ -51,6 +51,23 @@ def flat_shapes(shapes) -> list[int]:
     return [size for *batch, rows, columns in shapes for size in (math.prod(batch), rows, columns)]
 
 
+def shapes_of(flat: list[int]) -> list[tuple[int, int, int]]:
+    """The (matrices, h, w) that `flat_shapes` put one after the other."""
+    return list(zip(flat[0::3], flat[1::3], flat[2::3]))
+
+
+def entries_of(shards, starts, shapes, into: str, fmt: BlockFormat) -> tuple[list[int], bool]:
+    """(the payload entry that each of `partial_cast_`'s targets begins with, whether entries hold several elements)."""
+    packed = into != CODES and fmt.element.per_byte > 1
+    if into == WHOLE:
+        return [0] * len(starts), packed
+    if not packed:
+        return list(starts), packed
+    return [
+        shard_entries(start, x.numel(), shape[-1], fmt)[0] for start, x, shape in zip(starts, shards, shapes)
+    ], packed
+
+
 def check_blocks(op: str, shapes, fmt: BlockFormat, first_blocks) -> tuple[list[int], int]:
     for shape in shapes:
         if len(shape) < 2:

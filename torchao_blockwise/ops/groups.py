@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import BlockFormat, Groups
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def as_groups(groups: Groups | torch.Tensor) -> Groups:
+    """Groups, of which the ends alone may be given."""
+    return Groups(groups) if isinstance(groups, torch.Tensor) else groups
 
 
 def check_group_ends(op: str, group_ends: torch.Tensor, tokens: int, device: torch.device) -> None:

@@ -1,18 +1,16 @@
 """Columnwise copies whose rows are whole runs of bytes, for products that contract over tokens.
 
 A row of a columnwise copy is as long as there are tokens, which may be any number. Kernels store it 16 bytes at a time
-and products read it so; where tokens do not fill the last run, zero tokens are quantised behind them. They add nothing
+and products read it so; where tokens do not fill the last run, zero tokens are quantized behind them. They add nothing
 to a product, whose other operand ends in zeros as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import Operand
 
 # The widest load and store of a thread, and the grain of the copy engine: rows of products' operands are whole ones.
 ROW_BYTES = 16
@@ -32,9 +30,9 @@ def with_zero_tokens(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def without_padding(copy: Sequence[torch.Tensor], fmt: BlockFormat, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(payload, scale) of so many tokens, contiguous, of a columnwise copy that is padded: copied only if needed."""
-    qdata, scale = copy
+def without_padding(copy: Operand, tokens: int) -> Operand:
+    """So many tokens, contiguous, of a columnwise copy that is padded: copied only if needed."""
+    qdata, scale, fmt = copy.qdata, copy.scale, copy.format
     entries = fmt.element.packed(tokens)
     if entries != qdata.shape[-1]:
         qdata = qdata.narrow(-1, 0, entries).contiguous()
@@ -42,4 +40,4 @@ def without_padding(copy: Sequence[torch.Tensor], fmt: BlockFormat, tokens: int)
     blocks = fmt.grid(1, tokens)[1]
     if not fmt.transposed_scales and blocks != scale.shape[-1]:
         scale = scale.narrow(-1, 0, blocks).contiguous()
-    return qdata, scale
+    return copy._replace(qdata=qdata, scale=scale)

@@ -1,8 +1,8 @@
-"""When a sharded tensor can be quantised shard by shard."""
+"""When a sharded tensor can be quantized shard by shard, and how the parts of an operand are placed."""
 
 from __future__ import annotations
 
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import BlockFormat, Operand
 
 
 def shards_on_blocks(x, dim: int, fmt: BlockFormat, columnwise: bool) -> bool:
@@ -19,3 +19,10 @@ def shards_on_blocks(x, dim: int, fmt: BlockFormat, columnwise: bool) -> bool:
     if dim == (ndim - 2 if columnwise else ndim - 1):
         length = max(length, fmt.element.per_byte)
     return x.shape[dim] % (length * x.mesh.size()) == 0
+
+
+def placements_of(x: Operand, qdata, scale) -> Operand:
+    """The placements of an operand's parts, as a DTensor rule gives them; a global scale is on every rank."""
+    from torch.distributed.tensor import Replicate
+
+    return Operand(qdata, scale, None if x.global_scale is None else Replicate(), None)  # type: ignore[arg-type]

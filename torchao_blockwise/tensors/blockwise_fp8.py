@@ -57,7 +57,7 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         Raises TypeError for a dtype or a tensor that is quantised already, ValueError for fewer than 2 dims.
         """
         check_quantizable(w, cls.__name__)
-        q = ops.quantize(w.detach(), FP8_128X128, power_of_2_scales=power_of_2_scales)
+        q = ops.quantize(w.detach(), FP8_128X128, power_of_2_scales=power_of_2_scales).rowwise
         return cls(q.qdata, q.scale, w.dtype, power_of_2_scales, config)
 
     @property

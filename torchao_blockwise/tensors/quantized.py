@@ -10,7 +10,7 @@ import torch
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat, _compat_fsdp, ops
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.original import Original
@@ -75,13 +75,17 @@ class QuantizedTensor(TorchAOBaseTensor):
         """`hp` quantised as this tensor is."""
         raise NotImplementedError
 
-    def operand(self):
-        """The rowwise operand (qdata, scale, global_scale) for `ops.matmul`."""
-        # Kernels trust it, and attributes may have been set since the tensor was made.
-        self._check()
-        return ops.operand(self.fmt, self.qdata, self.scale, self.global_scale)
+    def operand(self) -> Operand:
+        """The rowwise operand for `ops.matmul`."""
+        return Operand(*self.operand_tensors(), self.fmt.name)
 
-    def columnwise_operand(self, backend: ops.Backend | str | None = None):
+    def operand_tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Its tensors (qdata, scale, global_scale): what compilers can call, who take only tensors from a method."""
+        # Kernels trust them, and attributes may have been set since the tensor was made.
+        self._check()
+        return self.qdata, self.scale, self.global_scale
+
+    def columnwise_operand(self, backend: ops.Backend | str | None = None) -> Operand:
         """The columnwise operand, built from rowwise now and owned by the caller alone."""
         self._check_square("columnwise")
         return ops.transpose(self.operand(), columns=self.shape[-1], backend=backend)
@@ -91,7 +95,8 @@ class QuantizedTensor(TorchAOBaseTensor):
 
         Raises ValueError for blocks that are not square.
         """
-        return tuple(self.columnwise_operand()[:2])  # type: ignore[return-value]
+        copy = self.columnwise_operand()
+        return copy.qdata, copy.scale
 
     def transposed_view(self):
         """[.., K, N] over the same memory, strided: exact for square blocks of unpacked elements.

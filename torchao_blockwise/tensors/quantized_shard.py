@@ -15,7 +15,7 @@ import dataclasses
 import torch
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
@@ -135,7 +135,7 @@ class QuantizedShard(QuantizedTensor):
         scale = self.scale[self.part.start // block : -(-end // block)]
         if not self.numel():
             return torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
-        operand = ops.operand(self.fmt, framed, scale, self.global_scale)
+        operand = Operand(framed, scale, self.global_scale, self.fmt.name)
         return ops.dequantize(operand, dtype=dtype or self.dtype, columns=self.shape[-1])[border:]
 
     def with_values(self, values: torch.Tensor) -> QuantizedShard:

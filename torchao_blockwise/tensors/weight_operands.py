@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.ops.quantize import tensor_amax_bits_op
 
 # Names of the process groups over which the tensor is split that the values are a part of.
@@ -41,9 +41,9 @@ def weight_operand(
     """
     amax_groups = (amax_groups or _splits.get(hp, "")) if fmt.has_global_scale else ""
 
-    def quantize(columnwise: bool):
+    def quantize(columnwise: bool) -> Operand:
         values = hp if rounded_to is None else hp.to(rounded_to)
-        return ops.quantize(
+        copies = ops.quantize(
             values,
             fmt,
             rowwise=not columnwise,
@@ -52,6 +52,7 @@ def weight_operand(
             tensor_amax=amax_over(values, amax_groups),
             backend=backend,
         )
+        return copies[columnwise]  # type: ignore[return-value]
 
     # Replays of a CUDA graph repeat what was captured: it must not read copies that die with a scope, nor own them.
     kept = None if not kept_weights or _compat.is_capturing(hp) else kept_weights.get(id(hp))
@@ -105,7 +106,7 @@ class KeptCopies:
     @property
     def nbytes(self) -> int:
         operands = [copy for copies in self._copies.values() for copy in copies if copy is not None]
-        return sum(t.nbytes for operand in operands for t in operand if t is not None)
+        return sum(t.nbytes for operand in operands for t in operand.tensors if t is not None)
 
 
 # By the id of `hp`, which the entry holds; of the process and not of a thread, because autograd has threads of its own.

@@ -1,10 +1,10 @@
-"""Blockwise dequantisation in eager torch, generic over `BlockFormat`."""
+"""Blockwise dequantization in eager torch, generic over `BlockFormat`."""
 
 from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.ops.quantize.reference import expand_blocks
 
 
@@ -15,14 +15,7 @@ def decode_blocks(qdata: torch.Tensor, scale: torch.Tensor, fmt: BlockFormat, co
     return elements * expand_blocks(grid, fmt, *elements.shape[-2:])
 
 
-def dequantize(
-    qdata: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    fmt: BlockFormat,
-    columns: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def dequantize(x: Operand, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """x ≈ qdata · scale [· global_scale] in fp32, rounded once to `dtype`: [.., M, columns]."""
-    x = decode_blocks(qdata, scale, fmt, columns)
-    return (x if global_scale is None else x * global_scale).to(dtype)
+    values = decode_blocks(x.qdata, x.scale, x.format, columns)
+    return (values if x.global_scale is None else values * x.global_scale).to(dtype)

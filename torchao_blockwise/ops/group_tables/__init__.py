@@ -19,7 +19,7 @@ many entries follow. There a group's first tile begins up to 3 tokens before the
 tokens' scales, f32, from multiples of 16 bytes on only (others are an illegal instruction on an H200). The tokens of no
 group are one group behind the last, -1.
 
-Blocks (ops/triton_group_blocks.py) lead what quantises: each group starts one.
+Blocks (ops/triton_group_blocks.py) lead what quantizes: each group starts one.
 
 Without tables, each producer and consumer of a product would read all ends and sum them up for each tile. All depend on
 the ends and on the number of tokens alone, so layers make them once. Ends that decrease or lie outside the tokens are
@@ -30,54 +30,42 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import BlockFormat, get_format
-from torchao_blockwise.ops.backend import Backend, get_backend
-from torchao_blockwise.ops.fused import pick_kernel
+from torchao_blockwise.formats import BlockFormat, Groups, get_format
+from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
 from torchao_blockwise.ops.group_tables import reference
 from torchao_blockwise.ops.group_tables.layout import FIELDS, layout_of
 from torchao_blockwise.ops.groups import check_group_ends, check_row_blocks
-from torchao_blockwise.ops.library import define_op
+from torchao_blockwise.ops.op import define_op
 
 
-def group_tables(
-    group_ends: torch.Tensor, tokens: int, fmt: BlockFormat | str, *, backend: Backend | str | None = None
-) -> torch.Tensor:
-    """Tables of where groups lie among `tokens` tokens, which operations on them take as `group_tables`.
+def make_groups(
+    ends: torch.Tensor, tokens: int, fmt: BlockFormat | str, *, backend: Backend | str | None = None
+) -> Groups:
+    """Groups of `tokens` tokens, with tables of where they lie, made once for all operations on them.
 
-    Each of these operations makes what it needs of them itself, in a launch of its own, unless it is given them.
-    group_ends: int32 [E], cumulative, on the tokens' device, as in `grouped_quantize`.
-    fmt: what the tokens are quantised to, of one-row blocks, fp8_1x128 | nvfp4_1x16.
-    Returns int32 [entries, 4] on that device, for kernels alone to read; how many entries there are depends on `tokens`
-    and E. It belongs to these values of the ends: make it anew where they change.
+    Each of these operations makes what it needs of them itself, in a launch of its own, where it is given the ends
+    alone.
+    ends: int32 [E], cumulative, on the tokens' device, as in `grouped_quantize`.
+    fmt: what the tokens are quantized to, of one-row blocks, fp8_1x128 | nvfp4_1x16.
+    Tables are int32 [entries, 4] on that device, for kernels alone to read; how many entries there are depends on
+    `tokens` and E. They belong to these values of the ends: make them anew where those change.
     Raises TypeError for a dtype, ValueError for shapes, ends, a format or backend that does not exist.
     """
     fmt = get_format(fmt)
-    check_row_blocks("group_tables", fmt)
-    return group_tables_op(group_ends, tokens, fmt.name, get_backend(backend).value)
+    check_row_blocks("make_groups", fmt)
+    return Groups(ends, group_tables_op(ends, tokens, fmt, get_backend(backend)))
 
 
-def _check(group_ends, tokens):
-    check_group_ends("group_tables", group_ends, tokens, group_ends.device)
+def _check(ends: torch.Tensor, tokens: int, fmt: BlockFormat) -> None:
+    check_group_ends("make_groups", ends, tokens, ends.device)
 
 
-def _group_tables(group_ends, tokens, format, backend):
-    _check(group_ends, tokens)
-    block = get_format(format).block[1]
-    if pick_kernel("group_tables", group_ends, backend, quantizes=False) is not Backend.TRITON:
-        return reference.group_tables(group_ends, tokens, block)
-    from torchao_blockwise.ops.group_tables import kernels_triton as triton
-
-    return triton.group_tables(group_ends, tokens, block)
-
-
-def _group_tables_fake(group_ends, tokens, format, backend):
-    _check(group_ends, tokens)
-    length = layout_of(tokens, group_ends.shape[0], get_format(format).block[1]).length
-    return group_ends.new_empty((length, FIELDS))
-
-
-group_tables_op = define_op(
-    "group_tables(Tensor group_ends, SymInt tokens, str format, str backend) -> Tensor",
-    _group_tables,
-    _group_tables_fake,
+@define_op(
+    (
+        Implementation(Backend.TRITON, f"{__name__}.kernels_triton:group_tables", why_no_kernels),
+        Implementation(Backend.REFERENCE, reference.group_tables),
+    ),
+    check=_check,
 )
+def group_tables_op(ends: torch.Tensor, tokens: int, fmt: BlockFormat, backend: Backend) -> torch.Tensor:
+    return ends.new_empty((layout_of(tokens, ends.shape[0], fmt.block[1]).length, FIELDS))

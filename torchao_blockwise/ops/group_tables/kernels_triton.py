@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from torchao_blockwise.formats import BlockFormat, Groups
 from torchao_blockwise.ops.group_tables.layout import FIELDS, HEIGHTS, layout_of
 from torchao_blockwise.ops.groups import padded_tokens
 from torchao_blockwise.ops.launch import launch
@@ -87,40 +88,42 @@ def _group_tables_kernel(
     _write_entry(table_ptr, group == groups, 0, start, tokens, 0)
 
 
-def group_tables(group_ends: torch.Tensor, tokens: int, block: int, padded_blocks: int | None = None) -> torch.Tensor:
-    """The tables of `ops.group_tables`, for a format whose blocks are `block` long.
+def group_tables(ends: torch.Tensor, tokens: int, fmt: BlockFormat) -> torch.Tensor:
+    """The tables of `ops.make_groups`."""
+    block = fmt.block[1]
+    return _tables(ends, tokens, block, padded_tokens(tokens, ends.shape[0], block) // block)
 
-    padded_blocks: how many there are along "k", where that is known and the number of `tokens`, but for a bound, not.
-    """
-    groups = group_ends.shape[0]
+
+def _tables(ends: torch.Tensor, tokens: int, block: int, padded_blocks: int) -> torch.Tensor:
+    """The tables of groups in which blocks are `block` long, and along "k" so many."""
+    groups = ends.shape[0]
     layout = layout_of(tokens, groups, block)
-    tables = group_ends.new_empty((layout.length, FIELDS))
-    if padded_blocks is None:
-        padded_blocks = padded_tokens(tokens, groups, block) // block
+    tables = ends.new_empty((layout.length, FIELDS))
     launch(
         _group_tables_kernel, groups + 1,
-        group_ends, tables, tokens, groups, padded_blocks, layout.of_rows, layout.of_blocks,
+        ends, tables, tokens, groups, padded_blocks, layout.of_rows, layout.of_blocks,
         BLOCK=block, HEIGHTS=HEIGHTS, E_PAD=triton.next_power_of_2(groups), num_warps=4,
     )  # fmt: skip
     return tables
 
 
-def block_table(group_ends: torch.Tensor, tokens: int, block: int, tables: torch.Tensor | None) -> torch.Tensor:
-    """The table of blocks, [blocks + 1, FIELDS], of these tables, or of tables made here."""
-    layout = layout_of(tokens, group_ends.shape[0], block)
-    tables = group_tables(group_ends, tokens, block) if tables is None else tables
+def block_table(groups: Groups, tokens: int, fmt: BlockFormat) -> torch.Tensor:
+    """The table of blocks of these groups, [blocks + 1, FIELDS]; tables are made where there are none."""
+    layout = layout_of(tokens, groups.ends.shape[0], fmt.block[1])
+    tables = group_tables(groups.ends, tokens, fmt) if groups.tables is None else groups.tables
     return tables.narrow(0, layout.blocks, layout.of_blocks)
 
 
-def row_schedule(
-    group_ends: torch.Tensor, tokens: int, block: int, tile: int, tables: torch.Tensor | None
-) -> torch.Tensor:
-    """The schedule along "m" in tiles of `tile` rows of these tables, or of tables made here."""
-    layout = layout_of(tokens, group_ends.shape[0], block)
-    tables = group_tables(group_ends, tokens, block) if tables is None else tables
+def row_schedule(groups: Groups, tokens: int, fmt: BlockFormat, tile: int) -> torch.Tensor:
+    """The schedule along "m" of these groups in tiles of `tile` rows; tables are made where there are none."""
+    layout = layout_of(tokens, groups.ends.shape[0], fmt.block[1])
+    tables = group_tables(groups.ends, tokens, fmt) if groups.tables is None else groups.tables
     return tables.narrow(0, layout.rows_of(tile), layout.of_rows)
 
 
-def group_schedule(group_ends: torch.Tensor, padded: int, block: int, tables: torch.Tensor | None) -> torch.Tensor:
-    """Tables that begin with the schedule along "k" over `padded` tokens: these, or some made here."""
-    return group_tables(group_ends, padded, block, padded // block) if tables is None else tables
+def group_schedule(groups: Groups, padded: int, fmt: BlockFormat) -> torch.Tensor:
+    """Tables that begin with the schedule along "k" over `padded` tokens; they are made where there are none."""
+    if groups.tables is not None:
+        return groups.tables
+    # How many tokens there were before they were padded is not known, and for this schedule need not be.
+    return _tables(groups.ends, padded, fmt.block[1], padded // fmt.block[1])

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchao_blockwise.ops.groups import padded_tokens, smaller
+from torchao_blockwise.formats import Groups
+from torchao_blockwise.ops.groups import check_group_ends, padded_tokens, smaller
 from torchao_blockwise.ops.matmul.builds import BUILDS, SCHEDULE_FIELDS, TOKEN_ALIGNMENT
 
 # Of every entry of every table: 16 bytes, so that each table begins on a multiple of them.
@@ -31,7 +32,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(tokens: int, groups: int, block: int) -> Layout:
-    """The layout of `ops.group_tables` for a format whose blocks are `block` long. Numbers may be symbolic."""
+    """The layout of `ops.make_groups` for a format whose blocks are `block` long. Numbers may be symbolic."""
     if type(tokens) is type(groups) is int:
         return _remembered(tokens, groups, block)
     return _layout(tokens, groups, block)
@@ -57,36 +58,39 @@ def count_rows(tokens: int, groups: int, tile: int) -> int:
     return padded_tokens(tokens + filled * (TOKEN_ALIGNMENT - 1), filled, tile) // tile
 
 
-def check_group_tables(
-    op: str, tables: torch.Tensor | None, group_ends: torch.Tensor, tokens: int, block: int, *, padded: bool = False
+def check_groups(
+    op: str, groups: Groups, tokens: int, device: torch.device, block: int, *, padded: bool = False
 ) -> None:
-    """Raise unless `tables` is None, or what `ops.group_tables` makes of so many ends, `tokens` and blocks.
+    """Raise unless `groups` are groups of so many tokens on `device`, with tables for blocks that are `block` long.
 
+    For implementations and fakes of operations; of the ends, see `check_group_ends`.
     padded: `tokens` are those of a columnwise copy, of which how many there were before is known within a block.
-    Another number of tokens is seen where it changes the length; other ends are not seen: those are on the device.
-    Raises TypeError for a dtype, ValueError for a shape, strides or a device.
+    Of the tables, another number of tokens is seen where it changes the length; other ends are not seen: those are on
+    the device. Raises TypeError for a dtype, ValueError for a shape, strides or a device.
     """
+    check_group_ends(op, groups.ends, tokens, device)
+    tables = groups.tables
     if tables is None:
         return
     if tables.dtype != torch.int32:
-        raise TypeError(f"{op}: group_tables must be int32, got {tables.dtype}; make it by ops.group_tables")
-    if tables.device != group_ends.device:
-        got = f"{group_ends.device}, got {tables.device}"
-        raise ValueError(f"{op}: group_tables must be on the device of group_ends {got}; make it there")
-    groups, shape = group_ends.shape[0], tables.shape
+        raise TypeError(f"{op}: tables of groups must be int32, got {tables.dtype}; make them by ops.make_groups")
+    if tables.device != device:
+        got = f"{device}, got {tables.device}"
+        raise ValueError(f"{op}: tables of groups must be on the device of the ends {got}; make them there")
+    count, shape = groups.ends.shape[0], tables.shape
     if len(shape) == 2 and type(shape[0]) is type(tokens) is int:
-        least, most = _before_padding(tokens, groups, block) if padded else (tokens, tokens)
-        fits = layout_of(least, groups, block).length <= shape[0] <= layout_of(most, groups, block).length
+        least, most = _before_padding(tokens, count, block) if padded else (tokens, tokens)
+        fits = layout_of(least, count, block).length <= shape[0] <= layout_of(most, count, block).length
         fits = fits and shape[1] == FIELDS and tables.is_contiguous()
     else:
         # Sizes of traced tokens are no more than symbols.
         fits = len(shape) == 2
     if not fits:
-        wanted = f"{groups} ends, {tokens} tokens{' with their padding' if padded else ''} and blocks of {block}"
+        wanted = f"{count} ends, {tokens} tokens{' with their padding' if padded else ''} and blocks of {block}"
         raise ValueError(
-            f"{op}: group_tables must be what ops.group_tables makes of {wanted}, contiguous [entries, {FIELDS}], got"
-            f" shape {list(shape)}, stride {tables.stride()}; make it of the same ends, tokens and format, or leave it"
-            " out"
+            f"{op}: tables of groups must be what ops.make_groups makes of {wanted}, contiguous [entries, {FIELDS}],"
+            f" got shape {list(shape)}, stride {tables.stride()}; make them of the same ends, tokens and format, or"
+            " pass the ends alone"
         )
 
 

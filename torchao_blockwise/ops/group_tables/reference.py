@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.group_tables.layout import FIELDS, HEIGHTS, layout_of
 from torchao_blockwise.ops.groups import clamped_ends, starts_of
 from torchao_blockwise.ops.matmul.builds import TOKEN_ALIGNMENT
 
 
-def group_tables(group_ends: torch.Tensor, tokens: int, block: int) -> torch.Tensor:
-    """The tables of `ops.group_tables`; entries of schedules that nothing reads are zeros."""
-    groups = group_ends.shape[0]
+def group_tables(group_ends: torch.Tensor, tokens: int, fmt: BlockFormat) -> torch.Tensor:
+    """The tables of `ops.make_groups`; entries of schedules that nothing reads are zeros."""
+    groups, block = group_ends.shape[0], fmt.block[1]
     layout = layout_of(tokens, groups, block)
     tables = group_ends.new_zeros((layout.length, FIELDS))
     # The tokens of no group are a group more.

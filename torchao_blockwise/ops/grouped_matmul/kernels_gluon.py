@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, BlockFormat
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Groups, Operand
 from torchao_blockwise.ops.backend import interpreting
 from torchao_blockwise.ops.group_tables.kernels_triton import group_schedule, row_schedule
 from torchao_blockwise.ops.group_tables.layout import count_rows
@@ -26,16 +26,16 @@ from torchao_blockwise.ops.matmul.rows import aligned_rows
 _PAIRS = {"m": (FP8_1X128, FP8_128X128), "k": (FP8_1X128, FP8_1X128)}
 
 
-def why_not(a_shape, b_shape, a_fmt: BlockFormat, b_fmt: BlockFormat, along: str) -> str | None:
-    """Why these kernels cannot multiply payloads of these shapes on a Hopper GPU, or None if they can."""
-    if interpreting():
-        return "Triton's interpreter does not know Gluon"
-    if (a_fmt, b_fmt) != _PAIRS[along]:
+def why_not(a: Operand, b: Operand, along: str) -> str | None:
+    """Why these kernels cannot compute this product on a Hopper GPU, or None if they can."""
+    if (a.format, b.format) != _PAIRS[along]:
         wanted = " · ".join(fmt.name for fmt in _PAIRS[along])
-        return f'along "{along}" the kernels multiply {wanted}, got {a_fmt.name} · {b_fmt.name}'
-    if 0 in (*a_shape, *b_shape):
-        return f"the copy engine has no empty tensors, got payloads of shape {list(a_shape)} and {list(b_shape)}"
-    return None
+        return f'along "{along}" the kernels multiply {wanted}, got {a.format_name} · {b.format_name}'
+    if 0 in (*a.qdata.shape, *b.qdata.shape):
+        got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
+        return f"the copy engine has no empty tensors, got payloads of shape {got}"
+    # Asked last: reading the environment takes 0.6 µs.
+    return "Triton's interpreter does not know Gluon" if interpreting() else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -58,75 +58,51 @@ def choose_build(
 
 
 def grouped_matmul(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    a_global: torch.Tensor | None,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    b_global: torch.Tensor | None,
-    group_ends: torch.Tensor,
-    a_fmt: BlockFormat,
-    b_fmt: BlockFormat,
-    along: str,
-    out_dtype: torch.dtype,
-    build: Build | None = None,
-    group_tables: torch.Tensor | None = None,
+    a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype, build: Build | None = None
 ) -> torch.Tensor:
     """Product within what `why_not` admits. Arguments as in the op; build: the default is `choose_build`'s."""
+    rows, columns = a.qdata.shape[0], b.qdata.shape[-2]
     if along == "m":
-        out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-        _launch_along_m(out, a, a_scale, b, b_scale, group_ends, a_fmt, build, group_tables)
+        out = a.qdata.new_empty((rows, columns), dtype=out_dtype)
+        _launch_along_m(out, a, b, groups, build)
     else:
-        out = a.new_empty((group_ends.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
-        _launch_along_k(out, a, a_scale, b, b_scale, group_ends, a_fmt, False, build, group_tables)
+        out = a.qdata.new_empty((groups.ends.shape[0], rows, columns), dtype=out_dtype)
+        _launch_along_k(out, a, b, groups, False, build)
     return out
 
 
-def add_grouped_matmul(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    a_global: torch.Tensor | None,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    b_global: torch.Tensor | None,
-    group_ends: torch.Tensor,
-    a_fmt: BlockFormat,
-    b_fmt: BlockFormat,
-    build: Build | None = None,
-    group_tables: torch.Tensor | None = None,
-) -> None:
+def add_grouped_matmul(out: torch.Tensor, a: Operand, b: Operand, groups: Groups, build: Build | None = None) -> None:
     """out [E, N, K] f32 += the groups' products, in the one pass that they take; empty groups are not touched."""
-    _launch_along_k(out, a, a_scale, b, b_scale, group_ends, a_fmt, True, build, group_tables)
+    _launch_along_k(out, a, b, groups, True, build)
 
 
-def _launch_along_m(out, a, a_scale, b, b_scale, group_ends, a_fmt, build, group_tables):
-    (M, N), groups, block = out.shape, b.shape[0], a_fmt.block[1]
-    available = multiprocessors(a.device)
-    a, b = aligned_rows(a), aligned_rows(b.reshape(groups * N, -1))
-    K = a.shape[1]
-    build = choose_build("m", M, groups, M, N, K, available) if build is None else build
-    copy_out = copies_out(N, out.dtype)
-    build = _complete(build, block=block, along="m", b_square=True, copy_out=copy_out)
-    schedule = row_schedule(group_ends, M, block, build.tile_m, group_tables)
+def _launch_along_m(out: torch.Tensor, a: Operand, b: Operand, groups: Groups, build: Build | None) -> None:
+    (M, N), experts, fmt = out.shape, b.qdata.shape[0], a.format
+    available = multiprocessors(out.device)
+    qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata.reshape(experts * N, -1))
+    K = qa.shape[1]
+    build = choose_build("m", M, experts, M, N, K, available) if build is None else build
+    build = _complete(build, block=fmt.block[1], along="m", b_square=True, copy_out=copies_out(N, out.dtype))
+    schedule = row_schedule(groups, M, fmt, build.tile_m)
     # As many as there may be: how many there are, the schedule says.
-    tiles = count_rows(M, groups, build.tile_m) * ceil_div(N, build.width)
-    _launch(a, a_scale, b, b_scale, schedule, out, out, (M, N, K), tiles, build)
+    tiles = count_rows(M, experts, build.tile_m) * ceil_div(N, build.width)
+    _launch(qa, a.scale, qb, b.scale, schedule, out, out, (M, N, K), tiles, build)
 
 
-def _launch_along_k(out, a, a_scale, b, b_scale, group_ends, a_fmt, accumulate, build, group_tables):
-    groups, M, N = out.shape
-    available, block = multiprocessors(a.device), a_fmt.block[1]
-    padded = a.shape[1]
-    mean = ceil_div(padded, groups * block) * block
-    build = choose_build("k", padded, groups, M, N, mean, available) if build is None else build
+def _launch_along_k(
+    out: torch.Tensor, a: Operand, b: Operand, groups: Groups, accumulate: bool, build: Build | None
+) -> None:
+    (experts, M, N), fmt, padded = out.shape, a.format, a.qdata.shape[1]
+    available, block = multiprocessors(out.device), fmt.block[1]
+    mean = ceil_div(padded, experts * block) * block
+    build = choose_build("k", padded, experts, M, N, mean, available) if build is None else build
     # The copy engine ends where the tensor does; a tile that runs on into the next group's rows is stored.
     copy_out = not accumulate and copies_out(N, out.dtype) and M % build.tile_m == 0
     build = _complete(build, block=block, along="k", accumulate=accumulate, copy_out=copy_out)
-    schedule = group_schedule(group_ends, padded, block, group_tables)
-    tiles = groups * ceil_div(M, build.tile_m) * ceil_div(N, build.width)
-    operands = aligned_rows(a), a_scale, aligned_rows(b), b_scale
-    _launch(*operands, schedule, out, out.view(groups * M, N), (M, N, padded), tiles, build)
+    schedule = group_schedule(groups, padded, fmt)
+    tiles = experts * ceil_div(M, build.tile_m) * ceil_div(N, build.width)
+    operands = aligned_rows(a.qdata), a.scale, aligned_rows(b.qdata), b.scale
+    _launch(*operands, schedule, out, out.view(experts * M, N), (M, N, padded), tiles, build)
 
 
 def _launch(a, a_scale, b, b_scale, schedule, out, rows_of_out, sizes, programs, build):

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import E2M1, BlockFormat
+from torchao_blockwise.formats import E2M1, Groups, Operand
 from torchao_blockwise.ops.backend import compute_capability
 from torchao_blockwise.ops.groups import padded_tokens
 from torchao_blockwise.ops.launch import ceil_div, launch
@@ -180,44 +180,31 @@ def _grouped_nvfp4_kernel(
     store_output(out_ptr, None, acc, offs_m, offs_n, end_m - first_m, N, ACCUMULATE)
 
 
-def grouped_matmul(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    a_global: torch.Tensor | None,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    b_global: torch.Tensor | None,
-    group_ends: torch.Tensor,
-    a_fmt: BlockFormat,
-    b_fmt: BlockFormat,
-    along: str,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Arguments and result as in the op; `a_fmt` has one-row blocks, and along "k" so has `b_fmt`."""
-    shape = (a.shape[0], b.shape[1]) if along == "m" else (group_ends.shape[0], a.shape[0], b.shape[0])
-    out = a.new_empty(shape, dtype=out_dtype)
-    _launch(out, a, a_scale, a_global, b, b_scale, b_global, group_ends, a_fmt, b_fmt, along == "m", False)
+def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:
+    """Arguments and result as in the op; `a` has one-row blocks, and along "k" so has `b`."""
+    rows, columns = a.qdata.shape[0], b.qdata.shape[-2]
+    shape = (rows, columns) if along == "m" else (groups.ends.shape[0], rows, columns)
+    out = a.qdata.new_empty(shape, dtype=out_dtype)
+    _launch(out, a, b, groups.ends, along == "m", accumulate=False)
     return out
 
 
-def add_grouped_matmul(
-    out: torch.Tensor, a, a_scale, a_global, b, b_scale, b_global, group_ends, a_fmt: BlockFormat, b_fmt: BlockFormat
-) -> None:
+def add_grouped_matmul(out: torch.Tensor, a: Operand, b: Operand, groups: Groups) -> None:
     """out [E, M, N] f32 += the product along "k"."""
-    _launch(out, a, a_scale, a_global, b, b_scale, b_global, group_ends, a_fmt, b_fmt, False, True)
+    _launch(out, a, b, groups.ends, False, accumulate=True)
 
 
-def _launch(out, a, a_scale, a_global, b, b_scale, b_global, ends, a_fmt, b_fmt, along_m, accumulate) -> None:
+def _launch(out: torch.Tensor, a: Operand, b: Operand, ends: torch.Tensor, along_m: bool, accumulate: bool) -> None:
     if out.numel() == 0:
         return
-    M, N, groups = a.shape[0], out.shape[-1], ends.shape[0]
-    a, b = aligned_rows(a), aligned_rows(b.flatten(0, -2))
-    a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+    M, N, groups, a_fmt, b_fmt = a.qdata.shape[0], out.shape[-1], ends.shape[0], a.format, b.format
+    qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata.flatten(0, -2))
+    a_scale, b_scale = a.scale.contiguous(), b.scale.contiguous()
     # The host knows the mean of the groups' sizes, not the sizes. A tile that is taller than a group multiplies rows
     # that are not there: half its work for 64 tokens an expert in tiles of 128. A group of more than a tile reads its
     # matrix again, but from the L2 cache, where the tile beside it has left it.
-    config = config_for(a_fmt, ceil_div(M, groups) if along_m else M, a.device)
-    if compute_capability(a.device) < (10, 0):
+    config = config_for(a_fmt, ceil_div(M, groups) if along_m else M, out.device)
+    if compute_capability(out.device) < (10, 0):
         config = config._replace(blocks_k=min(config.blocks_k, _BLOCKS_K))
     elif not b_fmt.is_square:
         config = config._replace(tile_n=min(config.tile_n, _TILE_N))
@@ -241,16 +228,16 @@ def _launch(out, a, a_scale, a_global, b, b_scale, b_global, ends, a_fmt, b_fmt,
     if a_fmt.element is E2M1:
         launch(
             _grouped_nvfp4_kernel, grid,
-            a, a_scale.view(torch.uint8), a_global, b, b_scale.view(torch.uint8), b_global, ends, out,
-            M, N, a.shape[1], a_scale.shape[1], groups,
+            qa, a_scale.view(torch.uint8), a.global_scale, qb, b_scale.view(torch.uint8), b.global_scale, ends, out,
+            M, N, qa.shape[1], a_scale.shape[1], groups,
             B_BLOCK_ROWS=b_fmt.block[0], TILE_K=config.blocks_k * a_fmt.block[1], **tiles,
         )  # fmt: skip
     else:
-        decode = decodes(a.device)
+        decode = decodes(out.device)
         if decode:
-            a, b = a.view(torch.uint8), b.view(torch.uint8)
+            qa, qb = qa.view(torch.uint8), qb.view(torch.uint8)
         launch(
             _grouped_fp8_kernel, grid,
-            a, a_scale, b, b_scale, ends, out, M, N, a.shape[1], groups,
+            qa, a_scale, qb, b_scale, ends, out, M, N, qa.shape[1], groups,
             B_SQUARE=b_fmt.is_square, DECODE=decode, **tiles,
         )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Grouped quantisation in eager torch: tokens without a group set to zero, groups padded, then the plain reference."""
+"""Grouped quantization in eager torch: tokens without a group set to zero, groups padded, then the plain reference."""
 
 from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import CastOptions, Copies
 from torchao_blockwise.ops.groups import clamped_ends, padded_rows
 from torchao_blockwise.ops.quantize import reference
 
@@ -26,19 +26,12 @@ def tensor_amax(x: torch.Tensor, group_ends: torch.Tensor) -> torch.Tensor:
     return reference.tensor_amax(in_groups(x, group_ends))
 
 
-def quantize(
-    x: torch.Tensor,
-    group_ends: torch.Tensor,
-    fmt: BlockFormat,
-    amax: torch.Tensor | None,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_2_scales: bool,
-) -> list[torch.Tensor]:
-    """(qdata, scale) of each copy of `x` [M, K] that is asked for, rowwise first."""
-    copies: list[torch.Tensor] = []
-    if rowwise:
-        copies += reference.quantize(in_groups(x, group_ends), fmt, amax, power_of_2_scales)
-    if columnwise:
-        copies += reference.quantize(padded(x, group_ends, fmt.block[1]).mT, fmt, amax, power_of_2_scales)
-    return copies
+def quantize(x: torch.Tensor, group_ends: torch.Tensor, options: CastOptions, amax: torch.Tensor | None) -> Copies:
+    """The copies of `x` [M, K] that are asked for."""
+    fmt, power_of_2 = options.fmt, options.power_of_2_scales
+    rowwise = columnwise = None
+    if options.rowwise:
+        rowwise = reference.quantize(in_groups(x, group_ends), fmt, amax, power_of_2)
+    if options.columnwise:
+        columnwise = reference.quantize(padded(x, group_ends, fmt.block[1]).mT, fmt, amax, power_of_2)
+    return Copies(rowwise, columnwise)

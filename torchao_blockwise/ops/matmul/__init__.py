@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-
 import torch
 
 from torchao_blockwise.formats import (
@@ -14,15 +11,22 @@ from torchao_blockwise.formats import (
     HIGH_PRECISION_DTYPES,
     NVFP4_1X16,
     NVFP4_16X16,
-    BlockFormat,
-    get_format,
+    Operand,
 )
-from torchao_blockwise.ops.backend import Backend, compute_capability, get_backend, pick, why_no_gluon, why_no_triton
-from torchao_blockwise.ops.library import define_op
+from torchao_blockwise.ops.backend import (
+    Backend,
+    Implementation,
+    compute_capability,
+    get_backend,
+    why_no_gluon,
+    why_no_kernels,
+)
 from torchao_blockwise.ops.matmul import cublas, reference
-from torchao_blockwise.ops.operand import format_of, is_operand
+from torchao_blockwise.ops.op import Changed, define_op
+from torchao_blockwise.ops.operands import check_operand
+from torchao_blockwise.ops.sharding import placements_of
 
-_KERNEL_PAIRS = {
+KERNEL_PAIRS = {
     (FP8_1X128.name, FP8_128X128.name),
     (FP8_1X128.name, FP8_1X128.name),
     (NVFP4_1X16.name, NVFP4_16X16.name),
@@ -33,8 +37,8 @@ _GLUON_TOKENS = 256
 
 
 def matmul(
-    a,
-    b,
+    a: Operand,
+    b: Operand,
     *,
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
@@ -53,10 +57,10 @@ def matmul(
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2 for the promotion of partial sums to fp32.
     """
     _check(a, b, out_dtype, bias)
-    return matmul_op(*a, *b, a.format_name, b.format_name, out_dtype, bias, get_backend(backend).value)
+    return matmul_op(a, b, out_dtype, bias, get_backend(backend))
 
 
-def add_matmul_(out: torch.Tensor, a, b, *, backend: Backend | str | None = None) -> torch.Tensor:
+def add_matmul_(out: torch.Tensor, a: Operand, b: Operand, *, backend: Backend | str | None = None) -> torch.Tensor:
     """out += a @ b.T, in fp32: a weight's gradient added to what other microbatches left.
 
     out: [M, N] f32, contiguous, changed in place and returned. a, b: as in `matmul`.
@@ -65,7 +69,7 @@ def add_matmul_(out: torch.Tensor, a, b, *, backend: Backend | str | None = None
     """
     _check(a, b, torch.float32, None)
     check_sum("add_matmul_", out, [a.qdata.shape[0], b.qdata.shape[0]], a.qdata.device)
-    add_matmul_op(out, *a, *b, a.format_name, b.format_name, get_backend(backend).value)
+    add_matmul_op(out, a, b, get_backend(backend))
     count_change(out)
     return out
 
@@ -83,22 +87,28 @@ def count_change(out: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(out)
 
 
-def _check(a, b, out_dtype, bias):
+def check_operands(op: str, a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
+    """Raise TypeError or ValueError unless the two can be multiplied, whatever their shapes are."""
+    check_operand(op, "a", a)
+    check_operand(op, "b", b)
+    if out_dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    if a.format.element is not b.format.element or a.format.block[1] != b.format.block[1]:
+        raise ValueError(
+            f"{op}: {a.format_name} · {b.format_name} differ in element or block length along the contraction"
+        )
+    if a.qdata.device != b.qdata.device:
+        raise ValueError(f"{op}: a is on {a.qdata.device}, b on {b.qdata.device}; move one of them")
+
+
+def _check(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+    check_operands("matmul", a, b, out_dtype)
     for name, x in (("a", a), ("b", b)):
-        if not is_operand(x):
-            raise TypeError(f"matmul: {name} must be a result of quantize, got {type(x).__name__}; quantize it first")
         if x.qdata.dim() != 2:
             raise ValueError(f"matmul: {name} must be a matrix, got payload of shape {list(x.qdata.shape)}")
-    if out_dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"matmul: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    a_fmt, b_fmt = format_of(a), format_of(b)
-    if a_fmt.element is not b_fmt.element or a_fmt.block[1] != b_fmt.block[1]:
-        raise ValueError(f"matmul: {a_fmt.name} · {b_fmt.name} differ in element or block length along K")
     if a.qdata.shape[1] != b.qdata.shape[1]:
         got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
         raise ValueError(f"matmul: a [M, K] and b [N, K] must agree in K, got payloads {got}")
-    if a.qdata.device != b.qdata.device:
-        raise ValueError(f"matmul: a is on {a.qdata.device}, b on {b.qdata.device}; move one of them")
     if bias is not None and (
         bias.dim() != 1 or bias.shape[0] != b.qdata.shape[0] or bias.dtype not in HIGH_PRECISION_DTYPES
     ):
@@ -106,150 +116,94 @@ def _check(a, b, out_dtype, bias):
         raise ValueError(f"matmul: bias must be a float vector of {b.qdata.shape[0]} elements, got {got}")
 
 
-def candidates(
-    device: torch.device,
-    a_shape: Sequence[int],
-    b_shape: Sequence[int],
-    a_fmt: BlockFormat,
-    b_fmt: BlockFormat,
-    out_dtype,
-) -> dict[Backend, str | None]:
-    """The backends of a product of payloads of these shapes, in AUTO's order, each with why it cannot run, or None."""
-    why_triton = why_no_triton(device)
-    if why_triton is None and (a_fmt.name, b_fmt.name) not in _KERNEL_PAIRS:
-        why_triton = f"{a_fmt.name} · {b_fmt.name} has no kernel"
-    reasons = {
-        Backend.CUBLAS: cublas.why_not(device, a_shape, b_shape, a_fmt, b_fmt, out_dtype),
-        Backend.GLUON: _why_no_gluon(device, a_shape, b_shape, a_fmt, b_fmt),
-        Backend.TRITON: why_triton,
-        Backend.REFERENCE: None,
-    }
-    if _gluon_is_first(a_fmt, b_fmt, a_shape[1] * a_fmt.element.per_byte):
-        return {Backend.GLUON: reasons[Backend.GLUON], **reasons}
-    return reasons
+# --- who computes it --------------------------------------------------------------------------------------------------
 
 
-def _gluon_is_first(a_fmt: BlockFormat, b_fmt: BlockFormat, k: int) -> bool:
-    """Whether AUTO asks Gluon before cuBLASLt; GPUs other than Hopper have at most one of the two.
-
-    Two rules for the two kinds of FP8 products: with square blocks in b (`output`, `grad_input`) Gluon, with one-row
-    blocks (`grad_weight`, where k counts tokens) Gluon up to 256 tokens. docs/design.md says what they cost.
-    """
-    return a_fmt.element is E4M3 and (b_fmt.block[0] > 1 or k <= _GLUON_TOKENS)
-
-
-def _why_no_gluon(device: torch.device, a_shape, b_shape, a_fmt: BlockFormat, b_fmt: BlockFormat) -> str | None:
-    reason = why_no_gluon(device)
+def _why_no_gluon(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
+    reason = why_no_gluon(a.qdata.device)
     if reason is not None:
         return reason
-    from torchao_blockwise.ops.matmul import kernels_gluon as gluon
+    from torchao_blockwise.ops.matmul import kernels_gluon
 
-    return gluon.why_not(a_shape, b_shape, a_fmt, b_fmt)
-
-
-def _pick(
-    device: torch.device, a_shape, b_shape, a_format: str, b_format: str, out_dtype: torch.dtype, backend: str
-) -> Backend:
-    a_fmt, b_fmt = get_format(a_format), get_format(b_format)
-    reasons = candidates(device, a_shape, b_shape, a_fmt, b_fmt, out_dtype)
-    expected = None
-    if device.type == "cuda":
-        has_blocks = cublas.expected(compute_capability(device), a_fmt)
-        expected = next(iter(reasons)) if has_blocks else Backend.TRITON
-    return pick("matmul", backend, reasons, expected=expected)
+    return kernels_gluon.why_not(a, b)
 
 
-# Choosing takes microseconds of every product, and somebody waits for them where tensors are a GPU's.
-_pick_on_gpu = functools.lru_cache(maxsize=4096)(_pick)
+def _why_no_triton(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
+    reason = why_no_kernels(a)
+    if reason is None and (a.format_name, b.format_name) not in KERNEL_PAIRS:
+        return f"{a.format_name} · {b.format_name} has no kernel"
+    return reason
 
 
-def _choose(a, b, a_format: str, b_format: str, out_dtype: torch.dtype, backend: str) -> Backend:
-    pick_one = _pick_on_gpu if a.is_cuda else _pick
-    return pick_one(a.device, a.shape, b.shape, a_format, b_format, out_dtype, backend)
+def _first(a: Operand, b: Operand, *_) -> Backend | None:
+    """Gluon where AUTO asks it before cuBLASLt; GPUs other than Hopper have at most one of the two.
+
+    Two rules for the two kinds of FP8 products: with square blocks in b (`output`, `grad_input`) Gluon, with one-row
+    blocks (`grad_weight`, where K counts tokens) Gluon up to 256 tokens. docs/design.md says what they cost.
+    """
+    fp8_on_hopper = a.format.element is E4M3 and compute_capability(a.qdata.device) == (9, 0)
+    few_tokens = b.format.block[0] > 1 or a.qdata.shape[1] <= _GLUON_TOKENS
+    return Backend.GLUON if fp8_on_hopper and few_tokens else None
 
 
-def _matmul(a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, out_dtype, bias, backend):
-    a_fmt, b_fmt = get_format(a_format), get_format(b_format)
-    chosen = _choose(a, b, a_format, b_format, out_dtype, backend)
-    if chosen is Backend.CUBLAS:
-        implementation = cublas.matmul
-    elif chosen is Backend.TRITON:
-        from torchao_blockwise.ops.matmul import kernels_triton as triton
-
-        implementation = triton.matmul
-    elif chosen is Backend.GLUON:
-        from torchao_blockwise.ops.matmul import kernels_gluon as gluon
-
-        implementation = gluon.matmul
-    else:
-        implementation = reference.matmul
-    return implementation(a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt, out_dtype, bias)
+def _expected(a: Operand, b: Operand, *_) -> Backend | None:
+    if not a.qdata.is_cuda:
+        return None
+    has_blocks = cublas.expected(compute_capability(a.qdata.device), a.format)
+    return Backend.CUBLAS if has_blocks else Backend.TRITON
 
 
-def _add_matmul(out, a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, backend):
-    a_fmt, b_fmt = get_format(a_format), get_format(b_format)
-    chosen = _choose(a, b, a_format, b_format, torch.float32, backend)
-    operands = a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt
-    if chosen is Backend.GLUON:
-        from torchao_blockwise.ops.matmul import kernels_gluon as gluon
-
-        gluon.add_matmul(out, *operands)
-    elif chosen is Backend.TRITON:
-        from torchao_blockwise.ops.matmul import kernels_triton as triton
-
-        triton.matmul(*operands, torch.float32, None, out)
-    else:
-        implementation = cublas.matmul if chosen is Backend.CUBLAS else reference.matmul
-        out.add_(implementation(*operands, torch.float32, None))
-
-
-def _add_matmul_fake(out, a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, backend):
-    """It returns nothing."""
-
-
-def _matmul_fake(a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, out_dtype, bias, backend):
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-def _matmul_sharding(a, a_scale, a_global, b, b_scale, b_global, a_format, b_format, out_dtype, bias, backend):
+def _sharding(a: Operand, b: Operand, out_dtype, bias, backend):
     """Rows of a, rows of b (on block borders), or the contraction (on block borders, no bias; gives partial sums)."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    a_fmt, b_fmt = get_format(a_format), get_format(b_format)
-    ranks = a.mesh.size()
-
-    def optional(spec, placement):
-        return None if spec is None else placement
+    a_fmt, b_fmt, ranks = a.format, b.format, a.qdata.mesh.size()
 
     def rule(out, a_dim, b_dim, bias_placement):
-        def placements(dim, fmt):
-            scale_dim = dim if dim is None or not fmt.transposed_scales else 1 - dim
-            return [Replicate() if d is None else Shard(d) for d in (dim, scale_dim)]
+        def placed(x, dim):
+            scale_dim = dim if dim is None or not x.format.transposed_scales else 1 - dim
+            return placements_of(x, *(Replicate() if d is None else Shard(d) for d in (dim, scale_dim)))
 
-        inputs = [*placements(a_dim, a_fmt), optional(a_global, Replicate())]
-        inputs += [*placements(b_dim, b_fmt), optional(b_global, Replicate())]
-        return [out], [*inputs, None, None, None, optional(bias, bias_placement), None]
+        return [out], [placed(a, a_dim), placed(b, b_dim), None, None if bias is None else bias_placement, None]
 
     rules = [rule(Replicate(), None, None, Replicate())]
-    if a.shape[0] % (ranks * a_fmt.block[0]) == 0:
+    if a.qdata.shape[0] % (ranks * a_fmt.block[0]) == 0:
         rules.append(rule(Shard(0), 0, None, Replicate()))
-    if b.shape[0] % (ranks * b_fmt.block[0]) == 0:
+    if b.qdata.shape[0] % (ranks * b_fmt.block[0]) == 0:
         rules.append(rule(Shard(1), None, 0, Shard(0)))
-    if bias is None and a.shape[1] * a_fmt.element.per_byte % (ranks * a_fmt.block[1]) == 0:
+    if bias is None and a.qdata.shape[1] * a_fmt.element.per_byte % (ranks * a_fmt.block[1]) == 0:
         rules.append(rule(Partial(), 1, 1, None))
     return rules
 
 
-matmul_op = define_op(
-    "matmul(Tensor a, Tensor a_scale, Tensor? a_global, Tensor b, Tensor b_scale, Tensor? b_global,"
-    " str a_format, str b_format, ScalarType out_dtype, Tensor? bias, str backend) -> Tensor",
-    _matmul,
-    _matmul_fake,
-    _matmul_sharding,
+_TABLE = (
+    Implementation(Backend.CUBLAS, cublas.matmul, cublas.why_not),
+    Implementation(Backend.GLUON, f"{__name__}.kernels_gluon:matmul", _why_no_gluon),
+    Implementation(Backend.TRITON, f"{__name__}.kernels_triton:matmul", _why_no_triton),
+    Implementation(Backend.REFERENCE, reference.matmul),
 )
-add_matmul_op = define_op(
-    "add_matmul_(Tensor(a!) out, Tensor a, Tensor a_scale, Tensor? a_global, Tensor b, Tensor b_scale,"
-    " Tensor? b_global, str a_format, str b_format, str backend) -> ()",
-    _add_matmul,
-    _add_matmul_fake,
-)
+
+
+@define_op(_TABLE, first=_first, expected=_expected, sharding=_sharding)
+def matmul_op(
+    a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, backend: Backend
+) -> torch.Tensor:
+    return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
+
+
+def _adding(row: Implementation) -> Implementation:
+    """What adds a product to `out`: by a kernel of its own where the backend's product is one, else afterwards."""
+
+    def add(out, a, b):
+        out.add_(row.function(a, b, torch.float32, None))
+
+    def why_not(out, a, b):
+        return row.reason((a, b, torch.float32, None))
+
+    run = row.run.replace(":matmul", ":add_matmul") if isinstance(row.run, str) else add
+    return Implementation(row.backend, run, why_not)
+
+
+@define_op(tuple(map(_adding, _TABLE)), first=lambda out, *ab: _first(*ab), expected=lambda out, *ab: _expected(*ab))
+def add_matmul_op(out: Changed, a: Operand, b: Operand, backend: Backend) -> None:
+    """Writes in place."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import E2M1, E4M3, BlockFormat
+from torchao_blockwise.formats import E2M1, E4M3, BlockFormat, Operand
 from torchao_blockwise.ops.backend import compute_capability
 from torchao_blockwise.ops.matmul.rows import aligned_rows
 
@@ -34,14 +34,13 @@ def expected(capability: tuple[int, int], fmt: BlockFormat) -> bool:
     return capability == (9, 0) if fmt.element is E4M3 else capability[0] >= 10
 
 
-def why_not(
-    device: torch.device, a_shape, b_shape, a_fmt: BlockFormat, b_fmt: BlockFormat, out_dtype: torch.dtype
-) -> str | None:
-    """Why cuBLASLt cannot compute this product of payloads of these shapes, or None if it can."""
+def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
+    """Why cuBLASLt cannot compute this product, or None if it can."""
+    device, a_fmt = a.qdata.device, a.format
     why = _why_never(device.type, compute_capability(device), torch.version.cuda, a_fmt, out_dtype)
     if why is not None:
         return why
-    (m, k), n = a_shape, b_shape[0]
+    (m, k), n = a.qdata.shape, b.qdata.shape[0]
     if 0 in (m, n, k):
         return f"it has no empty products, got M={m}, N={n}, K={k}"
     if n % _ALIGNMENT_BYTES or (k % _ALIGNMENT_BYTES and a_fmt.element is E2M1):
@@ -73,27 +72,29 @@ def _why_never(
     return None
 
 
-def matmul(a, a_scale, a_global, b, b_scale, b_global, a_fmt, b_fmt, out_dtype, bias):
-    """[M, N] product; arguments as in `reference.matmul`, within what `why_not` admits."""
+def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    """[M, N] product, within what `why_not` admits. Arguments as in the op."""
     product_dtype = out_dtype if bias is None else torch.float32
+    (qa, a_scale, a_global), a_fmt, (qb, b_scale, b_global), b_fmt = a.tensors, a.format, b.tensors, b.format
+    m = qa.shape[0]
     if a_fmt.element is E2M1:
-        k = a.shape[1] * E2M1.per_byte
-        a_scales = [swizzle_scales(rowwise_scales(a_scale, a_fmt, a.shape[0]), k), a_global]
-        b_scales = [swizzle_scales(rowwise_scales(b_scale, b_fmt, b.shape[0]), k), b_global]
-        a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+        k = qa.shape[1] * E2M1.per_byte
+        a_scales = [swizzle_scales(rowwise_scales(a_scale, a_fmt, m), k), a_global]
+        b_scales = [swizzle_scales(rowwise_scales(b_scale, b_fmt, qb.shape[0]), k), b_global]
+        qa, qb = qa.view(torch.float4_e2m1fn_x2), qb.view(torch.float4_e2m1fn_x2)
         a_scalings = b_scalings = _compat.scaling_codes("BlockWise1x16", "TensorWise")
         swizzles = _compat.scaling_codes("SWIZZLE_32_4_4", "NO_SWIZZLE")
     else:
-        m, one_row = a.shape[0], b_fmt.block[0] == 1
-        a, b = aligned_rows(a), aligned_rows(b)
+        one_row = b_fmt.block[0] == 1
+        qa, qb = aligned_rows(qa), aligned_rows(qb)
         if missing := -m % _SCALE_ROWS:
-            a = F.pad(a.view(torch.uint8), (0, 0, 0, missing)).view(a.dtype)
+            qa = F.pad(qa.view(torch.uint8), (0, 0, 0, missing)).view(qa.dtype)
             a_scale = F.pad(a_scale, (0, missing))
         a_scales, b_scales = [a_scale.t()], [b_scale.t() if one_row else pad_k_blocks(b_scale).t()]
         a_scalings = _compat.scaling_codes("BlockWise1x128")
         b_scalings = a_scalings if one_row else _compat.scaling_codes("BlockWise128x128")
         swizzles = []
-    out = _compat.scaled_mm(a, b.t(), a_scales, a_scalings, swizzles, b_scales, b_scalings, swizzles, product_dtype)
+    out = _compat.scaled_mm(qa, qb.t(), a_scales, a_scalings, swizzles, b_scales, b_scalings, swizzles, product_dtype)
     if a_fmt.element is not E2M1:
         out = out[:m]
     # The bias comes before the only rounding, so the product waits for it in fp32.

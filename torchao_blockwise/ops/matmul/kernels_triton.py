@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import E2M1, BlockFormat
+from torchao_blockwise.formats import E2M1, BlockFormat, Operand
 from torchao_blockwise.ops.backend import compute_capability, interpreting
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.matmul.rows import aligned_rows
@@ -304,35 +304,30 @@ def config_for(fmt: BlockFormat, rows: int, device: torch.device) -> Config:
     return next(c for c in configs if c.max_m >= rows)
 
 
-def matmul(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    a_global: torch.Tensor | None,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    b_global: torch.Tensor | None,
-    a_fmt: BlockFormat,
-    b_fmt: BlockFormat,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    add_to: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """[M, N] product of a [M, packed(K)] and b [N, packed(K)]; `a_fmt` has one-row blocks. Arguments as in the op.
+def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    """[M, N] product of a [M, packed(K)], of one-row blocks, and b [N, packed(K)]. Arguments as in the op."""
+    out = a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
+    _launch(out, a, b, bias, accumulate=False)
+    return out
 
-    add_to: [M, N] `out_dtype`, to which the product is added in place, and which is returned.
-    """
-    M, N = a.shape[0], b.shape[0]
-    out = a.new_empty((M, N), dtype=out_dtype) if add_to is None else add_to
+
+def add_matmul(out: torch.Tensor, a: Operand, b: Operand) -> None:
+    """out [M, N] f32 += a @ b.T, in the one pass that the product takes."""
+    _launch(out, a, b, None, accumulate=True)
+
+
+def _launch(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, accumulate: bool) -> None:
     if out.numel() == 0:
-        return out
-    a, b = aligned_rows(a), aligned_rows(b)
-    a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+        return
+    (M, N), a_fmt, b_fmt = out.shape, a.format, b.format
+    qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata)
+    a_scale, b_scale = a.scale.contiguous(), b.scale.contiguous()
     bias = None if bias is None else bias.contiguous()
-    decode = decodes(a.device)
-    config = config_for(a_fmt, M, a.device)
+    decode = decodes(out.device)
+    config = config_for(a_fmt, M, out.device)
     grid = ceil_div(M, config.tile_m) * ceil_div(N, config.tile_n)
     tiles = {
-        "ACCUMULATE": add_to is not None,
+        "ACCUMULATE": accumulate,
         "BLOCK": a_fmt.block[1],
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
@@ -343,15 +338,14 @@ def matmul(
     if a_fmt.element is E2M1:
         launch(
             _matmul_nvfp4_kernel, grid,
-            a, a_scale.view(torch.uint8), a_global, b, b_scale.view(torch.uint8), b_global, bias, out,
-            M, N, a.shape[1], a_scale.shape[1],
+            qa, a_scale.view(torch.uint8), a.global_scale, qb, b_scale.view(torch.uint8), b.global_scale, bias, out,
+            M, N, qa.shape[1], a_scale.shape[1],
             B_BLOCK_ROWS=b_fmt.block[0], TILE_K=config.blocks_k * a_fmt.block[1], **tiles,
         )  # fmt: skip
     else:
         if decode:
-            a, b = a.view(torch.uint8), b.view(torch.uint8)
+            qa, qb = qa.view(torch.uint8), qb.view(torch.uint8)
         launch(
             _matmul_fp8_kernel, grid,
-            a, a_scale, b, b_scale, bias, out, M, N, a.shape[1], B_SQUARE=b_fmt.is_square, DECODE=decode, **tiles,
+            qa, a_scale, qb, b_scale, bias, out, M, N, qa.shape[1], B_SQUARE=b_fmt.is_square, DECODE=decode, **tiles,
         )  # fmt: skip
-    return out

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from torchao_blockwise.formats import BlockFormat, get_format
-from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
+from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
 from torchao_blockwise.ops.flat_shards import check_devices, described, flat_bytes, shard_entries
-from torchao_blockwise.ops.library import define_op
 from torchao_blockwise.ops.merge_shards import reference
+from torchao_blockwise.ops.op import ChangedList, define_op
 
 
 def merge_shards_(
@@ -55,38 +55,44 @@ def merge_shards_(
     counts_of = [len(pieces) for pieces in shards]
     flat = [list(itertools.chain.from_iterable(lists)) for lists in (shards, starts, lengths)]
     check_devices(op, [*targets, *flat[0]])
-    merge_shards_op(list(targets), *flat, counts_of, list(columns), fmt.name, get_backend(backend).value)
-
-
-def _merge_shards(targets, shards, starts, lengths, pieces, columns, format, backend):
     if not targets:
         return
-    fmt, targets, shards = get_format(format), flat_bytes(targets), flat_bytes(shards)
-    reasons = {Backend.TRITON: why_no_triton(targets[0].device), Backend.REFERENCE: None}
-    expected = Backend.TRITON if targets[0].is_cuda else None
-    chosen = pick("merge_shards_", backend, reasons, expected=expected)
-    end = 0
-    of_targets = []
-    for count in pieces:
-        part = slice(end, end + count)
-        of_targets.append((shards[part], starts[part], lengths[part]))
-        end += count
-    if chosen is Backend.TRITON:
-        from torchao_blockwise.ops.merge_shards import kernels_triton as triton
-
-        triton.merge_shards_(targets, of_targets, columns, fmt)
-        return
-    for target, parts, width in zip(targets, of_targets, columns):
-        reference.merge_shards_(target, *parts, width, fmt)
+    merge_shards_op(list(targets), *flat, counts_of, list(columns), fmt, get_backend(backend))
 
 
-def _merge_shards_fake(targets, shards, starts, lengths, pieces, columns, format, backend):
-    """Writes in place."""
+def _of_targets(shards, starts, lengths, pieces) -> list[tuple]:
+    """(shards, starts, lengths) of each target, of which so many pieces each come one after the other."""
+    shards, ends = flat_bytes(shards), [0, *itertools.accumulate(pieces)]
+    return [(shards[a:b], starts[a:b], lengths[a:b]) for a, b in itertools.pairwise(ends)]
 
 
-merge_shards_op = define_op(
-    "merge_shards_(Tensor(a!)[] targets, Tensor[] shards, int[] starts, int[] lengths, int[] pieces, int[] columns,"
-    " str format, str backend) -> ()",
-    _merge_shards,
-    _merge_shards_fake,
+def _by_reference(targets, shards, starts, lengths, pieces, columns, fmt: BlockFormat) -> None:
+    of_targets = _of_targets(shards, starts, lengths, pieces)
+    for target, (pieces_of, firsts, counts), width in zip(flat_bytes(targets), of_targets, columns):
+        reference.merge_shards_(target, pieces_of, firsts, counts, width, fmt)
+
+
+def _by_kernels(targets, shards, starts, lengths, pieces, columns, fmt: BlockFormat) -> None:
+    from torchao_blockwise.ops.merge_shards import kernels_triton
+
+    of_targets = _of_targets(shards, starts, lengths, pieces)
+    kernels_triton.merge_shards_(flat_bytes(targets), of_targets, columns, fmt)
+
+
+@define_op(
+    (
+        Implementation(Backend.TRITON, _by_kernels, why_no_kernels),
+        Implementation(Backend.REFERENCE, _by_reference),
+    )
 )
+def merge_shards_op(
+    targets: ChangedList,
+    shards: list[torch.Tensor],
+    starts: list[int],
+    lengths: list[int],
+    pieces: list[int],
+    columns: list[int],
+    fmt: BlockFormat,
+    backend: Backend,
+) -> None:
+    """Writes in place."""

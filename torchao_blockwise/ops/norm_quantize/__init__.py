@@ -1,4 +1,4 @@
-"""Normalise and quantise: RMSNorm or LayerNorm of rows and the block-scaled copies of it, in one pass."""
+"""Normalize and quantize: RMSNorm or LayerNorm of rows and the block-scaled copies of it, in one pass."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, get_format
-from torchao_blockwise.ops.backend import Backend, get_backend
-from torchao_blockwise.ops.fused import (
-    FUSED_FORMATS,
-    check_copies,
-    made_copies,
-    new_copies,
-    operands_of,
-    pick_kernel,
-    quantized_copies,
-    without_grad,
-)
-from torchao_blockwise.ops.library import define_op
+from torchao_blockwise.formats import FP8_1X128, HIGH_PRECISION_DTYPES, CastOptions, Copies
+from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
+from torchao_blockwise.ops.grouped_quantize import quantize_by
 from torchao_blockwise.ops.norm_quantize import reference
-from torchao_blockwise.ops.quantize import quantize
+from torchao_blockwise.ops.op import copies_of, define_op, without_grad
+from torchao_blockwise.ops.operands import check_options, new_copies, why_no_tiles
+from torchao_blockwise.ops.quantize import reference as quantize_reference
 
 _KINDS = ("rms", "layer")
 
@@ -45,7 +37,7 @@ def norm_statistics(x: torch.Tensor, kind: str, eps: float, *, backend: Backend 
         raise ValueError(f"norm_statistics: kind must be one of {_KINDS}, got {kind!r}")
     _check_x("norm_statistics", x)
     (x,) = without_grad(x)
-    *mean, rstd = norm_statistics_op(x, kind == "layer", eps, get_backend(backend).value)
+    *mean, rstd = norm_statistics_op(x, kind == "layer", eps, get_backend(backend))
     return NormStatistics(mean[0] if mean else None, rstd)
 
 
@@ -66,44 +58,38 @@ def normalize(
     """
     _check("normalize", x, statistics, weight, bias, dtype)
     x, weight, bias = without_grad(x, weight, bias)
-    return normalize_op(x, *statistics, weight, bias, dtype or x.dtype, get_backend(backend).value)
+    return normalize_op(x, *statistics, weight, bias, dtype or x.dtype, get_backend(backend))
 
 
 def norm_quantize(
     x: torch.Tensor,
-    fmt: BlockFormat | str,
+    options: CastOptions,
     statistics: NormStatistics,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    power_of_2_scales: bool = False,
-    padded: bool = False,
     dtype: torch.dtype | None = None,
     backend: Backend | str | None = None,
-):
-    """`quantize(normalize(x, ..))` in one pass: y = (x - mean) · rstd · weight + bias never goes to memory.
+) -> Copies:
+    """`quantize(normalize(x, ..), ..)` in one pass: y = (x - mean) · rstd · weight + bias never goes to memory.
 
     x: [M, K] bf16 | f16 | f32, any strides. statistics: of `norm_statistics`. weight, bias: [K] or None.
-    rowwise, columnwise, power_of_2_scales, padded: as in `quantize`, and so is what is returned.
-    dtype: what y is rounded to before it is quantised, default the dtype of `x`.
+    options: what is given of y, as `quantize` would.
+    dtype: what y is rounded to before it is quantized, default the dtype of `x`.
     The same bits as the two operations one after the other, given the statistics. Formats with a tensor scale (NVFP4)
-    need all of y before any block of it can be quantised, and 128×128 blocks have no kernel: these do run as the two.
+    need all of y before any block of it can be quantized, and 128×128 blocks have no kernel: these do run as the two.
     Not differentiable.
 
     Raises TypeError for a dtype, ValueError for shapes or a format, option or backend that does not exist.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3 and §5 (fusing the cast with the layer before).
     """
-    fmt, backend = get_format(fmt), get_backend(backend).value
-    check_copies("norm_quantize", fmt, rowwise, columnwise, power_of_2_scales)
+    check_options("norm_quantize", options)
     _check("norm_quantize", x, statistics, weight, bias, dtype)
     x, weight, bias = without_grad(x, weight, bias)
-    arguments = (x, *statistics, weight, bias, dtype or x.dtype)
-    copies = {"rowwise": rowwise, "columnwise": columnwise, "power_of_2_scales": power_of_2_scales}
-    if fmt not in FUSED_FORMATS:
-        return quantize(normalize_op(*arguments, backend), fmt, **copies, padded=padded, backend=backend)
-    return operands_of(norm_quantize_op(*arguments, fmt.name, *copies.values(), backend, padded), fmt)
+    arguments, backend = (x, *statistics, weight, bias, dtype or x.dtype), get_backend(backend)
+    if options.fmt is not FP8_1X128:
+        return quantize_by(normalize_op(*arguments, backend), options, backend=backend)
+    return copies_of(norm_quantize_op(*arguments, options, backend), options)
 
 
 def _check_x(op: str, x) -> None:
@@ -129,63 +115,65 @@ def _check(op: str, x, statistics, weight, bias, dtype) -> None:
         raise TypeError(f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
 
 
-def _norm_statistics(x, layer, eps, backend):
-    if pick_kernel("norm_statistics", x, backend, quantizes=False) is Backend.TRITON:
-        from torchao_blockwise.ops.norm_quantize import kernels_triton as triton
+# --- who computes it --------------------------------------------------------------------------------------------------
 
-        statistics = triton.statistics(x, layer, eps)
-    else:
-        statistics = reference.statistics(x, layer, eps)
-    return [t for t in statistics if t is not None]
+_TRITON, _GLUON = (f"{__name__}.kernels_{name}" for name in ("triton", "gluon"))
 
 
-def _norm_statistics_fake(x, layer, eps, backend):
+@define_op(
+    (
+        Implementation(Backend.TRITON, f"{_TRITON}:statistics", why_no_kernels),
+        Implementation(Backend.REFERENCE, reference.statistics),
+    )
+)
+def norm_statistics_op(x: torch.Tensor, layer: bool, eps: float, backend: Backend) -> list[torch.Tensor]:
     return [x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2 if layer else 1)]
 
 
-def _normalize(x, mean, rstd, weight, bias, dtype, backend):
-    if pick_kernel("normalize", x, backend, quantizes=False) is Backend.TRITON:
-        from torchao_blockwise.ops.norm_quantize import kernels_triton as triton
-
-        return triton.normalize(x, mean, rstd, weight, bias, dtype)
-    return reference.normalize(x, mean, rstd, weight, bias, dtype).contiguous()
-
-
-def _normalize_fake(x, mean, rstd, weight, bias, dtype, backend):
+@define_op(
+    (
+        Implementation(Backend.TRITON, f"{_TRITON}:normalize", why_no_kernels),
+        Implementation(Backend.REFERENCE, lambda *args: reference.normalize(*args).contiguous()),
+    )
+)
+def normalize_op(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    backend: Backend,
+) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _norm_quantize(
-    x, mean, rstd, weight, bias, dtype, format, rowwise, columnwise, power_of_2_scales, backend, padded=False
-):
-    fmt = get_format(format)
-    if pick_kernel("norm_quantize", x, backend, quantizes=True) is not Backend.TRITON:
-        y = reference.normalize(x, mean, rstd, weight, bias, dtype)
-        return quantized_copies(y, fmt, rowwise, columnwise, power_of_2_scales, padded)
-    from torchao_blockwise.ops.norm_quantize import kernels_triton as triton
-
-    copies = triton.norm_quantize(x, mean, rstd, weight, bias, dtype, fmt, rowwise, columnwise, power_of_2_scales)
-    return made_copies(copies, fmt, x.shape[0], columnwise, padded)
+def _why_no_tiles(x, mean, rstd, weight, bias, dtype, options) -> str | None:
+    if dtype.itemsize != 2:
+        return f"the kernel makes elements of 16 bits, got {dtype}"
+    return why_no_tiles(options, x)
 
 
-def _norm_quantize_fake(
-    x, mean, rstd, weight, bias, dtype, format, rowwise, columnwise, power_of_2_scales, backend, padded=False
-):
-    return new_copies(x, get_format(format), x.shape, rowwise, columnwise, padded=padded)
+def _by_reference(*args) -> Copies:
+    *arguments, options = args
+    return quantize_reference.copies(reference.normalize(*arguments), options)
 
 
-norm_statistics_op = define_op(
-    "norm_statistics(Tensor x, bool layer, float eps, str backend) -> Tensor[]", _norm_statistics, _norm_statistics_fake
+@define_op(
+    (
+        Implementation(Backend.GLUON, f"{_GLUON}:norm_quantize", _why_no_tiles),
+        Implementation(Backend.TRITON, f"{_TRITON}:norm_quantize", why_no_encoders),
+        Implementation(Backend.REFERENCE, _by_reference),
+    )
 )
-normalize_op = define_op(
-    "normalize(Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, ScalarType dtype, str backend)"
-    " -> Tensor",
-    _normalize,
-    _normalize_fake,
-)
-norm_quantize_op = define_op(
-    "norm_quantize(Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, ScalarType dtype, str format,"
-    " bool rowwise, bool columnwise, bool power_of_2_scales, str backend, bool padded=False) -> Tensor[]",
-    _norm_quantize,
-    _norm_quantize_fake,
-)
+def norm_quantize_op(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    options: CastOptions,
+    backend: Backend,
+) -> Copies:
+    return new_copies(x, x.shape, options)

@@ -8,7 +8,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import BlockFormat, CastOptions, Copies
 from torchao_blockwise.ops.gluon_tiles import (
     DTYPES,
     barrier,
@@ -20,6 +20,10 @@ from torchao_blockwise.ops.gluon_tiles import (
     store_copies,
 )
 from torchao_blockwise.ops.launch import Launch, ceil_div
+from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
+
+# (parts of a tile, warps) of a program; measured on an H200.
+BUILD = 1, 8
 
 
 @gluon.jit
@@ -88,24 +92,23 @@ def _norm_quantize_kernel(
     )  # fmt: skip
 
 
-def launch(
+def norm_quantize(
     x: torch.Tensor,
-    vectors: list[torch.Tensor | None],
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     dtype: torch.dtype,
-    fmt: BlockFormat,
-    copies: list[torch.Tensor | None],
-    power_of_2_scales: bool,
-    parts: int,
-    warps: int,
-) -> None:
-    """Fill (q, s, qt, st) with the copies of y of `dtype`, none of them empty; q and s may be None.
-
-    vectors: mean, rstd, weight and bias, contiguous; all but rstd may be None.
-    """
-    q, s, qt, st = copies
-    run = _launch_of(*x.shape, qt.shape[1], x.stride(0), x.dtype, dtype, fmt, power_of_2_scales, parts, warps)
-    q = None if q is None else (q, torch.uint8)
-    run(_norm_quantize_kernel, (x, torch.int32), *vectors, q, s, (qt, torch.uint8), st)
+    options: CastOptions,
+) -> Copies:
+    """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
+    copies = new_copies(x, x.shape, options._replace(padded=True))
+    if x.numel() > 0:
+        vectors = [None if t is None else t.contiguous() for t in (mean, rstd, weight, bias)]
+        sizes = *x.shape, copies.columnwise.qdata.shape[1], x.stride(0)
+        run = _launch_of(*sizes, x.dtype, dtype, options.fmt, options.power_of_2_scales, *BUILD)
+        run(_norm_quantize_kernel, (x, torch.int32), *vectors, *pointers(copies))
+    return as_asked(copies, x.shape[0], options)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import FP8_1X128, BlockFormat
-from torchao_blockwise.ops.fused import new_copies
+from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.quantize.kernels_triton import quantize, why_not_gluon
+from torchao_blockwise.ops.operands import new_copies, pointers
+from torchao_blockwise.ops.quantize.kernels_triton import quantize
 from torchao_blockwise.ops.triton_elements import from_f32, to_f32
 from torchao_blockwise.ops.triton_tiles import load_tile, options_of, store_plain, store_rowwise
 
@@ -23,8 +23,6 @@ from torchao_blockwise.ops.triton_tiles import load_tile, options_of, store_plai
 _MOST_COLUMNS, _ELEMENTS, _WARPS = 8192, 4096, 4
 # Columns of a longer row that are read at a time, and how many rows.
 _COLUMNS, _ROWS = 512, 4
-# (parts of a tile, warps) of a program that makes a columnwise copy in Gluon; measured on an H200.
-_GLUON = 1, 8
 
 _TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -155,7 +153,6 @@ def _launch(x, vectors, dtype, y, q, s, power_of_2_scales=False) -> None:
     M, K = x.shape
     options = options_of(FP8_1X128, q is not None, power_of_2_scales)
     tiles = ceil_div(M, options["ROWS"]) * ceil_div(K, options["BLOCK"])
-    q = None if q is None else q.view(torch.uint8)
     launch(
         _norm_quantize_kernel, tiles, x, *_contiguous(*vectors), y, q, s, M, K, *x.stride(),
         DTYPE=_TL_DTYPES[dtype], **options,
@@ -169,25 +166,14 @@ def norm_quantize(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
-    fmt: BlockFormat,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_2_scales: bool,
-) -> list[torch.Tensor]:
-    """Copies of y = (x - mean) · rstd · weight + bias: (qdata, scale) of each, columnwise padded as in `quantize`."""
+    options: CastOptions,
+) -> Copies:
+    """Arguments and result as in the op, bit for bit."""
     vectors = mean, rstd, weight, bias
-    in_gluon = columnwise and dtype.itemsize == 2 and why_not_gluon(fmt, x) is None
-    if columnwise and not in_gluon:
-        y = normalize(x, *vectors, dtype)
-        return [*quantize(y, fmt, None, rowwise, columnwise, power_of_2_scales)]
-    copies = new_copies(x, fmt, x.shape, rowwise, columnwise)
-    if not in_gluon:
-        _launch(x, vectors, dtype, None, *copies, power_of_2_scales)
-    elif x.numel() > 0:
-        from torchao_blockwise.ops.norm_quantize import kernels_gluon as gluon
-
-        asked = [None] * (4 - len(copies)) + copies
-        gluon.launch(x, _contiguous(*vectors), dtype, fmt, asked, power_of_2_scales, *_GLUON)
+    if options.columnwise:
+        return quantize(normalize(x, *vectors, dtype), None, options)
+    copies = new_copies(x, x.shape, options)
+    _launch(x, vectors, dtype, None, *pointers(copies)[:2], options.power_of_2_scales)
     return copies
 
 

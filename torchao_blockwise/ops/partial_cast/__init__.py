@@ -1,4 +1,4 @@
-"""Partial cast: quantise tensors of which a rank holds flat shards, with the bits of quantising each of them whole.
+"""Partial cast: quantize tensors of which a rank holds flat shards, with the bits of quantising each of them whole.
 
     shards ─ partial_block_amax ─▶ amax of block ∩ shard ─ MAX over ranks ─▶ block_scales_ ─▶ encode ─┐
        └──────────────────────────────────────────────────────────────────────▶ partial_cast_ ◀──────┘
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from torchao_blockwise.formats import BlockFormat, get_format
-from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
+from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
 from torchao_blockwise.ops.flat_shards import (
     CODES,
     ENTRIES,
@@ -26,13 +26,14 @@ from torchao_blockwise.ops.flat_shards import (
     check_devices,
     check_shards,
     described,
+    entries_of,
     flat_bytes,
     flat_shapes,
     place_blocks,
-    shard_entries,
+    shapes_of,
     target_size,
 )
-from torchao_blockwise.ops.library import define_op
+from torchao_blockwise.ops.op import Changed, ChangedList, define_op
 from torchao_blockwise.ops.partial_cast import reference
 
 
@@ -65,9 +66,7 @@ def partial_block_amax(
     check_buffer(op, "out", out, torch.int32, total)
     check_devices(op, [out, *shards])
     shards = [shard.detach() for shard in shards]
-    partial_block_amax_op(
-        out, shards, starts, flat_shapes(shapes), first_blocks, dtype, fmt.name, get_backend(backend).value
-    )
+    partial_block_amax_op(out, shards, starts, flat_shapes(shapes), first_blocks, dtype, fmt, get_backend(backend))
     return out
 
 
@@ -114,8 +113,8 @@ def block_scales_(
         encode = torch.empty_like(amax_bits, dtype=torch.float32)
     check_buffer(op, "encode", encode, torch.float32, total)
     check_devices(op, [amax_bits, encode, *scales, *global_scales])
-    name = get_backend(backend).value
-    block_scales_op(encode, list(scales), global_scales, amax_bits, first_blocks, fmt.name, power_of_2_scales, name)
+    chosen = get_backend(backend)
+    block_scales_op(encode, list(scales), global_scales, amax_bits, first_blocks, fmt, power_of_2_scales, chosen)
     return encode
 
 
@@ -169,89 +168,96 @@ def partial_cast_(
         first_blocks,
         dtype,
         into,
-        fmt.name,
-        get_backend(backend).value,
+        fmt,
+        get_backend(backend),
     )
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
 
 
-def _kernels(op: str, x: torch.Tensor, backend: str, min_capability: tuple[int, int] = (8, 0)):
-    """The Triton launchers, or None where the reference runs."""
-    reasons = {Backend.TRITON: why_no_triton(x.device, min_capability), Backend.REFERENCE: None}
-    if pick(op, backend, reasons, expected=Backend.TRITON if x.is_cuda else None) is Backend.REFERENCE:
-        return None
-    from torchao_blockwise.ops.partial_cast import kernels_triton as triton
-
-    return triton
-
-
-def _shapes_of(flat: list[int]) -> list[tuple[int, int, int]]:
-    return list(zip(flat[0::3], flat[1::3], flat[2::3]))
-
-
-def _partial_block_amax(amax_bits, shards, starts, shapes, first_blocks, dtype, format, backend):
-    fmt, dims = get_format(format), _shapes_of(shapes)
-    kernels = _kernels("partial_block_amax", amax_bits, backend)
-    if kernels is not None:
-        kernels.partial_block_amax_(amax_bits, shards, starts, dims, first_blocks, dtype, fmt)
-        return
-    for shard, start, shape, first in zip(shards, starts, dims, first_blocks):
+def _amax_by_reference(amax_bits, shards, starts, shapes, first_blocks, dtype, fmt) -> None:
+    for shard, start, shape, first in zip(shards, starts, shapes_of(shapes), first_blocks):
         bits = amax_bits[first : first + block_count(shape, fmt)]
         reference.partial_block_amax_(bits, shard, start, shape, dtype, fmt)
 
 
-def _block_scales(encode, scales, global_scales, amax_bits, first_blocks, format, power_of_2_scales, backend):
-    fmt = get_format(format)
-    kernels = _kernels("block_scales_", amax_bits, backend)
-    if kernels is not None:
-        kernels.block_scales_(encode, scales, global_scales, amax_bits, first_blocks, fmt, power_of_2_scales)
-        return
+def _scales_by_reference(encode, scales, global_scales, amax_bits, first_blocks, fmt, power_of_2_scales) -> None:
     for i, (scale, first) in enumerate(zip(scales, first_blocks)):
         blocks = slice(first, first + scale.numel())
         global_scale = global_scales[i] if fmt.has_global_scale else None
         reference.block_scales_(encode[blocks], scale, global_scale, amax_bits[blocks], fmt, power_of_2_scales)
 
 
-def _partial_cast(targets, shards, starts, shapes, encode, first_blocks, dtype, into, format, backend):
-    fmt, dims, targets = get_format(format), _shapes_of(shapes), flat_bytes(targets)
-    packed = into != CODES and fmt.element.per_byte > 1
-    first_entries = [0] * len(starts)
-    if into != WHOLE:
-        first_entries = [
-            shard_entries(start, shard.numel(), shape[-1], fmt)[0] if packed else start
-            for shard, start, shape in zip(shards, starts, dims)
-        ]
-    # Below sm_89 there is no conversion to e4m3 in hardware.
-    kernels = _kernels("partial_cast_", encode, backend, (8, 9) if fmt.element.per_byte == 1 else (8, 0))
-    if kernels is not None:
-        kernels.partial_cast_(targets, shards, starts, dims, encode, first_blocks, dtype, fmt, first_entries, packed)
-        return
-    for target, shard, start, shape, first, entry in zip(targets, shards, starts, dims, first_blocks, first_entries):
+def _cast_by_reference(targets, shards, starts, shapes, encode, first_blocks, dtype, into, fmt) -> None:
+    shapes, targets = shapes_of(shapes), flat_bytes(targets)
+    first_entries, packed = entries_of(shards, starts, shapes, into, fmt)
+    for target, shard, start, shape, first, entry in zip(targets, shards, starts, shapes, first_blocks, first_entries):
         blocks = encode[first : first + block_count(shape, fmt)]
         reference.partial_cast_(target, shard, start, shape, blocks, dtype, fmt, entry, packed)
 
 
-def _writes_in_place(*args):
-    """The fake of an operation that returns nothing."""
+def _why_no_casts(targets, shards, starts, shapes, encode, first_blocks, dtype, into, fmt) -> str | None:
+    return why_no_encoders(encode) if fmt.element.per_byte == 1 else why_no_kernels(encode)
 
 
-partial_block_amax_op = define_op(
-    "partial_block_amax_(Tensor(a!) amax_bits, Tensor[] shards, int[] starts, int[] shapes, int[] first_blocks,"
-    " ScalarType dtype, str format, str backend) -> ()",
-    _partial_block_amax,
-    _writes_in_place,
+_KERNELS = f"{__name__}.kernels_triton"
+
+
+@define_op(
+    (
+        Implementation(Backend.TRITON, f"{_KERNELS}:partial_block_amax_", why_no_kernels),
+        Implementation(Backend.REFERENCE, _amax_by_reference),
+    )
 )
-block_scales_op = define_op(
-    "block_scales_(Tensor(a!) encode, Tensor(b!)[] scales, Tensor(c!)[] global_scales, Tensor amax_bits,"
-    " int[] first_blocks, str format, bool power_of_2_scales, str backend) -> ()",
-    _block_scales,
-    _writes_in_place,
+def partial_block_amax_op(
+    amax_bits: Changed,
+    shards: list[torch.Tensor],
+    starts: list[int],
+    shapes: list[int],
+    first_blocks: list[int],
+    dtype: torch.dtype,
+    fmt: BlockFormat,
+    backend: Backend,
+) -> None:
+    """Writes in place."""
+
+
+@define_op(
+    (
+        Implementation(Backend.TRITON, f"{_KERNELS}:block_scales_", why_no_kernels),
+        Implementation(Backend.REFERENCE, _scales_by_reference),
+    )
 )
-partial_cast_op = define_op(
-    "partial_cast_(Tensor(a!)[] targets, Tensor[] shards, int[] starts, int[] shapes, Tensor encode,"
-    " int[] first_blocks, ScalarType dtype, str into, str format, str backend) -> ()",
-    _partial_cast,
-    _writes_in_place,
+def block_scales_op(
+    encode: Changed,
+    scales: ChangedList,
+    global_scales: ChangedList,
+    amax_bits: torch.Tensor,
+    first_blocks: list[int],
+    fmt: BlockFormat,
+    power_of_2_scales: bool,
+    backend: Backend,
+) -> None:
+    """Writes in place."""
+
+
+@define_op(
+    (
+        Implementation(Backend.TRITON, f"{_KERNELS}:partial_cast_", _why_no_casts),
+        Implementation(Backend.REFERENCE, _cast_by_reference),
+    )
 )
+def partial_cast_op(
+    targets: ChangedList,
+    shards: list[torch.Tensor],
+    starts: list[int],
+    shapes: list[int],
+    encode: torch.Tensor,
+    first_blocks: list[int],
+    dtype: torch.dtype,
+    into: str,
+    fmt: BlockFormat,
+    backend: Backend,
+) -> None:
+    """Writes in place."""

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import E4M3, BlockFormat
+from torchao_blockwise.ops.flat_shards import entries_of, flat_bytes, shapes_of
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.triton_elements import encode_e2m1, encode_e4m3, from_f32, magnitude_bits, to_f32
 from torchao_blockwise.ops.triton_scales import fp8_scales, nvfp4_scales
@@ -261,7 +262,7 @@ def _shard_table(shards, target_ptrs, starts, shapes, first_blocks, first_entrie
 
 def partial_block_amax_(amax_bits, shards, starts, shapes, first_blocks, dtype: torch.dtype, fmt: BlockFormat) -> None:
     """Raise `amax_bits` to the amax of each block ∩ shard; see `ops.partial_block_amax`."""
-    none = [0] * len(shards)
+    none, shapes = [0] * len(shards), shapes_of(shapes)
     for (shard_dtype, align), group in _shard_groups(shards, (), starts, shapes, fmt):
         tile = _TILES[fmt.element.name] if align > 1 else _UNALIGNED_TILE
         table = _shard_table(shards, none, starts, shapes, first_blocks, none, fmt, group, tile, amax_bits.device)
@@ -280,11 +281,12 @@ def partial_cast_(
     encode,
     first_blocks,
     dtype: torch.dtype,
+    into: str,
     fmt: BlockFormat,
-    first_entries,
-    packed: bool,
 ) -> None:
     """Write the elements of each shard to its target's bytes; see `ops.partial_cast_`."""
+    shapes, targets = shapes_of(shapes), flat_bytes(targets)
+    first_entries, packed = entries_of(shards, starts, shapes, into, fmt)
     pointers = [target.data_ptr() for target in targets]
     for (shard_dtype, align), group in _shard_groups(shards, (targets,), starts, shapes, fmt):
         tile = _TILES[fmt.element.name] if align > 1 else _UNALIGNED_TILE

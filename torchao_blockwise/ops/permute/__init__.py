@@ -14,9 +14,8 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
-from torchao_blockwise.ops.backend import Backend, get_backend, pick, why_no_triton
-from torchao_blockwise.ops.fused import without_grad
-from torchao_blockwise.ops.library import define_op
+from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
+from torchao_blockwise.ops.op import define_op, without_grad
 from torchao_blockwise.ops.permute import reference
 
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -46,7 +45,7 @@ def permute(
         raise ValueError(f"{op}: x is on {x.device}, expert_ids on {expert_ids.device}; move one of them")
     if not 1 <= experts < _INT32_MAX:
         raise ValueError(f"{op}: experts must be from 1 to {_INT32_MAX - 1}, got {experts}")
-    return permute_op(*without_grad(x), expert_ids, experts, get_backend(backend).value)
+    return permute_op(*without_grad(x), expert_ids, experts, get_backend(backend))
 
 
 def unpermute(
@@ -72,7 +71,7 @@ def unpermute(
     if top_k < 1 or y.shape[0] % top_k:
         raise ValueError(f"{op}: y must be [T · top_k, H] with top_k >= 1, got {list(y.shape)} and top_k={top_k}")
     _check_routing(op, y.shape[0] // top_k, y.device, source, top_k, weights)
-    return unpermute_op(*without_grad(y), source, top_k, *without_grad(weights), get_backend(backend).value)
+    return unpermute_op(*without_grad(y), source, top_k, *without_grad(weights), get_backend(backend))
 
 
 def unpermute_backward(
@@ -101,7 +100,7 @@ def unpermute_backward(
         wanted = f"{grad_output.dtype} {[tokens * top_k, width]}"
         raise ValueError(f"{op}: y must be {wanted}, as its gradient is, got {y.dtype} {list(y.shape)}")
     inputs = *without_grad(grad_output, y), source, top_k, *without_grad(weights)
-    grad_y, *grad_weights = unpermute_backward_op(*inputs, get_backend(backend).value)
+    grad_y, *grad_weights = unpermute_backward_op(*inputs, get_backend(backend))
     return grad_y, grad_weights[0] if grad_weights else None
 
 
@@ -127,77 +126,80 @@ def _check_routing(op: str, tokens: int, device: torch.device, source, top_k: in
             raise ValueError(f"{op}: {name} must be on the rows' device {device}, got {tensor.device}; move it")
 
 
-def _check_source(op: str, source: torch.Tensor) -> None:
+def _check_permutation(op: str, source: torch.Tensor) -> None:
     """Raise ValueError unless `source`, on a CPU, is a permutation; a GPU's values are not read by the host."""
-    if source.device.type == "cpu" and not torch.equal(source.sort().values, reference.numbers_like(source)):
+    has_values = source.device.type == "cpu" and type(source) in (torch.Tensor, torch.nn.Parameter)
+    if (
+        has_values
+        and not torch.compiler.is_compiling()
+        and not source.sort().values.equal(reference.numbers_like(source))
+    ):
         raise ValueError(f"{op}: source must hold each of 0 .. {source.numel() - 1} once; pass what permute returned")
 
 
-def _pick(op: str, x: torch.Tensor, backend: str) -> Backend:
-    reasons = {Backend.TRITON: why_no_triton(x.device), Backend.REFERENCE: None}
-    return pick(op, backend, reasons, expected=Backend.TRITON if x.is_cuda else None)
+def _check_source(y, source, top_k, weights) -> None:
+    _check_permutation("unpermute", source)
 
 
-def _kernels(op: str, x: torch.Tensor, backend: str):
-    """The module that computes: of Triton, or the reference."""
-    if _pick(op, x, backend) is not Backend.TRITON:
-        return reference
-    from torchao_blockwise.ops.permute import kernels_triton as triton
-
-    return triton
+def _check_gradient_source(grad_output, y, source, top_k, weights) -> None:
+    _check_permutation("unpermute_backward", source)
 
 
-def _permute(x, expert_ids, experts, backend):
-    kernels = _kernels("permute", x, backend)
-    if kernels is reference or (experts <= kernels.MAX_EXPERTS and expert_ids.numel() <= kernels.MAX_ASSIGNMENTS):
+_KERNELS = f"{__name__}.kernels_triton"
+
+
+def _permute(x, expert_ids, experts):
+    from torchao_blockwise.ops.permute import kernels_triton as kernels
+
+    if experts <= kernels.MAX_EXPERTS and expert_ids.numel() <= kernels.MAX_ASSIGNMENTS:
         return kernels.permute(x, expert_ids, experts)
     source, group_ends = reference.route(expert_ids, experts)
     tokens, _ = kernels.unpermute_backward(x, None, source, expert_ids.shape[1], None)
     return tokens, source, group_ends
 
 
-def _permute_fake(x, expert_ids, experts, backend):
+@define_op(
+    (
+        Implementation(Backend.TRITON, _permute, why_no_kernels),
+        Implementation(Backend.REFERENCE, reference.permute),
+    )
+)
+def permute_op(
+    x: torch.Tensor, expert_ids: torch.Tensor, experts: int, backend: Backend
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     assignments = expert_ids.shape[0] * expert_ids.shape[1]
     source = expert_ids.new_empty(assignments, dtype=torch.int32)
     return x.new_empty(assignments, x.shape[1]), source, expert_ids.new_empty(experts, dtype=torch.int32)
 
 
-def _unpermute(y, source, top_k, weights, backend):
-    kernels = _kernels("unpermute", y, backend)
-    _check_source("unpermute", source)
-    return kernels.unpermute(y, source, top_k, weights)
-
-
-def _unpermute_fake(y, source, top_k, weights, backend):
+@define_op(
+    (
+        Implementation(Backend.TRITON, f"{_KERNELS}:unpermute", why_no_kernels),
+        Implementation(Backend.REFERENCE, reference.unpermute),
+    ),
+    check=_check_source,
+)
+def unpermute_op(
+    y: torch.Tensor, source: torch.Tensor, top_k: int, weights: torch.Tensor | None, backend: Backend
+) -> torch.Tensor:
     return y.new_empty(y.shape[0] // top_k, y.shape[1])
 
 
-def _unpermute_backward(grad_output, y, source, top_k, weights, backend):
-    kernels = _kernels("unpermute_backward", grad_output, backend)
-    _check_source("unpermute_backward", source)
-    grad_y, grad_weights = kernels.unpermute_backward(grad_output, y, source, top_k, weights)
-    return [grad_y] if grad_weights is None else [grad_y, grad_weights]
-
-
-def _unpermute_backward_fake(grad_output, y, source, top_k, weights, backend):
+@define_op(
+    (
+        Implementation(Backend.TRITON, f"{_KERNELS}:unpermute_backward", why_no_kernels),
+        Implementation(Backend.REFERENCE, reference.unpermute_backward),
+    ),
+    check=_check_gradient_source,
+)
+def unpermute_backward_op(
+    grad_output: torch.Tensor,
+    y: torch.Tensor | None,
+    source: torch.Tensor,
+    top_k: int,
+    weights: torch.Tensor | None,
+    backend: Backend,
+) -> list[torch.Tensor]:
     tokens, width = grad_output.shape
     grad_y = grad_output.new_empty(tokens * top_k, width)
     return [grad_y] if y is None else [grad_y, grad_output.new_empty(tokens, top_k, dtype=torch.float32)]
-
-
-permute_op = define_op(
-    "permute(Tensor x, Tensor expert_ids, SymInt experts, str backend) -> (Tensor, Tensor, Tensor)",
-    _permute,
-    _permute_fake,
-)
-unpermute_op = define_op(
-    "unpermute(Tensor y, Tensor source, int top_k, Tensor? weights, str backend) -> Tensor",
-    _unpermute,
-    _unpermute_fake,
-)
-unpermute_backward_op = define_op(
-    "unpermute_backward(Tensor grad_output, Tensor? y, Tensor source, int top_k, Tensor? weights, str backend)"
-    " -> Tensor[]",
-    _unpermute_backward,
-    _unpermute_backward_fake,
-)

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import FP8_1X128, BlockFormat, CastOptions, Copies, Operand
 from torchao_blockwise.ops.gluon_tiles import (
     barrier,
     copy_layout,
@@ -22,9 +22,13 @@ from torchao_blockwise.ops.gluon_tiles import (
     store_copies,
 )
 from torchao_blockwise.ops.launch import Launch, ceil_div
+from torchao_blockwise.ops.operands import as_asked, pointers
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.ops.triton_group_blocks import locate_rows
 
+# (columns of a tile, warps) of both copies, 1.4 times as fast as two launches on an H200, and of the columnwise alone.
+BOTH = (FP8_1X128.block[1], 4)
+COLUMNWISE = (64, 4)
 # Its name moved in Triton 3.8.
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
@@ -71,47 +75,34 @@ def _quantize_kernel(
     )  # fmt: skip
 
 
-def quantize_both(
+def quantize(x: torch.Tensor, amax_bits: None, options: CastOptions) -> Copies:
+    """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
+    return as_asked(copies_of_blocks(x, options), x.shape[0], options)
+
+
+def copies_of_blocks(
     x: torch.Tensor,
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
-    warps: int,
+    options: CastOptions,
     blocks: torch.Tensor | None = None,
     rows: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(qdata, scale, columnwise qdata, columnwise scale) of `ops.quantize`, padded, bit for bit.
+    build: tuple[int, int] | None = None,
+) -> Copies:
+    """The columnwise copy, padded, and where it is asked for the rowwise one beside it.
 
-    x: what `gluon_tiles.why_not` has nothing against.
     blocks: a result of `block_table`, of tokens in groups; their columnwise copy is padded to so many `rows`.
+    build: (columns of a tile, warps); with a rowwise copy tiles are blocks.
     """
-    q, s = fmt.new_empty(x, *x.shape)
-    columnwise = _quantize(x, (q, torch.uint8), s, fmt, power_of_2_scales, fmt.block[1], warps, blocks, rows)
-    return q, s, *columnwise
-
-
-def quantize_columnwise(
-    x: torch.Tensor,
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
-    columns: int,
-    warps: int,
-    blocks: torch.Tensor | None = None,
-    rows: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The columnwise copy alone, as `quantize_both` makes it, in tiles of so many columns."""
-    return _quantize(x, None, None, fmt, power_of_2_scales, columns, warps, blocks, rows)
-
-
-def _quantize(x, q, s, fmt, power_of_2_scales, columns, warps, blocks, rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make the columnwise copy, and fill the rowwise one (q, s) where there is one."""
-    M, K = x.shape
-    qt, st = fmt.new_empty(x, K, padded_size(M) if rows is None else rows)
+    fmt, (M, K) = options.fmt, x.shape
+    columns, warps = (BOTH if options.rowwise else COLUMNWISE) if build is None else build
+    rowwise = Operand(*fmt.new_empty(x, M, K), None, fmt.name) if options.rowwise else None
+    columnwise = Operand(*fmt.new_empty(x, K, padded_size(M) if rows is None else rows), None, fmt.name)
+    copies = Copies(rowwise, columnwise)
     if x.numel() > 0:
         tiles_m = ceil_div(M, fmt.block[1]) if blocks is None else blocks.shape[0] - 1
-        sizes = tiles_m, M, K, qt.shape[1], x.stride(0)
-        launch = _launch_of(*sizes, x.dtype, fmt, power_of_2_scales, columns, warps)
-        launch(_quantize_kernel, (x, torch.int32), q, s, (qt, torch.uint8), st, blocks)
-    return qt, st
+        sizes = tiles_m, M, K, columnwise.qdata.shape[1], x.stride(0)
+        launch = _launch_of(*sizes, x.dtype, fmt, options.power_of_2_scales, columns, warps)
+        launch(_quantize_kernel, (x, torch.int32), *pointers(copies), blocks)
+    return copies
 
 
 @functools.lru_cache(maxsize=4096)

@@ -28,9 +28,9 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise import _compat
-from torchao_blockwise.formats import E2M1, BlockFormat
+from torchao_blockwise.formats import E2M1, BlockFormat, CastOptions, Copies, Operand
 from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.operands import as_asked, pointers
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.ops.triton_elements import encode_e2m1, encode_e4m3, largest_magnitude, magnitude_bits, to_f32
 from torchao_blockwise.ops.triton_group_blocks import load_block
@@ -44,12 +44,6 @@ _FP8_ROWWISE_TILE = (32, 128, 4, 16)
 _FP8_COLUMNWISE_TILE = (128, 64, 4, 8)
 _FP8_SQUARE_TILE = (128, 128, 4, 16)
 _NVFP4_TILE = (32, 128, 2, 4)
-# Both from one read by the kernel in kernels_gluon.py, with so many warps, where it can; None: never. 1.4 times as fast
-# as two launches on an H200.
-_FP8_BOTH_GLUON_WARPS: int | None = 4
-# The same of the columnwise copy alone, in tiles of (columns, warps).
-_FP8_COLUMNWISE_GLUON: tuple[int, int] | None = (64, 4)
-
 
 _ALIGNMENT = 16
 
@@ -272,66 +266,53 @@ def _quantize_nvfp4_kernel(
             _store_tile(st_ptr, batch, tl.trans(scale), offs_k, blocks_m, K, width_qt // (BLOCK // 2))
 
 
-def quantize(
+def quantize(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions) -> Copies:
+    """Arguments and result as in the op, bit for bit."""
+    return as_asked(copies_of_blocks(x, amax_bits, options), x.shape[-2], options)
+
+
+def copies_of_blocks(
     x: torch.Tensor,
-    fmt: BlockFormat,
-    tensor_amax: torch.Tensor | None,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_2_scales: bool,
+    amax_bits: torch.Tensor | None,
+    options: CastOptions,
     blocks: torch.Tensor | None = None,
     rows: int | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """(qdata, scale) of each copy asked for, rowwise first: those of `ops.quantize`, `padded`, bit for bit.
+) -> Copies:
+    """The copies asked for; the columnwise one is padded.
 
     blocks: a result of `block_table`: of its tokens one copy, padded to so many `rows` where it is columnwise.
     """
-    if _FP8_BOTH_GLUON_WARPS is not None and rowwise and columnwise and why_not_gluon(fmt, x) is None:
-        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
-
-        return gluon.quantize_both(x, fmt, power_of_2_scales, _FP8_BOTH_GLUON_WARPS)
-    if _FP8_COLUMNWISE_GLUON is not None and columnwise and not rowwise and why_not_gluon(fmt, x) is None:
-        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
-
-        return gluon.quantize_columnwise(x, fmt, power_of_2_scales, *_FP8_COLUMNWISE_GLUON, blocks, rows)
+    fmt, rowwise, columnwise, power_of_2_scales, _ = options
     *batch, M, K = x.shape
     M = M if rows is None else rows
     ragged = K % _ALIGNMENT != 0
     if rowwise and columnwise and (ragged or not fmt.is_square):
         # A program with two sets of values, or of addresses, spills or has few neighbours.
-        return (
-            *quantize(x, fmt, tensor_amax, True, False, power_of_2_scales),
-            *quantize(x, fmt, tensor_amax, False, True, power_of_2_scales),
-        )
+        one, other = options._replace(columnwise=False), options._replace(rowwise=False)
+        return Copies(copies_of_blocks(x, amax_bits, one).rowwise, copies_of_blocks(x, amax_bits, other).columnwise)
     # A copy that is not asked for takes the place of a pointer and is never written.
     q, s = fmt.new_empty(x, *batch, M, K) if rowwise else (None, None)
     qt, st = fmt.new_empty(x, *batch, K, padded_size(M) if blocks is None else M) if columnwise else (None, None)
     width_qt = qt.shape[-1] if columnwise else None
-    copies = tuple(t for t in (q, s, qt, st) if t is not None)
+    copies = Copies(
+        Operand(q, s, None, fmt.name) if rowwise else None, Operand(qt, st, None, fmt.name) if columnwise else None
+    )
     if x.numel() == 0:
         return copies
     x = x.flatten(0, -3) if batch else x
     B, strides = (x.shape[0], x.stride()) if batch else (1, (0, *x.stride()))
-    tile_m, tile_k, options = _build(fmt, rowwise, columnwise, power_of_2_scales, ragged)
+    tile_m, tile_k, constants = _build(fmt, rowwise, columnwise, power_of_2_scales, ragged)
     grid = B * ceil_div(M, tile_m) * ceil_div(K, tile_k)
-    options = {"BATCHED": B > 1, **options}
-    pointers = [None if t is None else (t, torch.uint8) if t.itemsize == 1 else t for t in (q, s, qt, st)]
+    constants = {"BATCHED": B > 1, **constants}
+    tensors = pointers(copies)
     if fmt.element is E2M1:
         # Of tokens in groups the kernel knows it itself: one build less.
         sizes = M, K, fmt.element.packed(K), width_qt if blocks is None else None
-        launch(_quantize_nvfp4_kernel, grid, x, tensor_amax, *pointers, blocks, *sizes, *strides, **options)
+        amax = amax_bits.view(torch.float32)
+        launch(_quantize_nvfp4_kernel, grid, x, amax, *tensors, blocks, *sizes, *strides, **constants)
     else:
-        launch(_quantize_fp8_kernel, grid, x, *pointers, blocks, M, K, width_qt, *strides, **options)
+        launch(_quantize_fp8_kernel, grid, x, *tensors, blocks, M, K, width_qt, *strides, **constants)
     return copies
-
-
-def why_not_gluon(fmt: BlockFormat, *inputs: torch.Tensor) -> str | None:
-    """Why kernels of gluon_tiles.py cannot make copies in `fmt` of what is computed from these, or None if they can."""
-    if not _compat.has_gluon():
-        return "Gluon needs Triton 3.6 or newer"
-    from torchao_blockwise.ops import gluon_tiles
-
-    return gluon_tiles.why_not(fmt, *inputs)
 
 
 @functools.cache

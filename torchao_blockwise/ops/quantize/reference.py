@@ -1,11 +1,12 @@
-"""Blockwise quantisation in eager torch, generic over `BlockFormat`: the bit oracle."""
+"""Blockwise quantization in eager torch, generic over `BlockFormat`: the bit oracle."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Operand
+from torchao_blockwise.ops.padding import with_zero_tokens
 
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
@@ -35,14 +36,22 @@ def expand_blocks(grid: torch.Tensor, fmt: BlockFormat, rows: int, columns: int)
     return expanded.repeat_interleave(block_rows, dim=-2)[..., :rows, :]
 
 
-def quantize(
-    x: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor | None, power_of_2_scales: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """qdata = rne(x · encode), rowwise, for `x` [.., M, K]: qdata [.., M, packed(K)] and the stored scale grid."""
+def quantize(x: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor | None, power_of_2_scales: bool) -> Operand:
+    """qdata = rne(x · encode), rowwise, for `x` [.., M, K]; the global scale is left to who knows it."""
     # A transpose is laid out once; all that follows reads it in order.
     x = x.float().contiguous()
     scales = fmt.compute_scales(block_amax(x, fmt), amax, power_of_2_scales)
     encode = expand_blocks(scales.encode, fmt, *x.shape[-2:])
     qdata = fmt.element.encode(x * encode)
     scale = scales.scale.mT.contiguous() if fmt.transposed_scales else scales.scale
-    return qdata, scale
+    return Operand(qdata, scale, None, fmt.name)
+
+
+def copies(x: torch.Tensor, options: CastOptions, amax: torch.Tensor | None = None) -> Copies:
+    """The copies of `x` [.., M, K] that are asked for."""
+    columns = (with_zero_tokens(x) if options.padded else x).mT
+    fmt, power_of_2 = options.fmt, options.power_of_2_scales
+    return Copies(
+        quantize(x, fmt, amax, power_of_2) if options.rowwise else None,
+        quantize(columns, fmt, amax, power_of_2) if options.columnwise else None,
+    )

@@ -22,20 +22,16 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import FP8_1X128, BlockFormat
-from torchao_blockwise.ops.fused import new_copies
+from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
 from torchao_blockwise.ops.group_tables.kernels_triton import block_table
 from torchao_blockwise.ops.grouped_quantize.kernels_triton import quantize as grouped_quantize
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.quantize.kernels_triton import quantize, why_not_gluon
+from torchao_blockwise.ops.operands import new_copies, pointers
+from torchao_blockwise.ops.quantize.kernels_triton import quantize
 from torchao_blockwise.ops.swiglu_quantize import activation
 from torchao_blockwise.ops.triton_elements import from_f32, to_f32
 from torchao_blockwise.ops.triton_group_blocks import locate_rows
 from torchao_blockwise.ops.triton_tiles import load_tile, options_of, store_plain, store_rowwise
-
-# (parts of a tile, warps) of a program that makes a columnwise copy in Gluon, of SwiGLU and of its gradients; measured
-# on an H200.
-_GLUON, _GLUON_BACKWARD = (2, 4), (2, 16)
 
 
 @triton.jit
@@ -148,79 +144,46 @@ def _launch(kernel, inputs, outputs, rowwise, power_of_2_scales=False, blocks=No
     launch(kernel, tiles, *inputs, *outputs, blocks, M, H, *strides, **flags, **options)
 
 
-def _quantize(kernel, inputs, plain, fmt, width, build, options, group_ends, group_tables, **flags):
-    """(qdata, scale) of each copy asked for of an [M, width], columnwise padded as in `quantize`, or as groups are.
-
-    plain: makes that [M, width]. options: (rowwise, columnwise, power_of_2_scales).
-    """
-    rowwise, columnwise, power_of_2_scales = options
-    x = inputs[0]
-    in_gluon = columnwise and why_not_gluon(fmt, *inputs) is None
-    if columnwise and not in_gluon:
-        if group_ends is None:
-            return [*quantize(plain(), fmt, None, *options)]
-        return grouped_quantize(plain(), group_ends, fmt, None, *options, group_tables)
-    copies = new_copies(x, fmt, (x.shape[0], width), rowwise, columnwise, group_ends)
-    if x.numel() == 0:
-        return copies
-    blocks = None if group_ends is None else block_table(group_ends, x.shape[0], fmt.block[1], group_tables)
-    if in_gluon:
-        from torchao_blockwise.ops.swiglu_quantize import kernels_gluon as gluon
-
-        gluon.launch(inputs, fmt, [None] * (4 - len(copies)) + copies, power_of_2_scales, *build, blocks)
-    else:
-        q, scale = copies
-        outputs = [None] * (len(inputs) - 1) + [q.view(torch.uint8), scale]
-        _launch(kernel, inputs, outputs, True, power_of_2_scales, blocks, **flags)
+def _quantize(kernel, inputs, plain, shape, options: CastOptions, groups: Groups | None, **flags) -> Copies:
+    """The copies asked for of what `kernel` makes of `inputs`, of that shape. plain: makes it as it is."""
+    x, fmt = inputs[0], options.fmt
+    if options.columnwise and groups is None:
+        return quantize(plain(), None, options)
+    if options.columnwise:
+        return grouped_quantize(plain(), groups, None, options)
+    copies = new_copies(x, shape, options, groups)
+    if x.numel() > 0:
+        blocks = None if groups is None else block_table(groups, x.shape[0], fmt)
+        outputs = [None] * (len(inputs) - 1) + pointers(copies)[:2]
+        _launch(kernel, inputs, outputs, True, options.power_of_2_scales, blocks, **flags)
     return copies
 
 
-def swiglu_quantize(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    fmt: BlockFormat,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_2_scales: bool,
-    group_ends: torch.Tensor | None = None,
-    group_tables: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
+def swiglu_quantize(gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None) -> Copies:
     """Copies of silu(gate) · up, in those groups."""
-    return _quantize(
-        _swiglu_kernel, (gate, up), lambda: swiglu(gate, up), fmt, gate.shape[1], _GLUON,
-        (rowwise, columnwise, power_of_2_scales), group_ends, group_tables,
-    )  # fmt: skip
+    return _quantize(_swiglu_kernel, (gate, up), lambda: swiglu(gate, up), gate.shape, options, groups)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up [M, H]: what `swiglu_quantize` quantises, by the same kernel."""
+    """silu(gate) · up [M, H]: what `swiglu_quantize` quantizes, by the same kernel."""
     h = gate.new_empty(gate.shape)
     _launch(_swiglu_kernel, (gate, up), (h, None, None), False)
     return h
 
 
 def swiglu_backward_quantize(
-    dh: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    fmt: BlockFormat,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_2_scales: bool,
-    group_ends: torch.Tensor | None = None,
-    group_tables: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
+    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None
+) -> Copies:
     """Copies of the [M, 2H] gradient (dgate | dup), in those groups."""
-    H = gate.shape[1]
+    M, H = gate.shape
     return _quantize(
-        _swiglu_backward_kernel, (dh, gate, up), lambda: torch.cat(swiglu_backward(dh, gate, up), 1), fmt, 2 * H,
-        _GLUON_BACKWARD, (rowwise, columnwise, power_of_2_scales), group_ends, group_tables,
-        WHOLE_BLOCKS=H % fmt.block[1] == 0,
+        _swiglu_backward_kernel, (dh, gate, up), lambda: torch.cat(swiglu_backward(dh, gate, up), 1), (M, 2 * H),
+        options, groups, WHOLE_BLOCKS=H % options.fmt.block[1] == 0,
     )  # fmt: skip
 
 
 def swiglu_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dgate, dup) [M, H]: what `swiglu_backward_quantize` quantises, by the same kernel."""
+    """(dgate, dup) [M, H]: what `swiglu_backward_quantize` quantizes, by the same kernel."""
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     _launch(_swiglu_backward_kernel, (dh, gate, up), (dgate, dup, None, None), False, WHOLE_BLOCKS=False)
     return dgate, dup

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 _ALIGNMENT = 16
@@ -140,10 +140,9 @@ def _transpose_bytes_kernel(
     tl.store(target, tl.trans(tile), mask=inside)
 
 
-def transpose(
-    qdata: torch.Tensor, scale: torch.Tensor, fmt: BlockFormat, columns: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def transpose(x: Operand, columns: int) -> Operand:
     """qdata [.., M, packed(K)], scale [.., M blocks, K blocks] -> [.., K, packed(M)], [.., K blocks, M blocks]."""
+    qdata, scale, fmt = x.qdata, x.scale, x.format
     *leading, M, packed_k = qdata.shape
     out, scale_out = qdata.new_empty((*leading, columns, fmt.element.packed(M))), scale.new_empty(scale.mT.shape)
     if out.numel() > 0:
@@ -163,4 +162,4 @@ def transpose(
         tensors = (q, entries), (out, entries), (s, bits), (scale_out, bits)
         options = {"TILE_M": tile_m, "TILE_K": tile_k, "BLOCK": fmt.block[0], "num_warps": warps}
         launch(kernel, tiles, *tensors, *sizes, **options)
-    return out, scale_out
+    return x._replace(qdata=out, scale=scale_out)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import Operand
 
 
-def transpose(
-    qdata: torch.Tensor, scale: torch.Tensor, fmt: BlockFormat, columns: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def transpose(x: Operand, columns: int) -> Operand:
     """qdata [.., M, packed(K)], scale [.., M blocks, K blocks] -> [.., K, packed(M)], [.., K blocks, M blocks]."""
-    codes = fmt.element.unpack(qdata, columns)
-    return fmt.element.pack(codes.mT), scale.mT.clone(memory_format=torch.contiguous_format)
+    element = x.format.element
+    qdata = element.pack(element.unpack(x.qdata, columns).mT)
+    return x._replace(qdata=qdata, scale=x.scale.mT.clone(memory_format=torch.contiguous_format))

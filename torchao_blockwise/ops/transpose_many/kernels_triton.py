@@ -67,7 +67,7 @@ def _transpose_pairs_kernel(table_ptr, count, ALIGN: tl.constexpr, TILE: tl.cons
     tl.store(target + packed_m, tl.trans(odd), mask=inside & (pairs_k < K // 2)[:, None])
 
 
-def transpose_many(qdata, scales, fmt: BlockFormat, columns) -> list[torch.Tensor]:
+def transpose_many(qdata, scales, columns, fmt: BlockFormat) -> list[torch.Tensor]:
     """Payloads [.., K, packed(M)], then scale grids [.., K blocks, M blocks]; see `ops.transpose_many`."""
     packed = fmt.element.packed
     sources = [q.contiguous() for q in qdata]

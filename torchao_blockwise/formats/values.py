@@ -1,0 +1,71 @@
+"""The values that travel between layers, operations and kernels: they go whole, and `ops.op` alone takes them apart."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from torchao_blockwise.formats.block_format import FORMATS, BlockFormat
+
+
+class Operand(NamedTuple):
+    """A tensor quantized block by block: x ≈ qdata · scale [· global_scale].
+
+    qdata: payload [.., M, packed(K)], blocks along K. scale: the stored grid of block scales.
+    global_scale: f32 scalar, or None where the format has none.
+    format_name: which registered format it is; a string, because compilers know strings and no other objects.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None
+    format_name: str
+
+    @property
+    def format(self) -> BlockFormat:
+        return FORMATS[self.format_name]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(qdata, scale, global_scale): what autograd can save."""
+        return self.qdata, self.scale, self.global_scale
+
+
+class Copies(NamedTuple):
+    """What one read of a tensor [.., M, K] gives, each of it where it was asked for.
+
+    rowwise: blocks along K. columnwise: the transpose, contiguous, [.., K, M], blocks along M.
+    """
+
+    # Operands, or None. Typed as callers use them: whoever asked for a copy has it.
+    rowwise: Any
+    columnwise: Any
+
+
+class CastOptions(NamedTuple):
+    """What an operation that quantizes is to give: which copies, in which format, and how.
+
+    rowwise, columnwise: which of `Copies`.
+    power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
+    padded: the columnwise copy is that of the tensor with zero rows behind, up to a multiple of 32: for products of two
+        such copies, to which they add nothing. Without it, rows that are no such multiple cost a copy.
+    """
+
+    fmt: BlockFormat
+    rowwise: bool = True
+    columnwise: bool = False
+    power_of_2_scales: bool = False
+    padded: bool = False
+
+
+class Groups(NamedTuple):
+    """Tokens of experts: consecutive rows that belong to one expert each, known by where they end.
+
+    ends: int32 [E], cumulative, on the tokens' device: group g is rows [ends[g-1], ends[g]).
+    tables: where groups lie, in the forms that kernels ask for, as `ops.make_groups` makes them once for all operations
+        on these tokens; without them each operation makes its own.
+    """
+
+    ends: torch.Tensor
+    tables: torch.Tensor | None = None

@@ -1,0 +1,79 @@
+"""Operands and copies of them: checks, and what kernels and references make of a tensor that they have computed."""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise import _compat
+from torchao_blockwise.formats import FORMATS, BlockFormat, CastOptions, Copies, Groups, Operand
+from torchao_blockwise.ops.backend import compute_capability
+from torchao_blockwise.ops.groups import padded_tokens
+from torchao_blockwise.ops.padding import padded_size, without_padding
+
+
+def check_operand(op: str, name: str, x) -> None:
+    """Raise TypeError unless `x` is a quantized operand, ValueError for a format that is not registered."""
+    if not isinstance(x, Operand):
+        raise TypeError(f"{op}: {name} must be a result of quantize, got {type(x).__name__}; quantize it first")
+    if x.format_name not in FORMATS:
+        raise ValueError(f"{op}: {name} has no format {x.format_name!r}; the formats are {', '.join(FORMATS)}")
+
+
+def check_options(op: str, options: CastOptions) -> None:
+    """Raise ValueError unless these copies exist in their format."""
+    fmt = options.fmt
+    if not (options.rowwise or options.columnwise):
+        raise ValueError(f"{op}: nothing to compute; ask for rowwise, columnwise or both")
+    if options.power_of_2_scales and not fmt.has_power_of_2_scales:
+        raise ValueError(f"{op}: {fmt.name} has no power_of_2_scales; its block scales are {fmt.scale_dtype}")
+
+
+def check_tensor_amax(op: str, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> None:
+    """Raise ValueError unless this is an amax to derive a tensor scale of `fmt` from, or None."""
+    if tensor_amax is not None and not fmt.has_global_scale:
+        raise ValueError(f"{op}: {fmt.name} has no tensor scale; leave tensor_amax out")
+    if tensor_amax is not None and (tensor_amax.dtype != torch.float32 or tensor_amax.dim() != 0):
+        got = f"{tensor_amax.dtype} of shape {list(tensor_amax.shape)}"
+        raise ValueError(f"{op}: tensor_amax must be a float32 scalar, got {got}")
+
+
+def new_copies(x: torch.Tensor, shape: tuple[int, ...], options: CastOptions, groups: Groups | None = None) -> Copies:
+    """Uninitialized copies of a tensor [.., rows, columns] beside `x`, those that are asked for.
+
+    groups: of rows in groups, each of which the columnwise copy pads to whole blocks.
+    """
+    fmt, (*batch, rows, columns) = options.fmt, shape
+    if groups is not None:
+        tokens = padded_tokens(rows, groups.ends.shape[0], fmt.block[1])
+    else:
+        tokens = padded_size(rows) if options.padded else rows
+    return Copies(
+        Operand(*fmt.new_empty(x, *batch, rows, columns), None, fmt.name) if options.rowwise else None,
+        Operand(*fmt.new_empty(x, *batch, columns, tokens), None, fmt.name) if options.columnwise else None,
+    )
+
+
+def as_asked(copies: Copies, tokens: int, options: CastOptions) -> Copies:
+    """What a kernel made of so many tokens, which pads the columnwise copy in any case."""
+    if options.padded or copies.columnwise is None:
+        return copies
+    return copies._replace(columnwise=without_padding(copies.columnwise, tokens))
+
+
+def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:
+    """Why kernels of gluon_tiles.py cannot make these copies of what is computed from `inputs`, or None if they can."""
+    if not options.columnwise:
+        return "the kernels make columnwise copies, with or without the rowwise one"
+    if compute_capability(inputs[0].device) == (0, 0):
+        return f"the kernels run on CUDA devices, got {inputs[0].device.type}"
+    if not _compat.has_gluon():
+        return "Gluon needs Triton 3.6 or newer"
+    from torchao_blockwise.ops import gluon_tiles
+
+    return gluon_tiles.why_not(options.fmt, *inputs)
+
+
+def pointers(copies: Copies) -> list:
+    """What kernels take for (rowwise qdata, scale, columnwise qdata, scale): bytes as uint8, None for what is not."""
+    parts = [part for copy in copies for part in ((None, None) if copy is None else (copy.qdata, copy.scale))]
+    return [None if t is None else (t, torch.uint8) if t.itemsize == 1 else t for t in parts]
