@@ -149,7 +149,7 @@ def choose(
             raise ValueError(f"{op}: backend {backend} cannot run: {reason}; choose another, or auto")
         return named
     preferred = None if first is None else first(*args)
-    rows = table if preferred is None else _beginning_with(preferred, table)
+    rows = table if preferred is None else sorted(table, key=lambda row: row.backend is not preferred)
     wanted = preferred or (_kernels_on_gpus(*args) if expected is None else expected(*args))
     unmet = None
     for row in rows:
@@ -163,11 +163,6 @@ def choose(
         _warned.add((op, row.backend, wanted))
         warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {unmet}", stacklevel=2)
     return row
-
-
-@functools.cache
-def _beginning_with(backend: Backend, table: Sequence[Implementation]) -> Sequence[Implementation]:
-    return sorted(table, key=lambda row: row.backend is not backend)
 
 
 _warned: set[tuple[str, Backend, Backend | None]] = set()
