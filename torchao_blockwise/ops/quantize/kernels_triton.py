@@ -28,10 +28,9 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import E2M1, BlockFormat, CastOptions, Copies, Operand
+from torchao_blockwise.formats import E2M1, BlockFormat, CastOptions, Copies
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.operands import as_asked, pointers
-from torchao_blockwise.ops.padding import padded_size
+from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
 from torchao_blockwise.ops.triton_elements import encode_e2m1, encode_e4m3, largest_magnitude, magnitude_bits, to_f32
 from torchao_blockwise.ops.triton_group_blocks import load_block
 from torchao_blockwise.ops.triton_scales import deal_out, fp8_scales, fp8_vector_scales, nvfp4_scales
@@ -290,13 +289,8 @@ def copies_of_blocks(
         # A program with two sets of values, or of addresses, spills or has few neighbours.
         one, other = options._replace(columnwise=False), options._replace(rowwise=False)
         return Copies(copies_of_blocks(x, amax_bits, one).rowwise, copies_of_blocks(x, amax_bits, other).columnwise)
-    # A copy that is not asked for takes the place of a pointer and is never written.
-    q, s = fmt.new_empty(x, *batch, M, K) if rowwise else (None, None)
-    qt, st = fmt.new_empty(x, *batch, K, padded_size(M) if blocks is None else M) if columnwise else (None, None)
-    width_qt = qt.shape[-1] if columnwise else None
-    copies = Copies(
-        Operand(q, s, None, fmt.name) if rowwise else None, Operand(qt, st, None, fmt.name) if columnwise else None
-    )
+    copies = new_copies(x, (*batch, M, K), options._replace(padded=blocks is None))
+    width_qt = copies.columnwise.qdata.shape[-1] if columnwise else None
     if x.numel() == 0:
         return copies
     x = x.flatten(0, -3) if batch else x
