@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand
+from torchao_blockwise.formats import CastOptions, Copies, Groups
 from torchao_blockwise.nn.linear import WEIGHTS, config_of
 from torchao_blockwise.nn.weight_product import weight_gradient, weight_product
 from torchao_blockwise.ops.backend import may_have_kernels
@@ -55,17 +55,6 @@ def groups_of(group_ends: torch.Tensor | None, tokens: int, *configs) -> Groups 
     if needs_none or any(other != wanted for other in others):
         return Groups(group_ends)
     return ops.make_groups(group_ends, tokens, fmt, backend=backend)
-
-
-def fields(copy: Operand | None) -> tuple:
-    """An operand as tensors to save for backward; nothing in the place of each where there is none."""
-    return (None, None, None) if copy is None else copy.tensors
-
-
-def operand_of(saved, config) -> Operand:
-    """The operand of an activation that `fields` took apart."""
-    qdata, scale, global_scale = saved
-    return Operand(qdata, scale, global_scale, config.activation_format.name)
 
 
 def saved_groups(group_ends: torch.Tensor | None, tables: torch.Tensor | None) -> Groups | None:

@@ -110,7 +110,7 @@ class _GroupedLinear(torch.autograd.Function):
         )
         saved_x = x if needs_weight and not save_quantized else None
         saved_weight = stored if rounded_to is None else stored.hp
-        steps.save_for_backward(ctx, (saved_weight,), *groups, saved_x, *fused.fields(columnwise))
+        steps.save_for_backward(ctx, (saved_weight,), *groups, saved_x, *steps.fields(columnwise))
         ctx.config, ctx.rounded_to, ctx.contracts_columns = config, rounded_to, contracts_columns
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.is_transposed = isinstance(weight, TransposedWeight)
@@ -141,7 +141,7 @@ class _GroupedLinear(torch.autograd.Function):
         del dy_rowwise
         if needs_weight:
             if x is None:
-                x_columnwise = fused.operand_of(columnwise, config)
+                x_columnwise = steps.operand_of(columnwise, config)
             else:
                 x_columnwise = fused.quantized(x, config, rowwise=False, columnwise=True, groups=groups).columnwise
             rows, columns = (dy_columnwise, x_columnwise) if ctx.contracts_columns else (x_columnwise, dy_columnwise)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Copies, Operand
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Copies
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups, sharded_linear
 from torchao_blockwise.nn.weight_product import weight_gradient, weight_product
@@ -142,9 +142,7 @@ class _Linear(torch.autograd.Function):
                 del dy_rowwise
             if product == "grad_weight" and needs_weight:
                 if ctx.save_quantized:
-                    qdata, scale, global_scale = saved_x
-                    x_columnwise = Operand(qdata, scale, global_scale, fmt.name)
-                    del qdata, scale, global_scale
+                    x_columnwise = steps.operand_of(saved_x, config)
                 else:
                     x_columnwise = _quantize(saved_x[0], options, False, True, groups.x).columnwise
                 grad_weight = weight_gradient(dy_columnwise, x_columnwise, weight, config, ctx.weight_dtype)

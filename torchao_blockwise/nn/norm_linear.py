@@ -109,7 +109,7 @@ class _NormLinear(torch.autograd.Function):
         out = weight_product(rowwise, weight, config, columnwise=False, out_dtype=out_dtype, bias=bias)
         needs_x = needs_norm or (needs_weight and not save_quantized)
         saved = (x2d, *statistics, norm_weight, norm_bias) if needs_x else (None,) * 5
-        steps.save_for_backward(ctx, (weight,), *saved, *fused.fields(columnwise))
+        steps.save_for_backward(ctx, (weight,), *saved, *steps.fields(columnwise))
         ctx.config, ctx.save_quantized, ctx.dtype, ctx.x_shape = config, save_quantized, dtype, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return steps.as_shape_of(out, x)
@@ -125,7 +125,7 @@ class _NormLinear(torch.autograd.Function):
         dy_rowwise, dy_columnwise = fused.quantized(dy, config, rowwise=any(needs), columnwise=needs_weight)
         if needs_weight:
             if ctx.save_quantized:
-                y_columnwise = fused.operand_of(columnwise, config)
+                y_columnwise = steps.operand_of(columnwise, config)
             else:
                 statistics, options = ops.NormStatistics(mean, rstd), fused.cast_options(config, False, True)
                 backend = ops.casting_backend(config.backend)

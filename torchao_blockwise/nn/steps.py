@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise import _compat
+from torchao_blockwise.formats import Operand
 from torchao_blockwise.tensors import QuantizedTensor
 
 
@@ -34,6 +35,17 @@ def save_for_backward(ctx, weights: tuple, *tensors: torch.Tensor | None) -> Non
 def take_saved(ctx) -> tuple:
     """What `save_for_backward` was given, which lives on in the caller alone; see `_compat.take_saved`."""
     return _compat.take_saved(ctx)[: ctx.read_in_backward]
+
+
+def fields(copy: Operand | None) -> tuple:
+    """An operand as tensors to save for backward; nothing in the place of each where there is none."""
+    return (None, None, None) if copy is None else copy.tensors
+
+
+def operand_of(saved, config) -> Operand:
+    """The operand of an activation that `fields` took apart."""
+    qdata, scale, global_scale = saved
+    return Operand(qdata, scale, global_scale, config.activation_format.name)
 
 
 def grad_bias(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -109,7 +109,7 @@ class _SwiGLULinear(torch.autograd.Function):
         out = weight_product(rowwise, weight, config, columnwise=False, out_dtype=out_dtype, bias=bias)
         needs_both = needs_inputs or (needs_weight and not save_quantized)
         saved = (gate2d, up2d) if needs_both else (None, None)
-        steps.save_for_backward(ctx, (weight,), *saved, *fused.fields(columnwise))
+        steps.save_for_backward(ctx, (weight,), *saved, *steps.fields(columnwise))
         ctx.config, ctx.save_quantized, ctx.shape = config, save_quantized, gate.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return steps.as_shape_of(out, gate)
@@ -184,8 +184,8 @@ class SwiGLUFunction(torch.autograd.Function):
             *(groups or (None, None)),
             x2d if needs_gate_up and not save_x else None,
             gate_up if needs_x or needs_gate_up or (needs_down and not save_h) else None,
-            *fused.fields(x_columnwise),
-            *fused.fields(h_columnwise),
+            *steps.fields(x_columnwise),
+            *steps.fields(h_columnwise),
         )
         ctx.save_x, ctx.save_h, ctx.x_shape, ctx.x_dtype = save_x, save_h, x.shape, x.dtype
         ctx.bias_dtype = None if down_bias is None else down_bias.dtype
@@ -227,7 +227,7 @@ class SwiGLUFunction(torch.autograd.Function):
             del rowwise
         if needs_gate_up:
             if ctx.save_x:
-                x_columnwise = fused.operand_of(x_copies, inner)
+                x_columnwise = steps.operand_of(x_copies, inner)
             else:
                 x_columnwise = fused.quantized(x, inner, rowwise=False, columnwise=True, groups=groups).columnwise
             grad_gate_up = fused.grad_weight(columnwise, x_columnwise, gate_up_weight, inner, groups=groups)
@@ -239,6 +239,6 @@ class SwiGLUFunction(torch.autograd.Function):
 def _h_columnwise(config, saved, gate, up, groups: Groups | None = None) -> Operand:
     """The columnwise copy of silu(gate) · up: the saved one, or made again from what was saved in its place."""
     if saved is not None:
-        return fused.operand_of(saved, config)
+        return steps.operand_of(saved, config)
     options, backend = fused.cast_options(config, False, True), ops.casting_backend(config.backend)
     return ops.swiglu_quantize(gate, up, options, groups=groups, backend=backend).columnwise
