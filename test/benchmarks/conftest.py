@@ -24,4 +24,6 @@ def one_thread():
 def without_gpu(monkeypatch):
     """Scripts, and the processes that they start, run on the CPU: what they are expected to say is known for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # PyTorch would remember what it counted while no GPU is to be seen.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

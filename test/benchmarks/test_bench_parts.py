@@ -65,18 +65,18 @@ def test_a_floor_is_the_greater_of_bytes_and_operations():
     assert CEILINGS.floor_us(8 * 10**6, 10**6) == pytest.approx(2.0)
 
 
-def test_ceilings_follow_from_times(monkeypatch):
+def test_ceilings_follow_from_times(monkeypatch, device):
     def time_runs(runs, device, seconds):
         assert all(run(*sets[0]) is not None for run, sets in runs.values())
         return {"copy": Timing.of([1.0]), "bf16": Timing.of([2.0]), "fp8": fp8}
 
     monkeypatch.setattr(roofline, "time_runs", time_runs)
     flops, fp8 = 2 * roofline._SMOKE_WIDTH**3, Timing.of([0.5])
-    ceilings = roofline.measure_ceilings(CPU, smoke=True)
+    ceilings = roofline.measure_ceilings(torch.device(device), smoke=True)
     assert ceilings.copy == pytest.approx(2 * 2**20 / 1e6)
     assert (ceilings.bf16, ceilings.fp8) == pytest.approx((flops / 2e6, flops / 0.5e6))
     fp8 = "no such hardware"
-    assert roofline.measure_ceilings(CPU, smoke=True).fp8 == pytest.approx(flops / 2e6)
+    assert roofline.measure_ceilings(torch.device(device), smoke=True).fp8 == pytest.approx(flops / 2e6)
 
 
 def test_the_picture_is_drawn_whatever_there_is(tmp_path):
@@ -178,9 +178,9 @@ def problem(kind, tokens=256, n=384, k=256, device=CPU):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ("bf16", "tensorwise"))
-def test_peers_that_quantise_by_themselves_compute_the_same_product(name, kind):
-    product, hp, operands = problem(kind)
-    peer = peers.product_peer(name, product, CPU)
+def test_peers_that_quantize_by_themselves_compute_the_same_product(name, kind, device):
+    product, hp, operands = problem(kind, device=torch.device(device))
+    peer = peers.product_peer(name, product, torch.device(device))
     assert product_error(peer.run(*peer.prepare(*hp, *operands)), *operands) < 0.1
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import tokenize
+
 import pytest
 import torch
 from helpers import FP8, replace
@@ -66,6 +69,17 @@ def test_code_without_source_is_left_to_its_products():
     quantize_(model, FP8)
     with pytest.raises(NotImplementedError, match="in high precision without being seen"):
         model[0].own(torch.randn(4, 32))
+
+
+def test_a_file_that_is_not_the_source_is_left_alone(tmp_path):
+    """A document's example runs under the document's name, say; its text need not even be Python."""
+    path = tmp_path / "page.md"
+    path.write_text('\n    def forward(self, x): """\n')
+    names: dict = {"nn": nn}
+    exec(compile("class M(nn.Linear):\n    def forward(self, x): return super().forward(x)", path, "exec"), names)
+    with pytest.raises(tokenize.TokenError):
+        inspect.getsource(names["M"].forward)
+    assert not raw_uses(names["M"](32, 32))
 
 
 # --- Hugging Face's models --------------------------------------------------------------------------------------------

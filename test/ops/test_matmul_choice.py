@@ -117,6 +117,7 @@ def test_what_cannot_run_is_left_for_the_next_with_a_warning(gpu, monkeypatch):
 # --- when it is made --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not backend.interpreting(), reason="CPU tensors need Triton's interpreter")
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_graph_chooses_when_it_runs(monkeypatch):
     pytest.importorskip("torchao_blockwise.ops.matmul.kernels_triton")

@@ -10,6 +10,7 @@ import ast
 import functools
 import inspect
 import textwrap
+import tokenize
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,7 +76,7 @@ def _multiplied(cls: type) -> dict[tuple[str, ...], str]:
 def _source(method) -> ast.FunctionDef | None:
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method)))).body
-    except (OSError, TypeError, ValueError, SyntaxError):
+    except (OSError, TypeError, ValueError, SyntaxError, tokenize.TokenError):
         return None
     return tree if isinstance(tree, ast.FunctionDef) else None
 

@@ -44,7 +44,7 @@ _DERIVED = _names(
     "index_reduce masked_scatter native_dropout put renorm roll scatter scatter_add scatter_reduce select_scatter "
     "slice_scatter tril triu _index_put_impl _unsafe_index_put _weight_norm_interface _weight_norm_interface_backward "
     # Pointwise, as PyTorch 2.11 does not tag it yet.
-    "leaky_relu"
+    "leaky_relu leaky_relu_backward"
 )
 _PLAIN = _names(
     # Reductions: their tag is younger than the oldest PyTorch that is supported.
