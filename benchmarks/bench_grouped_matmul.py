@@ -40,7 +40,7 @@ from timing import input_sets, reason
 from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat, Groups, Operand
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.grouped_matmul import grouped_matmul_op
+from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
 
 KINDS = ("output", "grad_input", "grad_weight", "grad_weight_quantised")
 COLUMNS = (

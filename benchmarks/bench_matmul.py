@@ -31,7 +31,7 @@ from timing import input_sets, reason
 from torchao_blockwise import ops
 from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.matmul import matmul_op
+from torchao_blockwise.ops.gemm.plain import matmul_op
 
 COLUMNS = ("product", "shape", "recipe", "by", "us", "spread %", "TFLOP/s", "roofline us", "of roofline", "error")
 # Where peers that compile for long are run by default; --peers runs them everywhere. torchao takes six builds for each

@@ -28,14 +28,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, BlockFormat, CastOptions, Groups, Operand
-from torchao_blockwise.ops.grouped_matmul import kernels_gluon as grouped
-from torchao_blockwise.ops.matmul import kernels_gluon as gluon
-from torchao_blockwise.ops.matmul.builds import BUILDS, Build
-from torchao_blockwise.ops.norm_quantize import kernels_gluon as norm_tiles
-from torchao_blockwise.ops.quantize import kernels_gluon as one_read
-from torchao_blockwise.ops.quantize import kernels_triton as quantize
-from torchao_blockwise.ops.swiglu_quantize import kernels_gluon as swiglu_tiles
-from torchao_blockwise.ops.transpose import kernels_triton as transpose
+from torchao_blockwise.ops.fused.norm import kernels_gluon as norm_tiles
+from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu_tiles
+from torchao_blockwise.ops.gemm.builds import BUILDS, Build
+from torchao_blockwise.ops.gemm.grouped import kernels_gluon as grouped
+from torchao_blockwise.ops.gemm.plain import kernels_gluon as gluon
+from torchao_blockwise.ops.quantization import kernels_gluon as one_read
+from torchao_blockwise.ops.quantization import kernels_triton as quantize
+from torchao_blockwise.ops.transposition import kernels_triton as transpose
 
 CAPABILITY = 90
 # e4m3 operations a cycle of a multiprocessor's tensor cores; its schedulers.

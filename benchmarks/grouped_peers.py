@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from peers import Unavailable
 
 from torchao_blockwise.formats import FP8_1X128
-from torchao_blockwise.ops.groups import padded_ends, padded_rows
+from torchao_blockwise.ops.groups.ends import padded_ends, padded_rows
 
 _BLOCK = FP8_1X128.block[1]
 NAMES = ("bf16", "deep_gemm", "torchao")

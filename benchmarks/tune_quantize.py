@@ -28,10 +28,10 @@ from timing import Timing, input_sets, reason, time_runs
 
 from torchao_blockwise.formats import FP8_1X128
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.quantize import kernels_gluon as gluon_kernels
-from torchao_blockwise.ops.quantize import kernels_triton as quantize_kernels
-from torchao_blockwise.ops.quantize import quantize_op
-from torchao_blockwise.ops.transpose import kernels_triton as transpose_kernels
+from torchao_blockwise.ops.quantization import kernels_gluon as gluon_kernels
+from torchao_blockwise.ops.quantization import kernels_triton as quantize_kernels
+from torchao_blockwise.ops.quantization import quantize_op
+from torchao_blockwise.ops.transposition import kernels_triton as transpose_kernels
 
 SHAPES, SMOKE_SHAPES = ((4096, 7168), (16384, 4096), (16384, 14336)), ((48, 272),)
 

@@ -9,7 +9,7 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
-from torchao_blockwise.ops.flat_shards import CODES, ENTRIES, WHOLE
+from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, WHOLE
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 FORMATS = (FP8_128X128, NVFP4_16X16)

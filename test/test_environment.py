@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchao_blockwise import _compat_triton
+from torchao_blockwise._compat import triton_launcher
 
 NEEDS = "RuntimeError: torchao_blockwise needs torch 2.11 and torchao 0.17 or newer, got "
 # PyTorch 2.9 has none of these.
@@ -58,11 +58,11 @@ def test_kernels_are_kept_elsewhere_where_tritons_cache_cannot_be_written(unwrit
         return get_cache_manager("0123").put(b"kernel", "kernel.bin")
 
     with pytest.warns(UserWarning, match="set TRITON_CACHE_DIR to a folder that can be written") as warned:
-        path = _compat_triton.with_cache(build)
+        path = triton_launcher.with_cache(build)
     assert str(unwritable) in str(warned[0].message) and Path(path).read_bytes() == b"kernel"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _compat_triton.with_cache(build) == path
+        assert triton_launcher.with_cache(build) == path
 
 
 @pytest.mark.parametrize("error", (FileNotFoundError(2, "No such file or directory", "gcc"), OSError("else")), ids=str)
@@ -75,7 +75,7 @@ def test_other_errors_of_a_build_stay(tmp_path, monkeypatch, error):
         raise error
 
     with pytest.raises(OSError) as raised:
-        _compat_triton.with_cache(build)
+        triton_launcher.with_cache(build)
     assert raised.value is error
 
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_imported_from_new_packages_is_no_matter_of_versions():
 def test_newer_versions_and_those_that_say_nothing_convert(version, monkeypatch):
     import torch
 
-    from torchao_blockwise import _compat_versions
+    from torchao_blockwise import _versions
 
     monkeypatch.setattr(torch, "__version__", version)
-    assert _compat_versions.why_too_old() is None
+    assert _versions.why_too_old() is None

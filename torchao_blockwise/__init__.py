@@ -1,6 +1,6 @@
 """torchao_blockwise: train transformers in blockwise FP8 and NVFP4 with PyTorch and torchao."""
 
-from torchao_blockwise import _compat_versions
+from torchao_blockwise import _versions
 
 try:
     from torchao_blockwise import distributed, formats, ops
@@ -23,7 +23,7 @@ try:
     from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, weights_unchanged
 except Exception:
     # Versions that are older still than those that `quantize_` refuses: say that, not which name they lack.
-    _compat_versions.check()
+    _versions.check()
     raise
 
 __version__ = "0.1.0"

@@ -156,10 +156,10 @@ def converted_layers_of_other_processes_install_it():
 
 
 def missing_names_matter_to_none_but_fsdp2():
-    from torchao_blockwise import _compat_fsdp
+    from torchao_blockwise._compat import torch_fsdp
 
     gone = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._some_method"
-    _compat_fsdp._NEEDED += (gone,)
+    torch_fsdp._NEEDED += (gone,)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert loss_of(model_of(master_weights=True)) == loss_of(model_of(master_weights=False))

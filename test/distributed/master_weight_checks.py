@@ -18,7 +18,7 @@ from torchao_blockwise.distributed import (
     cast_master_weights_to_fp8,
     cast_master_weights_to_nvfp4,
 )
-from torchao_blockwise.ops.flat_shards import CODES, ENTRIES, target_size
+from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, target_size
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 CANARY = 0x5A

@@ -23,7 +23,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
 
 # The package has a function of this name.
-matmul = importlib.import_module("torchao_blockwise.ops.matmul")
+matmul = importlib.import_module("torchao_blockwise.ops.gemm.plain")
 
 # Ragged in every dim that is not split; the split one has a block a rank.
 TOKENS, WIDTH, HIDDEN = (3, 40), 160, 512

@@ -24,7 +24,8 @@ from ranks import spawn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, _compat_fsdp
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
+from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("no_interpreter")
 @pytest.fixture(autouse=True)
 def installed():
     """As where a model has been converted: some weights here are made by hand."""
-    _compat_fsdp.install()
+    torch_fsdp.install()
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ def test_fsdp2_still_has_what_is_watched():
     given = inspect.signature(FSDPParam.__init__).parameters
     assert {"param", "module_info", "shard_placement_fn"} <= given.keys()
     assert all(f.__wrapped__.__module__.startswith("torch.distributed.fsdp") for f in watched)
-    assert all(f.__globals__ is vars(_compat_fsdp) for f in watched)
+    assert all(f.__globals__ is vars(torch_fsdp) for f in watched)
 
 
 @pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))

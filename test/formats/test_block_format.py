@@ -21,10 +21,10 @@ from torchao_blockwise.formats import (
     get_format,
     register_format,
 )
-from torchao_blockwise.ops.dequantize import reference as dequantize_reference
-from torchao_blockwise.ops.matmul import reference as matmul_reference
-from torchao_blockwise.ops.quantize import reference as quantize_reference
-from torchao_blockwise.ops.transpose import reference as transpose_reference
+from torchao_blockwise.ops.dequantization import reference as dequantize_reference
+from torchao_blockwise.ops.gemm.plain import reference as matmul_reference
+from torchao_blockwise.ops.quantization import reference as quantize_reference
+from torchao_blockwise.ops.transposition import reference as transpose_reference
 from torchao_blockwise.testing import assert_operands_equal, random_tensor, relative_error
 
 

@@ -15,7 +15,7 @@ from torchao_blockwise.formats import Groups
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
-kernels = pytest.importorskip("torchao_blockwise.ops.group_tables.kernels_triton")
+kernels = pytest.importorskip("torchao_blockwise.ops.groups.tables.kernels_triton")
 
 TOKENS, DIM, HIDDEN = 70, 32, 48
 

@@ -15,7 +15,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise import NormLinear
 from torchao_blockwise.conversion import linears_and_experts
 from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP, grouped_linear, swiglu_linear
-from torchao_blockwise.ops.groups import padded_tokens
+from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size
 
 # The package has functions of such names.

@@ -50,16 +50,16 @@ def _cases() -> dict:
         Groups,
         Operand,
     )
-    from torchao_blockwise.ops.group_tables.kernels_triton import block_table
-    from torchao_blockwise.ops.grouped_quantize import kernels_triton as grouped
-    from torchao_blockwise.ops.grouped_quantize import reference as grouped_reference
-    from torchao_blockwise.ops.groups import padded_tokens
-    from torchao_blockwise.ops.quantize import kernels_triton as quantize
-    from torchao_blockwise.ops.quantize import reference
-    from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu
-    from torchao_blockwise.ops.swiglu_quantize import reference as swiglu_reference
-    from torchao_blockwise.ops.transpose import kernels_triton as transpose
-    from torchao_blockwise.ops.transpose import reference as transpose_reference
+    from torchao_blockwise.ops.fused.swiglu import kernels_triton as swiglu
+    from torchao_blockwise.ops.fused.swiglu import reference as swiglu_reference
+    from torchao_blockwise.ops.groups.ends import padded_tokens
+    from torchao_blockwise.ops.groups.quantization import kernels_triton as grouped
+    from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
+    from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
+    from torchao_blockwise.ops.quantization import kernels_triton as quantize
+    from torchao_blockwise.ops.quantization import reference
+    from torchao_blockwise.ops.transposition import kernels_triton as transpose
+    from torchao_blockwise.ops.transposition import reference as transpose_reference
     from torchao_blockwise.testing import random_tensor
 
     cases = {}
@@ -131,8 +131,8 @@ def _cases() -> dict:
         cases[name + (f" tile {tile[0]}x{tile[1]}" if tile else "")] = run
 
     def gluon_case(shape, dtype, warps, power_of_2=False, stride=None):
-        from torchao_blockwise.ops import gluon_tiles
-        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
+        from torchao_blockwise.ops.device import gluon_tiles
+        from torchao_blockwise.ops.quantization import kernels_gluon as gluon
 
         x = special_input(shape[0], stride or shape[1], dtype)[:, : shape[1]]
         ends = torch.tensor([0, 37, 36, len(x) - 23], dtype=torch.int32)
@@ -157,10 +157,10 @@ def _cases() -> dict:
 
     def fused_gluon_cases(rows, width, dtype, parts, warps, power_of_2=False):
         """A norm and SwiGLU, and the same in groups; of halves of wider rows, whose gradients are side by side."""
-        from torchao_blockwise.ops import gluon_tiles
-        from torchao_blockwise.ops.norm_quantize import kernels_gluon as norm
-        from torchao_blockwise.ops.norm_quantize import reference as norm_reference
-        from torchao_blockwise.ops.swiglu_quantize import kernels_gluon as swiglu
+        from torchao_blockwise.ops.device import gluon_tiles
+        from torchao_blockwise.ops.fused.norm import kernels_gluon as norm
+        from torchao_blockwise.ops.fused.norm import reference as norm_reference
+        from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu
 
         dh, gate, up = (special_input(rows, width, dtype) / scale for scale in (1, 8, 16))
         gate, up = torch.cat([gate, up], 1).chunk(2, 1)

@@ -7,7 +7,7 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
-from torchao_blockwise.ops.quantize.reference import block_amax, expand_blocks
+from torchao_blockwise.ops.quantization.reference import block_amax, expand_blocks
 from torchao_blockwise.testing import SHAPES, assert_bitwise_equal, random_tensor, shape_id
 
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

@@ -33,8 +33,8 @@ def _triton_cases():
     import torch
 
     from torchao_blockwise.formats import FP8_1X128, CastOptions
-    from torchao_blockwise.ops.norm_quantize import kernels_triton as norm
-    from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu
+    from torchao_blockwise.ops.fused.norm import kernels_triton as norm
+    from torchao_blockwise.ops.fused.swiglu import kernels_triton as swiglu
 
     def tensors(m, k, dtype, rowwise, columnwise, power_of_2):
         copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise) or "plain"
@@ -96,9 +96,9 @@ def _gluon_cases():
     import torch
 
     from torchao_blockwise.formats import FP8_1X128, CastOptions, Groups
-    from torchao_blockwise.ops.group_tables.layout import FIELDS, layout_of
-    from torchao_blockwise.ops.norm_quantize import kernels_gluon as norm
-    from torchao_blockwise.ops.swiglu_quantize import kernels_gluon as swiglu
+    from torchao_blockwise.ops.fused.norm import kernels_gluon as norm
+    from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu
+    from torchao_blockwise.ops.groups.tables.layout import FIELDS, layout_of
 
     bf16, f16 = torch.bfloat16, torch.float16
 

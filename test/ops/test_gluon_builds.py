@@ -20,8 +20,8 @@ TARGET = 90
 def _cases(target: int):
     """(label, call of a launcher) for every variant of every kernel."""
     from torchao_blockwise.formats import FP8_1X128, FP8_128X128
-    from torchao_blockwise.ops.matmul.builds import BUILDS
-    from torchao_blockwise.ops.matmul.gluon_pipeline import MAX_CTAS
+    from torchao_blockwise.ops.gemm.builds import BUILDS
+    from torchao_blockwise.ops.gemm.gluon_pipeline import MAX_CTAS
 
     for build in BUILDS:
         if build.ctas <= MAX_CTAS:
@@ -38,7 +38,7 @@ def _plain_cases(build, b_fmt):
     import torch
 
     from torchao_blockwise.formats import FP8_1X128
-    from torchao_blockwise.ops.matmul import kernels_gluon as gluon
+    from torchao_blockwise.ops.gemm.plain import kernels_gluon as gluon
 
     gluon.multiprocessors = lambda device: 132
 
@@ -64,8 +64,8 @@ def _grouped_cases(build):
     import torch
 
     from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Groups
-    from torchao_blockwise.ops.grouped_matmul import kernels_gluon as gluon
-    from torchao_blockwise.ops.groups import padded_tokens
+    from torchao_blockwise.ops.gemm.grouped import kernels_gluon as gluon
+    from torchao_blockwise.ops.groups.ends import padded_tokens
 
     gluon.multiprocessors = lambda device: 132
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
-from torchao_blockwise.ops import gluon_tiles
+from torchao_blockwise.ops.device import gluon_tiles
 
 TAKEN = {
     "one run": torch.zeros(16, 16, dtype=torch.bfloat16),

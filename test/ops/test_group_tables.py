@@ -11,11 +11,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, CastOptions, Groups
-from torchao_blockwise.ops.group_tables import layout, reference
-from torchao_blockwise.ops.groups import clamped_ends, padded_tokens
+from torchao_blockwise.ops.groups.ends import clamped_ends, padded_tokens
+from torchao_blockwise.ops.groups.tables import layout, reference
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
-kernels = pytest.importorskip("torchao_blockwise.ops.group_tables.kernels_triton")
+kernels = pytest.importorskip("torchao_blockwise.ops.groups.tables.kernels_triton")
 
 FORMATS = (FP8_1X128, NVFP4_1X16)
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)

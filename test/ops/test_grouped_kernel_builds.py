@@ -21,10 +21,10 @@ def _cases(target: int):
     import torch
 
     from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Groups
-    from torchao_blockwise.ops.group_tables.kernels_triton import group_tables
-    from torchao_blockwise.ops.grouped_matmul import kernels_triton as grouped
-    from torchao_blockwise.ops.groups import padded_tokens
-    from torchao_blockwise.ops.matmul import kernels_triton as matmul
+    from torchao_blockwise.ops.gemm.grouped import kernels_triton as grouped
+    from torchao_blockwise.ops.gemm.plain import kernels_triton as matmul
+    from torchao_blockwise.ops.groups.ends import padded_tokens
+    from torchao_blockwise.ops.groups.tables.kernels_triton import group_tables
 
     matmul.compute_capability = grouped.compute_capability = lambda device: divmod(target, 10)
 

@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchao_blockwise import ops
 from torchao_blockwise.formats import E4M3, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.grouped_matmul import grouped_matmul_op
-from torchao_blockwise.ops.groups import as_groups, clamped_ends, padded_tokens
+from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
+from torchao_blockwise.ops.groups.ends import as_groups, clamped_ends, padded_tokens
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 sys.path.append(str(Path(__file__).parent))
@@ -322,7 +322,7 @@ def test_kernels_clamp_what_nobody_checks(along, pair, ends, device, monkeypatch
     # Padded, the tokens fill rows of 16 bytes in both formats: behind a row lies the next one.
     case = Case(along, pair, ([10, 10, 10], 21), device)
     case.a, case.b = (x._replace(qdata=before_nan(x.qdata), scale=before_nan(x.scale)) for x in (case.a, case.b))
-    monkeypatch.setattr("torchao_blockwise.ops.groups._check_values", lambda *args: None)
+    monkeypatch.setattr("torchao_blockwise.ops.groups.ends._check_values", lambda *args: None)
     case.ends = torch.tensor(ends, dtype=torch.int32, device=device)
     out = case.run(backend="triton")
     limit = case.tokens if along == "m" else case.a.qdata.shape[1] * case.a.format.element.per_byte

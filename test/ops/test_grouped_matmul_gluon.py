@@ -16,13 +16,13 @@ from grouped_cases import FORMATS, OPERANDS, ROUTINGS, TOLERANCE, ends_of, relat
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, Groups, Operand
-from torchao_blockwise.ops.groups import as_groups, clamped_ends
-from torchao_blockwise.ops.matmul.builds import BUILDS as ALL_BUILDS
+from torchao_blockwise.ops.gemm.builds import BUILDS as ALL_BUILDS
+from torchao_blockwise.ops.groups.ends import as_groups, clamped_ends
 
-gluon = pytest.importorskip("torchao_blockwise.ops.grouped_matmul.kernels_gluon")
-pipeline = pytest.importorskip("torchao_blockwise.ops.matmul.gluon_pipeline")
-tiles = pytest.importorskip("torchao_blockwise.ops.matmul.gluon_tiles")
-tables = pytest.importorskip("torchao_blockwise.ops.group_tables.kernels_triton")
+gluon = pytest.importorskip("torchao_blockwise.ops.gemm.grouped.kernels_gluon")
+pipeline = pytest.importorskip("torchao_blockwise.ops.gemm.gluon_pipeline")
+tiles = pytest.importorskip("torchao_blockwise.ops.gemm.gluon_order")
+tables = pytest.importorskip("torchao_blockwise.ops.groups.tables.kernels_triton")
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS)
 BUILDS = dict(zip(("256x128-pair", "256x128", "128x128", "64x64"), ALL_BUILDS))

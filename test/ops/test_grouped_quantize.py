@@ -22,8 +22,8 @@ from torchao_blockwise.formats import (
     Groups,
     Operand,
 )
-from torchao_blockwise.ops.grouped_quantize import reference
-from torchao_blockwise.ops.groups import padded_ends, padded_tokens
+from torchao_blockwise.ops.groups.ends import padded_ends, padded_tokens
+from torchao_blockwise.ops.groups.quantization import reference
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor, with_special_values
 
 # (group ends, tokens)
@@ -257,8 +257,8 @@ def bits_of(amax: torch.Tensor | None) -> torch.Tensor | None:
 @pytest.mark.parametrize("ends", MALFORMED.values(), ids=MALFORMED)
 def test_kernels_clamp_malformed_ends(ends, fmt, guarded, device):
     """As a GPU's are, which the host does not read: nothing out of bounds, and the bits of the clamped ends."""
-    kernels = pytest.importorskip("torchao_blockwise.ops.grouped_quantize.kernels_triton")
-    swiglu = pytest.importorskip("torchao_blockwise.ops.swiglu_quantize.kernels_triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.groups.quantization.kernels_triton")
+    swiglu = pytest.importorskip("torchao_blockwise.ops.fused.swiglu.kernels_triton")
     x, amax = random_tensor(100, 48, dtype=torch.bfloat16, device=device), torch.tensor(9.0, device=device)
     clamped = [min(max(end, 0), 100) for end in itertools.accumulate(ends, max)]
     options, amax = CastOptions(fmt, columnwise=True), amax if fmt.has_global_scale else None
@@ -289,7 +289,7 @@ class Synchronizations(TorchDispatchMode):
 @formats
 def test_nothing_is_read_back(fmt, device):
     """Neither by the reference nor around the kernels; the check of a CPU's ends is what would."""
-    kernels = pytest.importorskip("torchao_blockwise.ops.grouped_quantize.kernels_triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.groups.quantization.kernels_triton")
     x, ends = random_tensor(20, 48, device=device), int32([3, 17], device)
     options = CastOptions(fmt, columnwise=True)
     with Synchronizations() as mode:

@@ -21,10 +21,10 @@ def _cases(target: int):
 
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, CastOptions, Groups
-    from torchao_blockwise.ops.grouped_quantize import kernels_triton as grouped
-    from torchao_blockwise.ops.groups import padded_tokens
-    from torchao_blockwise.ops.quantize import kernels_triton as quantize
-    from torchao_blockwise.ops.swiglu_quantize import kernels_triton as swiglu
+    from torchao_blockwise.ops.fused.swiglu import kernels_triton as swiglu
+    from torchao_blockwise.ops.groups.ends import padded_tokens
+    from torchao_blockwise.ops.groups.quantization import kernels_triton as grouped
+    from torchao_blockwise.ops.quantization import kernels_triton as quantize
 
     def quantize_case(fmt, m, k, groups, dtype=torch.bfloat16):
         x, of = torch.zeros(m, k, dtype=dtype), Groups(torch.zeros(groups, dtype=torch.int32))
@@ -60,8 +60,8 @@ def _cases(target: int):
         for m in (528, 531, 533):
             yield from quantize_case(fmt, m, 1024, 8)
     if _compat.has_gluon():
-        from torchao_blockwise.ops.group_tables.kernels_triton import block_table
-        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
+        from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
+        from torchao_blockwise.ops.quantization import kernels_gluon as gluon
 
         for m in (512, 531):
             x, of = torch.zeros(m, 1024, dtype=torch.bfloat16), Groups(torch.zeros(8, dtype=torch.int32))

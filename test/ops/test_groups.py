@@ -1,4 +1,4 @@
-"""ops/groups.py: what padded groups look like, against one loop over the groups; refusals by name of the bad index."""
+"""Ends of groups: what padded groups look like, against one loop over the groups; refusals by name of the bad index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchao_blockwise.ops.groups import check_group_ends, clamped_ends, padded_ends, padded_rows, padded_tokens
+from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends, padded_ends, padded_rows, padded_tokens
 
 CPU = torch.device("cpu")
 GROUPS = {

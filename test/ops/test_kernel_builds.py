@@ -64,9 +64,9 @@ def _cases(target: int):
 
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, CastOptions
-    from torchao_blockwise.ops.matmul import kernels_triton as matmul
-    from torchao_blockwise.ops.quantize import kernels_triton as quantize
-    from torchao_blockwise.ops.transpose import kernels_triton as transpose
+    from torchao_blockwise.ops.gemm.plain import kernels_triton as matmul
+    from torchao_blockwise.ops.quantization import kernels_triton as quantize
+    from torchao_blockwise.ops.transposition import kernels_triton as transpose
 
     matmul.compute_capability = lambda device: divmod(target, 10)
     amax_bits = torch.ones(()).view(torch.int32)
@@ -93,14 +93,14 @@ def _cases(target: int):
         return f"{label} {name} {'x'.join(map(str, value))}", launch
 
     def one_read_case(m, k, dtype, warps, power_of_2=False):
-        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
+        from torchao_blockwise.ops.quantization import kernels_gluon as gluon
 
         label = f"quantize one_read fp8_1x128 {m}x{k} {str(dtype)[6:]} {warps} warps" + " power_of_2" * power_of_2
         x, options = torch.zeros(m, k, dtype=dtype), CastOptions(FP8_1X128, True, True, power_of_2)
         return label, lambda: gluon.copies_of_blocks(x, options, build=(FP8_1X128.block[1], warps))
 
     def columnwise_read_case(m, k):
-        from torchao_blockwise.ops.quantize import kernels_gluon as gluon
+        from torchao_blockwise.ops.quantization import kernels_gluon as gluon
 
         label = f"quantize columnwise_read fp8_1x128 {m}x{k}"
         x, options = torch.zeros(m, k, dtype=torch.bfloat16), CastOptions(FP8_1X128, False, True)
@@ -168,10 +168,10 @@ def _shard_cases(target: int):
     import torch
 
     from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
-    from torchao_blockwise.ops.flat_shards import CODES, WHOLE, flat_shapes
-    from torchao_blockwise.ops.merge_shards import kernels_triton as merge_shards
-    from torchao_blockwise.ops.partial_cast import kernels_triton as partial_cast
-    from torchao_blockwise.ops.transpose_many import kernels_triton as transpose_many
+    from torchao_blockwise.ops.shards.flat import CODES, WHOLE, flat_shapes
+    from torchao_blockwise.ops.shards.merge import kernels_triton as merge_shards
+    from torchao_blockwise.ops.shards.partial_cast import kernels_triton as partial_cast
+    from torchao_blockwise.ops.transposition.many import kernels_triton as transpose_many
 
     def case(fmt, op, alignment, master, dtype, count, packed=True):
         start, n, shape = (1024, 2**18, (1, 512, 1024)) if alignment == "aligned" else (77, 9999, (3, 300, 501))

@@ -50,11 +50,11 @@ class Launches:
         """What a first and a later launch give the driver, and what one by Triton alone does."""
         from torchao_blockwise.ops import launch
 
-        known = launch._compat_triton.launching
+        known = launch.triton_launcher.launching
         first, again = self.of(call), self.of(call)
-        launch._compat_triton.launching = lambda: None
+        launch.triton_launcher.launching = lambda: None
         plain = self.of(call)
-        launch._compat_triton.launching = known
+        launch.triton_launcher.launching = known
         return {"label": label, "first": first, "again": again, "plain": plain}
 
     class utils:
@@ -255,10 +255,10 @@ def test_other_arguments_are_left_to_triton(results, arguments):
 
 
 def test_the_interpreter_launches_by_itself():
-    from torchao_blockwise import _compat_triton
+    from torchao_blockwise._compat import triton_launcher
 
     if triton.knobs.runtime.interpret:
-        assert _compat_triton.launching() is None
+        assert triton_launcher.launching() is None
 
 
 @pytest.mark.parametrize("x, length, expected", ((0, 16, 0), (1, 16, 1), (16, 16, 1), (17, 16, 2)))

@@ -224,7 +224,8 @@ def test_products_of_matrices_that_move_on_the_gpu(monkeypatch):
     """Other shapes at one address and one shape at other addresses: the bits of Triton's own launches."""
     import torch
 
-    from torchao_blockwise import _compat_triton, ops
+    from torchao_blockwise import ops
+    from torchao_blockwise._compat import triton_launcher
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
@@ -238,7 +239,7 @@ def test_products_of_matrices_that_move_on_the_gpu(monkeypatch):
                 yield ops.matmul(a, b, out_dtype=torch.bfloat16, backend="gluon")
 
     first, again = list(products()), list(products())
-    monkeypatch.setattr(_compat_triton, "launching", lambda: None)
+    monkeypatch.setattr(triton_launcher, "launching", lambda: None)
     for direct in (first, again):
         assert all(torch.equal(out, expected) for out, expected in zip(direct, products()))
 

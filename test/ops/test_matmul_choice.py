@@ -13,9 +13,9 @@ from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops import Backend, backend, op
 from torchao_blockwise.ops.backend import Implementation, choose
-from torchao_blockwise.ops.matmul import cublas
+from torchao_blockwise.ops.gemm.plain import cublas
 
-MATMUL = sys.modules["torchao_blockwise.ops.matmul"]
+MATMUL = sys.modules["torchao_blockwise.ops.gemm.plain"]
 GPU = torch.device("cuda:0")
 SQUARE, ONE_ROW, NVFP4 = (FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16)
 
@@ -23,7 +23,7 @@ SQUARE, ONE_ROW, NVFP4 = (FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP
 @pytest.fixture
 def gpu(monkeypatch):
     """The compute capability that GPUs have here, to be changed, and no reason why a kernel could not run on it."""
-    gluon = pytest.importorskip("torchao_blockwise.ops.matmul.kernels_gluon")
+    gluon = pytest.importorskip("torchao_blockwise.ops.gemm.plain.kernels_gluon")
     capability = {"of": (9, 0)}
     for module in (backend, MATMUL, cublas):
         monkeypatch.setattr(module, "compute_capability", lambda device: capability["of"])
@@ -120,7 +120,7 @@ def test_what_cannot_run_is_left_for_the_next_with_a_warning(gpu, monkeypatch):
 @pytest.mark.skipif(not backend.interpreting(), reason="CPU tensors need Triton's interpreter")
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_graph_chooses_when_it_runs(monkeypatch):
-    pytest.importorskip("torchao_blockwise.ops.matmul.kernels_triton")
+    pytest.importorskip("torchao_blockwise.ops.gemm.plain.kernels_triton")
     why_not = {"triton": None}
     monkeypatch.setattr(MATMUL, "why_no_kernels", lambda *args: why_not["triton"])
     computed_by = []

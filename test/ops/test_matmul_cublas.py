@@ -9,7 +9,7 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
-from torchao_blockwise.ops.matmul import cublas
+from torchao_blockwise.ops.gemm.plain import cublas
 from torchao_blockwise.testing import random_tensor, relative_error, shape_id
 
 # --- scale layouts ----------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128
-from torchao_blockwise.ops.matmul.builds import BUILDS as ALL_BUILDS
-from torchao_blockwise.ops.matmul.builds import choose_build
+from torchao_blockwise.ops.gemm.builds import BUILDS as ALL_BUILDS
+from torchao_blockwise.ops.gemm.builds import choose_build
 
-gluon = pytest.importorskip("torchao_blockwise.ops.matmul.kernels_gluon")
-pipeline = pytest.importorskip("torchao_blockwise.ops.matmul.gluon_pipeline")
+gluon = pytest.importorskip("torchao_blockwise.ops.gemm.plain.kernels_gluon")
+pipeline = pytest.importorskip("torchao_blockwise.ops.gemm.gluon_pipeline")
 
 PAIRS = {"square": FP8_128X128, "one-row": FP8_1X128}
 

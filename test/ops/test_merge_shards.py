@@ -45,7 +45,7 @@ def test_merge_of_single_elements(backend, device):
 
 def test_no_byte_is_written_twice():
     """Programs of one launch run in any order, so a byte that two shards share is one program's alone."""
-    triton = pytest.importorskip("torchao_blockwise.ops.merge_shards.kernels_triton")
+    triton = pytest.importorskip("torchao_blockwise.ops.shards.merge.kernels_triton")
     target = payload(NVFP4_16X16, (5, 7))
     starts, lengths = [0, 3, 4, 4, 12, 13], [3, 1, 0, 8, 1, 22]
     pieces = [torch.zeros(14, dtype=torch.uint8) for _ in starts]

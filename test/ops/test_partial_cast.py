@@ -27,7 +27,7 @@ from shard_cases import (
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
-from torchao_blockwise.ops.flat_shards import CODES, ENTRIES, WHOLE, block_count
+from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, WHOLE, block_count
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, with_special_values
 
 library = torch.ops.torchao_blockwise
@@ -169,9 +169,9 @@ def test_places_in_a_common_buffer(fmt, backend, device):
 
 @formats
 def test_launches_do_not_grow_with_the_list(fmt, device, monkeypatch):
-    from torchao_blockwise.ops.merge_shards import kernels_triton as merge
-    from torchao_blockwise.ops.partial_cast import kernels_triton as cast
-    from torchao_blockwise.ops.transpose_many import kernels_triton as transpose
+    from torchao_blockwise.ops.shards.merge import kernels_triton as merge
+    from torchao_blockwise.ops.shards.partial_cast import kernels_triton as cast
+    from torchao_blockwise.ops.transposition.many import kernels_triton as transpose
 
     launches = []
     for module in (cast, merge, transpose):

@@ -7,8 +7,8 @@ import torch
 from gpu_steps import no_syncs
 
 from torchao_blockwise import ops
-from torchao_blockwise.ops.permute import kernels_triton as kernels
-from torchao_blockwise.ops.permute import reference
+from torchao_blockwise.ops.groups.permutation import kernels_triton as kernels
+from torchao_blockwise.ops.groups.permutation import reference
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -18,7 +18,7 @@ def _cases(target: int):
     """(label, call of a launcher) for every variant of every kernel."""
     import torch
 
-    from torchao_blockwise.ops.permute import kernels_triton as permute
+    from torchao_blockwise.ops.groups.permutation import kernels_triton as permute
 
     def cases(tokens, width, top_k, dtype=torch.bfloat16):
         x, y = torch.zeros(tokens, width, dtype=dtype), torch.zeros(tokens * top_k, width, dtype=dtype)

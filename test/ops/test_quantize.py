@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
-from torchao_blockwise.ops.matmul.rows import aligned_rows
+from torchao_blockwise.ops.gemm.rows import aligned_rows
 from torchao_blockwise.testing import (
     SHAPES,
     assert_bitwise_equal,
@@ -141,7 +141,7 @@ def test_any_shape_and_magnitude(backend, fmt, rows, columns, seed, power, devic
 
 
 def set_tables(monkeypatch, **tables) -> None:
-    kernels = pytest.importorskip("torchao_blockwise.ops.quantize.kernels_triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
     for name, value in tables.items():
         monkeypatch.setattr(kernels, name, value)
     # What is kept was built from the tables as they were, and must not outlive those of this test.
@@ -149,7 +149,7 @@ def set_tables(monkeypatch, **tables) -> None:
 
 
 def test_both_copies_of_one_row_blocks_take_a_launch_each(monkeypatch, device):
-    kernels = pytest.importorskip("torchao_blockwise.ops.quantize.kernels_triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
     launches = []
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **options: launches.append((grid, options)))
     set_tables(monkeypatch, _FP8_ROWWISE_TILE=(32, 128, 4, 16), _FP8_COLUMNWISE_TILE=(128, 128, 4, 16))

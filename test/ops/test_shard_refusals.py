@@ -7,7 +7,7 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, NVFP4_16X16
-from torchao_blockwise.ops.flat_shards import ENTRIES
+from torchao_blockwise.ops.shards.flat import ENTRIES
 
 W = torch.ones(4, 16)
 FLAT = W.flatten()

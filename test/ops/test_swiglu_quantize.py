@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FORMATS, FP8_1X128, CastOptions
-from torchao_blockwise.ops.swiglu_quantize import exponential, reference
+from torchao_blockwise.ops.fused.swiglu import exponential, reference
 from torchao_blockwise.testing import SHAPES, assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,7 +25,7 @@ try:
     import triton
     import triton.language as tl
 
-    from torchao_blockwise.ops.triton_elements import reciprocal
+    from torchao_blockwise.ops.device.elements import reciprocal
 except ImportError:
     triton = None
 

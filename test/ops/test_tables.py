@@ -9,15 +9,15 @@ pytest.importorskip("triton")
 
 
 def test_a_table_is_found_again():
-    from torchao_blockwise.ops import triton_tables
+    from torchao_blockwise.ops.device import tables
 
     cpu = torch.device("cpu")
     rows = [(2, 11, 12), (0, 13, 14), (3, 15, 16)]
-    table = triton_tables.make_table(rows, cpu)
+    table = tables.make_table(rows, cpu)
     assert table.tensor.tolist() == [[0, 11, 12], [2, 15, 16]] and (table.rows, table.programs) == (2, 5)
-    assert triton_tables.make_table(iter(rows), cpu).tensor is table.tensor
-    assert triton_tables.make_table([(2, 11, 12), (3, 15, 17)], cpu).tensor is not table.tensor
-    assert triton_tables.make_table([(0, 1, 2)], cpu) is None
-    for i in range(2 * triton_tables._MAX_TABLES):
-        triton_tables.make_table([(1, i)], cpu)
-    assert len(triton_tables._tables) == triton_tables._MAX_TABLES
+    assert tables.make_table(iter(rows), cpu).tensor is table.tensor
+    assert tables.make_table([(2, 11, 12), (3, 15, 17)], cpu).tensor is not table.tensor
+    assert tables.make_table([(0, 1, 2)], cpu) is None
+    for i in range(2 * tables._MAX_TABLES):
+        tables.make_table([(1, i)], cpu)
+    assert len(tables._tables) == tables._MAX_TABLES

@@ -78,7 +78,7 @@ def test_any_shape(backend, fmt, rows, columns, device):
 @pytest.fixture
 def launches(monkeypatch):
     """[(kernel, launch options)], as kernels are launched."""
-    kernels = pytest.importorskip("torchao_blockwise.ops.transpose.kernels_triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.transposition.kernels_triton")
     seen, launch = [], kernels.launch
 
     def record(kernel, grid, *args, **options):
@@ -105,7 +105,7 @@ def assert_transposed(got, q, columns):
 @pytest.mark.parametrize("least", (0, 64 << 20), ids=("small", "large"))
 @pytest.mark.parametrize("shape", ((16, 16), (272, 144), (528, 400), (3, 272, 528), (2, 16, 272)), ids=shape_id)
 def test_rows_on_16_bytes_move_four_bytes_at_a_time(shape, least, device, launches, monkeypatch):
-    kernels = pytest.importorskip("torchao_blockwise.ops.transpose.kernels_triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.transposition.kernels_triton")
     monkeypatch.setattr(kernels, "_QUADS_TILES", {0: kernels._QUADS_TILES[least]})
     q = random_operand(FP8_128X128, *shape, device=device)
     assert_transposed(ops.transpose(q, backend="triton"), q, shape[-1])
@@ -116,7 +116,7 @@ def test_rows_on_16_bytes_move_four_bytes_at_a_time(shape, least, device, launch
     ("rows", "columns", "tile"), ((8192, 8176, (256, 128, 4)), (8192, 8192, (256, 256, 8))), ids=("below", "from")
 )
 def test_tiles_are_large_from_64_mi_elements_on(rows, columns, tile, monkeypatch):
-    kernels = pytest.importorskip("torchao_blockwise.ops.transpose.kernels_triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.transposition.kernels_triton")
     seen = []
     monkeypatch.setattr(kernels, "launch", lambda *_, **options: seen.append(options))
     empty = FP8_128X128.new_empty(torch.empty(0), rows, columns)

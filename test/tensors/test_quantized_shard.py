@@ -8,7 +8,8 @@ from helpers import FP8, both_formats, replace, saved_and_loaded, weight
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat_fsdp
+from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor
+from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed.fsdp.quantized import shard_of
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -25,9 +26,9 @@ def converted(config, rows: int, columns: int = 33, dtype=torch.float32) -> nn.P
 
 def rows_of(whole: torch.Tensor, rank: int, ranks: int, dtype=torch.float32, **changes) -> QuantizedShard:
     """What `fully_shard` gives a rank of `whole`."""
-    none = dict.fromkeys(_compat_fsdp.FsdpParameter._fields)
+    none = dict.fromkeys(torch_fsdp.FsdpParameter._fields)
     given = {"name": "weight", "shape": tuple(whole.shape), "dim": 0, "rank": rank, "ranks": ranks, "dtype": dtype}
-    return shard_of(whole, _compat_fsdp.FsdpParameter(**{**none, **given, **changes}))
+    return shard_of(whole, torch_fsdp.FsdpParameter(**{**none, **given, **changes}))
 
 
 @both_formats

@@ -12,7 +12,7 @@ import types
 import torch
 from torch.utils import _pytree as pytree  # noqa: F401  # imported from here
 
-from torchao_blockwise import _compat_caches
+from torchao_blockwise._compat import stored_graphs
 
 
 @functools.cache
@@ -146,7 +146,7 @@ def make_wrapper(cls, shape, *, inner: torch.Tensor | None = None, **options) ->
     inner: what it holds, and as which it counts changes under inference mode, so that it can be a view of its like.
     """
     if not torch.compiler.is_dynamo_compiling():
-        _compat_caches.keep_graphs_apart()
+        stored_graphs.keep_graphs_apart()
     if inner is None or not torch.is_inference_mode_enabled() or inner.is_inference():
         return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
     with torch.inference_mode(False):

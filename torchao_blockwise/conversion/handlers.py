@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from torchao_blockwise import _compat, _compat_fsdp, _compat_versions
+from torchao_blockwise import _compat, _versions
+from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
@@ -134,7 +135,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     Raises ValueError if it, or another layer of the same `quantize_` call, cannot be converted, before any change;
     RuntimeError where PyTorch or torchao is too old.
     """
-    _compat_versions.check()
+    _versions.check()
     if _compat.transformers_quantizes():
         raise ValueError(
             "from_pretrained: a TorchAoConfig freezes what it loads, and what it saves comes back unconverted; "
@@ -149,7 +150,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     else:
         targets = _targets_if_first(module, model, filter_fn)
     _check(targets, config, model, parameter_name)
-    _compat_fsdp.install()
+    torch_fsdp.install()
     move_whole()
     if not isinstance(module, nn.Linear):
         take_products_of_others()

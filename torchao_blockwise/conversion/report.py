@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
-from torchao_blockwise import _compat, _compat_versions
+from torchao_blockwise import _compat, _versions
 from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
 from torchao_blockwise.conversion.raw_uses import raw_uses
@@ -107,7 +107,7 @@ def dry_run(
 
     Layers that would make `quantize_` raise have the status "cannot convert".
     """
-    _compat_versions.check()
+    _versions.check()
     selected = _compat.default_filter() if filter_fn is None else filter_fn
     raw = raw_uses(model)
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torchao_blockwise.distributed.absence import naming_absent
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.partial_cast import CODES, block_scales_, partial_block_amax, partial_cast_
+from torchao_blockwise.ops.shards.partial_cast import CODES, block_scales_, partial_block_amax, partial_cast_
 
 
 class Recipe(NamedTuple):

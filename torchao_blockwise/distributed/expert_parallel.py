@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchao_blockwise import _compat
 from torchao_blockwise.nn import permute, unpermute
-from torchao_blockwise.ops.groups import check_group_ends, clamped_ends
+from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
 from torchao_blockwise.tensors import MasterWeightTensor, weight_operands
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchao_blockwise import _compat, _compat_fsdp
+from torchao_blockwise import _compat
+from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.nn.linear import is_low_precision, linear
 from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
@@ -107,7 +108,7 @@ def _class_of(base: Any) -> Any:
 
 def _rebuild(base: type) -> nn.Linear:
     # A converted layer of another process: it may be sharded here.
-    _compat_fsdp.install()
+    torch_fsdp.install()
     move_whole()
     cls = _class_of(base)
     return cls.__new__(cls)

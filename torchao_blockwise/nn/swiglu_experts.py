@@ -19,7 +19,7 @@ from torchao_blockwise.nn import fused, steps
 from torchao_blockwise.nn.linear import config_of
 from torchao_blockwise.nn.sharded_linear import own_part
 from torchao_blockwise.nn.swiglu_linear import SwiGLUFunction
-from torchao_blockwise.ops.groups import check_group_ends, clamped_ends
+from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
 from torchao_blockwise.tensors import NVFP4Tensor
 
 

@@ -1,20 +1,20 @@
 """Operations: what is computed. Each checks, has a schema, a fake and a sharding rule, and picks an implementation."""
 
 from torchao_blockwise.ops.backend import Backend, casting_backend, get_backend
-from torchao_blockwise.ops.dequantize import dequantize
-from torchao_blockwise.ops.flat_shards import shard_entries
-from torchao_blockwise.ops.group_tables import make_groups
-from torchao_blockwise.ops.grouped_matmul import add_grouped_matmul_, grouped_matmul
-from torchao_blockwise.ops.grouped_quantize import grouped_quantize, quantize_by
-from torchao_blockwise.ops.matmul import add_matmul_, matmul
-from torchao_blockwise.ops.merge_shards import merge_shards_
-from torchao_blockwise.ops.norm_quantize import NormStatistics, norm_quantize, norm_statistics, normalize
-from torchao_blockwise.ops.partial_cast import block_scales_, partial_block_amax, partial_cast_
-from torchao_blockwise.ops.permute import permute, unpermute, unpermute_backward
-from torchao_blockwise.ops.quantize import quantize
-from torchao_blockwise.ops.swiglu_quantize import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
-from torchao_blockwise.ops.transpose import transpose
-from torchao_blockwise.ops.transpose_many import transpose_many
+from torchao_blockwise.ops.dequantization import dequantize
+from torchao_blockwise.ops.fused.norm import NormStatistics, norm_quantize, norm_statistics, normalize
+from torchao_blockwise.ops.fused.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
+from torchao_blockwise.ops.gemm.grouped import add_grouped_matmul_, grouped_matmul
+from torchao_blockwise.ops.gemm.plain import add_matmul_, matmul
+from torchao_blockwise.ops.groups.permutation import permute, unpermute, unpermute_backward
+from torchao_blockwise.ops.groups.quantization import grouped_quantize, quantize_by
+from torchao_blockwise.ops.groups.tables import make_groups
+from torchao_blockwise.ops.quantization import quantize
+from torchao_blockwise.ops.shards.flat import shard_entries
+from torchao_blockwise.ops.shards.merge import merge_shards_
+from torchao_blockwise.ops.shards.partial_cast import block_scales_, partial_block_amax, partial_cast_
+from torchao_blockwise.ops.transposition import transpose
+from torchao_blockwise.ops.transposition.many import transpose_many
 
 __all__ = [
     "Backend",

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from torchao_blockwise import _compat_triton
+from torchao_blockwise._compat import triton_launcher
 
 # Every pointer and stride that Triton calls divisible is a multiple of this.
 _ALIGNMENT_MASK = 15
@@ -93,7 +93,7 @@ def _kind_of(number: int | None) -> int | str | None:
 
 def _launch(kernel, grid: int, args: tuple, more: tuple, options: dict, parts: list) -> None:
     """Launch with arguments `args` and `more`; the build's key are `parts` and what these, device and kernel add."""
-    triton = _compat_triton.launching()
+    triton = triton_launcher.launching()
     if triton is None or triton.is_watched(kernel):
         return _launch_by_triton(kernel, grid, (*args, *more), options)
     device = triton.current_device()
@@ -183,4 +183,4 @@ def _launch_by_triton(kernel, grid: int, args, options):
     tensor = next(x for x in tensors if isinstance(x, torch.Tensor))
     args = [_in_form(*arg) if type(arg) is tuple else arg for arg in args]
     with torch.cuda.device_of(tensor):
-        return _compat_triton.with_cache(lambda: kernel[(grid,)](*args, **options))
+        return triton_launcher.with_cache(lambda: kernel[(grid,)](*args, **options))

@@ -7,7 +7,7 @@ import torch
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import FORMATS, BlockFormat, CastOptions, Copies, Groups, Operand
 from torchao_blockwise.ops.backend import compute_capability
-from torchao_blockwise.ops.groups import padded_tokens
+from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size, without_padding
 
 
@@ -68,7 +68,7 @@ def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:
         return f"the kernels run on CUDA devices, got {inputs[0].device.type}"
     if not _compat.has_gluon():
         return "Gluon needs Triton 3.6 or newer"
-    from torchao_blockwise.ops import gluon_tiles
+    from torchao_blockwise.ops.device import gluon_tiles
 
     return gluon_tiles.why_not(options.fmt, *inputs)
 

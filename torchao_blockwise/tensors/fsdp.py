@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from torchao_blockwise import _compat, _compat_fsdp
+from torchao_blockwise import _compat
+from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.config import TrainingConfig
@@ -101,7 +102,7 @@ class ShardLayout:
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
 
-def layout_of(parameter: _compat_fsdp.FsdpParameter, config: TrainingConfig, quantized: bool = True) -> ShardLayout:
+def layout_of(parameter: torch_fsdp.FsdpParameter, config: TrainingConfig, quantized: bool = True) -> ShardLayout:
     """The layout of what this rank holds of a parameter."""
     p = parameter
     return ShardLayout(p.name, p.shape, p.dtype, p.dim, p.rank, p.ranks, config, quantized)
@@ -154,7 +155,7 @@ def carry_shard(master, copy) -> None:
 
 def check_installed(module: torch.nn.Module) -> None:
     """Raise RuntimeError where FSDP2 gathers a weight of `module`, and nothing keeps its shards' payloads right."""
-    reason = _compat_fsdp.why_not_installed()
+    reason = torch_fsdp.why_not_installed()
     if reason is not None:
         raise RuntimeError(f"FSDP2 gathers a weight of {module}: {reason}")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torchao.utils import TorchAOBaseTensor
 
-from torchao_blockwise import _compat, _compat_fsdp
-from torchao_blockwise._compat import pytree
+from torchao_blockwise import _compat
+from torchao_blockwise._compat import pytree, torch_fsdp
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.caching import stable_hash
@@ -143,7 +143,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
-        if func is aten.cat.default and _compat_fsdp.flattens_for_fsdp1():
+        if func is aten.cat.default and torch_fsdp.flattens_for_fsdp1():
             raise NotImplementedError(
                 "FullyShardedDataParallel (FSDP1) makes plain tensors of parameters: converted layers would train in "
                 "high precision; use torch.distributed.fsdp.fully_shard (FSDP2), or leave the model unconverted"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torchao.utils import TorchAOBaseTensor
 
-from torchao_blockwise import _compat, _compat_fsdp, ops
+from torchao_blockwise import _compat, ops
+from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
@@ -326,7 +327,7 @@ def _copy_(func, x, src, non_blocking=False):
     """From a tensor of the same kind: its bytes. From high precision: quantised as `x` is. Never to high precision."""
     if not isinstance(x, QuantizedTensor):
         # An FSDP2 that is not prepared copies parts of what it shards.
-        reason = _compat_fsdp.why_not_installed()
+        reason = torch_fsdp.why_not_installed()
         raise NotImplementedError(
             f"copy_: the source is a {type(src).__name__}, the target a plain tensor; copy from source.dequantize()"
             + (f" (fully_shard: {reason})" if reason is not None else "")

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from torchao_blockwise import _compat, _compat_fsdp
+from torchao_blockwise import _compat
+from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.weight_operands import KeptCopies, kept_weights, lock
 
@@ -53,7 +54,7 @@ class Scope:
     def __init__(self, model: nn.Module):
         self.modules = set(model.modules())
         self.places: dict[nn.Module, list[_Place]] = {}
-        sharded = _compat_fsdp.places_of_shards(self.modules)
+        sharded = torch_fsdp.places_of_shards(self.modules)
         for prefix, module in model.named_modules():
             for attribute, parameter in _compat.parameters_of(module).items():
                 if parameter is None or (module, attribute) in sharded:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchao_blockwise import _compat, _compat_fsdp
+from torchao_blockwise import _compat
+from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed.fsdp.quantized import shard_of
 from torchao_blockwise.distributed.fsdp.root import root_of
 from torchao_blockwise.tensors import QuantizedTensor
@@ -26,12 +27,12 @@ def sync_weight_scales(model: nn.Module) -> None:
     Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank does not come, naming
     the rank and the weight.
     """
-    _compat_fsdp.install()
-    found = dict.fromkeys(map(_compat_fsdp.state_of, model.modules()))
+    torch_fsdp.install()
+    found = dict.fromkeys(map(torch_fsdp.state_of, model.modules()))
     states = [state for state in found if state is not None]
     # Before the first forward pass no state knows its root: those go together.
-    fresh = tuple(state for state in states if _compat_fsdp.scope_of(state) is None)
-    scopes = [_compat_fsdp.scope_of(state) or (fresh[0], fresh) for state in states]
+    fresh = tuple(state for state in states if torch_fsdp.scope_of(state) is None)
+    scopes = [torch_fsdp.scope_of(state) or (fresh[0], fresh) for state in states]
     names = {parameter: name for name, parameter in model.named_parameters()}
     for owner, below in dict.fromkeys(scopes):
         root_of(owner, below, names).sync()
@@ -39,8 +40,8 @@ def sync_weight_scales(model: nn.Module) -> None:
 
 def _before_gathers(state) -> None:
     if not _compat.in_backward():
-        root_of(*(_compat_fsdp.scope_of(state) or (state, (state,)))).begin_pass()
+        root_of(*(torch_fsdp.scope_of(state) or (state, (state,)))).begin_pass()
 
 
-_compat_fsdp.at_install(_compat_fsdp.shard_parameters, QuantizedTensor, shard_of)
-_compat_fsdp.at_install(_compat_fsdp.watch, _before_gathers)
+torch_fsdp.at_install(torch_fsdp.shard_parameters, QuantizedTensor, shard_of)
+torch_fsdp.at_install(torch_fsdp.watch, _before_gathers)

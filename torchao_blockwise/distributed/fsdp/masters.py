@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchao_blockwise import _compat_fsdp, ops
+from torchao_blockwise import ops
+from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed.cast import Part, Recipe
-from torchao_blockwise.ops.partial_cast import CODES, ENTRIES
+from torchao_blockwise.ops.shards.partial_cast import CODES, ENTRIES
 from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.tensors.fsdp import WeightShard, layout_of
 
@@ -15,7 +16,7 @@ from torchao_blockwise.tensors.fsdp import WeightShard, layout_of
 class ShardedMaster:
     """One master weight below a root of FSDP2, and the shard that gathers of it find."""
 
-    def __init__(self, parameter: _compat_fsdp.FsdpParameter):
+    def __init__(self, parameter: torch_fsdp.FsdpParameter):
         self.parameter = parameter
         self._dtype = self.master.dtype
         modules = parameter.modules

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchao_blockwise import _compat, _compat_fsdp
+from torchao_blockwise import _compat
+from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed.agreement import check_same
 from torchao_blockwise.distributed.master_weights import write_masters
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.fsdp import layout_of
 
 
-def shard_of(weight: QuantizedTensor, parameter: _compat_fsdp.FsdpParameter) -> QuantizedShard:
+def shard_of(weight: QuantizedTensor, parameter: torch_fsdp.FsdpParameter) -> QuantizedShard:
     """What the rank holds of `weight`; memory of its own, so that the whole is freed.
 
     Raises ValueError for another dim than rows, for offloading, or where an optimizer has the weight's master.
@@ -40,7 +41,7 @@ def shard_of(weight: QuantizedTensor, parameter: _compat_fsdp.FsdpParameter) -> 
     return shard
 
 
-def _why_not_sharded(weight: QuantizedTensor, parameter: _compat_fsdp.FsdpParameter) -> str | None:
+def _why_not_sharded(weight: QuantizedTensor, parameter: torch_fsdp.FsdpParameter) -> str | None:
     """Why a weight cannot be sharded so, with the remedy, or None."""
     if parameter.dim:
         return f"Shard({parameter.dim}) would cut its rows; shard dim 0, or convert with master_weights=True"
@@ -71,7 +72,7 @@ def cast_shards(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             shard.original.cast_is_done()
 
 
-def cast_loaded(parameters: Sequence[_compat_fsdp.FsdpParameter]) -> None:
+def cast_loaded(parameters: Sequence[torch_fsdp.FsdpParameter]) -> None:
     """Cast the weights whose values were loaded or copied in; a collective where there are any."""
     loaded = [p for p in parameters if p.local.original.awaits_cast]  # type: ignore[attr-defined]
     for ranks in dict.fromkeys(p.mesh_ranks for p in loaded):
@@ -87,13 +88,13 @@ def cast_loaded(parameters: Sequence[_compat_fsdp.FsdpParameter]) -> None:
     cast_shards(shards)
 
 
-def check_shards_alike(parameters: Sequence[_compat_fsdp.FsdpParameter]) -> None:
+def check_shards_alike(parameters: Sequence[torch_fsdp.FsdpParameter]) -> None:
     """Raise on all ranks if they differ in their weights, or in scales that no cast has made; once for a model."""
     for ranks in dict.fromkeys(p.mesh_ranks for p in parameters):
         check_same("fully_shard", sorted(ranks), [_described(p) for p in parameters if p.mesh_ranks == ranks])
 
 
-def _described(p: _compat_fsdp.FsdpParameter) -> str:
+def _described(p: torch_fsdp.FsdpParameter) -> str:
     shard: Any = p.local
     known = "scales to be made"
     if not shard.original.awaits_cast:

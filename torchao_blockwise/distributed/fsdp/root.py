@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import nn
 
-from torchao_blockwise import _compat_fsdp
+from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed.agreement import check_same
 from torchao_blockwise.distributed.cast import cast_parts
 from torchao_blockwise.distributed.fsdp.masters import ShardedMaster
@@ -31,7 +31,7 @@ class Root:
         self.scopes: list[Scope] = []
         self.groups: dict[tuple, list[ShardedMaster]] = {}
         self.quantized = []
-        for parameter in _compat_fsdp.parameters_of(states, names):
+        for parameter in torch_fsdp.parameters_of(states, names):
             if isinstance(parameter.local, MasterWeightTensor):
                 key = parameter.group, parameter.device
                 self.groups.setdefault(key, []).append(ShardedMaster(parameter))
@@ -55,7 +55,7 @@ class Root:
                     weight.check_unchanged()
             return
         self.sync()
-        _compat_fsdp.release_held_gathers(self.states, _KINDS)
+        torch_fsdp.release_held_gathers(self.states, _KINDS)
 
     def sync(self) -> None:
         self.scopes = self._open_scopes()
@@ -65,7 +65,7 @@ class Root:
             cast_loaded(self.quantized)
 
     def _open_scopes(self) -> list[Scope]:
-        return scopes_of(_compat_fsdp.modules_of(self.states[0])[0])
+        return scopes_of(torch_fsdp.modules_of(self.states[0])[0])
 
 
 def sync_group(weights: list[ShardedMaster]) -> None:
@@ -81,12 +81,12 @@ def sync_group(weights: list[ShardedMaster]) -> None:
 
 def root_of(owner, states, names: dict[torch.Tensor, str] | None = None) -> Root:
     """The root of `states`, made once and kept with `owner`, which lives as long as they do."""
-    notes = _compat_fsdp.notes_of(owner)
+    notes = torch_fsdp.notes_of(owner)
     root = notes.get(_NOTE)
     if root is None or not root.is_laid_out or root.states != states:
         for state in states:
             # What was made before FSDP2 knew the root.
-            _compat_fsdp.notes_of(state).pop(_NOTE, None)
+            torch_fsdp.notes_of(state).pop(_NOTE, None)
         # Outside of inference mode: what is made here is changed again in training.
         with torch.inference_mode(False):
             root = notes[_NOTE] = Root(states, names or {})
@@ -95,7 +95,7 @@ def root_of(owner, states, names: dict[torch.Tensor, str] | None = None) -> Root
 
 def _reshard_wholly(states) -> None:
     """FSDP2 refuses to gather what has hooks of its own, as master weights do, from shards among fewer ranks."""
-    partial = _compat_fsdp.partial_reshards(states)
+    partial = torch_fsdp.partial_reshards(states)
     modules: list[nn.Module] = [module for module, shards in partial if any(isinstance(x, _KINDS) for x in shards)]
     for module in modules:
         module.set_reshard_after_forward(True, recurse=False)

@@ -6,7 +6,7 @@ import torch
 
 from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.backend import Backend, Implementation
-from torchao_blockwise.ops.dequantize import reference
+from torchao_blockwise.ops.dequantization import reference
 from torchao_blockwise.ops.op import define_op
 from torchao_blockwise.ops.operands import check_operand
 from torchao_blockwise.ops.sharding import placements_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import BlockFormat, Operand
-from torchao_blockwise.ops.quantize.reference import expand_blocks
+from torchao_blockwise.ops.quantization.reference import expand_blocks
 
 
 def decode_blocks(qdata: torch.Tensor, scale: torch.Tensor, fmt: BlockFormat, columns: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ meets each twice.
 
 Tiles are numbered along grid x alone. Only whole words of 16 bytes are read and written: see `why_not`; where tokens do
 not fill those of the columnwise copy, zeros do (ops/padding.py). Of tokens in groups a tile is a block of their table
-(triton_group_blocks.py), which begins at any row and is stored columnwise on a multiple of 128.
+(device/group_blocks.py), which begins at any row and is stored columnwise on a multiple of 128.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from triton.experimental.gluon import language as gl
 
 from torchao_blockwise.formats import FP8_1X128, BlockFormat
 from torchao_blockwise.ops.backend import compute_capability, interpreting
-from torchao_blockwise.ops.triton_elements import encode_e4m3
-from torchao_blockwise.ops.triton_scales import fp8_scales
+from torchao_blockwise.ops.device.elements import encode_e4m3
+from torchao_blockwise.ops.device.scales import fp8_scales
 
 # Its name moved in Triton 3.7.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier

@@ -13,7 +13,7 @@ of a tile does. Entry -1 describes the tokens as a whole: (0, end of the last gr
 import triton
 import triton.language as tl
 
-from torchao_blockwise.ops.group_tables.layout import FIELDS
+from torchao_blockwise.ops.groups.tables.layout import FIELDS
 
 _FIELDS = tl.constexpr(FIELDS)
 

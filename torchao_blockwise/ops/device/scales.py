@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from torchao_blockwise.ops.triton_elements import (
+from torchao_blockwise.ops.device.elements import (
     at_most_f32_max,
     canonical_nan,
     decode_e4m3,

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops.quantize.kernels_triton import _load_tile, _store_tile
-from torchao_blockwise.ops.triton_elements import encode_e4m3, magnitude_bits
-from torchao_blockwise.ops.triton_scales import fp8_vector_scales
+from torchao_blockwise.ops.device.elements import encode_e4m3, magnitude_bits
+from torchao_blockwise.ops.device.scales import fp8_vector_scales
+from torchao_blockwise.ops.quantization.kernels_triton import _load_tile, _store_tile
 
 # (rows of a tile, warps) of kernels that store plain values, and of those that store the rowwise copy. Chosen so that
 # nothing spills: with more rows, or fewer threads, what is computed does not fit in registers.

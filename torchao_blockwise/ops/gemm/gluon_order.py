@@ -12,7 +12,7 @@ Without groups (B.along == "") a program takes every num_programs-th tile. With 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torchao_blockwise.ops.matmul.builds import SCHEDULE_FIELDS, TOKEN_ALIGNMENT
+from torchao_blockwise.ops.gemm.builds import SCHEDULE_FIELDS, TOKEN_ALIGNMENT
 
 _FIELDS: gl.constexpr = gl.constexpr(SCHEDULE_FIELDS)
 _ALIGNMENT: gl.constexpr = gl.constexpr(TOKEN_ALIGNMENT)

@@ -31,14 +31,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torchao_blockwise.ops.matmul.builds import WAVE_ROWS
-from torchao_blockwise.ops.matmul.gluon_barriers import (
+from torchao_blockwise.ops.gemm.builds import WAVE_ROWS
+from torchao_blockwise.ops.gemm.gluon_barriers import (
     free_stage,
     free_stage_after,
     make_barriers,
     wait_for_stage,
 )
-from torchao_blockwise.ops.matmul.gluon_tiles import load_entry, locate_tile, turns_of_program
+from torchao_blockwise.ops.gemm.gluon_order import load_entry, locate_tile, turns_of_program
 
 # Names of the copies moved in Triton 3.8.
 _load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

@@ -21,7 +21,7 @@ from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, 
 from torchao_blockwise.ops.op import copies_of, define_op, without_grad
 from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies, why_no_tiles
 from torchao_blockwise.ops.padding import padded_size
-from torchao_blockwise.ops.quantize import reference
+from torchao_blockwise.ops.quantization import reference
 from torchao_blockwise.ops.sharding import shards_on_blocks
 
 _KERNEL_FORMATS = (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)

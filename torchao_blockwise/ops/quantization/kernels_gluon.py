@@ -1,4 +1,4 @@
-"""Copies of one-row FP8 blocks from one read, in Gluon: see ops/gluon_tiles.py.
+"""Copies of one-row FP8 blocks from one read, in Gluon: see ops/device/gluon_tiles.py.
 
     x  [M, K] ──cp.async──▶ tile 128×128 ─▶ rowwise and columnwise copies
 
@@ -14,17 +14,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from torchao_blockwise.formats import FP8_1X128, BlockFormat, CastOptions, Copies, Operand
-from torchao_blockwise.ops.gluon_tiles import (
+from torchao_blockwise.ops.device.gluon_tiles import (
     barrier,
     copy_layout,
     new_tile,
     options_of,
     store_copies,
 )
+from torchao_blockwise.ops.device.group_blocks import locate_rows
 from torchao_blockwise.ops.launch import Launch, ceil_div
 from torchao_blockwise.ops.operands import as_asked, pointers
 from torchao_blockwise.ops.padding import padded_size
-from torchao_blockwise.ops.triton_group_blocks import locate_rows
 
 # (columns of a tile, warps) of both copies, 1.4 times as fast as two launches on an H200, and of the columnwise alone.
 BOTH = (FP8_1X128.block[1], 4)

@@ -29,11 +29,11 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import E2M1, BlockFormat, CastOptions, Copies
+from torchao_blockwise.ops.device.elements import encode_e2m1, encode_e4m3, largest_magnitude, magnitude_bits, to_f32
+from torchao_blockwise.ops.device.group_blocks import load_block
+from torchao_blockwise.ops.device.scales import deal_out, fp8_scales, fp8_vector_scales, nvfp4_scales
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
-from torchao_blockwise.ops.triton_elements import encode_e2m1, encode_e4m3, largest_magnitude, magnitude_bits, to_f32
-from torchao_blockwise.ops.triton_group_blocks import load_block
-from torchao_blockwise.ops.triton_scales import deal_out, fp8_scales, fp8_vector_scales, nvfp4_scales
 
 # (tile rows, tile columns, warps, warps where rows of K elements do not start on 16 bytes), measured on an H200 by
 # benchmarks/tune_quantize.py. One-row blocks along K leave the tile's height free, those along M its width. What counts
@@ -120,7 +120,7 @@ def _quantize_fp8_kernel(
     s_ptr,  # [B, K/BLOCK, M] f32, or [B, M/BLOCK, K/BLOCK] where SQUARE
     qt_ptr,  # [B, K, width_qt] e4m3 bytes
     st_ptr,  # [B, M/BLOCK, K] f32, or [B, K/BLOCK, M/BLOCK] where SQUARE
-    blocks_ptr,  # where tokens lie in groups their table, see triton_group_blocks.py; not SQUARE then, and B = 1
+    blocks_ptr,  # where tokens lie in groups their table, see device/group_blocks.py; not SQUARE then, and B = 1
     M,
     K,
     width_qt,  # bytes of a row of qt, M and padding, or None

@@ -7,7 +7,7 @@ from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, 
 from torchao_blockwise.ops.op import define_op
 from torchao_blockwise.ops.operands import check_operand
 from torchao_blockwise.ops.sharding import placements_of, shards_on_blocks
-from torchao_blockwise.ops.transpose import reference
+from torchao_blockwise.ops.transposition import reference
 
 
 def transpose(x: Operand, *, columns: int | None = None, backend: Backend | str | None = None) -> Operand:

@@ -1,4 +1,4 @@
-"""A norm's second pass in Gluon: y is computed into tiles in shared memory and quantised there: ops/gluon_tiles.py."""
+"""A norm's second pass in Gluon: y is computed into tiles in shared memory and quantized there (gluon_tiles.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torchao_blockwise.formats import BlockFormat, CastOptions, Copies
-from torchao_blockwise.ops.gluon_tiles import (
+from torchao_blockwise.ops.device.gluon_tiles import (
     DTYPES,
     barrier,
     copy_layout,

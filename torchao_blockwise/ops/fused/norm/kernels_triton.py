@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies
+from torchao_blockwise.ops.device.elements import from_f32, to_f32
+from torchao_blockwise.ops.device.tiles import load_tile, options_of, store_plain, store_rowwise
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import new_copies, pointers
-from torchao_blockwise.ops.quantize.kernels_triton import quantize
-from torchao_blockwise.ops.triton_elements import from_f32, to_f32
-from torchao_blockwise.ops.triton_tiles import load_tile, options_of, store_plain, store_rowwise
+from torchao_blockwise.ops.quantization.kernels_triton import quantize
 
 # Of a program of the statistics: columns that it has room for at a time, elements that fill it, of several rows, warps.
 _MOST_COLUMNS, _ELEMENTS, _WARPS = 8192, 4096, 4

@@ -6,14 +6,14 @@ import torch
 
 from torchao_blockwise.formats import FP8_1X128, HIGH_PRECISION_DTYPES, CastOptions, Copies, Groups
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
-from torchao_blockwise.ops.group_tables.layout import check_groups
-from torchao_blockwise.ops.grouped_quantize import quantize_by
-from torchao_blockwise.ops.grouped_quantize import reference as grouped_reference
-from torchao_blockwise.ops.groups import as_groups, check_row_blocks
+from torchao_blockwise.ops.fused.swiglu import reference
+from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
+from torchao_blockwise.ops.groups.quantization import quantize_by
+from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
+from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import copies_of, define_op, without_grad
 from torchao_blockwise.ops.operands import check_options, new_copies, why_no_tiles
-from torchao_blockwise.ops.quantize import reference as quantize_reference
-from torchao_blockwise.ops.swiglu_quantize import reference
+from torchao_blockwise.ops.quantization import reference as quantize_reference
 
 # Bytes of payload that a store of a kernel writes.
 _ALIGNMENT = 16

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from torchao_blockwise.ops.swiglu_quantize import exponential
-from torchao_blockwise.ops.triton_elements import reciprocal
+from torchao_blockwise.ops.device.elements import reciprocal
+from torchao_blockwise.ops.fused.swiglu import exponential
 
 _LOW, _HIGH, _LEAST = (tl.constexpr(x) for x in (exponential.LOW, exponential.HIGH, exponential.LEAST))
 _LOG2_E, _SHIFT = tl.constexpr(exponential.LOG2_E), tl.constexpr(exponential.SHIFT)

@@ -1,4 +1,4 @@
-"""SwiGLU and its gradients in Gluon, computed into tiles in shared memory and quantised from there: ops/gluon_tiles.py.
+"""SwiGLU and its gradients in Gluon, computed into tiles in shared memory and quantized from there (gluon_tiles.py).
 
     forward     gate, up tile ─▶ h ─▶ its copies
     backward    dh, gate, up tile ─▶ dgate ─▶ its copies      from one read; h's columns are those of dgate, and of dup
@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups
-from torchao_blockwise.ops.gluon_tiles import (
+from torchao_blockwise.ops.device.gluon_tiles import (
     barrier,
     copy_layout,
     halves,
@@ -26,11 +26,11 @@ from torchao_blockwise.ops.gluon_tiles import (
     options_of,
     store_copies,
 )
-from torchao_blockwise.ops.group_tables.kernels_triton import block_table
+from torchao_blockwise.ops.device.group_blocks import locate_rows
+from torchao_blockwise.ops.fused.swiglu.activation import swiglu, swiglu_gradients
+from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import Launch, ceil_div
 from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
-from torchao_blockwise.ops.swiglu_quantize.activation import swiglu, swiglu_gradients
-from torchao_blockwise.ops.triton_group_blocks import locate_rows
 
 # (parts of a tile, warps) of a program, of SwiGLU and of its gradients; measured on an H200.
 FORWARD, BACKWARD = (2, 4), (2, 16)

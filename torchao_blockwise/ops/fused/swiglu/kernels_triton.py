@@ -23,15 +23,15 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
-from torchao_blockwise.ops.group_tables.kernels_triton import block_table
-from torchao_blockwise.ops.grouped_quantize.kernels_triton import quantize as grouped_quantize
+from torchao_blockwise.ops.device.elements import from_f32, to_f32
+from torchao_blockwise.ops.device.group_blocks import locate_rows
+from torchao_blockwise.ops.device.tiles import load_tile, options_of, store_plain, store_rowwise
+from torchao_blockwise.ops.fused.swiglu import activation
+from torchao_blockwise.ops.groups.quantization.kernels_triton import quantize as grouped_quantize
+from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import new_copies, pointers
-from torchao_blockwise.ops.quantize.kernels_triton import quantize
-from torchao_blockwise.ops.swiglu_quantize import activation
-from torchao_blockwise.ops.triton_elements import from_f32, to_f32
-from torchao_blockwise.ops.triton_group_blocks import locate_rows
-from torchao_blockwise.ops.triton_tiles import load_tile, options_of, store_plain, store_rowwise
+from torchao_blockwise.ops.quantization.kernels_triton import quantize
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _swiglu_kernel(
     h_ptr,  # [M, H] of the same dtype: written where no copy is asked for
     q_ptr,
     s_ptr,
-    blocks_ptr,  # None, or where tokens lie in groups their table, see triton_group_blocks.py
+    blocks_ptr,  # None, or where tokens lie in groups their table, see device/group_blocks.py
     M,
     H,
     stride_gm,
@@ -78,7 +78,7 @@ def _swiglu_backward_kernel(
     dup_ptr,  # [M, H], likewise
     q_ptr,  # the copy is of the [M, 2H] gradient (dgate | dup)
     s_ptr,
-    blocks_ptr,  # None, or where tokens lie in groups their table, see triton_group_blocks.py
+    blocks_ptr,  # None, or where tokens lie in groups their table, see device/group_blocks.py
     M,
     H,
     stride_dm,

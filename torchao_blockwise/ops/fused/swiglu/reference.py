@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.ops.swiglu_quantize import exponential
+from torchao_blockwise.ops.fused.swiglu import exponential
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:

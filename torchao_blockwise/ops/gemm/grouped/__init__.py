@@ -19,10 +19,10 @@ import torch
 
 from torchao_blockwise.formats import Groups, Operand
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_gluon, why_no_kernels
-from torchao_blockwise.ops.group_tables.layout import check_groups
-from torchao_blockwise.ops.grouped_matmul import reference
-from torchao_blockwise.ops.groups import as_groups
-from torchao_blockwise.ops.matmul import KERNEL_PAIRS, check_operands, check_sum, count_change
+from torchao_blockwise.ops.gemm.grouped import reference
+from torchao_blockwise.ops.gemm.plain import KERNEL_PAIRS, check_operands, check_sum, count_change
+from torchao_blockwise.ops.groups.ends import as_groups
+from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import Changed, define_op
 
 _ALONG = ("m", "k")
@@ -126,7 +126,7 @@ def _why_no_gluon(a: Operand, b: Operand, groups: Groups, along: str, out_dtype:
     reason = why_no_gluon(a.qdata.device)
     if reason is not None:
         return reason
-    from torchao_blockwise.ops.grouped_matmul import kernels_gluon
+    from torchao_blockwise.ops.gemm.grouped import kernels_gluon
 
     return kernels_gluon.why_not(a, b, along)
 

@@ -1,4 +1,4 @@
-"""Grouped products of FP8 operands on Hopper: the kernel of `ops/matmul/gluon_pipeline.py`, led by a schedule.
+"""Grouped products of FP8 operands on Hopper: the kernel of `ops/gemm/gluon_pipeline.py`, led by a schedule.
 
     along "m"   a [M, K]   b [E·N, K]   out [M, N]      tiles of rows that begin where groups do
     along "k"   a [N, P]   b [K, P]     out [E·N, K]    tiles of out[g], whose contraction is the tokens of group g
@@ -15,13 +15,13 @@ import torch
 
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Groups, Operand
 from torchao_blockwise.ops.backend import interpreting
-from torchao_blockwise.ops.group_tables.kernels_triton import group_schedule, row_schedule
-from torchao_blockwise.ops.group_tables.layout import count_rows
+from torchao_blockwise.ops.gemm.builds import Build, builds_for, bytes_of_rounds
+from torchao_blockwise.ops.gemm.gluon_pipeline import MAX_CTAS, WARPGROUP, grouped_matmul_fp8_kernel
+from torchao_blockwise.ops.gemm.plain.kernels_gluon import copies_out, in_tiles, multiprocessors, tiles_of
+from torchao_blockwise.ops.gemm.rows import aligned_rows
+from torchao_blockwise.ops.groups.tables.kernels_triton import group_schedule, row_schedule
+from torchao_blockwise.ops.groups.tables.layout import count_rows
 from torchao_blockwise.ops.launch import Launch, ceil_div
-from torchao_blockwise.ops.matmul.builds import Build, builds_for, bytes_of_rounds
-from torchao_blockwise.ops.matmul.gluon_pipeline import MAX_CTAS, WARPGROUP, grouped_matmul_fp8_kernel
-from torchao_blockwise.ops.matmul.kernels_gluon import copies_out, in_tiles, multiprocessors, tiles_of
-from torchao_blockwise.ops.matmul.rows import aligned_rows
 
 _PAIRS = {"m": (FP8_1X128, FP8_128X128), "k": (FP8_1X128, FP8_1X128)}
 

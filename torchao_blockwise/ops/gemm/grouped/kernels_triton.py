@@ -24,9 +24,8 @@ import triton.language as tl
 
 from torchao_blockwise.formats import E2M1, Groups, Operand
 from torchao_blockwise.ops.backend import compute_capability
-from torchao_blockwise.ops.groups import padded_tokens
-from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.matmul.kernels_triton import (
+from torchao_blockwise.ops.device.groups import locate_padded_group, locate_tile_of_groups
+from torchao_blockwise.ops.gemm.plain.kernels_triton import (
     GROUP,
     accumulate_fp8,
     accumulate_nvfp4,
@@ -35,8 +34,9 @@ from torchao_blockwise.ops.matmul.kernels_triton import (
     locate_tile,
     store_output,
 )
-from torchao_blockwise.ops.matmul.rows import aligned_rows
-from torchao_blockwise.ops.triton_groups import locate_padded_group, locate_tile_of_groups
+from torchao_blockwise.ops.gemm.rows import aligned_rows
+from torchao_blockwise.ops.groups.ends import padded_tokens
+from torchao_blockwise.ops.launch import ceil_div, launch
 
 # What a tile must know of its group takes registers, so tiles are smaller here than the plain products' may be:
 # blocks of K that are decoded at once, where sums lie in registers too (below sm_100);

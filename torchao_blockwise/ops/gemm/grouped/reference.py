@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from torchao_blockwise.formats import Groups, Operand
-from torchao_blockwise.ops.groups import clamped_ends, padded_ends
-from torchao_blockwise.ops.matmul import reference
+from torchao_blockwise.ops.gemm.plain import reference
+from torchao_blockwise.ops.groups.ends import clamped_ends, padded_ends
 
 
 def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:

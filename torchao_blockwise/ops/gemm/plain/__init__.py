@@ -21,7 +21,7 @@ from torchao_blockwise.ops.backend import (
     why_no_gluon,
     why_no_kernels,
 )
-from torchao_blockwise.ops.matmul import cublas, reference
+from torchao_blockwise.ops.gemm.plain import cublas, reference
 from torchao_blockwise.ops.op import Changed, define_op
 from torchao_blockwise.ops.operands import check_operand
 from torchao_blockwise.ops.sharding import placements_of
@@ -123,7 +123,7 @@ def _why_no_gluon(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Te
     reason = why_no_gluon(a.qdata.device)
     if reason is not None:
         return reason
-    from torchao_blockwise.ops.matmul import kernels_gluon
+    from torchao_blockwise.ops.gemm.plain import kernels_gluon
 
     return kernels_gluon.why_not(a, b)
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import E2M1, E4M3, BlockFormat, Operand
 from torchao_blockwise.ops.backend import compute_capability
-from torchao_blockwise.ops.matmul.rows import aligned_rows
+from torchao_blockwise.ops.gemm.rows import aligned_rows
 
 _SWIZZLE_ROWS, _SWIZZLE_COLUMNS = 128, 4
 _ALIGNMENT_BYTES = 16

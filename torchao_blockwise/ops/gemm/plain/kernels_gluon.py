@@ -12,10 +12,10 @@ from triton.experimental.gluon import language as gl
 
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Operand
 from torchao_blockwise.ops.backend import interpreting
+from torchao_blockwise.ops.gemm.builds import WAVE_ROWS, Build, choose_build
+from torchao_blockwise.ops.gemm.gluon_pipeline import MAX_CTAS, WARPGROUP, matmul_fp8_kernel
+from torchao_blockwise.ops.gemm.rows import aligned_rows
 from torchao_blockwise.ops.launch import Launch, Tile, ceil_div
-from torchao_blockwise.ops.matmul.builds import WAVE_ROWS, Build, choose_build
-from torchao_blockwise.ops.matmul.gluon_pipeline import MAX_CTAS, WARPGROUP, matmul_fp8_kernel
-from torchao_blockwise.ops.matmul.rows import aligned_rows
 from torchao_blockwise.ops.padding import ROW_BYTES
 
 # Bytes of the widest swizzle, which is also a block of K.

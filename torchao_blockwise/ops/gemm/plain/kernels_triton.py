@@ -28,9 +28,9 @@ import triton.language as tl
 
 from torchao_blockwise.formats import E2M1, BlockFormat, Operand
 from torchao_blockwise.ops.backend import compute_capability, interpreting
+from torchao_blockwise.ops.device.elements import decode_e2m1, decode_e4m3, from_f32
+from torchao_blockwise.ops.gemm.rows import aligned_rows
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.matmul.rows import aligned_rows
-from torchao_blockwise.ops.triton_elements import decode_e2m1, decode_e4m3, from_f32
 
 
 class Config(NamedTuple):

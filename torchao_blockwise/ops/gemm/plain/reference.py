@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import Operand
-from torchao_blockwise.ops.quantize.reference import expand_blocks
+from torchao_blockwise.ops.quantization.reference import expand_blocks
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:

@@ -15,8 +15,8 @@ import torch
 
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
+from torchao_blockwise.ops.groups.permutation import reference
 from torchao_blockwise.ops.op import define_op, without_grad
-from torchao_blockwise.ops.permute import reference
 
 _ID_DTYPES = (torch.int32, torch.int64)
 _INT32_MAX = torch.iinfo(torch.int32).max
@@ -149,7 +149,7 @@ _KERNELS = f"{__name__}.kernels_triton"
 
 
 def _permute(x, expert_ids, experts):
-    from torchao_blockwise.ops.permute import kernels_triton as kernels
+    from torchao_blockwise.ops.groups.permutation import kernels_triton as kernels
 
     if experts <= kernels.MAX_EXPERTS and expert_ids.numel() <= kernels.MAX_ASSIGNMENTS:
         return kernels.permute(x, expert_ids, experts)

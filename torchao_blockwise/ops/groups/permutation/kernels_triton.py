@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from torchao_blockwise.ops.device.elements import from_f32, to_f32
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.triton_elements import from_f32, to_f32
 
 # Elements of a strip: 16 bytes a thread in 16 bits.
 _STRIP, _WARPS = 1024, 4

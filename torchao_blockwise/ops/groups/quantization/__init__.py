@@ -6,12 +6,12 @@ import torch
 
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, CastOptions, Copies, Groups, get_format
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
-from torchao_blockwise.ops.group_tables.layout import check_groups
-from torchao_blockwise.ops.grouped_quantize import reference
-from torchao_blockwise.ops.groups import as_groups, check_group_ends, check_row_blocks
+from torchao_blockwise.ops.groups.ends import as_groups, check_group_ends, check_row_blocks
+from torchao_blockwise.ops.groups.quantization import reference
+from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import copies_of, define_op, without_grad
 from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies, why_no_tiles
-from torchao_blockwise.ops.quantize import amax_of, global_scale_op, quantize, why_no_quantizers
+from torchao_blockwise.ops.quantization import amax_of, global_scale_op, quantize, why_no_quantizers
 
 
 def grouped_quantize(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import CastOptions, Copies, Groups
-from torchao_blockwise.ops.group_tables.kernels_triton import block_table
-from torchao_blockwise.ops.groups import padded_tokens
-from torchao_blockwise.ops.quantize.kernels_triton import copies_of_blocks
+from torchao_blockwise.ops.groups.ends import padded_tokens
+from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
+from torchao_blockwise.ops.quantization.kernels_triton import copies_of_blocks
 
 
 def quantize(x: torch.Tensor, groups: Groups, amax_bits: torch.Tensor | None, options: CastOptions) -> Copies:

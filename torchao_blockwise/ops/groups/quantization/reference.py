@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import CastOptions, Copies
-from torchao_blockwise.ops.groups import clamped_ends, padded_rows
-from torchao_blockwise.ops.quantize import reference
+from torchao_blockwise.ops.groups.ends import clamped_ends, padded_rows
+from torchao_blockwise.ops.quantization import reference
 
 
 def in_groups(x: torch.Tensor, group_ends: torch.Tensor) -> torch.Tensor:

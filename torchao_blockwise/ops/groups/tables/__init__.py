@@ -19,7 +19,7 @@ many entries follow. There a group's first tile begins up to 3 tokens before the
 tokens' scales, f32, from multiples of 16 bytes on only (others are an illegal instruction on an H200). The tokens of no
 group are one group behind the last, -1.
 
-Blocks (ops/triton_group_blocks.py) lead what quantizes: each group starts one.
+Blocks (ops/device/group_blocks.py) lead what quantizes: each group starts one.
 
 Without tables, each producer and consumer of a product would read all ends and sum them up for each tile. All depend on
 the ends and on the number of tokens alone, so layers make them once. Ends that decrease or lie outside the tokens are
@@ -32,9 +32,9 @@ import torch
 
 from torchao_blockwise.formats import BlockFormat, Groups, get_format
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
-from torchao_blockwise.ops.group_tables import reference
-from torchao_blockwise.ops.group_tables.layout import FIELDS, layout_of
-from torchao_blockwise.ops.groups import check_group_ends, check_row_blocks
+from torchao_blockwise.ops.groups.ends import check_group_ends, check_row_blocks
+from torchao_blockwise.ops.groups.tables import reference
+from torchao_blockwise.ops.groups.tables.layout import FIELDS, layout_of
 from torchao_blockwise.ops.op import define_op
 
 

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import BlockFormat, Groups
-from torchao_blockwise.ops.group_tables.layout import FIELDS, HEIGHTS, layout_of
-from torchao_blockwise.ops.groups import padded_tokens
+from torchao_blockwise.ops.device.groups import load_ends
+from torchao_blockwise.ops.gemm.builds import TOKEN_ALIGNMENT
+from torchao_blockwise.ops.groups.ends import padded_tokens
+from torchao_blockwise.ops.groups.tables.layout import FIELDS, HEIGHTS, layout_of
 from torchao_blockwise.ops.launch import launch
-from torchao_blockwise.ops.matmul.builds import TOKEN_ALIGNMENT
-from torchao_blockwise.ops.triton_groups import load_ends
 
 _FIELDS = tl.constexpr(FIELDS)
 _ALIGNMENT = tl.constexpr(TOKEN_ALIGNMENT)

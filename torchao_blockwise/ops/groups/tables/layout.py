@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from torchao_blockwise.formats import Groups
-from torchao_blockwise.ops.groups import check_group_ends, padded_tokens, smaller
-from torchao_blockwise.ops.matmul.builds import BUILDS, SCHEDULE_FIELDS, TOKEN_ALIGNMENT
+from torchao_blockwise.ops.gemm.builds import BUILDS, SCHEDULE_FIELDS, TOKEN_ALIGNMENT
+from torchao_blockwise.ops.groups.ends import check_group_ends, padded_tokens, smaller
 
 # Of every entry of every table: 16 bytes, so that each table begins on a multiple of them.
 FIELDS = SCHEDULE_FIELDS

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops.group_tables.layout import FIELDS, HEIGHTS, layout_of
-from torchao_blockwise.ops.groups import clamped_ends, starts_of
-from torchao_blockwise.ops.matmul.builds import TOKEN_ALIGNMENT
+from torchao_blockwise.ops.gemm.builds import TOKEN_ALIGNMENT
+from torchao_blockwise.ops.groups.ends import clamped_ends, starts_of
+from torchao_blockwise.ops.groups.tables.layout import FIELDS, HEIGHTS, layout_of
 
 
 def group_tables(group_ends: torch.Tensor, tokens: int, fmt: BlockFormat) -> torch.Tensor:

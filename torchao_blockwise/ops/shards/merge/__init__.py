@@ -9,9 +9,9 @@ import torch
 
 from torchao_blockwise.formats import BlockFormat, get_format
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
-from torchao_blockwise.ops.flat_shards import check_devices, described, flat_bytes, shard_entries
-from torchao_blockwise.ops.merge_shards import reference
 from torchao_blockwise.ops.op import ChangedList, define_op
+from torchao_blockwise.ops.shards.flat import check_devices, described, flat_bytes, shard_entries
+from torchao_blockwise.ops.shards.merge import reference
 
 
 def merge_shards_(
@@ -73,7 +73,7 @@ def _by_reference(targets, shards, starts, lengths, pieces, columns, fmt: BlockF
 
 
 def _by_kernels(targets, shards, starts, lengths, pieces, columns, fmt: BlockFormat) -> None:
-    from torchao_blockwise.ops.merge_shards import kernels_triton
+    from torchao_blockwise.ops.shards.merge import kernels_triton
 
     of_targets = _of_targets(shards, starts, lengths, pieces)
     kernels_triton.merge_shards_(flat_bytes(targets), of_targets, columns, fmt)

@@ -1,12 +1,12 @@
-"""The merge of gathered shards in Triton: a launch writes those of many payloads; see `triton_tables.py` for how."""
+"""The merge of gathered shards in Triton: a launch writes those of many payloads; see `device/tables.py` for how."""
 
 import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops.flat_shards import shard_entries
+from torchao_blockwise.ops.device.tables import find_row, load_pointer, make_table
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.triton_tables import find_row, load_pointer, make_table
+from torchao_blockwise.ops.shards.flat import shard_entries
 
 _CHUNK, _CHUNK_WARPS = 1024, 4  # bytes of a program
 _FIELDS = tl.constexpr(7)

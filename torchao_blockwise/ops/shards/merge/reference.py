@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops.partial_cast.reference import places_of, write_codes_
+from torchao_blockwise.ops.shards.partial_cast.reference import places_of, write_codes_
 
 
 def merge_shards_(target: torch.Tensor, shards, starts, lengths, columns: int, fmt: BlockFormat) -> None:

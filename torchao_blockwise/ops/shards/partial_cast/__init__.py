@@ -16,7 +16,8 @@ import torch
 
 from torchao_blockwise.formats import BlockFormat, get_format
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
-from torchao_blockwise.ops.flat_shards import (
+from torchao_blockwise.ops.op import Changed, ChangedList, define_op
+from torchao_blockwise.ops.shards.flat import (
     CODES,
     ENTRIES,
     WHOLE,
@@ -33,8 +34,7 @@ from torchao_blockwise.ops.flat_shards import (
     shapes_of,
     target_size,
 )
-from torchao_blockwise.ops.op import Changed, ChangedList, define_op
-from torchao_blockwise.ops.partial_cast import reference
+from torchao_blockwise.ops.shards.partial_cast import reference
 
 
 def partial_block_amax(

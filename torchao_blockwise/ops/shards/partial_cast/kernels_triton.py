@@ -1,4 +1,4 @@
-"""The partial cast in Triton: a launch works on the shards of many tensors; see `triton_tables.py` for how.
+"""The partial cast in Triton: a launch works on the shards of many tensors; see `device/tables.py` for how.
 
 A program takes a tile of a tensor [.., h, w] that a shard touches. Of its elements it reads, or writes, those that lie
 in the shard:
@@ -18,11 +18,9 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import E4M3, BlockFormat
-from torchao_blockwise.ops.flat_shards import entries_of, flat_bytes, shapes_of
-from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.triton_elements import encode_e2m1, encode_e4m3, from_f32, magnitude_bits, to_f32
-from torchao_blockwise.ops.triton_scales import fp8_scales, nvfp4_scales
-from torchao_blockwise.ops.triton_tables import (
+from torchao_blockwise.ops.device.elements import encode_e2m1, encode_e4m3, from_f32, magnitude_bits, to_f32
+from torchao_blockwise.ops.device.scales import fp8_scales, nvfp4_scales
+from torchao_blockwise.ops.device.tables import (
     ALIGNMENT,
     find_row,
     grouped,
@@ -30,6 +28,8 @@ from torchao_blockwise.ops.triton_tables import (
     load_size,
     make_table,
 )
+from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.shards.flat import entries_of, flat_bytes, shapes_of
 
 # (tile rows, tile columns, warps) by element, and where elements move one by one and each has an address. A tile lies
 # in one block, or holds whole ones.

@@ -7,7 +7,7 @@ import math
 import torch
 
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops.quantize.reference import block_amax, expand_blocks
+from torchao_blockwise.ops.quantization.reference import block_amax, expand_blocks
 
 
 def partial_block_amax_(

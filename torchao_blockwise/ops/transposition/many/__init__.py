@@ -9,7 +9,7 @@ import torch
 from torchao_blockwise.formats import BlockFormat, Operand, get_format
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
 from torchao_blockwise.ops.op import define_op
-from torchao_blockwise.ops.transpose import check_transposable, reference
+from torchao_blockwise.ops.transposition import check_transposable, reference
 
 
 def transpose_many(

@@ -1,4 +1,4 @@
-"""Exact transposes of many payloads and scale grids in Triton, a launch each; see `triton_tables.py` for how.
+"""Exact transposes of many payloads and scale grids in Triton, a launch each; see `device/tables.py` for how.
 
 The tiles are those of a single transpose: elements as they are, or bytes of two 4-bit codes, two rows at a time.
 Payloads whose addresses and sizes allow it move 16 bytes at a time; they take a launch of their own.
@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.device.tables import ALIGNMENT, find_row, grouped, load_pointer, load_size, make_table
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.transpose.kernels_triton import _entries, _exchange
-from torchao_blockwise.ops.triton_tables import ALIGNMENT, find_row, grouped, load_pointer, load_size, make_table
+from torchao_blockwise.ops.transposition.kernels_triton import _entries, _exchange
 
 # (tile, warps) of elements: where rows start on 16 bytes, where they do not, and of scales, of which there are few.
 _TILES = {True: (128, 16), False: (64, 8)}

@@ -1,0 +1,1 @@
+"""Products of two quantized operands: `plain`, and `grouped` by expert. On Hopper one Gluon pipeline computes both."""
