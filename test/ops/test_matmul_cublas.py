@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops.gemm.plain import cublas
 from torchao_blockwise.testing import random_tensor, relative_error, shape_id
 
@@ -63,6 +64,10 @@ def test_square_block_scales_are_repeated_for_each_row(rows):
 # --- what it admits ---------------------------------------------------------------------------------------------------
 
 FP8_PAIR, NVFP4_PAIR = (FP8_1X128, FP8_128X128), (NVFP4_1X16, NVFP4_16X16)
+# Formats of e4m3 that cuBLASLt knows nothing of: the element is not what it goes by.
+FP8_1X64 = dataclasses.replace(FP8_1X128, name="fp8_1x64", block=(1, 64))
+FP8_64X128 = dataclasses.replace(FP8_128X128, name="fp8_64x128", block=(64, 128))
+KNOWN = "fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16"
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 
 
@@ -71,6 +76,8 @@ def why_not(monkeypatch, product, pair=FP8_PAIR, capability=HOPPER, cuda="12.9",
     m, n, k = product
     monkeypatch.setattr(cublas, "compute_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
+    for fmt in pair:
+        monkeypatch.setitem(FORMATS, fmt.name, fmt)
     payloads = (SimpleNamespace(shape=shape, device=torch.device("cuda:0")) for shape in ((m, k), (n, k)))
     a, b = (Operand(qdata, None, None, fmt.name) for qdata, fmt in zip(payloads, pair))
     return cublas.why_not(a, b, out_dtype, None)
@@ -93,6 +100,8 @@ REFUSED = {
     "block scaling needs CUDA 12.9 or newer, got 12.8": {"cuda": "12.8"},
     "block scaling needs CUDA 12.9 or newer, got None": {"cuda": None},
     "the first operand must have one-row blocks, got fp8_128x128": {"pair": (FP8_128X128, FP8_1X128)},
+    f"it scales blocks of {KNOWN}, got fp8_1x64 · fp8_1x64": {"pair": (FP8_1X64, FP8_1X64)},
+    f"it scales blocks of {KNOWN}, got fp8_1x128 · fp8_64x128": {"pair": (FP8_1X128, FP8_64X128)},
     "out_dtype must be bfloat16 or float32, got torch.float16": {"out_dtype": torch.float16},
     "it has no empty products, got M=0, N=16, K=16": {"product": (0, 16, 16)},
     "N and the bytes of packed K must be multiples of 16, got N=16, K=24": {

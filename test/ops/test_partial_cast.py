@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import warnings
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from shard_cases import (
 )
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
+from torchao_blockwise.formats import FORMATS, FP8_128X128, NVFP4_16X16, Scales
 from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, WHOLE, block_count
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, with_special_values
 
@@ -287,3 +289,28 @@ def test_captured_in_a_cuda_graph_without_syncs(fmt):
     refusal = pytest.raises(RuntimeError, match="make the same call once before the capture")
     with refusal, torch.cuda.graph(torch.cuda.CUDAGraph()):
         cast(master.clone())
+
+
+# --- formats that kernels do not know ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", ((32, 32), (1, 32)), ids=str)
+def test_kernels_leave_formats_that_they_do_not_know_to_the_reference(block, device, monkeypatch):
+    """The kernels hold the scale rules of FP8 and NVFP4: under others their scales would be wrong."""
+
+    def halved(*args):
+        encode, scale, _ = FP8_128X128.compute_scales(*args)
+        return Scales(encode / 2, scale * 2, None)
+
+    fmt = dataclasses.replace(FP8_128X128, name="halved", block=block, compute_scales=halved)
+    monkeypatch.setitem(FORMATS, fmt.name, fmt)
+    w = random_tensor(65, 150, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on a GPU AUTO says that it falls short of Triton
+        check_split(w, cut(w, (1001, 3000)), fmt, torch.float32, None)
+    for step in (
+        lambda: ops.partial_block_amax([w.flatten()], [0], [w.shape], fmt, dtype=w.dtype, backend="triton"),
+        lambda: check_split(w, cut(w, (1001,)), fmt, torch.float32, "triton"),
+    ):
+        with pytest.raises(ValueError, match="backend triton cannot run: halved has no kernel"):
+            step()

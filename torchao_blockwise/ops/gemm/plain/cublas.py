@@ -19,10 +19,20 @@ import torch
 import torch.nn.functional as F
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import E2M1, E4M3, BlockFormat, Operand
+from torchao_blockwise.formats import (
+    E2M1,
+    E4M3,
+    FP8_1X128,
+    FP8_128X128,
+    NVFP4_1X16,
+    NVFP4_16X16,
+    BlockFormat,
+    Operand,
+)
 from torchao_blockwise.ops.backend import compute_capability
 from torchao_blockwise.ops.gemm.rows import aligned_rows
 
+_FORMATS = (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)
 _SWIZZLE_ROWS, _SWIZZLE_COLUMNS = 128, 4
 _ALIGNMENT_BYTES = 16
 # Rows of one-row scales lie 16 bytes apart.
@@ -37,7 +47,7 @@ def expected(capability: tuple[int, int], fmt: BlockFormat) -> bool:
 def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
     """Why cuBLASLt cannot compute this product, or None if it can."""
     device, a_fmt = a.qdata.device, a.format
-    why = _why_never(device.type, compute_capability(device), torch.version.cuda, a_fmt, out_dtype)
+    why = _why_never(device.type, compute_capability(device), torch.version.cuda, a_fmt, b.format, out_dtype)
     if why is not None:
         return why
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
@@ -51,7 +61,12 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor |
 
 @functools.cache
 def _why_never(
-    device: str, capability: tuple[int, int], version: str | None, a_fmt: BlockFormat, out_dtype: torch.dtype
+    device: str,
+    capability: tuple[int, int],
+    version: str | None,
+    a_fmt: BlockFormat,
+    b_fmt: BlockFormat,
+    out_dtype: torch.dtype,
 ) -> str | None:
     """Why it can compute no product of these, whatever its shape; worked out once, not in every product (3 µs)."""
     if device != "cuda":
@@ -67,6 +82,8 @@ def _why_never(
         return why_not_asked
     if a_fmt.block[0] != 1:
         return f"the first operand must have one-row blocks, got {a_fmt.name}"
+    if a_fmt not in _FORMATS or b_fmt not in _FORMATS:
+        return f"it scales blocks of {', '.join(fmt.name for fmt in _FORMATS)}, got {a_fmt.name} · {b_fmt.name}"
     if out_dtype not in (torch.bfloat16, torch.float32):
         return f"out_dtype must be bfloat16 or float32, got {out_dtype}"
     return None

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchao_blockwise.formats import BlockFormat, get_format
+from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16, BlockFormat, get_format
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
 from torchao_blockwise.ops.op import Changed, ChangedList, define_op
 from torchao_blockwise.ops.shards.flat import (
@@ -35,6 +35,8 @@ from torchao_blockwise.ops.shards.flat import (
     target_size,
 )
 from torchao_blockwise.ops.shards.partial_cast import reference
+
+_KERNEL_FORMATS = (FP8_128X128, NVFP4_16X16)
 
 
 def partial_block_amax(
@@ -197,8 +199,14 @@ def _cast_by_reference(targets, shards, starts, shapes, encode, first_blocks, dt
         reference.partial_cast_(target, shard, start, shape, blocks, dtype, fmt, entry, packed)
 
 
+def _why_no_kernels(x, *args) -> str | None:
+    fmt = next(arg for arg in args if isinstance(arg, BlockFormat))
+    return why_no_kernels(x) if fmt in _KERNEL_FORMATS else f"{fmt.name} has no kernel"
+
+
 def _why_no_casts(targets, shards, starts, shapes, encode, first_blocks, dtype, into, fmt) -> str | None:
-    return why_no_encoders(encode) if fmt.element.per_byte == 1 else why_no_kernels(encode)
+    reason = why_no_encoders(encode) if fmt.element.per_byte == 1 else None
+    return reason or _why_no_kernels(encode, fmt)
 
 
 _KERNELS = f"{__name__}.kernels_triton"
@@ -206,7 +214,7 @@ _KERNELS = f"{__name__}.kernels_triton"
 
 @define_op(
     (
-        Implementation(Backend.TRITON, f"{_KERNELS}:partial_block_amax_", why_no_kernels),
+        Implementation(Backend.TRITON, f"{_KERNELS}:partial_block_amax_", _why_no_kernels),
         Implementation(Backend.REFERENCE, _amax_by_reference),
     )
 )
@@ -225,7 +233,7 @@ def partial_block_amax_op(
 
 @define_op(
     (
-        Implementation(Backend.TRITON, f"{_KERNELS}:block_scales_", why_no_kernels),
+        Implementation(Backend.TRITON, f"{_KERNELS}:block_scales_", _why_no_kernels),
         Implementation(Backend.REFERENCE, _scales_by_reference),
     )
 )
