@@ -68,6 +68,29 @@ def test_what_an_operation_puts_first_is_asked_first():
         assert pick("auto", {**reasons, Backend.TRITON: "old"}, first=lambda x: Backend.TRITON) is Backend.CUBLAS
 
 
+def test_of_several_rows_of_a_backend_the_first_that_can_is_taken():
+    refuses = {"first": None, "second": None}
+    table = [Implementation(Backend.TRITON, name, lambda x, name=name: refuses[name]) for name in refuses]
+    table.append(Implementation(Backend.REFERENCE, "third"))
+
+    def chosen(backend):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return choose("op", table, get_backend(backend), (torch.empty(0),), expected=lambda x: Backend.TRITON).run
+
+    assert (chosen("triton"), chosen("auto")) == ("first", "first")
+    refuses["first"] = "another format"
+    # AUTO does not fall short of Triton: it is Triton that computes.
+    assert (chosen("triton"), chosen("auto")) == ("second", "second")
+    refuses["second"] = "another shape"
+    with pytest.raises(ValueError, match=r"^op: backend triton cannot run: another shape; choose another, or auto$"):
+        chosen("triton")
+    with pytest.raises(
+        ValueError, match=r"^op: backend gluon has no implementation; choose one of triton, reference, or"
+    ):
+        chosen("gluon")
+
+
 @pytest.mark.parametrize("backend", (Backend.TRITON, Backend.REFERENCE), ids=str)
 def test_a_named_backend_is_taken_even_if_a_faster_one_can_run(backend):
     assert pick(backend, dict.fromkeys((Backend.CUBLAS, Backend.TRITON, Backend.REFERENCE))) is backend

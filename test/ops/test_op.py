@@ -292,10 +292,10 @@ def test_copies_are_put_together(rowwise, columnwise, global_scale):
 
 def test_the_backend_chooses_the_row(define):
     ran, refuse = [], {"triton": "it is told not to"}
-    table = tuple(
+    table = [
         Implementation(backend, lambda x, b=backend: ran.append(b), lambda x, b=backend: refuse.get(b.value))
         for backend in (Backend.TRITON, Backend.REFERENCE)
-    )
+    ]
     op = define({"x": torch.Tensor, "backend": Backend}, table=table)
     assert op.table is table
     op(X, Backend.REFERENCE)

@@ -29,6 +29,11 @@ class Backend(str, Enum):
     CUBLAS = "cublas"
     GLUON = "gluon"
 
+    @classmethod
+    def _missing_(cls, value):
+        """Those of `register_backend`: pickles and copies look a member up by its value."""
+        return _BY_NAME.get(value)
+
     # Reads as its value in messages on every Python version.
     __str__ = str.__str__
     # An enum's own goes through Python, 0.4 µs of every operation.
@@ -37,6 +42,16 @@ class Backend(str, Enum):
 
 # Looking an enum's member up by value takes 0.5 µs, and every operation asks several times.
 _BY_NAME = {backend.value: backend for backend in Backend}
+
+
+def register_backend(name: str) -> Backend:
+    """A backend that the package does not have, for rows that a program adds to tables; raises ValueError if taken."""
+    if name in _BY_NAME:
+        raise ValueError(f"register_backend: {name} is registered already; choose another name")
+    backend = str.__new__(Backend, name)
+    backend._name_, backend._value_ = name.upper(), name
+    _BY_NAME[name] = backend
+    return backend
 
 
 def get_backend(backend: Backend | str | None) -> Backend:
@@ -53,7 +68,7 @@ def get_backend(backend: Backend | str | None) -> Backend:
 def casting_backend(backend: Backend | str | None) -> Backend:
     """The backend that quantises and transposes beside products on `backend`: most libraries only multiply."""
     backend = get_backend(backend)
-    return Backend.AUTO if backend in (Backend.CUBLAS, Backend.GLUON) else backend
+    return backend if backend in (Backend.TRITON, Backend.REFERENCE) else Backend.AUTO
 
 
 def interpreting() -> bool:
@@ -133,7 +148,7 @@ def choose(
     first: Choice | None = None,
     expected: Choice | None = None,
 ) -> Implementation:
-    """The row of an operation's table that computes these arguments.
+    """The row of an operation's table that computes these arguments. A backend may have several rows.
 
     AUTO takes the first row that can, and before all others that of the backend `first(*args)`, if it is not None.
     Falling short of `expected(*args)`, by default Triton on a GPU, warns with the reason, once for an operation: later
@@ -141,13 +156,14 @@ def choose(
     Raises ValueError where a named backend cannot run.
     """
     if backend is not Backend.AUTO:
-        named = next((row for row in table if row.backend is backend), None)
-        if named is None:
-            have = ", ".join(row.backend.value for row in table)
+        named = [row for row in table if row.backend is backend]
+        if not named:
+            have = ", ".join(dict.fromkeys(row.backend.value for row in table))
             raise ValueError(f"{op}: backend {backend} has no implementation; choose one of {have}, or auto")
-        if (reason := named.reason(args)) is not None:
-            raise ValueError(f"{op}: backend {backend} cannot run: {reason}; choose another, or auto")
-        return named
+        for row in named:
+            if (reason := row.reason(args)) is None:
+                return row
+        raise ValueError(f"{op}: backend {backend} cannot run: {reason}; choose another, or auto")
     preferred = None if first is None else first(*args)
     rows = table if preferred is None else sorted(table, key=lambda row: row.backend is not preferred)
     wanted = preferred or (_kernels_on_gpus(*args) if expected is None else expected(*args))
@@ -159,7 +175,7 @@ def choose(
             unmet = reason
     else:
         raise ValueError(f"{op}: no backend can run: " + "; ".join(f"{r.backend}: {r.reason(args)}" for r in rows))
-    if unmet is not None and (op, row.backend, wanted) not in _warned:
+    if unmet is not None and row.backend is not wanted and (op, row.backend, wanted) not in _warned:
         _warned.add((op, row.backend, wanted))
         warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {unmet}", stacklevel=2)
     return row

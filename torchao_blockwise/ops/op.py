@@ -118,7 +118,8 @@ def define_op(
     its overload through PyTorch's dispatcher where anything can see that it does: compilers, modes, profilers, tensor
     subclasses, meta tensors, autograd. Plain tensors that nothing watches go straight to the table, which saves 6 µs.
 
-    table: who computes it, best first for AUTO; below autograd, so that no operation is differentiable.
+    table: who computes it, best first for AUTO; below autograd, so that no operation is differentiable. It stays
+        `<name>_op.table`, a list that rows can be added to; operations that are given one list share it.
     first, expected: (the arguments but for `backend`) -> a backend, or None; see `choose`.
     check: (the same) raises for what can be seen only where there are values; fakes have none, and are checked too.
     sharding: DTensor rule, as `torch.distributed.tensor.experimental.register_sharding` takes it, of whole values:
@@ -130,6 +131,7 @@ def define_op(
 
     def define(fake: Callable) -> Callable:
         name, kinds, result, schema = _read(fake)
+        rows = table if isinstance(table, list) else list(table)
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         takes_backend = "backend" in inspect.signature(fake).parameters
 
@@ -143,7 +145,7 @@ def define_op(
                 *args, backend = args
             if check is not None:
                 check(*args)
-            return result(choose(said or name, table, backend, args, first, expected).function(*args))
+            return result(choose(said or name, rows, backend, args, first, expected).function(*args))
 
         def run(*parts):
             return compute(whole(parts))
@@ -171,7 +173,7 @@ def define_op(
             return overload(*[part for kind, value in zip(kinds, args, strict=True) for part in kind.apart(value)])
 
         call.overload = overload  # type: ignore[attr-defined]  # for what must have the operation itself
-        call.table = table  # type: ignore[attr-defined]
+        call.table = rows  # type: ignore[attr-defined]
         return call
 
     return define

@@ -132,13 +132,13 @@ def _sharding(x, amax_bits, options: CastOptions, backend: Backend):
     return rules
 
 
-_TABLE = (
+_TABLE = [
     Implementation(
         Backend.GLUON, f"{__name__}.kernels_gluon:quantize", lambda x, amax_bits, options: why_no_tiles(options, x)
     ),
     Implementation(Backend.TRITON, f"{__name__}.kernels_triton:quantize", why_no_quantizers),
     Implementation(Backend.REFERENCE, _by_reference),
-)
+]
 
 
 @define_op(_TABLE, sharding=_sharding)

@@ -191,8 +191,11 @@ def matmul_op(
     return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
 
 
-def _adding(row: Implementation) -> Implementation:
-    """What adds a product to `out`: by a kernel of its own where the backend's product is one, else afterwards."""
+def adding(row: Implementation) -> Implementation:
+    """The row of `add_matmul_op` for one of `matmul_op`.
+
+    A product in "module:matmul" is added by "module:add_matmul", in one pass; any other one is made, then added.
+    """
 
     def add(out, a, b):
         out.add_(row.function(a, b, torch.float32, None))
@@ -204,6 +207,6 @@ def _adding(row: Implementation) -> Implementation:
     return Implementation(row.backend, run, why_not)
 
 
-@define_op(tuple(map(_adding, _TABLE)), first=lambda out, *ab: _first(*ab), expected=lambda out, *ab: _expected(*ab))
+@define_op(tuple(map(adding, _TABLE)), first=lambda out, *ab: _first(*ab), expected=lambda out, *ab: _expected(*ab))
 def add_matmul_op(out: Changed, a: Operand, b: Operand, backend: Backend) -> None:
     """Writes in place."""
