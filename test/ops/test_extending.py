@@ -1,0 +1,325 @@
+"""docs/extending.md: its files and examples are run, and what they compute is compared with the format's definition."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import io
+import math
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8TrainingConfig, ops
+from torchao_blockwise.formats import FORMATS, FP8_128X128, CastOptions, Operand
+from torchao_blockwise.ops import backend as backend_module
+from torchao_blockwise.ops.backend import Backend, get_backend, why_no_encoders
+from torchao_blockwise.ops.gemm.plain import add_matmul_op, matmul_op
+from torchao_blockwise.ops.quantization import quantize_both_op, quantize_op
+from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+FILES, EXAMPLES, OUTPUTS = (
+    dict(re.findall(rf"<!-- {marker}: ([\w.]+) -->\n```\w*\n(.*?)\n?```", PAGE, flags=re.DOTALL))
+    for marker in ("file", "code", "printed")
+)
+BLOCK = 32
+SHAPES = ((0, 64), (64, 0), (1, 1), (1, 32), (3, 31), (5, 33), (9, 300))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """The page's files can be imported; formats, backends and tables are afterwards as they were."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = dict(FORMATS)
+    tables = [(op.table, list(op.table)) for op in (quantize_op, matmul_op, add_matmul_op)]
+    monkeypatch.setattr(backend_module, "_BY_NAME", dict(backend_module._BY_NAME))
+    monkeypatch.setattr(backend_module, "_warned", set())
+    backend_module._module.cache_clear()
+    yield importlib.import_module
+    for table, rows in tables:
+        table[:] = rows
+    FORMATS.clear()
+    FORMATS.update(before)
+    for name in FILES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+    backend_module._module.cache_clear()
+
+
+def run(example: str) -> str:
+    """What an example of the page prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(EXAMPLES[example], "docs/extending.md", "exec"), {"__name__": example})
+    return printed.getvalue().strip()
+
+
+@pytest.fixture
+def mxfp8(page):
+    return page("mxfp8").MXFP8
+
+
+def test_the_page_shows_a_format_a_kernel_and_a_backend():
+    assert list(FILES) == ["mxfp8.py", "mxfp8_kernel.py", "decoding_backend.py"]
+    assert list(EXAMPLES) == ["format", "kernel", "backend"]
+
+
+# --- the definition ---------------------------------------------------------------------------------------------------
+
+# e4m3 magnitudes by code, 0 to 448: a sign, 4 bits of exponent with bias 7, 3 of mantissa; exponent 0 is subnormal.
+E4M3 = [(code % 8) / 512 if code < 8 else (1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) for code in range(127)]
+E4M3_NAN, E8M0_NAN = 0x7F, 255
+
+
+def e4m3_code(v: float) -> int:
+    """The nearest e4m3 of a double, ties to the even code, saturating."""
+    if math.isnan(v):
+        return E4M3_NAN
+    code = min(range(127), key=lambda c: (abs(E4M3[c] - abs(v)), c % 2))
+    return code | (0x80 if math.copysign(1, v) < 0 else 0)
+
+
+def mx_block(values: list[float]) -> tuple[list[int], int]:
+    """(e4m3 codes, e8m0 code) of one block, in doubles: scale = 2^(⌊log2 amax⌋ - 8), from 2^-127 on."""
+    if not all(map(math.isfinite, values)):
+        return [E4M3_NAN] * len(values), E8M0_NAN
+    amax = max(map(abs, values))
+    exponent = -127 if amax == 0 else max(math.frexp(amax)[1] - 1 - 8, -127)
+    return [e4m3_code(v / 2.0**exponent) for v in values], exponent + 127
+
+
+def by_definition(x: torch.Tensor) -> Operand:
+    """`x` [M, K] in MXFP8, block by block."""
+    qdata = torch.zeros(x.shape, dtype=torch.uint8)
+    scale = torch.zeros(x.shape[0], -(-x.shape[1] // BLOCK), dtype=torch.uint8)
+    for row, values in enumerate(x.double().cpu().tolist()):
+        for block in range(scale.shape[1]):
+            start = block * BLOCK
+            codes, scale[row, block] = mx_block(values[start : start + BLOCK])
+            qdata[row, start : start + len(codes)] = torch.tensor(codes, dtype=torch.uint8)
+    return Operand(qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), None, "mxfp8_1x32")
+
+
+def hard(*shape: int, dtype=torch.float32, device="cpu") -> torch.Tensor:
+    """Values of many sizes; where there is room a block each of zeros, subnormals, the largest, Inf, NaN and ties."""
+    x = random_tensor(*shape, dtype=dtype)
+    if shape[1] >= 7 * BLOCK:
+        ties = (torch.tensor(E4M3[8 : BLOCK + 8]) + torch.tensor(E4M3[9 : BLOCK + 9])) / 2
+        tiny = 1e-40 if dtype is torch.float32 else torch.finfo(dtype).smallest_normal / 4
+        for block, value in enumerate((0.0, tiny, torch.finfo(dtype).max, -0.0, ties)):
+            x[0, block * BLOCK : (block + 1) * BLOCK] = value
+        x[1, 3], x[1, BLOCK + 3] = float("inf"), float("nan")
+    return x.to(device)
+
+
+def test_the_definition_knows_every_e4m3():
+    codes = torch.arange(127, dtype=torch.uint8)
+    assert codes.view(torch.float8_e4m3fn).double().tolist() == E4M3
+    assert [e4m3_code(v) for v in E4M3] == codes.tolist()
+    # 1.0625 lies between 1.0 and 1.125, 1.1875 between 1.125 and 1.25: both go to the even code.
+    assert [E4M3[e4m3_code(v)] for v in (1.0625, 1.1875, 464.0, 1e9)] == [1.0, 1.25, 448.0, 448.0]
+
+
+# --- the format -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+def test_quantize_has_the_bits_of_the_definition(shape, dtype, mxfp8, device):
+    x = hard(*shape, dtype=dtype, device=device)
+    copies = ops.quantize(x, mxfp8, columnwise=True, backend="reference")
+    assert_operands_equal(copies.rowwise, by_definition(x))
+    assert_operands_equal(copies.columnwise, by_definition(x.mT))
+
+
+def test_dequantize_and_matmul_follow_the_definition(mxfp8, device):
+    x, w = random_tensor(63, 500, device=device), random_tensor(40, 500, seed=1, device=device)
+    a, b = (ops.quantize(t, mxfp8, backend="reference").rowwise for t in (x, w))
+    decoded = []
+    for operand in (a, b):
+        scale = torch.tensor(2.0).double() ** (operand.scale.view(torch.uint8).cpu().double() - 127)
+        elements = torch.tensor(E4M3).double()[operand.qdata.view(torch.uint8).cpu().long() & 0x7F]
+        signs = torch.where(operand.qdata.view(torch.uint8).cpu() >= 0x80, -1.0, 1.0)
+        decoded.append(signs * elements * scale.repeat_interleave(BLOCK, dim=1)[:, :500])
+        # An element and a power of two are exact in fp32.
+        assert torch.equal(ops.dequantize(operand).double().cpu(), decoded[-1])
+    exact = decoded[0] @ decoded[1].T
+    got = ops.matmul(a, b, out_dtype=torch.float32, backend="reference").double().cpu()
+    bound = decoded[0].abs() @ decoded[1].abs().T
+    assert ((got - exact).abs() <= bound * 500 * torch.finfo(torch.float32).eps).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*auto uses reference")
+def test_the_example_of_a_format_prints_what_is_shown(page):
+    assert run("format") == OUTPUTS["format"]
+
+
+@pytest.mark.filterwarnings("ignore:.*auto uses reference")
+def test_no_kernel_of_the_package_takes_it_for_a_format_of_its_own(mxfp8, device):
+    """AUTO leaves it to the reference in each operation: no kernel of ours knows its scale rule."""
+    x, gate = random_tensor(64, 96, device=device), random_tensor(64, 96, seed=1, device=device)
+    options = CastOptions(mxfp8, columnwise=True)
+    groups = ops.make_groups(torch.tensor([32, 64], dtype=torch.int32, device=device), 64, mxfp8)
+    statistics = ops.norm_statistics(x, "rms", 1e-6)
+
+    def by_reference(values, groups=None):
+        return ops.quantize_by(values, options, groups, backend="reference")
+
+    for got, want in (
+        (ops.quantize_by(x, options), by_reference(x)),
+        (ops.quantize_by(x, options, groups), by_reference(x, groups)),
+        (ops.norm_quantize(x, options, statistics), by_reference(ops.normalize(x, statistics))),
+        (ops.swiglu_quantize(gate, x, options), by_reference(ops.swiglu(gate, x))),
+        (ops.swiglu_quantize(gate, x, options, groups=groups), by_reference(ops.swiglu(gate, x), groups)),
+    ):
+        assert_operands_equal(got.rowwise, want.rowwise)
+        assert_operands_equal(got.columnwise, want.columnwise)
+    a, b = by_reference(x, groups), by_reference(gate, groups)
+    for along, one, other in (("m", a.rowwise, operand_of_experts(b.rowwise)), ("k", a.columnwise, b.columnwise)):
+        products = [
+            ops.grouped_matmul(one, other, groups, along=along, out_dtype=torch.float32, backend=backend)
+            for backend in (None, "reference")
+        ]
+        assert torch.equal(*products)
+
+
+def operand_of_experts(x: Operand) -> Operand:
+    """The same matrix for two experts."""
+    return x._replace(qdata=torch.stack((x.qdata, x.qdata)), scale=torch.stack((x.scale, x.scale)))
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel(page, device):
+    pytest.importorskip("triton")
+    run("kernel")
+    if reason := why_no_encoders(torch.empty(1, device=device)):
+        pytest.skip(reason)
+    return page("mxfp8").MXFP8
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("shape", ((0, 64), (64, 0), (3, 31), (5, 33), (20, 300)), ids=shape_id)
+def test_the_kernel_has_the_bits_of_the_reference(shape, dtype, kernel, device):
+    x = hard(*shape, dtype=dtype, device=device)
+    for options in ({}, {"columnwise": True}, {"rowwise": False, "columnwise": True, "padded": True}):
+        want = ops.quantize(x, kernel, **options, backend="reference")
+        for backend in ("triton", None):
+            for got, wanted in zip(ops.quantize(x, kernel, **options, backend=backend), want):
+                assert (got is None) == (wanted is None)
+                if got is not None:
+                    assert_operands_equal(got, wanted)
+
+
+def test_the_kernel_is_chosen_and_the_packages_own_stays(kernel, device, monkeypatch):
+    ran, module = [], importlib.import_module("mxfp8_kernel")
+    by_kernel = module.quantize
+    monkeypatch.setattr(module, "quantize", lambda x, *args: ran.append(x.shape) or by_kernel(x, *args))
+    x = random_tensor(32, 128, device=device)
+    for backend in (None, "triton"):
+        ops.quantize(x, kernel, columnwise=True, backend=backend)
+    assert ran == [x.shape] * 2
+    ops.quantize(x, FP8_128X128, backend="triton")
+    assert ran == [x.shape] * 2
+    with pytest.raises(ValueError, match="backend triton cannot run: mxfp8_1x32 has no kernel yet"):
+        ops.quantize(x[None], kernel, backend="triton")
+
+
+# --- the backend ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def decoding(page, monkeypatch):
+    """The products that the page's backend computed, as (M, N)."""
+    ran, module = [], page("decoding_backend")
+
+    def counted(*args):
+        ran.append((args[0].qdata.shape[0], args[1].qdata.shape[0]))
+        return by_backend(*args)
+
+    by_backend, module.ROW = module.matmul, module.ROW._replace(run=counted)
+    run("backend")
+    return ran
+
+
+def operands(device, fmt=FP8_128X128):
+    tensors = random_tensor(65, 256, device=device), random_tensor(40, 256, seed=1, device=device)
+    return [ops.quantize(t, fmt, backend="reference").rowwise for t in tensors]
+
+
+def test_the_backend_is_chosen_by_name_and_by_auto(decoding, device):
+    a, b = operands(device)
+    want = ops.matmul(a, b, out_dtype=torch.float32, backend="reference")
+    assert decoding == []
+    for backend in ("decoding", get_backend("decoding"), None, "auto"):
+        got = ops.matmul(a, b, out_dtype=torch.float32, backend=backend)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+    assert decoding == [(65, 40)] * 4
+    out = want.clone()
+    ops.add_matmul_(out, a, b, backend="decoding")
+    torch.testing.assert_close(out, 2 * want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+    assert decoding == [(65, 40)] * 5
+
+
+def test_the_backend_multiplies_the_format_of_the_page(decoding, mxfp8, device):
+    a, b = operands(device, mxfp8)
+    want = ops.matmul(a, b, out_dtype=torch.float32, backend="reference")
+    got = ops.matmul(a, b, out_dtype=torch.float32, backend="decoding")
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+    assert decoding == [(65, 40)]
+
+
+@pytest.mark.filterwarnings("ignore:.*auto uses")
+def test_what_the_backend_refuses_goes_on_to_the_next_or_raises(decoding, device):
+    a, b = operands(device)
+    ops.matmul(a, b, out_dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"decoding cannot run: out_dtype must be float32, got torch\.bfloat16; choose"
+    ):
+        ops.matmul(a, b, out_dtype=torch.bfloat16, backend="decoding")
+    assert decoding == []
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+def test_layers_train_on_the_backend(compiled, decoding, fresh_dynamo, device):
+    model = nn.Sequential(nn.Linear(128, 96, bias=False)).to(device)
+    quantize_(model, BlockwiseFP8TrainingConfig(backend="decoding"))
+    model = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    x = random_tensor(48, 128, device=device).requires_grad_()
+    model(x).sum().backward()
+    # output, grad_input, grad_weight
+    assert sorted(decoding) == sorted([(48, 96), (48, 128), (96, 128)])
+
+
+def test_a_registered_backend_is_one_as_the_others(decoding):
+    backend = get_backend("decoding")
+    assert (str(backend), backend.value, backend.name) == ("decoding", "decoding", "DECODING")
+    assert type(backend) is Backend and Backend("decoding") is backend
+    assert copy.deepcopy(backend) is backend and pickle.loads(pickle.dumps(backend)) is backend
+    assert ops.casting_backend("decoding") is Backend.AUTO
+    with pytest.raises(ValueError, match="register_backend: decoding is registered already; choose another name"):
+        backend_module.register_backend("decoding")
+    with pytest.raises(ValueError, match=r"no backend 'x'; the backends are auto, .*gluon, decoding$"):
+        get_backend("x")
+
+
+def test_nothing_of_the_page_stays():
+    assert "mxfp8_1x32" not in FORMATS
+    assert quantize_op.table is quantize_both_op.table
+    rows = [row for op in (quantize_op, matmul_op, add_matmul_op) for row in op.table]
+    assert {row.backend for row in rows} <= set(Backend) and len(rows) == 11
+    with pytest.raises(ValueError, match="no backend 'decoding'"):
+        get_backend("decoding")
