@@ -57,3 +57,16 @@ def test_examples_print_what_is_shown(page):
 def test_links_lead_somewhere(page):
     paths = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
     assert [path for path in paths if not (page.parent / path).exists()] == []
+
+
+FOLDERS = ("benchmarks", "docs", "test", "torchao_blockwise")
+FILES = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page):
+    """`ops/op.py` and `ops/device/` by the end of their path, from wherever a reader is."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", text)
+    missing = [name for name in named if not any(f"/{name}" in f"/{file}/" for file in FILES)]
+    assert missing == []

@@ -1,4 +1,7 @@
-"""Versions of other packages: which are wanted, said in one sentence where older ones are installed."""
+"""Versions of other packages: which are wanted, said in one sentence where older ones are installed.
+
+They are refused where a model is converted: an import must not fail in a program that may never convert one.
+"""
 
 from __future__ import annotations
 

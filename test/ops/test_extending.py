@@ -212,7 +212,7 @@ def kernel(page, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("shape", ((0, 64), (64, 0), (3, 31), (5, 33), (20, 300)), ids=shape_id)
+@pytest.mark.parametrize("shape", ((0, 64), (64, 0), (3, 31), (5, 33), (3, 300)), ids=shape_id)
 def test_the_kernel_has_the_bits_of_the_reference(shape, dtype, kernel, device):
     x = hard(*shape, dtype=dtype, device=device)
     for options in ({}, {"columnwise": True}, {"rowwise": False, "columnwise": True, "padded": True}):

@@ -3,7 +3,7 @@
 gloo raises where a rank is gone, and names a port at best: then the others ask each other. NCCL raises nothing: a
 collective that one rank never enters waits on the device until a watchdog ends the process, and names nobody. So on
 such groups each rank counts in the store what it enters, without waiting for it, and a thread compares the counts where
-too much time has passed.
+too much time has passed. The thread asks the store alone: a query of the device would break a CUDA graph's capture.
 """
 
 from __future__ import annotations

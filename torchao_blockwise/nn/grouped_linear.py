@@ -4,7 +4,9 @@
     backward   dy → rowwise [M, N] (· w columnwise = grad_input), and columnwise [N, P] (· x columnwise = grad_weight)
 
 Tokens lie sorted by expert, and where each expert's end is known on the device alone. Blocks of the columnwise copies
-run along tokens and start where an expert's tokens do. Tokens after the last group count as zeros.
+run along tokens and start where an expert's tokens do. Tokens after the last group count as zeros. Experts stored as
+[E, K, N] need no other copies: blocks are square, so rowwise and columnwise are exchanged. NVFP4's tensor scale is that
+of all experts of a weight: one amax, and one reduction where ranks share it.
 """
 
 from __future__ import annotations

@@ -171,7 +171,8 @@ def _products_of_least_memory(dy: torch.Tensor, groups: AmaxGroups) -> tuple[str
     """The products of backward in the order in which less lives at once.
 
     With grad_input first its result is there beside copies of all tokens, those of dy and the saved one of x; with
-    grad_weight first that is there beside the columnwise copy of the weight. A compiled graph has one order for any
+    grad_weight first that is there beside the columnwise copy of the weight: up to 23 % of a layer's peak with many
+    tokens (32768 of 4096 → 14336), up to 10 % the other way with few. A compiled graph has one order for any
     number of tokens, and so have ranks that ask each other for amaxes, whose parts may differ in size.
     """
     tokens, features = dy.shape

@@ -212,7 +212,9 @@ class SwiGLUFunction(torch.autograd.Function):
             h_columnwise = _h_columnwise(outer, h_copies if ctx.save_h else None, gate, up, groups)
             grad_down = fused.grad_weight(dy_columnwise, h_columnwise, down_weight, outer, groups=groups)
             del h_columnwise
-        # Each copy goes when its product is done: together they would be most of a step's memory.
+        # Each copy goes when its product is done: together they would be most of a step's memory. The gradient of
+        # gate_up comes last, beside two copies in low precision: with dx last a columnwise copy of gate_up would be
+        # there too, with the gradient of down last the copies of dy and h all the time.
         del dy_columnwise, h_copies
         if needs_x or needs_gate_up:
             dh = fused.grad_input(dy_rowwise, down_weight, outer, dtype, amax_groups=outer_groups, groups=groups)

@@ -71,7 +71,8 @@ def weight_gradient(
     groups: of experts: the operands are those of `ops.grouped_quantize`, and the product is [E, N, K].
     A weight with an attribute `main_grad`, of its shape in f32, has the product added there in the pass that computes
     it, and `weight.grad_added_to_main_grad` set, as Megatron-LM's optimizers expect. `.grad` stays as it is, and its
-    hooks do not run. In eager mode alone: a compiled layer gives `.grad`.
+    hooks do not run: a gradient that is added later is written once and read twice more. In eager mode alone: a
+    compiled layer gives `.grad`.
     """
     main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
     operands, backend = (dy_columnwise, x_columnwise), config.backend
@@ -103,7 +104,8 @@ def _master_matmul(
 
 
 # One operation from the master's values to the product: the quantized copy is never a value of a compiled graph, which
-# could hold it from forward to backward, and a scope that keeps it is asked when the graph runs.
+# could hold it from forward to backward, and a scope that keeps it is asked when the graph runs. It serves experts too:
+# checkpoint policies name one operation.
 @define_op((Implementation(Backend.AUTO, _master_matmul),))
 def master_matmul_op(
     a: Operand,

@@ -2,7 +2,8 @@
 
 A row of a columnwise copy is as long as there are tokens, which may be any number. Kernels store it 16 bytes at a time
 and products read it so; where tokens do not fill the last run, zero tokens are quantized behind them. They add nothing
-to a product, whose other operand ends in zeros as well.
+to a product, whose other operand ends in zeros as well. Rows apart by strides instead would make a payload contiguous
+or not by the number of tokens, and so two compiled graphs; and nothing would say that zeros lie between them.
 """
 
 from __future__ import annotations

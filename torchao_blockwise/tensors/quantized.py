@@ -87,7 +87,10 @@ class QuantizedTensor(TorchAOBaseTensor):
         return self.qdata, self.scale, self.global_scale
 
     def columnwise_operand(self, backend: ops.Backend | str | None = None) -> Operand:
-        """The columnwise operand, built from rowwise now and owned by the caller alone."""
+        """The columnwise operand, built from rowwise now and owned by the caller alone.
+
+        No field: one that appears later changes the flattened structure, which recompiles, and nobody frees it.
+        """
         self._check_square("columnwise")
         return ops.transpose(self.operand(), columns=self.shape[-1], backend=backend)
 

@@ -4,7 +4,7 @@ Nothing that was derived from a weight outlives the pass that made it. A copy ke
 made right: compiled optimizers, collectives, aliases and other processes change values without counting. So each
 product quantizes the weight that it reads: rowwise in forward, straight to columnwise in backward. Blocks are square,
 so that is the transpose, in one pass. Copies are kept only where the program says that weights stand still, inside
-`weights_unchanged`.
+`weights_unchanged`. Values are quantized from their own dtype: the same bits with autocast and without.
 """
 
 from __future__ import annotations

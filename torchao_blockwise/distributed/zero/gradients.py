@@ -3,6 +3,9 @@
     whole gradients of a rank ─ one reduce-scatter ─▶ mean of my range, f32, added to my masters' gradients
 
 The ranks' ranges lie one after the other in one buffer; whole gradients are dropped as soon as they are in it.
+
+It runs when it is asked for, or in `step`, and not in hooks of backward: one collective for all weights, after one
+microbatch or after several.
 """
 
 from __future__ import annotations

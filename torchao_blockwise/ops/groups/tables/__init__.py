@@ -22,8 +22,9 @@ group are one group behind the last, -1.
 Blocks (ops/device/group_blocks.py) lead what quantizes: each group starts one.
 
 Without tables, each producer and consumer of a product would read all ends and sum them up for each tile. All depend on
-the ends and on the number of tokens alone, so layers make them once. Ends that decrease or lie outside the tokens are
-clamped as everywhere: no entry leads outside the tensors.
+the ends and on the number of tokens alone, so layers make them once, and save them for backward. They are no cache,
+which would know them by the identity of the ends, and be stale where a CUDA graph is replayed in part. Ends that
+decrease or lie outside the tokens are clamped as everywhere: no entry leads outside the tensors.
 """
 
 from __future__ import annotations
