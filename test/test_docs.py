@@ -1,4 +1,4 @@
-"""The pages of docs/: figures come from benchmarks/results, examples print what is shown, links lead somewhere."""
+"""The pages of docs/ and CONTRIBUTING.md: figures come from results, examples print what is shown, links lead somewhere."""
 
 import contextlib
 import io
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").glob("**/*.md"))
+PAGES = [*sorted((ROOT / "docs").glob("**/*.md")), ROOT / "CONTRIBUTING.md"]
 SHOWN = [
     (name, text)
     for page in PAGES
