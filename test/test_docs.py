@@ -1,4 +1,4 @@
-"""The pages of docs/ and CONTRIBUTING.md: figures come from results, examples print what is shown, links lead somewhere."""
+"""docs/ and CONTRIBUTING.md: figures come from benchmarks/results, examples print what is shown, links lead somewhere."""
 
 import contextlib
 import io

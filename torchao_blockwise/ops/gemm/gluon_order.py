@@ -1,7 +1,7 @@
 """Which tiles a persistent program of `gluon_pipeline.py` takes, in which order, and where each lies.
 
 Without groups (B.along == "") a program takes every num_programs-th tile. With groups a schedule in device memory
-(ops/group_tables) lists rows of tiles, or groups, and programs go through its tiles back and forth:
+(ops/groups/tables) lists rows of tiles, or groups, and programs go through its tiles back and forth:
 
     programs    0   1   2   3          tiles differ in length: a program that gets the longest of one round gets the
     round 0     0   1   2   3          shortest of the next

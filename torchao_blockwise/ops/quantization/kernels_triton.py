@@ -18,8 +18,8 @@ Tiles are numbered along grid x alone, whose limit is 2^31 (y and z end at 65535
 16, which reads of 16 bytes along M need (of a transposed `x`); so token counts that change make two builds of a kernel
 (three with M = 1), never one a count.
 
-Tokens in groups (ops/grouped_quantize): a table says where the rows of a block lie and which of them count. Of the copy
-that is padded M is the padded size; its blocks read from any row on, and still write on multiples of 16.
+Tokens in groups (ops/groups/quantization): a table says where the rows of a block lie and which of them count. Of the
+copy that is padded M is the padded size; its blocks read from any row on, and still write on multiples of 16.
 """
 
 import functools
