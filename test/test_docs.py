@@ -1,4 +1,4 @@
-"""docs/ and CONTRIBUTING.md: figures come from benchmarks/results, examples print what is shown, links lead somewhere."""
+"""docs/ and CONTRIBUTING.md: figures come from the results, examples print what is shown, links lead somewhere."""
 
 import contextlib
 import io
