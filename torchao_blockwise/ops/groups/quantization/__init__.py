@@ -9,7 +9,7 @@ from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
 from torchao_blockwise.ops.groups.ends import as_groups, check_group_ends, check_row_blocks
 from torchao_blockwise.ops.groups.quantization import reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
-from torchao_blockwise.ops.op import copies_of, define_op, without_grad
+from torchao_blockwise.ops.op import define_op, with_global_scale, without_grad
 from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies, why_no_tiles
 from torchao_blockwise.ops.quantization import amax_of, global_scale_op, quantize, why_no_quantizers
 
@@ -61,7 +61,7 @@ def grouped_quantize(
         amax_bits = grouped_amax_bits_op(x, groups.ends) if tensor_amax is None else tensor_amax.view(torch.int32)
         global_scale = global_scale_op(amax_bits)
     copies = grouped_quantize_op(x, groups, amax_bits, options, get_backend(backend))
-    return copies_of(copies, options, global_scale)
+    return copies if global_scale is None else with_global_scale(copies, global_scale)
 
 
 def quantize_by(
