@@ -155,23 +155,23 @@ def choose(
             raise ValueError(f"{op}: backend {backend} cannot run: {reason}; choose another, or auto")
         return named
     preferred = None if first is None else first(*args)
+    passed: list[tuple[Backend, str]] = []
     rows: Sequence[Implementation] = table
     if preferred is not None and table[0].backend is not preferred:
-        rows = [row for row in table if row.backend is preferred] + [
-            row for row in table if row.backend is not preferred
-        ]
-    passed: dict[Backend, str] = {}
+        rows = sorted(table, key=lambda row: row.backend is not preferred)
     for row in rows:
-        if (reason := row.reason(args)) is None:
+        reason = None if row.why_not is None else row.why_not(*args)
+        if reason is None:
             break
-        passed[row.backend] = reason
+        passed.append((row.backend, reason))
     else:
-        raise ValueError(f"{op}: no backend can run: " + "; ".join(f"{name}: {why}" for name, why in passed.items()))
+        raise ValueError(f"{op}: no backend can run: " + "; ".join(f"{name}: {why}" for name, why in passed))
     if passed:
         wanted = preferred or (_kernels_on_gpus(*args) if expected is None else expected(*args))
-        if wanted in passed and (op, row.backend, wanted) not in _warned:
+        unmet = next((why for name, why in passed if name is wanted), None)
+        if unmet is not None and (op, row.backend, wanted) not in _warned:
             _warned.add((op, row.backend, wanted))
-            warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {passed[wanted]}", stacklevel=2)
+            warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {unmet}", stacklevel=2)
     return row
 
 

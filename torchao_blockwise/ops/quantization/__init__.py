@@ -57,7 +57,15 @@ def quantize(
     Raises TypeError for a dtype, ValueError for a shape, format, option or backend that does not exist.
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3; NVFP4 pretraining (arXiv 2509.25149).
     """
-    options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, padded)
+    return quantize_with(
+        x, CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, padded), tensor_amax, backend
+    )
+
+
+def quantize_with(
+    x: torch.Tensor, options: CastOptions, tensor_amax: torch.Tensor | None, backend: Backend | str | None
+) -> Copies:
+    """`quantize` by options that travel whole."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"quantize: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
     if x.dim() < 2:
@@ -69,7 +77,7 @@ def quantize(
     if options.fmt.has_global_scale:
         amax_bits = tensor_amax_bits_op(x) if tensor_amax is None else tensor_amax.view(torch.int32)
         global_scale = global_scale_op(amax_bits)
-    op = quantize_both_op if rowwise and columnwise else quantize_op
+    op = quantize_both_op if options.rowwise and options.columnwise else quantize_op
     copies = op(x, amax_bits, options, get_backend(backend))
     return copies if global_scale is None else with_global_scale(copies, global_scale)
 
