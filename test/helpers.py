@@ -119,7 +119,7 @@ def forward_backward(layer, x, dy=None):
 def weight_calls():
     """Counts what is really computed of master weights for products.
 
-    `.quantize`: from values, `.columnwise` of them straight to columnwise; `.transpose`: from kept copies.
+    `.quantize`: from values, `.columnwise` of them straight to columnwise; `.transpose`: launches from kept copies.
     `on_columnwise` sees each columnwise result.
     """
     calls = types.SimpleNamespace(quantize=0, columnwise=0, transpose=0, on_columnwise=lambda result: None)
@@ -138,7 +138,13 @@ def weight_calls():
         calls.on_columnwise(result)
         return result
 
-    counting = types.SimpleNamespace(quantize=quantize, transpose=transpose, Backend=ops.Backend)
+    def transpose_many(*args, **kwargs):
+        calls.transpose += 1
+        return ops.transpose_many(*args, **kwargs)
+
+    counting = types.SimpleNamespace(
+        quantize=quantize, transpose=transpose, transpose_many=transpose_many, Backend=ops.Backend
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_operands, "ops", counting)
         yield calls

@@ -109,7 +109,7 @@ ops.make_groups(ends, tokens, fmt, backend)
 ops.norm_quantize(x, options, statistics, weight, bias, dtype, backend)
 ops.swiglu_quantize(gate, up, options, groups, backend)
 ops.swiglu_backward_quantize(dh, gate, up, options, groups, backend)
-ops.quantize_by(x, options, groups, backend)""",
+ops.quantize_by(x, options, groups, tensor_amax, backend)""",
     )
 
 

@@ -268,7 +268,7 @@ def test_an_explicit_backend_runs_or_raises():
 @both_formats
 def test_an_explicit_backend_reaches_every_operation(config, monkeypatch):
     asked = []
-    for name in ("quantize", "transpose", "matmul"):
+    for name in ("quantize", "quantize_by", "transpose", "matmul"):
         real = getattr(ops, name)
         monkeypatch.setattr(ops, name, lambda *a, _real=real, **k: (asked.append(k["backend"]), _real(*a, **k))[1])
     forward_backward(layer_of(replace(config, backend="reference"), 40, 72), tokens(9, 72))
@@ -305,7 +305,7 @@ ERRORS = {
     "quantised_x": (
         lambda w: F.linear(w, torch.ones(3, 72)),
         TypeError,
-        "weight a plain tensor; quantised tensors are weights",
+        "weight a plain tensor; quantized tensors are weights",
     ),
 }
 
@@ -372,3 +372,22 @@ def test_main_grad_takes_the_gradients_of_all_microbatches(config, device):
         assert torch.equal(x.grad, grad_x) and torch.equal(layer.bias.grad, plain.bias.grad)
     assert layer.weight.grad is None and layer.weight.grad_added_to_main_grad
     torch.testing.assert_close(layer.weight.main_grad, expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("off", (torch.no_grad, torch.inference_mode))
+def test_without_gradients_only_rowwise_copies_are_made(off, monkeypatch):
+    """In evaluation, and in the first pass of reentrant checkpointing, nobody asks for the columnwise copy of x."""
+    layer, x, asked = layer_of(FP8, 40, 72), tokens(9, 72), []
+    expected = layer(x).detach()
+    for name in ("quantize", "quantize_by"):
+        real = getattr(ops, name)
+
+        def record(*args, _real=real, **kwargs):
+            copies = _real(*args, **kwargs)
+            asked.append((copies.rowwise is not None, copies.columnwise is not None))
+            return copies
+
+        monkeypatch.setattr(ops, name, record)
+    with off():
+        got = layer(x)
+    assert torch.equal(got, expected) and asked == [(True, False)] * 2

@@ -15,11 +15,11 @@ from torchao.quantization import quantize_
 from torchao_blockwise import NormLinear
 from torchao_blockwise.conversion import linears_and_experts
 from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP, grouped_linear, swiglu_linear
+from torchao_blockwise.nn.contraction import AmaxGroups, Contraction, weight_comes_first
 from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size
 
-# The package has functions of such names.
-linear, norm_linear = (importlib.import_module(f"torchao_blockwise.nn.{name}") for name in ("linear", "norm_linear"))
+norm_linear = importlib.import_module("torchao_blockwise.nn.norm_linear")
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -213,9 +213,9 @@ def test_nothing_lives_longer_than_it_must(step, call_of, inputs, k, n, experts,
 
 
 def test_linear_multiplies_first_what_leaves_less():
-    def first(tokens, n, groups=linear.WHOLE):
-        return linear._products_of_least_memory(torch.empty(tokens, n, device="meta"), groups)[0]
+    def weight_first(tokens, n, **how):
+        return weight_comes_first(torch.empty(tokens, n, device="meta"), Contraction(FP8, **how))
 
-    assert (first(513, 512), first(512, 512)) == ("grad_weight", "grad_input")
+    assert weight_first(513, 512) and not weight_first(512, 512)
     # Ranks that exchange amaxes take one order.
-    assert first(513, 512, linear.WHOLE._replace(weight="0")) == "grad_input"
+    assert not weight_first(513, 512, split=AmaxGroups(weight="0"))

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchao.quantization import quantize_
 
 from torchao_blockwise.formats import Copies
-from torchao_blockwise.nn import SwiGLUMLP
+from torchao_blockwise.nn import SwiGLUMLP, contraction
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.tensors import quantized, weight_operands
 
@@ -156,31 +156,31 @@ def seen_alive(monkeypatch, module, name, refs, seen) -> None:
 def test_copies_of_gradients_die_with_their_product(config, monkeypatch):
     layer, refs, seen = converted(config), {}, []
     y = layer(torch.randn(30, 384, dtype=torch.bfloat16, requires_grad=True))
-    recorded(monkeypatch, linear.ops, "quantize", refs)
-    seen_alive(monkeypatch, linear, "weight_gradient", refs, seen)
+    recorded(monkeypatch, linear, "quantize", refs)
+    seen_alive(monkeypatch, contraction, "grad_weight", refs, seen)
     y.sum().backward()
     # Of dy's two copies the columnwise one.
-    assert seen == [("weight_gradient", {"quantize": 1})]
+    assert seen == [("grad_weight", {"quantize": 1})]
 
 
 def test_copies_in_a_gated_mlp_die_with_their_products(monkeypatch):
     layer, refs, seen = SwiGLUMLP(64, 128).bfloat16(), {}, []
     quantize_(layer, FP8)
-    recorded(monkeypatch, swiglu_linear, "weight_product", refs)
+    recorded(monkeypatch, swiglu_linear, "output", refs)
     y = layer(torch.randn(30, 64, dtype=torch.bfloat16, requires_grad=True))
-    recorded(monkeypatch, swiglu_linear.fused, "quantized", refs)
-    recorded(monkeypatch, swiglu_linear.fused, "grad_input", refs)
+    recorded(monkeypatch, swiglu_linear, "quantize", refs)
+    recorded(monkeypatch, contraction, "grad_input", refs)
     seen_alive(monkeypatch, swiglu_linear.ops, "swiglu_backward_quantize", refs, seen)
     recorded(monkeypatch, swiglu_linear.ops, "swiglu_backward_quantize", refs)
-    seen_alive(monkeypatch, swiglu_linear.fused, "grad_weight", refs, seen)
+    seen_alive(monkeypatch, contraction, "grad_weight", refs, seen)
     y.sum().backward()
     assert seen == [
         # (gate | up) and y are there.
-        ("grad_weight", {"weight_product": 2, "quantized": 2}),
+        ("grad_weight", {"output": 2, "quantize": 2}),
         # dy's copies are gone, dh is there.
-        ("swiglu_backward_quantize", {"weight_product": 2, "quantized": 0, "grad_input": 1}),
+        ("swiglu_backward_quantize", {"output": 2, "quantize": 0, "grad_input": 1}),
         # (gate | up), dh and the gradients' rowwise copy are gone; dx and the columnwise copy are there.
-        ("grad_weight", {"weight_product": 1, "quantized": 0, "grad_input": 1, "swiglu_backward_quantize": 1}),
+        ("grad_weight", {"output": 1, "quantize": 0, "grad_input": 1, "swiglu_backward_quantize": 1}),
     ]
 
 

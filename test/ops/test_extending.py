@@ -46,7 +46,7 @@ def page(tmp_path, monkeypatch):
     tables = [(op.table, list(op.table)) for op in (quantize_op, matmul_op, add_matmul_op)]
     monkeypatch.setattr(backend_module, "_BY_NAME", dict(backend_module._BY_NAME))
     monkeypatch.setattr(backend_module, "_warned", set())
-    backend_module._module.cache_clear()
+    backend_module._place.cache_clear()
     yield importlib.import_module
     for table, rows in tables:
         table[:] = rows
@@ -54,7 +54,7 @@ def page(tmp_path, monkeypatch):
     FORMATS.update(before)
     for name in FILES:
         sys.modules.pop(name.removesuffix(".py"), None)
-    backend_module._module.cache_clear()
+    backend_module._place.cache_clear()
 
 
 def run(example: str) -> str:

@@ -19,7 +19,8 @@ pytest.importorskip("triton")
 if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
-from torchao_blockwise.ops.device import gluon_tiles, operands
+from torchao_blockwise.ops import operands
+from torchao_blockwise.ops.device import gluon_tiles
 from torchao_blockwise.ops.fused.norm import kernels_gluon as norm_gluon
 from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu_gluon
 

@@ -23,14 +23,14 @@ SQUARE, ONE_ROW, NVFP4 = (FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP
 @pytest.fixture
 def gpu(monkeypatch):
     """The compute capability that GPUs have here, to be changed, and no reason why a kernel could not run on it."""
-    gluon = pytest.importorskip("torchao_blockwise.ops.gemm.plain.kernels_gluon")
+    pytest.importorskip("torchao_blockwise.ops.gemm.plain.kernels_gluon")
     capability = {"of": (9, 0)}
     for module in (backend, MATMUL, cublas):
         monkeypatch.setattr(module, "compute_capability", lambda device: capability["of"])
     monkeypatch.setattr("torchao_blockwise._compat.has_gluon", lambda: True)
     monkeypatch.setattr("torchao_blockwise._compat.has_triton", lambda: True)
     monkeypatch.setattr("torchao_blockwise._compat.why_old_triton", lambda: None)
-    monkeypatch.setattr(gluon, "interpreting", lambda: False)
+    monkeypatch.setattr(backend, "interpreting", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(backend, "_warned", set())
     return capability

@@ -228,17 +228,8 @@ CHECKED |= {"swiglu", "swiglu_backward", "swiglu_quantize", "swiglu_backward_qua
 
 
 def test_every_op_of_these_folders_is_checked():
-    names = (
-        "dequantize",
-        "group_tables",
-        "grouped_matmul",
-        "grouped_quantize",
-        "matmul",
-        "norm_quantize",
-        "permute",
-        "quantize",
-    )
-    names += ("swiglu_quantize", "transpose")
+    names = ("dequantization", "fused.norm", "fused.swiglu", "gemm.grouped", "gemm.plain", "groups.permutation")
+    names += ("groups.quantization", "groups.tables", "quantization", "transposition")
     folders = [importlib.import_module(f"torchao_blockwise.ops.{name}") for name in names]
     defined = [x.overload for folder in folders for x in vars(folder).values() if hasattr(x, "overload")]
     assert {op.name().split("::")[1] for op in defined} == CHECKED

@@ -18,7 +18,8 @@ pytest.importorskip("triton")
 if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
-from torchao_blockwise.ops.device import gluon_tiles, operands
+from torchao_blockwise.ops import operands
+from torchao_blockwise.ops.device import gluon_tiles
 from torchao_blockwise.ops.quantization import kernels_gluon as gluon
 
 

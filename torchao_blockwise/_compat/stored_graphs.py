@@ -35,7 +35,7 @@ def keep_graphs_apart() -> None:
 @functools.cache
 def _hash_of_sources() -> str:
     sources = hashlib.blake2b(digest_size=8)
-    root = Path(__file__).parent
+    root = Path(__file__).parent.parent
     for file in sorted(root.rglob("*.py")):
         sources.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     return sources.hexdigest()

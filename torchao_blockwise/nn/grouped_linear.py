@@ -1,8 +1,5 @@
 """The grouped linear layer of experts: three products in low precision for all experts, as one autograd function.
 
-    forward    x → rowwise [M, K] (· wᵀ of each row's expert = output), and columnwise [K, P], saved
-    backward   dy → rowwise [M, N] (· w columnwise = grad_input), and columnwise [N, P] (· x columnwise = grad_weight)
-
 Tokens lie sorted by expert, and where each expert's end is known on the device alone. Blocks of the columnwise copies
 run along tokens and start where an expert's tokens do. Tokens after the last group count as zeros. Experts stored as
 [E, K, N] need no other copies: blocks are square, so rowwise and columnwise are exchanged. NVFP4's tensor scale is that
@@ -14,10 +11,9 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
-from torchao_blockwise.nn import fused, steps
-from torchao_blockwise.nn.linear import WEIGHTS, config_of
-from torchao_blockwise.nn.weight_product import weight_gradient, weight_product
+from torchao_blockwise.nn import steps
+from torchao_blockwise.nn.contraction import Contraction, gradients, output, quantize
+from torchao_blockwise.nn.weights import WEIGHTS, check_transposable, check_x, config_of
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     MasterWeightTensor,
@@ -47,8 +43,8 @@ def grouped_linear(
     """
     if not isinstance(weight, WEIGHTS):
         raise TypeError(
-            f"grouped_linear: weight must be a MasterWeightTensor or a quantised tensor, got {type(weight).__name__}; "
-            "wrap or quantise it, or call torch.nn.functional.grouped_mm"
+            f"grouped_linear: weight must be a MasterWeightTensor or a quantized tensor, got {type(weight).__name__}; "
+            "wrap or quantize it, or call torch.nn.functional.grouped_mm"
         )
     return _grouped_linear(x, weight, group_ends, True, None)
 
@@ -59,13 +55,12 @@ def _grouped_linear(x, weight, group_ends, contracts_columns: bool, out_dtype: t
         if x.is_floating_point():
             x = x.to(steps.compute_dtype(x))
         _check(x, weight, contracts_columns and not isinstance(weight, TransposedWeight))
-        return _GroupedLinear.apply(x, weight, group_ends, contracts_columns, out_dtype)
+        return steps.apply(_GroupedLinear, x, weight, group_ends, contracts_columns, out_dtype)
 
 
 def _check(x, weight, contracts_columns: bool) -> None:
     """contracts_columns: whether K is the last dim of the shape that `weight` reports."""
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"grouped_linear: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+    check_x("grouped_linear", x)
     if weight.dim() != 3:
         raise ValueError(f"grouped_linear: weight must be [E, N, K], got shape {list(weight.shape)}")
     if x.dim() != 2 or x.shape[1] != weight.shape[2 if contracts_columns else 1]:
@@ -74,12 +69,7 @@ def _check(x, weight, contracts_columns: bool) -> None:
         raise ValueError(f"grouped_linear: x [M, K] and weight {named} must agree in K, got {got}")
     if x.device != weight.device:
         raise ValueError(f"grouped_linear: x is on {x.device}, weight on {weight.device}; move one of them")
-    stored = _stored(weight)
-    if isinstance(stored, NVFP4Tensor) and not stored.fmt.is_square:
-        raise ValueError(
-            f"grouped_linear: a weight with blocks of {stored.block_size} cannot be transposed for grad_input; "
-            "make it with block_size=(16, 16)"
-        )
+    check_transposable("grouped_linear", "a weight", _stored(weight))
 
 
 def _stored(weight):
@@ -98,58 +88,43 @@ class _GroupedLinear(torch.autograd.Function):
             stored = stored if rounded_to is None else MasterWeightTensor(hp, stored.config)
         needs_weight = ctx.needs_input_grad[1]
         save_quantized = needs_weight and config.saves_quantized_activations
-        groups = fused.groups_of(group_ends, x.shape[0], config)
+        groups = steps.groups_of(group_ends, x.shape[0], config)
         assert groups is not None
-        rowwise, columnwise = fused.quantized(x, config, rowwise=True, columnwise=save_quantized, groups=groups)
-        out = weight_product(
-            rowwise,
-            stored,
-            config,
-            columnwise=not contracts_columns,
-            out_dtype=out_dtype or config.out_dtype or x.dtype,
-            rounded_to=rounded_to,
-            groups=groups,
-        )
+        how = Contraction(config, groups, rounded_to=rounded_to, transposed=not contracts_columns)
+        rowwise, columnwise = quantize(x, how, rowwise=True, columnwise=save_quantized)
+        out = output(rowwise, stored, how, out_dtype or config.out_dtype or x.dtype)
         saved_x = x if needs_weight and not save_quantized else None
         saved_weight = stored if rounded_to is None else stored.hp
         steps.save_for_backward(ctx, (saved_weight,), *groups, saved_x, *steps.fields(columnwise))
         ctx.config, ctx.rounded_to, ctx.contracts_columns = config, rounded_to, contracts_columns
-        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        ctx.is_transposed = isinstance(weight, TransposedWeight)
+        ctx.dtypes, ctx.is_transposed = (x.dtype, weight.dtype), isinstance(weight, TransposedWeight)
         return out
 
     @staticmethod
     def backward(ctx, grad_output):
         steps.refuse_second_order("grouped_linear")
-        config = ctx.config
-        weight, group_ends, tables, x, *columnwise = steps.take_saved(ctx)
-        groups = fused.saved_groups(group_ends, tables)
-        weight = weight if ctx.rounded_to is None else MasterWeightTensor(weight, config)
+        config, rounded_to = ctx.config, ctx.rounded_to
+        weight, group_ends, tables, x, *saved = steps.take_saved(ctx)
+        groups = steps.saved_groups(group_ends, tables)
+        how = Contraction(config, groups, rounded_to=rounded_to, transposed=not ctx.contracts_columns)
+        weight = weight if rounded_to is None else MasterWeightTensor(weight, config)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        grad_x = grad_weight = None
-        dy_rowwise, dy_columnwise = fused.quantized(
-            grad_output, config, rowwise=needs_x, columnwise=needs_weight, groups=groups
-        )
-        if needs_x:
-            grad_x = weight_product(
-                dy_rowwise,
-                weight,
-                config,
-                columnwise=ctx.contracts_columns,
-                out_dtype=ctx.x_dtype,
-                rounded_to=ctx.rounded_to,
-                groups=groups,
-            )
-        del dy_rowwise
-        if needs_weight:
+
+        def x_columnwise():
             if x is None:
-                x_columnwise = steps.operand_of(columnwise, config)
-            else:
-                x_columnwise = fused.quantized(x, config, rowwise=False, columnwise=True, groups=groups).columnwise
-            rows, columns = (dy_columnwise, x_columnwise) if ctx.contracts_columns else (x_columnwise, dy_columnwise)
-            grad_weight = weight_gradient(rows, columns, weight, config, ctx.weight_dtype, groups)
-            if grad_weight is not None and ctx.is_transposed:
-                grad_weight = grad_weight.transpose(-2, -1)
+                return steps.operand_of(steps.taken(saved), config)
+            return quantize(x, how, rowwise=False, columnwise=True).columnwise
+
+        grad_x, grad_weight = gradients(
+            [*quantize(grad_output, how, rowwise=needs_x, columnwise=needs_weight)],
+            x_columnwise,
+            weight,
+            how,
+            ctx.dtypes,
+            weight_first=False,
+        )
+        if grad_weight is not None and ctx.is_transposed:
+            grad_weight = grad_weight.transpose(-2, -1)
         return grad_x, grad_weight, None, None, None
 
 
@@ -175,7 +150,7 @@ def _grouped_mm(input, mat2, offs=None, bias=None, out_dtype=None):
     """`F.grouped_mm` of tokens [M, K] and experts [E, K, N] of ours, transposed or stored so."""
     if not isinstance(mat2, (*WEIGHTS, TransposedWeight)):
         raise TypeError(
-            f"grouped_mm: x is a {type(input).__name__}, the weight a plain tensor; quantised tensors are weights"
+            f"grouped_mm: x is a {type(input).__name__}, the weight a plain tensor; quantized tensors are weights"
         )
     if input.dim() != 2 or mat2.dim() != 3 or offs is None:
         got = f"{list(input.shape)}, {list(mat2.shape)} {'without' if offs is None else 'and'} offs"

@@ -1,4 +1,4 @@
-"""A norm and the linear layer behind it, as one layer: what the norm gives is quantised in the pass that computes it.
+"""A norm and the linear layer behind it, as one layer: what the norm gives is quantized in the pass that computes it.
 
     forward    x → statistics [T]; x → y = norm(x), never in memory: rowwise (· wᵀ = output), and columnwise, saved
     backward   dy → rowwise (· w = gradient of y → PyTorch's backward of the norm), columnwise (· columnwise y)
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.nn import fused, steps
-from torchao_blockwise.nn.linear import check_linear, config_of
-from torchao_blockwise.nn.weight_product import weight_product
+from torchao_blockwise.nn import steps
+from torchao_blockwise.nn.contraction import Contraction, cast_options, gradients, output, quantize
+from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight
 
 aten = torch.ops.aten
 _KINDS = {nn.RMSNorm: "rms", nn.LayerNorm: "layer"}
@@ -23,7 +23,7 @@ _KINDS = {nn.RMSNorm: "rms", nn.LayerNorm: "layer"}
 class NormLinear(nn.Module):
     """linear(norm(x)): an `nn.RMSNorm` or `nn.LayerNorm`, then an `nn.Linear`, fused where the linear trains in FP8.
 
-    norm: what to normalise by, "rms" or "layer". eps, bias, device, dtype: as in the modules; RMSNorm and the linear
+    norm: what to normalize by, "rms" or "layer". eps, bias, device, dtype: as in the modules; RMSNorm and the linear
         share `bias` of the linear alone, a LayerNorm has a bias of its own.
 
     x: [.., in_features] bf16 | f16 | f32 -> [.., out_features]; any number of tokens, 0 included.
@@ -81,15 +81,14 @@ class NormLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm, linear = self.norm, self.linear
         norm_bias = getattr(norm, "bias", None)
-        if not (fused.is_fp8_weight(linear.weight) and fused.are_plain(x, norm.weight, norm_bias, linear.bias)):
+        if not (is_fp8_weight(linear.weight) and are_plain(x, norm.weight, norm_bias, linear.bias)):
             return linear(norm(x))
         # What PyTorch takes for an RMSNorm without one.
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
         with _compat.no_torch_function():
             check_linear(x, linear.weight, linear.bias)
-            return _NormLinear.apply(
-                x, norm.weight, norm_bias, linear.weight, linear.bias, _KINDS[type(norm)], eps, steps.compute_dtype(x)
-            )
+            modules = norm.weight, norm_bias, linear.weight, linear.bias, _KINDS[type(norm)], eps
+            return steps.apply(_NormLinear, x, *modules, steps.compute_dtype(x))
 
 
 class _NormLinear(torch.autograd.Function):
@@ -101,12 +100,11 @@ class _NormLinear(torch.autograd.Function):
         needs_norm, needs_weight = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         save_quantized = needs_weight and config.saves_quantized_activations
         statistics = ops.norm_statistics(x2d, kind, eps, backend=backend)
-        options = fused.cast_options(config, True, save_quantized)
+        options = cast_options(config, True, save_quantized)
         rowwise, columnwise = ops.norm_quantize(
             x2d, options, statistics, norm_weight, norm_bias, dtype=dtype, backend=backend
         )
-        out_dtype = config.out_dtype or dtype
-        out = weight_product(rowwise, weight, config, columnwise=False, out_dtype=out_dtype, bias=bias)
+        out = output(rowwise, weight, Contraction(config), config.out_dtype or dtype, bias)
         needs_x = needs_norm or (needs_weight and not save_quantized)
         saved = (x2d, *statistics, norm_weight, norm_bias) if needs_x else (None,) * 5
         steps.save_for_backward(ctx, (weight,), *saved, *steps.fields(columnwise))
@@ -117,31 +115,32 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         steps.refuse_second_order("NormLinear")
-        config = ctx.config
-        weight, x, mean, rstd, norm_weight, norm_bias, *columnwise = steps.take_saved(ctx)
+        config, how, dtype, save_quantized = ctx.config, Contraction(ctx.config), ctx.dtype, ctx.save_quantized
+        weight, x, mean, rstd, norm_weight, norm_bias, *saved = steps.take_saved(ctx)
         *needs, needs_weight, needs_bias = ctx.needs_input_grad[:5]
         dy = steps.as_rows(grad_output)
-        grads, grad_weight, grad_bias = [None] * 3, None, None
-        dy_rowwise, dy_columnwise = fused.quantized(dy, config, rowwise=any(needs), columnwise=needs_weight)
-        if needs_weight:
-            if ctx.save_quantized:
-                y_columnwise = steps.operand_of(columnwise, config)
-            else:
-                statistics, options = ops.NormStatistics(mean, rstd), fused.cast_options(config, False, True)
-                backend = ops.casting_backend(config.backend)
-                y_columnwise = ops.norm_quantize(
-                    x, options, statistics, norm_weight, norm_bias, dtype=ctx.dtype, backend=backend
-                ).columnwise
-            grad_weight = fused.grad_weight(dy_columnwise, y_columnwise, weight, config)
-            del y_columnwise
-        del dy_columnwise, columnwise
-        if any(needs):
-            grad_y = fused.grad_input(dy_rowwise, weight, config, ctx.dtype)
-            del dy_rowwise
+
+        def y_columnwise():
+            if save_quantized:
+                return steps.operand_of(steps.taken(saved), config)
+            statistics, backend = ops.NormStatistics(mean, rstd), ops.casting_backend(config.backend)
+            return ops.norm_quantize(
+                x, cast_options(config, False, True), statistics, norm_weight, norm_bias, dtype=dtype, backend=backend
+            ).columnwise
+
+        grad_y, grad_weight = gradients(
+            [*quantize(dy, how, rowwise=any(needs), columnwise=needs_weight)],
+            y_columnwise,
+            weight,
+            how,
+            (dtype, weight.dtype),
+            weight_first=True,
+        )
+        grads: list[torch.Tensor | None] = [None] * 3
+        if grad_y is not None:
             grads = norm_backward(grad_y, x, mean, rstd, norm_weight, norm_bias, needs)
             grads[0] = None if grads[0] is None else grads[0].view(ctx.x_shape)
-        if needs_bias:
-            grad_bias = steps.grad_bias(dy, ctx.bias_dtype)
+        grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         return *grads, grad_weight, grad_bias, None, None, None
 
 

@@ -36,7 +36,7 @@ def sharded_linear(linear: Callable, x, weight, bias=None) -> torch.Tensor:
     """`linear(x, weight, bias, like, amax_groups)` of one device, run on each rank's part of DTensors.
 
     x: DTensor [.., K]; gathered or split where the weight needs it. weight: DTensor [N, K] around a
-        `MasterWeightTensor` or a quantised tensor, split by rows or columns or not at all. bias: DTensor [N] or None.
+        `MasterWeightTensor` or a quantized tensor, split by rows or columns or not at all. bias: DTensor [N] or None.
     Returns a DTensor [.., N]: split by columns where the weight is by rows, a sum that is yet to be reduced where it is
     by columns, else split as x is. Gradients come split as the weight and the bias are; that of a weight on every rank
     is yet to be summed where tokens are split.
@@ -100,8 +100,8 @@ def _check(x, weight, bias) -> None:
     local = _compat.local_of(weight) if isinstance(weight, DTensor) else weight
     if not isinstance(local, (MasterWeightTensor, QuantizedTensor)):
         raise TypeError(
-            f"linear: weight must be a MasterWeightTensor or a quantised tensor, got {type(local).__name__}; "
-            "wrap or quantise it, or call torch.nn.functional.linear"
+            f"linear: weight must be a MasterWeightTensor or a quantized tensor, got {type(local).__name__}; "
+            "wrap or quantize it, or call torch.nn.functional.linear"
         )
     for name, operand in (("x", x), ("bias", bias)):
         if operand is not None and not isinstance(operand, DTensor):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise import _compat
-from torchao_blockwise.formats import Operand
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.formats import Groups, Operand
+from torchao_blockwise.ops.backend import may_have_kernels
 from torchao_blockwise.tensors import QuantizedTensor
 
 
@@ -16,6 +17,25 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+class _NoGraph:
+    """What stands for the context of an autograd function where there will be no backward."""
+
+    needs_input_grad = (False,) * 8
+
+    def save_for_backward(self, *tensors) -> None: ...
+
+
+def apply(function: type[torch.autograd.Function], *args) -> torch.Tensor:
+    """`function.apply(*args)`; where gradients are off its forward alone, told that no gradient is needed.
+
+    By itself a function is told which inputs ask for gradients, also where they are off: in evaluation, and in the
+    first pass of reentrant checkpointing.
+    """
+    if torch.is_grad_enabled():
+        return function.apply(*args)
+    return function.forward(_NoGraph(), *args)
 
 
 def save_for_backward(ctx, weights: tuple, *tensors: torch.Tensor | None) -> None:
@@ -42,10 +62,37 @@ def fields(copy: Operand | None) -> tuple:
     return (None, None, None) if copy is None else copy.tensors
 
 
-def operand_of(saved, config) -> Operand:
+def taken(saved: list) -> tuple:
+    """What is in the list, which is empty then: it lives on in the caller alone."""
+    held = tuple(saved)
+    saved.clear()
+    return held
+
+
+def operand_of(saved: tuple, config) -> Operand:
     """The operand of an activation that `fields` took apart."""
     qdata, scale, global_scale = saved
     return Operand(qdata, scale, global_scale, config.activation_format.name)
+
+
+def saved_groups(group_ends: torch.Tensor | None, tables: torch.Tensor | None) -> Groups | None:
+    """Groups from what was saved of them for backward."""
+    return None if group_ends is None else Groups(group_ends, tables)
+
+
+def groups_of(group_ends: torch.Tensor | None, tokens: int, *configs) -> Groups | None:
+    """The groups of so many tokens, with tables for all operations of a layer of these configs, forward and backward.
+
+    Without tables where operations need none, or make their own because configs differ in format or backend.
+    """
+    if group_ends is None:
+        return None
+    wanted, *others = ((config.activation_format, ops.casting_backend(config.backend)) for config in configs)
+    fmt, backend = wanted
+    needs_none = backend is ops.Backend.REFERENCE or not may_have_kernels(group_ends.device)
+    if needs_none or any(other != wanted for other in others):
+        return Groups(group_ends)
+    return ops.make_groups(group_ends, tokens, fmt, backend=backend)
 
 
 def grad_bias(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

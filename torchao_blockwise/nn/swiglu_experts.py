@@ -1,9 +1,9 @@
 """Experts with SwiGLU: what `SwiGLUMLP` is to a dense model, for tokens that are sorted by expert.
 
-    x [M, K] ─quantise─▶ rowwise · gate_upᵀ = (gate | up) ─SwiGLU and quantise─▶ rowwise · downᵀ = out [M, K]
+    x [M, K] ─quantize─▶ rowwise · gate_upᵀ = (gate | up) ─SwiGLU and quantize─▶ rowwise · downᵀ = out [M, K]
                      └─▶ columnwise, saved        saved                      └─▶ columnwise, saved
 
-Backward computes the gradient of (gate | up) and quantises it in the one pass. Copies along tokens start each expert on
+Backward computes the gradient of (gate | up) and quantizes it in the one pass. Copies along tokens start each expert on
 a block border, and no step asks on the host how many tokens an expert has.
 """
 
@@ -14,13 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
-from torchao_blockwise.nn import fused, steps
-from torchao_blockwise.nn.linear import config_of
+from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.sharded_linear import own_part
 from torchao_blockwise.nn.swiglu_linear import SwiGLUFunction
+from torchao_blockwise.nn.weights import WEIGHTS, are_plain, check_transposable, check_x, config_of
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
-from torchao_blockwise.tensors import NVFP4Tensor
 
 
 def swiglu_experts(
@@ -40,14 +38,14 @@ def swiglu_experts(
     """
     # Read here: of a weight that comes out of a function compilers do not know the config.
     held = [_compat.local_of(weight) for weight in (gate_up, down)]
-    configs = [config_of(weight) for weight in held if fused.is_quantized_weight(weight)]
+    configs = [config_of(weight) for weight in held if isinstance(weight, WEIGHTS)]
     (gate_up, inner_groups), (down, outer_groups) = own_part(gate_up), own_part(down)
     # Else each shape, dtype and device that is read of a weight goes through Python.
     with _compat.no_torch_function():
         _check(x, gate_up, down, group_ends)
-        if len(configs) == 2 and fused.are_plain(x):
+        if len(configs) == 2 and are_plain(x):
             x, amax_groups = x.to(steps.compute_dtype(x)), (inner_groups, outer_groups)
-            return SwiGLUFunction.apply(x, gate_up, down, None, group_ends, configs, amax_groups)
+            return steps.apply(SwiGLUFunction, x, gate_up, down, None, group_ends, configs, amax_groups)
     return _by_products(x, gate_up, down, group_ends)
 
 
@@ -81,8 +79,7 @@ class SwiGLUExperts(nn.Module):
 
 def _check(x, gate_up, down, group_ends) -> None:
     op = "swiglu_experts"
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+    check_x(op, x)
     if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         got = f"{list(x.shape)}, {list(gate_up.shape)} and {list(down.shape)}"
         raise ValueError(f"{op}: x must be [M, K], gate_up [E, 2H, K] and down [E, K, H], got {got}")
@@ -96,11 +93,7 @@ def _check(x, gate_up, down, group_ends) -> None:
     if tuple(group_ends.shape) != (experts,):
         raise ValueError(f"{op}: group_ends must be [E] = [{experts}], got shape {list(group_ends.shape)}")
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        if isinstance(weight, NVFP4Tensor) and weight.block_size[0] != weight.block_size[1]:
-            raise ValueError(
-                f"{op}: {name} with blocks of {weight.block_size} cannot be transposed for gradients; "
-                "make it with block_size=(16, 16)"
-            )
+        check_transposable(op, name, weight)
 
 
 def _by_products(x, gate_up, down, group_ends) -> torch.Tensor:
@@ -116,6 +109,6 @@ def _by_products(x, gate_up, down, group_ends) -> torch.Tensor:
 
 
 def _product(x, weight, group_ends) -> torch.Tensor:
-    if not fused.is_quantized_weight(weight):
+    if not isinstance(weight, WEIGHTS):
         weight = weight.to(x.dtype)
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)

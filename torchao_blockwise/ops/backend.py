@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from enum import Enum
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ def why_no_gluon(device: torch.device) -> str | None:
         return f"the kernels are for Hopper GPUs (sm_90), got {got}"
     if not _compat.has_gluon():
         return "they need Gluon, which Triton has from 3.6 on (pip install -U triton)"
-    return None
+    return "Triton's interpreter does not know Gluon" if interpreting() else None
 
 
 class Implementation(NamedTuple):
@@ -130,13 +131,18 @@ class Implementation(NamedTuple):
 
     @property
     def function(self) -> Callable:
-        if not isinstance(self.run, str):
-            return self.run
-        module, name = self.run.split(":")
-        return getattr(_module(module), name)
+        if type(self.run) is not str:
+            return self.run  # type: ignore[return-value]
+        module, name = _place(self.run)
+        return getattr(module, name)
 
 
-_module = functools.cache(importlib.import_module)
+@functools.cache
+def _place(run: str) -> tuple[ModuleType, str]:
+    module, name = run.split(":")
+    return importlib.import_module(module), name
+
+
 Choice = Callable[..., Backend | None]
 
 
@@ -165,19 +171,23 @@ def choose(
                 return row
         raise ValueError(f"{op}: backend {backend} cannot run: {reason}; choose another, or auto")
     preferred = None if first is None else first(*args)
-    rows = table if preferred is None else sorted(table, key=lambda row: row.backend is not preferred)
-    wanted = preferred or (_kernels_on_gpus(*args) if expected is None else expected(*args))
-    unmet = None
+    passed: list[tuple[Backend, str]] = []
+    rows: Sequence[Implementation] = table
+    if preferred is not None and table[0].backend is not preferred:
+        rows = sorted(table, key=lambda row: row.backend is not preferred)
     for row in rows:
-        if (reason := row.reason(args)) is None:
+        reason = None if row.why_not is None else row.why_not(*args)
+        if reason is None:
             break
-        if row.backend is wanted:
-            unmet = reason
+        passed.append((row.backend, reason))
     else:
-        raise ValueError(f"{op}: no backend can run: " + "; ".join(f"{r.backend}: {r.reason(args)}" for r in rows))
-    if unmet is not None and row.backend is not wanted and (op, row.backend, wanted) not in _warned:
-        _warned.add((op, row.backend, wanted))
-        warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {unmet}", stacklevel=2)
+        raise ValueError(f"{op}: no backend can run: " + "; ".join(f"{name}: {why}" for name, why in passed))
+    if passed:
+        wanted = preferred or (_kernels_on_gpus(*args) if expected is None else expected(*args))
+        unmet = next((why for name, why in passed if name is wanted), None)
+        if unmet is not None and row.backend is not wanted and (op, row.backend, wanted) not in _warned:
+            _warned.add((op, row.backend, wanted))
+            warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {unmet}", stacklevel=2)
     return row
 
 

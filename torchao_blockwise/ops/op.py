@@ -125,8 +125,8 @@ def define_op(
     sharding: DTensor rule, as `torch.distributed.tensor.experimental.register_sharding` takes it, of whole values:
         specs in the places of tensors, and placements in those that it answers for inputs.
     said: the name in messages, where it is another than the operation's.
-    A result of operands, `Copies` in the place of its one, is returned as their tensors (qdata, scale, ..), without
-    global scales: `copies_of` puts them together again. Raises TypeError for an annotation that no schema has.
+    What makes operands by `CastOptions` returns `Copies`, without global scales; other operands are returned as their
+    tensors (qdata, scale, ..). Raises TypeError for an annotation that no schema has.
     """
 
     def define(fake: Callable) -> Callable:
@@ -145,10 +145,10 @@ def define_op(
                 *args, backend = args
             if check is not None:
                 check(*args)
-            return result(choose(said or name, rows, backend, args, first, expected).function(*args))
+            return choose(said or name, rows, backend, args, first, expected).function(*args)
 
         def run(*parts):
-            return compute(whole(parts))
+            return result(compute(whole(parts)))
 
         def shapes(*parts):
             args = whole(parts)
@@ -165,12 +165,15 @@ def define_op(
         # What changes its arguments is for functionalization to see; lists take longer to look through than they save.
         is_direct = "!" not in schema and "[]" not in schema.split("->")[0]
         holders = [i for i, kind in enumerate(kinds) if kind.schema[0].startswith("Tensor")]
+        gives_operands = typing.get_type_hints(fake)["return"] in (Operand, tuple[Operand, Operand], Copies)
+        options = [i for i, kind in enumerate(kinds) if gives_operands and kind is _KINDS[CastOptions]]
 
         @functools.wraps(fake)
         def call(*args):
             if is_direct and not _compat.is_watched() and _are_plain([args[i] for i in holders]):
-                return compute(args)
-            return overload(*[part for kind, value in zip(kinds, args, strict=True) for part in kind.apart(value)])
+                return compute(args) if options else result(compute(args))
+            given = overload(*[part for kind, value in zip(kinds, args, strict=True) for part in kind.apart(value)])
+            return copies_of(given, args[options[0]]) if options else given
 
         call.overload = overload  # type: ignore[attr-defined]  # for what must have the operation itself
         call.table = rows  # type: ignore[attr-defined]
@@ -221,12 +224,15 @@ def _tensors(operands: Iterable[Operand | None]) -> list[torch.Tensor]:
     return [t for x in operands if x is not None for t in (x.qdata, x.scale)]
 
 
-def copies_of(
-    tensors: Sequence[torch.Tensor], options: CastOptions, global_scale: torch.Tensor | None = None
-) -> Copies:
-    """The copies that an operation of these options gave as their tensors, with the global scale that they share."""
-    operands = [Operand(q, s, global_scale, options.fmt.name) for q, s in zip(tensors[::2], tensors[1::2])]
+def copies_of(tensors: Sequence[torch.Tensor], options: CastOptions) -> Copies:
+    """The copies that an operation of these options gave as their tensors."""
+    operands = [Operand(q, s, None, options.fmt.name) for q, s in zip(tensors[::2], tensors[1::2])]
     return Copies(operands[0] if options.rowwise else None, operands[-1] if options.columnwise else None)
+
+
+def with_global_scale(copies: Copies, global_scale: torch.Tensor) -> Copies:
+    """The copies with the global scale that they share."""
+    return Copies(*(None if copy is None else copy._replace(global_scale=global_scale) for copy in copies))
 
 
 def without_grad(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:

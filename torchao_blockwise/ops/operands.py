@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+from types import ModuleType
+
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import FORMATS, BlockFormat, CastOptions, Copies, Groups, Operand
+from torchao_blockwise.formats import FORMATS, FP8_1X128, BlockFormat, CastOptions, Copies, Groups, Operand
 from torchao_blockwise.ops.backend import compute_capability
 from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size, without_padding
@@ -64,13 +68,19 @@ def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:
     """Why kernels of gluon_tiles.py cannot make these copies of what is computed from `inputs`, or None if they can."""
     if not options.columnwise:
         return "the kernels make columnwise copies, with or without the rowwise one"
+    if options.fmt.name != FP8_1X128.name:
+        return f"the kernels make {FP8_1X128.name}, got {options.fmt.name}"
     if compute_capability(inputs[0].device) == (0, 0):
         return f"the kernels run on CUDA devices, got {inputs[0].device.type}"
     if not _compat.has_gluon():
         return "Gluon needs Triton 3.6 or newer"
-    from torchao_blockwise.ops.device import gluon_tiles
+    return _gluon_tiles().why_not(options.fmt, *inputs)
 
-    return gluon_tiles.why_not(options.fmt, *inputs)
+
+@functools.cache
+def _gluon_tiles() -> ModuleType:
+    # An import statement in each choice takes 1 µs.
+    return importlib.import_module("torchao_blockwise.ops.device.gluon_tiles")
 
 
 def pointers(copies: Copies) -> list:

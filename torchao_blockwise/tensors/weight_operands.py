@@ -59,11 +59,7 @@ def weight_operand(
     if kept is None:
         return quantize(columnwise)
     recipe = fmt.name, power_of_2_scales, amax_groups, rounded_to
-
-    def transpose(rowwise):
-        return ops.transpose(rowwise, columns=hp.shape[-1], backend=backend)
-
-    return kept.operand(recipe, columnwise, quantize, transpose)
+    return kept.operand(recipe, columnwise, quantize, backend)
 
 
 class KeptCopies:
@@ -78,24 +74,50 @@ class KeptCopies:
         self.keeps: list[str] = []
         self._copies: dict[tuple, list] = {}
 
-    def operand(self, recipe: tuple, columnwise: bool, quantize: Callable, transpose: Callable):
+    def operand(
+        self, recipe: tuple, columnwise: bool, quantize: Callable, backend: ops.Backend | str | None
+    ) -> Operand:
         """The copy of this recipe, made now or before.
 
-        recipe: all that its bits depend on but the values. quantize: (columnwise) -> a new copy. transpose: rowwise ->
-        columnwise. A copy belongs to the stream that made it: no other waits for it.
+        recipe: all that its bits depend on but the values. quantize: (columnwise) -> a new copy. backend: who
+        transposes. A copy belongs to the stream that made it: no other waits for it.
         """
         stream = torch.cuda.current_stream(self.hp.device) if self.hp.is_cuda else None
         with lock:
             self.check()
-            rowwise, transposed = copies = self._copies.setdefault((*recipe, stream), [None, None])
+            key = *recipe, stream
+            rowwise, transposed = copies = self._copies.setdefault(key, [None, None])
             if not columnwise:
                 copies[0] = quantize(columnwise=False) if rowwise is None else rowwise
                 return copies[0]
-            if transposed is None:
-                transposed = quantize(columnwise=True) if rowwise is None else transpose(rowwise)
-            if "both" in self.keeps:
-                copies[1] = transposed
-            return transposed
+            if transposed is not None:
+                return transposed
+            if "both" not in self.keeps:
+                if rowwise is None:
+                    return quantize(columnwise=True)
+                return ops.transpose(rowwise, columns=self.hp.shape[-1], backend=backend)
+            if rowwise is None:
+                copies[1] = quantize(columnwise=True)
+            else:
+                self._transpose_all(key, backend)
+            return copies[1]
+
+    def _transpose_all(self, key: tuple, backend: ops.Backend | str | None) -> None:
+        """Make, in one launch, the columnwise copies of all weights that scopes keep both copies of, this one's too."""
+        waiting = []
+        for kept in kept_weights.values():
+            copies = kept._copies.get(key)
+            is_near = kept.hp.device == self.hp.device
+            if copies and is_near and "both" in kept.keeps and copies[0] is not None and copies[1] is None:
+                kept.check()
+                waiting.append((kept, copies))
+        transposed = ops.transpose_many(
+            [rowwise for _, (rowwise, _) in waiting],
+            columns=[kept.hp.shape[-1] for kept, _ in waiting],
+            backend=backend,
+        )
+        for (_, copies), columnwise in zip(waiting, transposed, strict=True):
+            copies[1] = columnwise
 
     def leave(self, keep: str) -> None:
         """Free what no scope around keeps now that one is left."""

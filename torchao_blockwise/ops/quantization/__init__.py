@@ -18,13 +18,13 @@ from torchao_blockwise.formats import (
     global_scale_of,
 )
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders
-from torchao_blockwise.ops.op import copies_of, define_op, without_grad
+from torchao_blockwise.ops.op import define_op, with_global_scale, without_grad
 from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies, why_no_tiles
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.ops.quantization import reference
 from torchao_blockwise.ops.sharding import shards_on_blocks
 
-_KERNEL_FORMATS = (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)
+_KERNEL_FORMATS = {fmt.name for fmt in (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)}
 
 
 def quantize(
@@ -57,7 +57,15 @@ def quantize(
     Raises TypeError for a dtype, ValueError for a shape, format, option or backend that does not exist.
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3; NVFP4 pretraining (arXiv 2509.25149).
     """
-    options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, padded)
+    return quantize_with(
+        x, CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, padded), tensor_amax, backend
+    )
+
+
+def quantize_with(
+    x: torch.Tensor, options: CastOptions, tensor_amax: torch.Tensor | None, backend: Backend | str | None
+) -> Copies:
+    """`quantize` by options that travel whole."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"quantize: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
     if x.dim() < 2:
@@ -69,8 +77,9 @@ def quantize(
     if options.fmt.has_global_scale:
         amax_bits = tensor_amax_bits_op(x) if tensor_amax is None else tensor_amax.view(torch.int32)
         global_scale = global_scale_op(amax_bits)
-    op = quantize_both_op if rowwise and columnwise else quantize_op
-    return copies_of(op(x, amax_bits, options, get_backend(backend)), options, global_scale)
+    op = quantize_both_op if options.rowwise and options.columnwise else quantize_op
+    copies = op(x, amax_bits, options, get_backend(backend))
+    return copies if global_scale is None else with_global_scale(copies, global_scale)
 
 
 def _by_reference(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions) -> Copies:
@@ -84,9 +93,10 @@ def amax_of(bits: torch.Tensor | None) -> torch.Tensor | None:
 
 def why_no_quantizers(x, *args) -> str | None:
     """Why Triton kernels cannot quantize `x` by the options behind it, or None if they can."""
-    fmt = next(arg.fmt for arg in args if isinstance(arg, CastOptions))
-    reason = why_no_encoders(x)
-    return f"{fmt.name} has no kernel yet" if reason is None and fmt not in _KERNEL_FORMATS else reason
+    for arg in args:
+        if isinstance(arg, CastOptions) and arg.fmt.name not in _KERNEL_FORMATS:
+            return f"{arg.fmt.name} has no kernel yet"
+    return why_no_encoders(x)
 
 
 def _global_scale_sharding(amax_bits):

@@ -10,7 +10,7 @@ from torchao_blockwise.formats import FP8_1X128, HIGH_PRECISION_DTYPES, CastOpti
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
 from torchao_blockwise.ops.fused.norm import reference
 from torchao_blockwise.ops.groups.quantization import quantize_by
-from torchao_blockwise.ops.op import copies_of, define_op, without_grad
+from torchao_blockwise.ops.op import define_op, without_grad
 from torchao_blockwise.ops.operands import check_options, new_copies, why_no_tiles
 from torchao_blockwise.ops.quantization import reference as quantize_reference
 
@@ -89,7 +89,7 @@ def norm_quantize(
     arguments, backend = (x, *statistics, weight, bias, dtype or x.dtype), get_backend(backend)
     if options.fmt is not FP8_1X128:
         return quantize_by(normalize_op(*arguments, backend), options, backend=backend)
-    return copies_of(norm_quantize_op(*arguments, options, backend), options)
+    return norm_quantize_op(*arguments, options, backend)
 
 
 def _check_x(op: str, x) -> None:

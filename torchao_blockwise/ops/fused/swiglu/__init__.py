@@ -11,7 +11,7 @@ from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
 from torchao_blockwise.ops.groups.quantization import quantize_by
 from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
-from torchao_blockwise.ops.op import copies_of, define_op, without_grad
+from torchao_blockwise.ops.op import define_op, without_grad
 from torchao_blockwise.ops.operands import check_options, new_copies, why_no_tiles
 from torchao_blockwise.ops.quantization import reference as quantize_reference
 
@@ -55,7 +55,7 @@ def swiglu_quantize(
     backend, inputs = get_backend(backend), without_grad(gate, up)
     if options.fmt is not FP8_1X128:
         return quantize_by(swiglu_op(*inputs, backend), options, groups, backend=backend)
-    return copies_of(swiglu_quantize_op(*inputs, options, groups, backend), options)
+    return swiglu_quantize_op(*inputs, options, groups, backend)
 
 
 def swiglu_backward(
@@ -95,7 +95,7 @@ def swiglu_backward_quantize(
     if options.fmt is not FP8_1X128 or gate.shape[1] % _ALIGNMENT:
         gradient = torch.cat(swiglu_backward_op(*inputs, backend), 1)
         return quantize_by(gradient, options, groups, backend=backend)
-    return copies_of(swiglu_backward_quantize_op(*inputs, options, groups, backend), options)
+    return swiglu_backward_quantize_op(*inputs, options, groups, backend)
 
 
 def _check_quantize(op: str, options: CastOptions, groups: Groups | torch.Tensor | None) -> Groups | None:

@@ -26,9 +26,8 @@ from torchao_blockwise.ops.op import Changed, define_op
 from torchao_blockwise.ops.operands import check_operand
 from torchao_blockwise.ops.sharding import placements_of
 
-KERNEL_PAIRS = {
-    (FP8_1X128.name, FP8_128X128.name),
-    (FP8_1X128.name, FP8_1X128.name),
+_GLUON_PAIRS = {(FP8_1X128.name, FP8_128X128.name), (FP8_1X128.name, FP8_1X128.name)}
+KERNEL_PAIRS = _GLUON_PAIRS | {
     (NVFP4_1X16.name, NVFP4_16X16.name),
     (NVFP4_1X16.name, NVFP4_1X16.name),
 }
@@ -93,7 +92,8 @@ def check_operands(op: str, a: Operand, b: Operand, out_dtype: torch.dtype) -> N
     check_operand(op, "b", b)
     if out_dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    if a.format.element is not b.format.element or a.format.block[1] != b.format.block[1]:
+    a_fmt, b_fmt = a.format, b.format
+    if a_fmt.element is not b_fmt.element or a_fmt.block[1] != b_fmt.block[1]:
         raise ValueError(
             f"{op}: {a.format_name} · {b.format_name} differ in element or block length along the contraction"
         )
@@ -103,11 +103,12 @@ def check_operands(op: str, a: Operand, b: Operand, out_dtype: torch.dtype) -> N
 
 def _check(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> None:
     check_operands("matmul", a, b, out_dtype)
-    for name, x in (("a", a), ("b", b)):
-        if x.qdata.dim() != 2:
-            raise ValueError(f"matmul: {name} must be a matrix, got payload of shape {list(x.qdata.shape)}")
-    if a.qdata.shape[1] != b.qdata.shape[1]:
-        got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
+    a_shape, b_shape = a.qdata.shape, b.qdata.shape
+    for name, shape in (("a", a_shape), ("b", b_shape)):
+        if len(shape) != 2:
+            raise ValueError(f"matmul: {name} must be a matrix, got payload of shape {list(shape)}")
+    if a_shape[1] != b_shape[1]:
+        got = f"{list(a_shape)} and {list(b_shape)}"
         raise ValueError(f"matmul: a [M, K] and b [N, K] must agree in K, got payloads {got}")
     if bias is not None and (
         bias.dim() != 1 or bias.shape[0] != b.qdata.shape[0] or bias.dtype not in HIGH_PRECISION_DTYPES
@@ -121,11 +122,12 @@ def _check(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
 
 def _why_no_gluon(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
     reason = why_no_gluon(a.qdata.device)
-    if reason is not None:
-        return reason
-    from torchao_blockwise.ops.gemm.plain import kernels_gluon
-
-    return kernels_gluon.why_not(a, b)
+    if reason is None and (a.format_name, b.format_name) not in _GLUON_PAIRS:
+        return f"the kernels multiply fp8_1x128 by fp8_128x128 or fp8_1x128, got {a.format_name} · {b.format_name}"
+    (m, k), n = a.qdata.shape, b.qdata.shape[0]
+    if reason is None and 0 in (m, n, k):
+        return f"the copy engine has no empty tensors, got M={m}, N={n}, K={k}"
+    return reason
 
 
 def _why_no_triton(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
@@ -141,9 +143,9 @@ def _first(a: Operand, b: Operand, *_) -> Backend | None:
     Two rules for the two kinds of FP8 products: with square blocks in b (`output`, `grad_input`) Gluon, with one-row
     blocks (`grad_weight`, where K counts tokens) Gluon up to 256 tokens. docs/design.md says what they cost.
     """
-    fp8_on_hopper = a.format.element is E4M3 and compute_capability(a.qdata.device) == (9, 0)
-    few_tokens = b.format.block[0] > 1 or a.qdata.shape[1] <= _GLUON_TOKENS
-    return Backend.GLUON if fp8_on_hopper and few_tokens else None
+    if compute_capability(a.qdata.device) != (9, 0) or a.format.element is not E4M3:
+        return None
+    return Backend.GLUON if b.format.block[0] > 1 or a.qdata.shape[1] <= _GLUON_TOKENS else None
 
 
 def _expected(a: Operand, b: Operand, *_) -> Backend | None:

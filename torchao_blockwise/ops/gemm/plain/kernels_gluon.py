@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from triton.experimental.gluon import language as gl
 
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Operand
-from torchao_blockwise.ops.backend import interpreting
+from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.gemm.builds import WAVE_ROWS, Build, choose_build
 from torchao_blockwise.ops.gemm.gluon_pipeline import MAX_CTAS, WARPGROUP, matmul_fp8_kernel
 from torchao_blockwise.ops.gemm.rows import aligned_rows
@@ -24,17 +23,6 @@ _SWIZZLE = 128
 _SHARED, _ROWS_HALVED, _COLUMNS_HALVED = [[0, 0]], [[1, 0]], [[0, 1]]
 
 
-def why_not(a: Operand, b: Operand) -> str | None:
-    """Why these kernels cannot compute this product on a Hopper GPU, or None if they can."""
-    if a.format is not FP8_1X128 or b.format not in (FP8_1X128, FP8_128X128):
-        return f"the kernels multiply fp8_1x128 by fp8_128x128 or fp8_1x128, got {a.format_name} · {b.format_name}"
-    (m, k), n = a.qdata.shape, b.qdata.shape[0]
-    if 0 in (m, n, k):
-        return f"the copy engine has no empty tensors, got M={m}, N={n}, K={k}"
-    # Asked last: reading the environment takes 0.6 µs.
-    return "Triton's interpreter does not know Gluon" if interpreting() else None
-
-
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -43,7 +31,7 @@ def multiprocessors(device: torch.device) -> int:
 def matmul(
     a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, build: Build | None = None
 ) -> torch.Tensor:
-    """[M, N] product, within what `why_not` admits. Arguments as in the op; build: the default is `choose_build`'s."""
+    """[M, N] product of what the table admits. Arguments as in the op; build: the default is `choose_build`'s."""
     out = a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
     return _launch(out, a, b, bias, False, build)
 

@@ -9,9 +9,9 @@ from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
 from torchao_blockwise.ops.groups.ends import as_groups, check_group_ends, check_row_blocks
 from torchao_blockwise.ops.groups.quantization import reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
-from torchao_blockwise.ops.op import copies_of, define_op, without_grad
+from torchao_blockwise.ops.op import define_op, with_global_scale, without_grad
 from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies, why_no_tiles
-from torchao_blockwise.ops.quantization import amax_of, global_scale_op, quantize, why_no_quantizers
+from torchao_blockwise.ops.quantization import amax_of, global_scale_op, quantize_with, why_no_quantizers
 
 
 def grouped_quantize(
@@ -45,9 +45,23 @@ def grouped_quantize(
     Raises TypeError for a dtype, ValueError for shapes, devices, ends, or a format, option or backend that does not
     exist.
     """
-    op, groups = "grouped_quantize", as_groups(groups)
+    options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales)
+    return quantize_by(x, options, as_groups(groups), tensor_amax=tensor_amax, backend=backend)
+
+
+def quantize_by(
+    x: torch.Tensor,
+    options: CastOptions,
+    groups: Groups | None = None,
+    *,
+    tensor_amax: torch.Tensor | None = None,
+    backend: Backend | str | None = None,
+) -> Copies:
+    """`quantize` of `x` by options that travel whole, or `grouped_quantize` where its rows are in groups."""
+    if groups is None:
+        return quantize_with(x, options, tensor_amax, backend)
     # Each group is padded anyway.
-    options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, padded=True)
+    op, options = "grouped_quantize", options if options.padded else options._replace(padded=True)
     check_options(op, options)
     check_row_blocks(op, options.fmt)
     if x.dtype not in HIGH_PRECISION_DTYPES:
@@ -61,18 +75,7 @@ def grouped_quantize(
         amax_bits = grouped_amax_bits_op(x, groups.ends) if tensor_amax is None else tensor_amax.view(torch.int32)
         global_scale = global_scale_op(amax_bits)
     copies = grouped_quantize_op(x, groups, amax_bits, options, get_backend(backend))
-    return copies_of(copies, options, global_scale)
-
-
-def quantize_by(
-    x: torch.Tensor, options: CastOptions, groups: Groups | None = None, *, backend: Backend | str | None = None
-) -> Copies:
-    """`quantize` of `x` by these options, or `grouped_quantize` where its rows are in groups."""
-    copies = {"rowwise": options.rowwise, "columnwise": options.columnwise}
-    power_of_2 = {"power_of_2_scales": options.power_of_2_scales, "backend": backend}
-    if groups is None:
-        return quantize(x, options.fmt, **copies, **power_of_2, padded=options.padded)  # type: ignore[arg-type]
-    return grouped_quantize(x, groups, options.fmt, **copies, **power_of_2)  # type: ignore[arg-type]
+    return copies if global_scale is None else with_global_scale(copies, global_scale)
 
 
 def _check_groups(x, groups, amax_bits, options) -> None:

@@ -1,0 +1,37 @@
+"""Operations of tests: `define` makes one of annotations, in a namespace of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from defined_ops import NAMESPACE
+
+from torchao_blockwise.ops import op as op_module
+from torchao_blockwise.ops.backend import Backend, Implementation
+
+
+@pytest.fixture(scope="module")
+def namespace():
+    """Operations are defined in a namespace of its own, which is gone afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op_module, "NAMESPACE", NAMESPACE)
+        patch.setattr(op_module, "_library", torch.library.Library(NAMESPACE, "DEF"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def define(namespace):
+    """define(annotations, fake, run, ..): an operation `op<n>` of arguments with these annotations, and "return"."""
+    names = (f"op{n}" for n in range(1000))
+
+    def define(annotations: dict, fake=lambda *args: None, run=None, **options):
+        arguments = ", ".join(name for name in annotations if name != "return")
+        scope: dict = {"fake": fake}
+        exec(f"def fake_op({arguments}): return fake({arguments})", scope)
+        described = scope["fake_op"]
+        described.__name__ = f"{next(names)}_op"
+        described.__annotations__ = {"return": None, **annotations}
+        table = options.pop("table", (Implementation(Backend.REFERENCE, run or fake),))
+        return op_module.define_op(table, **options)(described)
+
+    return define

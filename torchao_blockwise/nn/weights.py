@@ -1,0 +1,76 @@
+"""Weights that layers here train, and what a layer asks of one before it computes."""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise import _compat
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
+from torchao_blockwise.tensors import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8TrainingConfig,
+    MasterWeightTensor,
+    NVFP4Tensor,
+    NVFP4TrainingConfig,
+    TrainingConfig,
+)
+
+# What layers here take for a weight.
+WEIGHTS = (MasterWeightTensor, BlockwiseFP8Tensor, NVFP4Tensor)
+_DEFAULT_CONFIGS: dict[type, TrainingConfig] = {
+    BlockwiseFP8Tensor: BlockwiseFP8TrainingConfig(master_weights=False),
+    NVFP4Tensor: NVFP4TrainingConfig(master_weights=False),
+}
+
+
+def is_low_precision(weight) -> bool:
+    """Whether layers compute with this weight in low precision: one of ours, or a DTensor around one."""
+    return isinstance(weight, WEIGHTS) or isinstance(_compat.local_of(weight), WEIGHTS)
+
+
+def config_of(weight) -> TrainingConfig:
+    """The config that a layer with this weight trains by."""
+    return weight.config if weight.config is not None else _DEFAULT_CONFIGS[type(weight)]
+
+
+def is_fp8_weight(weight) -> bool:
+    """Whether `weight` trains in blockwise FP8; NVFP4 needs the amax of a whole tensor to quantize any of it."""
+    if not isinstance(weight, (MasterWeightTensor, BlockwiseFP8Tensor)):
+        return False
+    return isinstance(config_of(weight), BlockwiseFP8TrainingConfig)
+
+
+def are_plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether none is a tensor subclass, such as a shard of a parallel run, which operations here know nothing of."""
+    return all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+
+
+def check_x(op: str, x: torch.Tensor) -> None:
+    """Raise TypeError unless the input is of a dtype that can be quantized."""
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+
+
+def check_transposable(op: str, name: str, weight) -> None:
+    """Raise ValueError for a quantized weight whose blocks are not square: `grad_input` multiplies its transpose."""
+    # Not by the format: of a weight that comes out of a function compilers know its attributes alone.
+    if isinstance(weight, NVFP4Tensor) and weight.block_size[0] != weight.block_size[1]:
+        raise ValueError(
+            f"{op}: {name} with blocks of {weight.block_size} cannot be transposed for grad_input; "
+            "make it with block_size=(16, 16)"
+        )
+
+
+def check_linear(x, weight, bias) -> None:
+    """Raise TypeError or ValueError for operands of one device that no linear layer can take."""
+    check_x("linear", x)
+    if weight.dim() != 2:
+        raise ValueError(f"linear: weight must be [N, K], got shape {list(weight.shape)}")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        got = f"{list(x.shape)} and {list(weight.shape)}"
+        raise ValueError(f"linear: x [.., K] and weight [N, K] must agree in K, got {got}")
+    if x.device != weight.device:
+        raise ValueError(f"linear: x is on {x.device}, weight on {weight.device}; move one of them")
+    check_transposable("linear", "a weight", weight)
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"linear: bias must be [N] = [{weight.shape[0]}], got shape {list(bias.shape)}")
