@@ -104,7 +104,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         steps.refuse_second_order("grouped_linear")
         config, rounded_to = ctx.config, ctx.rounded_to
-        weight, group_ends, tables, x, *saved = steps.take_saved(ctx)
+        weight, group_ends, tables, x, saved = steps.take_saved(ctx, 4)
         groups = steps.saved_groups(group_ends, tables)
         how = Contraction(config, groups, rounded_to=rounded_to, transposed=not ctx.contracts_columns)
         weight = weight if rounded_to is None else MasterWeightTensor(weight, config)

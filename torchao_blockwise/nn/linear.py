@@ -63,7 +63,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad_output):
         # A constant grad_output would leave the second gradient out in silence, so this does not wait for one.
         steps.refuse_second_order("linear")
-        weight, *saved = steps.take_saved(ctx)
+        weight, saved = steps.take_saved(ctx, 1)
         how, save_quantized = ctx.how, ctx.save_quantized
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dy = steps.as_rows(grad_output)

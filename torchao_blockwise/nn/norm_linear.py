@@ -116,7 +116,7 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         steps.refuse_second_order("NormLinear")
         config, how, dtype, save_quantized = ctx.config, Contraction(ctx.config), ctx.dtype, ctx.save_quantized
-        weight, x, mean, rstd, norm_weight, norm_bias, *saved = steps.take_saved(ctx)
+        weight, x, mean, rstd, norm_weight, norm_bias, saved = steps.take_saved(ctx, 6)
         *needs, needs_weight, needs_bias = ctx.needs_input_grad[:5]
         dy = steps.as_rows(grad_output)
 

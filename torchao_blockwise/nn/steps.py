@@ -52,9 +52,13 @@ def save_for_backward(ctx, weights: tuple, *tensors: torch.Tensor | None) -> Non
     ctx.read_in_backward = len(weights) + len(tensors)
 
 
-def take_saved(ctx) -> tuple:
-    """What `save_for_backward` was given, which lives on in the caller alone; see `_compat.take_saved`."""
-    return _compat.take_saved(ctx)[: ctx.read_in_backward]
+def take_saved(ctx, named: int) -> tuple:
+    """What `save_for_backward` was given: so many by themselves, the others in a list; see `_compat.take_saved`.
+
+    All of it lives on in the caller alone.
+    """
+    saved = _compat.take_saved(ctx)[: ctx.read_in_backward]
+    return *saved[:named], list(saved[named:])
 
 
 def fields(copy: Operand | None) -> tuple:

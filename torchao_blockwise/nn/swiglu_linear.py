@@ -120,7 +120,7 @@ class _SwiGLULinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         steps.refuse_second_order("swiglu_linear")
         how = Contraction(ctx.config)
-        weight, gate, up, *saved = steps.take_saved(ctx)
+        weight, gate, up, saved = steps.take_saved(ctx, 3)
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
         dy = steps.as_rows(grad_output)
         dh, grad_weight = gradients(
@@ -176,7 +176,7 @@ class SwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        gate_up_weight, down_weight, group_ends, tables, x, gate_up, *copies = steps.take_saved(ctx)
+        gate_up_weight, down_weight, group_ends, tables, x, gate_up, copies = steps.take_saved(ctx, 6)
         steps.refuse_second_order("SwiGLUMLP" if group_ends is None else "swiglu_experts")
         inner, outer = _contractions(ctx.configs, ctx.amax_groups, steps.saved_groups(group_ends, tables))
         needs_x, needs_gate_up, needs_down, needs_bias, *_ = ctx.needs_input_grad
