@@ -97,7 +97,7 @@ def _cases(target: int):
 
         label = f"quantize one_read fp8_1x128 {m}x{k} {str(dtype)[6:]} {warps} warps" + " power_of_2" * power_of_2
         x, options = torch.zeros(m, k, dtype=dtype), CastOptions(FP8_1X128, True, True, power_of_2)
-        return label, lambda: gluon.copies_of_blocks(x, options, build=(FP8_1X128.block[1], warps))
+        return label, lambda: gluon.quantize(x, None, options, build=(FP8_1X128.block[1], warps))
 
     def columnwise_read_case(m, k):
         from torchao_blockwise.ops.quantization import kernels_gluon as gluon

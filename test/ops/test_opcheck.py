@@ -180,7 +180,7 @@ def test_grouped_quantize(fmt, ends, tokens, copies):
     dh, gate, up = (torch.randn(tokens, 48, dtype=torch.bfloat16) for _ in range(3))
     ends, options = torch.tensor(ends, dtype=torch.int32), options_of(fmt, copies, True)
     amax = library.grouped_amax_bits(gate, ends) if fmt.has_global_scale else None
-    opcheck(library.grouped_quantize.default, (gate, ends, None, amax, *options, "reference"))
+    opcheck(library.grouped_quantize.default, (gate, amax, *options, ends, None, "reference"))
     if fmt is FP8_1X128:
         tables = library.group_tables(ends, tokens, fmt.name, "reference")
         for groups in ((ends, None), (ends, tables)):
