@@ -155,6 +155,7 @@ def _cases() -> dict:
         from torchao_blockwise.ops.device import gluon_tiles
         from torchao_blockwise.ops.fused.norm import kernels_gluon as norm
         from torchao_blockwise.ops.fused.norm import reference as norm_reference
+        from torchao_blockwise.ops.fused.norm.values import Norm
         from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu
 
         dh, gate, up = (special_input(rows, width, dtype) / scale for scale in (1, 8, 16))
@@ -179,10 +180,8 @@ def _cases() -> dict:
             norm.BUILD = parts, warps
             mean, rstd = norm_reference.statistics(dh, layer, 1e-5)
             weight, bias = random_tensor(1, width, dtype=dtype)[0], random_tensor(1, width, seed=1)[0]
-            vectors = [mean, rstd, weight / 16, bias / 16 if layer else None]
-            options = options_of(rowwise)
-            y = norm_reference.normalize(dh, *vectors, dtype)
-            return compared(y, options, None, norm.norm_quantize(dh, *vectors, dtype, options))
+            of, options = Norm(dh, weight / 16, bias / 16 if layer else None, mean, rstd, dtype), options_of(rowwise)
+            return compared(norm_reference.normalize(of), options, None, norm.norm_quantize(of, options))
 
         h, gradients = swiglu_reference.swiglu(gate, up), swiglu_reference.swiglu_backward(dh, gate, up)
         for rowwise in (True, False):

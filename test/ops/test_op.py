@@ -20,6 +20,7 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops import op as op_module
 from torchao_blockwise.ops.backend import Backend, Implementation
+from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.op import Changed, ChangedList, with_global_scale
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
@@ -40,9 +41,10 @@ SCHEMAS = {
     "format": (BlockFormat, "str x"),
     "backend": (Backend, "str x"),
     "operand": (Operand, "Tensor x, Tensor x_scale, Tensor? x_global, str x_format"),
-    "options": (CastOptions, "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded"),
     "groups": (Groups, "Tensor x_ends, Tensor? x_tables"),
     "optional groups": (Groups | None, "Tensor? x_ends, Tensor? x_tables"),
+    "options": (CastOptions, "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded"),
+    "norm": (Norm, "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, ScalarType dtype"),
 }
 
 
@@ -105,6 +107,7 @@ VALUES = {
     "operand with a global scale": (Operand, WITH_GLOBAL),
     "options": (CastOptions, CastOptions(FP8_128X128, False, True, True, False)),
     "other options": (CastOptions, CastOptions(NVFP4_1X16, True, False, False, True)),
+    "norm": (Norm, Norm(X, None, X[0], None, X[:, 0], torch.bfloat16)),
     "groups": (Groups, Groups(ENDS)),
     "groups with tables": (Groups, Groups(ENDS, ENDS + 1)),
     "no groups": (Groups | None, None),

@@ -120,7 +120,7 @@ layers = pytest.mark.parametrize("layer", (False, True), ids=("rms", "layer"))
 def normalize_arguments(shape, layer: bool) -> tuple:
     x, weight = random_tensor(*shape, dtype=torch.bfloat16), torch.ones(shape[1])
     *mean, rstd = library.norm_statistics(x, layer, 1e-5, "reference")
-    return x, mean[0] if mean else None, rstd, weight, None, torch.bfloat16
+    return x, weight, None, mean[0] if mean else None, rstd, torch.bfloat16
 
 
 @layers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -17,6 +16,7 @@ from torchao_blockwise.ops.device.gluon_tiles import (
     new_tile,
     store_copies,
 )
+from torchao_blockwise.ops.fused.norm.values import Norm
 
 # (parts of a tile, warps) of a program; measured on an H200.
 BUILD = 1, 8
@@ -88,18 +88,11 @@ def _norm_quantize_kernel(
     )  # fmt: skip
 
 
-def norm_quantize(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    options: CastOptions,
-) -> Copies:
+def norm_quantize(norm: Norm, options: CastOptions) -> Copies:
     """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
-    vectors = tuple(None if t is None else t.contiguous() for t in (mean, rstd, weight, bias))
+    x, vectors = norm.x, (norm.mean, norm.rstd, norm.weight, norm.bias)
     parts, warps = BUILD
     constants = ("X_DTYPE", x.dtype), ("PARTS", parts), ("enable_fp_fusion", False)
-    tiling = Tiling(dtype, options.fmt.block[1], warps, constants)
+    tiling = Tiling(norm.dtype, options.fmt.block[1], warps, constants)
+    vectors = tuple(None if t is None else t.contiguous() for t in vectors)
     return make_copies(_norm_quantize_kernel, (x,), x.shape, options, None, tiling, vectors)
