@@ -21,6 +21,7 @@ from torchao_blockwise.ops.backend import (
     why_no_gluon,
     why_no_kernels,
 )
+from torchao_blockwise.ops.gemm.adding import adding_rows
 from torchao_blockwise.ops.gemm.plain import cublas, reference
 from torchao_blockwise.ops.op import Changed, define_op
 from torchao_blockwise.ops.operands import check_operand
@@ -193,19 +194,10 @@ def matmul_op(
     return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
 
 
-def _adding(row: Implementation) -> Implementation:
-    """What adds a product to `out`: by a kernel of its own where the backend's product is one, else afterwards."""
-
-    def add(out, a, b):
-        out.add_(row.function(a, b, torch.float32, None))
-
-    def why_not(out, a, b):
-        return row.reason((a, b, torch.float32, None))
-
-    run = row.run.replace(":matmul", ":add_matmul") if isinstance(row.run, str) else add
-    return Implementation(row.backend, run, why_not)
-
-
-@define_op(tuple(map(_adding, _TABLE)), first=lambda out, *ab: _first(*ab), expected=lambda out, *ab: _expected(*ab))
+@define_op(
+    adding_rows(_TABLE, torch.float32, None),
+    first=lambda out, *ab: _first(*ab),
+    expected=lambda out, *ab: _expected(*ab),
+)
 def add_matmul_op(out: Changed, a: Operand, b: Operand, backend: Backend) -> None:
     """Writes in place."""
