@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, BlockFormat, CastOptions, Groups, Operand
 from torchao_blockwise.ops.fused.norm import kernels_gluon as norm_tiles
+from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu_tiles
 from torchao_blockwise.ops.gemm.builds import BUILDS, Build
 from torchao_blockwise.ops.gemm.grouped import kernels_gluon as grouped
@@ -122,7 +123,7 @@ def casts() -> dict[str, Callable]:
     rowwise = CastOptions(FP8_1X128)
     columnwise, both = rowwise._replace(rowwise=False, columnwise=True), rowwise._replace(columnwise=True)
     square = CastOptions(FP8_128X128)
-    rstd, weight = torch.ones(ROWS), torch.ones(COLUMNS, dtype=x.dtype)
+    norm = Norm(x, torch.ones(COLUMNS, dtype=x.dtype), None, None, torch.ones(ROWS), x.dtype)
     # Of SwiGLU an element is one of h, which has two gradients.
     return {
         "quantise 1×128 rowwise": lambda: quantize.quantize(x, None, rowwise),
@@ -132,7 +133,7 @@ def casts() -> dict[str, Callable]:
         "quantise 128×128, both copies": lambda: quantize.quantize(x, None, square._replace(columnwise=True)),
         "quantise NVFP4 1×16 rowwise": lambda: quantize.quantize(x, amax_bits, CastOptions(NVFP4_1X16)),
         "transpose fp8": lambda: transpose.transpose(operand(FP8_128X128, ROWS, COLUMNS), COLUMNS),
-        "RMSNorm + quantise, both copies": lambda: norm_tiles.norm_quantize(x, None, rstd, weight, None, x.dtype, both),
+        "RMSNorm + quantise, both copies": lambda: norm_tiles.norm_quantize(norm, both),
         "SwiGLU + quantise, both copies": lambda: swiglu_tiles.swiglu_quantize(x, x, both, None),
         "SwiGLU backward + quantise, both copies": lambda: swiglu_tiles.swiglu_backward_quantize(x, x, x, both, None),
     }

@@ -52,10 +52,7 @@ def _cases() -> dict:
     )
     from torchao_blockwise.ops.fused.swiglu import kernels_triton as swiglu
     from torchao_blockwise.ops.fused.swiglu import reference as swiglu_reference
-    from torchao_blockwise.ops.groups.ends import padded_tokens
-    from torchao_blockwise.ops.groups.quantization import kernels_triton as grouped
     from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
-    from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
     from torchao_blockwise.ops.quantization import reference
     from torchao_blockwise.ops.transposition import kernels_triton as transpose
@@ -77,7 +74,7 @@ def _cases() -> dict:
         amax, options = amax_of(x, fmt), CastOptions(fmt, rowwise, columnwise, power_of_2, padded=True)
 
         def run():
-            return quantize.copies_of_blocks(x, bits_of(amax), options), reference.copies(x, options, amax)
+            return quantize.quantize(x, bits_of(amax), options), reference.copies(x, options, amax)
 
         copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise)
         name = f"quantize {fmt.name} {shape[0]}x{shape[1]} {str(dtype)[6:]} {copies}"
@@ -93,7 +90,7 @@ def _cases() -> dict:
         options = CastOptions(fmt, columnwise=True)
 
         def run():
-            got = grouped.quantize(x, Groups(ends), bits_of(amax), options)
+            got = quantize.quantize(x, bits_of(amax), options, Groups(ends))
             return got, grouped_reference.quantize(x, ends, options, amax)
 
         cases[f"grouped {fmt.name} {shape[0]}x{shape[1]} E{len(ends)}"] = run
@@ -138,14 +135,12 @@ def _cases() -> dict:
         ends = torch.tensor([0, 37, 36, len(x) - 23], dtype=torch.int32)
 
         def run(rowwise, in_groups):
-            tokens, table = x, (None, None)
+            tokens, groups = x, None
             options = CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True)
             if in_groups:
-                tokens = x[:-3]
-                blocks = block_table(Groups(ends), len(tokens), FP8_1X128)
-                table = blocks, padded_tokens(len(tokens), len(ends), 128)
+                tokens, groups = x[:-3], Groups(ends)
             assert gluon_tiles.why_not_this(FP8_1X128, tokens) is None
-            copies = gluon.copies_of_blocks(tokens, options, *table, (128 if rowwise else 64, warps))
+            copies = gluon.quantize(tokens, None, options, groups, (128 if rowwise else 64, warps))
             if in_groups:
                 return copies, grouped_reference.quantize(tokens, ends, options, None)
             return copies, reference.copies(tokens, options)
@@ -160,6 +155,7 @@ def _cases() -> dict:
         from torchao_blockwise.ops.device import gluon_tiles
         from torchao_blockwise.ops.fused.norm import kernels_gluon as norm
         from torchao_blockwise.ops.fused.norm import reference as norm_reference
+        from torchao_blockwise.ops.fused.norm.values import Norm
         from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu
 
         dh, gate, up = (special_input(rows, width, dtype) / scale for scale in (1, 8, 16))
@@ -184,10 +180,8 @@ def _cases() -> dict:
             norm.BUILD = parts, warps
             mean, rstd = norm_reference.statistics(dh, layer, 1e-5)
             weight, bias = random_tensor(1, width, dtype=dtype)[0], random_tensor(1, width, seed=1)[0]
-            vectors = [mean, rstd, weight / 16, bias / 16 if layer else None]
-            options = options_of(rowwise)
-            y = norm_reference.normalize(dh, *vectors, dtype)
-            return compared(y, options, None, norm.norm_quantize(dh, *vectors, dtype, options))
+            of, options = Norm(dh, weight / 16, bias / 16 if layer else None, mean, rstd, dtype), options_of(rowwise)
+            return compared(norm_reference.normalize(of), options, None, norm.norm_quantize(of, options))
 
         h, gradients = swiglu_reference.swiglu(gate, up), swiglu_reference.swiglu_backward(dh, gate, up)
         for rowwise in (True, False):

@@ -34,6 +34,7 @@ def _triton_cases():
 
     from torchao_blockwise.formats import FP8_1X128, CastOptions
     from torchao_blockwise.ops.fused.norm import kernels_triton as norm
+    from torchao_blockwise.ops.fused.norm.values import Norm
     from torchao_blockwise.ops.fused.swiglu import kernels_triton as swiglu
 
     def tensors(m, k, dtype, rowwise, columnwise, power_of_2):
@@ -48,12 +49,13 @@ def _triton_cases():
 
     def norm_case(kind, m, k, dtype, *copies, power_of_2=False):
         label, x, rstd, weight = tensors(m, k, dtype, *copies, power_of_2)
-        arguments = (x, None, rstd, weight, None) if kind == "rms" else (x, rstd, rstd, weight, weight)
+        bias, mean = (None, None) if kind == "rms" else (weight, rstd)
+        of = Norm(x, weight, bias, mean, rstd, dtype)
         if not any(copies):
-            return f"normalize {kind} {label}", lambda: norm.normalize(*arguments, dtype)
+            return f"normalize {kind} {label}", lambda: norm.normalize(of)
         return (
             f"norm_quantize {kind} {label}",
-            lambda: norm.norm_quantize(*arguments, dtype, CastOptions(FP8_1X128, *copies, power_of_2)),
+            lambda: norm.norm_quantize(of, CastOptions(FP8_1X128, *copies, power_of_2)),
         )
 
     def swiglu_case(m, k, dtype, *copies, power_of_2=False):
@@ -97,6 +99,7 @@ def _gluon_cases():
 
     from torchao_blockwise.formats import FP8_1X128, CastOptions, Groups
     from torchao_blockwise.ops.fused.norm import kernels_gluon as norm
+    from torchao_blockwise.ops.fused.norm.values import Norm
     from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu
     from torchao_blockwise.ops.groups.tables.layout import FIELDS, layout_of
 
@@ -106,9 +109,11 @@ def _gluon_cases():
         label = f"norm_quantize gluon {kind} {m}x{k} {str(dtype)[6:]} {copies}"
         label += f" of {str(x_dtype)[6:]}" * (x_dtype != dtype) + " power_of_2" * power_of_2
         x, row, weight, bias = torch.zeros(m, k, dtype=x_dtype), torch.zeros(m), torch.zeros(k), torch.zeros(k)
-        vectors = [None, row, weight, None] if kind == "rms" else [row, row, weight.to(x_dtype), bias.to(x_dtype)]
+        of = Norm(x, weight, None, None, row, dtype)
+        if kind == "layer":
+            of = Norm(x, weight.to(x_dtype), bias.to(x_dtype), row, row, dtype)
         options = CastOptions(FP8_1X128, *COPIES[copies], power_of_2)
-        return label, lambda: norm.norm_quantize(x, *vectors, dtype, options)
+        return label, lambda: norm.norm_quantize(of, options)
 
     def swiglu_cases(m, h, copies, experts=None, dtype=bf16, power_of_2=False):
         of = "ungrouped" if experts is None else f"E{experts}"

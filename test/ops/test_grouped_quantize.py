@@ -257,7 +257,7 @@ def bits_of(amax: torch.Tensor | None) -> torch.Tensor | None:
 @pytest.mark.parametrize("ends", MALFORMED.values(), ids=MALFORMED)
 def test_kernels_clamp_malformed_ends(ends, fmt, guarded, device):
     """As a GPU's are, which the host does not read: nothing out of bounds, and the bits of the clamped ends."""
-    kernels = pytest.importorskip("torchao_blockwise.ops.groups.quantization.kernels_triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
     swiglu = pytest.importorskip("torchao_blockwise.ops.fused.swiglu.kernels_triton")
     x, amax = random_tensor(100, 48, dtype=torch.bfloat16, device=device), torch.tensor(9.0, device=device)
     clamped = [min(max(end, 0), 100) for end in itertools.accumulate(ends, max)]
@@ -265,7 +265,7 @@ def test_kernels_clamp_malformed_ends(ends, fmt, guarded, device):
     ends, clamped = int32(ends, device), int32(clamped, device)
     expected = reference.quantize(x, clamped, options, amax)
     assert_copies_equal(reference.quantize(x, ends, options, amax), expected)
-    assert_copies_equal(kernels.quantize(x, Groups(ends), bits_of(amax), options), expected)
+    assert_copies_equal(kernels.quantize(x, bits_of(amax), options, Groups(ends)), expected)
     if fmt is FP8_1X128:
         got = swiglu.swiglu_quantize(x, x, options, Groups(ends))
         h = ops.swiglu(x, x, backend="reference")
@@ -289,13 +289,13 @@ class Synchronizations(TorchDispatchMode):
 @formats
 def test_nothing_is_read_back(fmt, device):
     """Neither by the reference nor around the kernels; the check of a CPU's ends is what would."""
-    kernels = pytest.importorskip("torchao_blockwise.ops.groups.quantization.kernels_triton")
+    kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
     x, ends = random_tensor(20, 48, device=device), int32([3, 17], device)
     options = CastOptions(fmt, columnwise=True)
     with Synchronizations() as mode:
         amax = reference.tensor_amax(x, ends) if fmt.has_global_scale else None
         reference.quantize(x, ends, options, amax)
-        kernels.quantize(x, Groups(ends), bits_of(amax), options)
+        kernels.quantize(x, bits_of(amax), options, Groups(ends))
     assert mode.seen == []
 
 

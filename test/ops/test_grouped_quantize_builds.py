@@ -22,8 +22,6 @@ def _cases(target: int):
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, CastOptions, Groups
     from torchao_blockwise.ops.fused.swiglu import kernels_triton as swiglu
-    from torchao_blockwise.ops.groups.ends import padded_tokens
-    from torchao_blockwise.ops.groups.quantization import kernels_triton as grouped
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
 
     def quantize_case(fmt, m, k, groups, dtype=torch.bfloat16):
@@ -33,11 +31,11 @@ def _cases(target: int):
             label, options = f"{fmt.name} {m}x{k} {str(dtype)[6:]} {name}", CastOptions(fmt, *copies)
             yield (
                 f"quantize plain {label}",
-                lambda options=options: quantize.copies_of_blocks(x, amax_bits, options),
+                lambda options=options: quantize.quantize(x, amax_bits, options),
             )
             yield (
                 f"quantize E{groups} {label}",
-                lambda options=options: grouped.quantize(x, of, amax_bits, options),
+                lambda options=options: quantize.quantize(x, amax_bits, options, of),
             )
 
     def swiglu_case(m, k, groups, dtype=torch.bfloat16):
@@ -60,19 +58,14 @@ def _cases(target: int):
         for m in (528, 531, 533):
             yield from quantize_case(fmt, m, 1024, 8)
     if _compat.has_gluon():
-        from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
         from torchao_blockwise.ops.quantization import kernels_gluon as gluon
 
         for m in (512, 531):
             x, of = torch.zeros(m, 1024, dtype=torch.bfloat16), Groups(torch.zeros(8, dtype=torch.int32))
-            rows, both = padded_tokens(m, 8, FP8_1X128.block[1]), CastOptions(FP8_1X128, columnwise=True)
             for warps in (4, 8, 16):
-                yield (
-                    f"one_read E8 {m}x1024 bfloat16 {warps} warps",
-                    lambda x=x, of=of, rows=rows, both=both, build=(FP8_1X128.block[1], warps): gluon.copies_of_blocks(
-                        x, both, block_table(of, len(x), FP8_1X128), rows, build
-                    ),
-                )
+                arguments = x, None, CastOptions(FP8_1X128, columnwise=True), of, (FP8_1X128.block[1], warps)
+                label = f"one_read E8 {m}x1024 bfloat16 {warps} warps"
+                yield label, lambda arguments=arguments: gluon.quantize(*arguments)
     for m, k in ((512, 1024), (512, 1040), (528, 1024), (531, 1024), (533, 1024)):
         yield from swiglu_case(m, k, 8)
     yield from swiglu_case(512, 1024, 8, torch.float32)

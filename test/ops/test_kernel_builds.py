@@ -97,7 +97,7 @@ def _cases(target: int):
 
         label = f"quantize one_read fp8_1x128 {m}x{k} {str(dtype)[6:]} {warps} warps" + " power_of_2" * power_of_2
         x, options = torch.zeros(m, k, dtype=dtype), CastOptions(FP8_1X128, True, True, power_of_2)
-        return label, lambda: gluon.copies_of_blocks(x, options, build=(FP8_1X128.block[1], warps))
+        return label, lambda: gluon.quantize(x, None, options, build=(FP8_1X128.block[1], warps))
 
     def columnwise_read_case(m, k):
         from torchao_blockwise.ops.quantization import kernels_gluon as gluon
@@ -168,7 +168,7 @@ def _shard_cases(target: int):
     import torch
 
     from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
-    from torchao_blockwise.ops.shards.flat import CODES, WHOLE, flat_shapes
+    from torchao_blockwise.ops.shards.flat import CODES, WHOLE, Shards
     from torchao_blockwise.ops.shards.merge import kernels_triton as merge_shards
     from torchao_blockwise.ops.shards.partial_cast import kernels_triton as partial_cast
     from torchao_blockwise.ops.transposition.many import kernels_triton as transpose_many
@@ -178,8 +178,8 @@ def _shard_cases(target: int):
         whole = torch.zeros(math.prod(fmt.qdata_shape(*shape)), dtype=torch.uint8)
         target = whole if packed else torch.zeros(n, dtype=torch.uint8)
         into, packed = WHOLE if packed else CODES, packed and fmt is NVFP4_16X16
-        shards, starts = [torch.zeros(n, dtype=master)] * count, [start] * count
-        shapes, firsts = flat_shapes([shape] * count), [0] * count
+        firsts = [0] * count
+        shards = Shards([torch.zeros(n, dtype=master)] * count, [start] * count, [*shape] * count, firsts, dtype, fmt)
         amax_bits, encode = torch.zeros(2**16, dtype=torch.int32), torch.zeros(2**16)
         scales = [torch.zeros(64, dtype=fmt.scale_dtype)] * count
         global_scales = [torch.zeros(())] * count if fmt.has_global_scale else []
@@ -187,12 +187,8 @@ def _shard_cases(target: int):
         operand_rows, operand_columns = shape[1:] if alignment == "aligned" else (301, 501)
         operand = _operand(fmt, operand_rows, operand_columns)
         launch = {
-            "partial_block_amax": lambda: partial_cast.partial_block_amax_(
-                amax_bits, shards, starts, shapes, firsts, dtype, fmt
-            ),
-            "partial_cast": lambda: partial_cast.partial_cast_(
-                [target] * count, shards, starts, shapes, encode, firsts, dtype, into, fmt
-            ),
+            "partial_block_amax": lambda: partial_cast.partial_block_amax_(amax_bits, shards),
+            "partial_cast": lambda: partial_cast.partial_cast_([target] * count, shards, encode, into),
             "block_scales": lambda: partial_cast.block_scales_(
                 encode, scales, global_scales, amax_bits, firsts, fmt, fmt.has_power_of_2_scales and count == 2
             ),

@@ -20,7 +20,9 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops import op as op_module
 from torchao_blockwise.ops.backend import Backend, Implementation
+from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.op import Changed, ChangedList, with_global_scale
+from torchao_blockwise.ops.shards.flat import Shards
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
 
@@ -40,9 +42,14 @@ SCHEMAS = {
     "format": (BlockFormat, "str x"),
     "backend": (Backend, "str x"),
     "operand": (Operand, "Tensor x, Tensor x_scale, Tensor? x_global, str x_format"),
-    "options": (CastOptions, "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded"),
     "groups": (Groups, "Tensor x_ends, Tensor? x_tables"),
     "optional groups": (Groups | None, "Tensor? x_ends, Tensor? x_tables"),
+    "options": (CastOptions, "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded"),
+    "norm": (Norm, "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, ScalarType dtype"),
+    "shards": (
+        Shards,
+        "Tensor[] tensors, SymInt[] starts, SymInt[] shapes, SymInt[] first_blocks, ScalarType dtype, str fmt",
+    ),
 }
 
 
@@ -105,6 +112,8 @@ VALUES = {
     "operand with a global scale": (Operand, WITH_GLOBAL),
     "options": (CastOptions, CastOptions(FP8_128X128, False, True, True, False)),
     "other options": (CastOptions, CastOptions(NVFP4_1X16, True, False, False, True)),
+    "shards": (Shards, Shards([X[0], X[1]], [0, 3], [1, 2, 3] * 2, [0, 1], torch.float16, FP8_128X128)),
+    "norm": (Norm, Norm(X, None, X[0], None, X[:, 0], torch.bfloat16)),
     "groups": (Groups, Groups(ENDS)),
     "groups with tables": (Groups, Groups(ENDS, ENDS + 1)),
     "no groups": (Groups | None, None),

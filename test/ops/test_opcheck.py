@@ -120,7 +120,7 @@ layers = pytest.mark.parametrize("layer", (False, True), ids=("rms", "layer"))
 def normalize_arguments(shape, layer: bool) -> tuple:
     x, weight = random_tensor(*shape, dtype=torch.bfloat16), torch.ones(shape[1])
     *mean, rstd = library.norm_statistics(x, layer, 1e-5, "reference")
-    return x, mean[0] if mean else None, rstd, weight, None, torch.bfloat16
+    return x, weight, None, mean[0] if mean else None, rstd, torch.bfloat16
 
 
 @layers
@@ -180,7 +180,7 @@ def test_grouped_quantize(fmt, ends, tokens, copies):
     dh, gate, up = (torch.randn(tokens, 48, dtype=torch.bfloat16) for _ in range(3))
     ends, options = torch.tensor(ends, dtype=torch.int32), options_of(fmt, copies, True)
     amax = library.grouped_amax_bits(gate, ends) if fmt.has_global_scale else None
-    opcheck(library.grouped_quantize.default, (gate, ends, None, amax, *options, "reference"))
+    opcheck(library.grouped_quantize.default, (gate, amax, *options, ends, None, "reference"))
     if fmt is FP8_1X128:
         tables = library.group_tables(ends, tokens, fmt.name, "reference")
         for groups in ((ends, None), (ends, tables)):

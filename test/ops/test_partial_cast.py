@@ -229,15 +229,16 @@ def op_calls():
     q = quantize(w, NVFP4_16X16, torch.bfloat16)
     blocks = block_count(w.shape, NVFP4_16X16)
     bits, encode = torch.zeros(blocks, dtype=torch.int32), torch.ones(blocks)
-    shards, starts, shape, name = [w.flatten()[5:500].clone()], [5], [1, 33, 51], "nvfp4_16x16"
+    name = "nvfp4_16x16"
+    shards = [w.flatten()[5:500].clone()], [5], [1, 33, 51], [0], torch.bfloat16, name
     piece, codes = (
         torch.zeros(ops.shard_entries(5, 495, 51, NVFP4_16X16)[1], dtype=torch.uint8),
         torch.zeros(495, dtype=torch.uint8),
     )
     return {
-        "partial_block_amax_": (bits, shards, starts, shape, [0], torch.bfloat16, name, "reference"),
+        "partial_block_amax_": (bits, *shards, "reference"),
         "block_scales_": (encode, [q.scale], [q.global_scale], bits, [0], name, False, "reference"),
-        "partial_cast_": ([codes], shards, starts, shape, encode, [0], torch.bfloat16, CODES, name, "reference"),
+        "partial_cast_": ([codes], *shards, encode, CODES, "reference"),
         "merge_shards_": ([q.qdata], [piece], [5], [495], [1], [51], name, "reference"),
         "transpose_many": ([q.qdata], [q.scale.view(torch.uint8)], [51], name, "reference"),
     }

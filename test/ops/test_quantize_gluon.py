@@ -28,10 +28,12 @@ def taken(monkeypatch):
     """[(what settles a launch of the kernel, its tensors)], launching nothing; every device will do."""
     calls = []
 
-    def launch_of(*settled):
+    def launch_of(tiles_m, columns, sizes, options, tiling):
+        settled = tiles_m, *sizes, tiling.dtype, options.fmt, options.power_of_2_scales, tiling.columns, tiling.warps
+        assert sizes[1] == columns and tiling.constants == (("COLUMNS", tiling.columns),)
         return lambda kernel, *tensors: calls.append((settled, tensors))
 
-    monkeypatch.setattr(gluon, "_launch_of", launch_of)
+    monkeypatch.setattr(gluon_tiles, "_launch_of", launch_of)
     monkeypatch.setattr(gluon_tiles, "interpreting", lambda: False)
     for module in (operands, gluon_tiles):
         monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))

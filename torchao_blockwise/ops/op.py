@@ -17,7 +17,7 @@ import inspect
 import itertools
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from torchao_blockwise.ops.backend import Backend, Choice, Implementation, choos
 
 NAMESPACE = "torchao_blockwise"
 _library = torch.library.Library(NAMESPACE, "DEF")
+_T = TypeVar("_T")
 
 # Annotations of what an operation writes to.
 Changed = Annotated[torch.Tensor, "changed"]
@@ -39,10 +40,6 @@ class _Kind(NamedTuple):
     schema: tuple[str, ...]
     apart: Callable[[Any], Sequence]
     together: Callable[[Iterator], Any]
-
-
-def _options(parts: Iterator) -> CastOptions:
-    return CastOptions(get_format(next(parts)), *itertools.islice(parts, len(CastOptions._fields) - 1))
 
 
 def _groups(parts: Iterator) -> Groups | None:
@@ -77,20 +74,29 @@ _KINDS: dict[Any, _Kind] = {
         apart=lambda x: x,
         together=lambda parts: Operand(*itertools.islice(parts, 4)),
     ),
-    CastOptions: _kind(
-        "str fmt",
-        "bool rowwise",
-        "bool columnwise",
-        "bool power_of_2_scales",
-        "bool padded",
-        apart=lambda options: (options.fmt.name, *options[1:]),
-        together=_options,
-    ),
     Groups: _kind("Tensor {}_ends", "Tensor? {}_tables", apart=lambda groups: groups, together=_groups),
     Groups | None: _kind(
         "Tensor? {}_ends", "Tensor? {}_tables", apart=lambda groups: groups or (None, None), together=_groups
     ),
 }
+
+
+def travels(value: _T) -> _T:
+    """Class decorator: a NamedTuple of values that travel travels too, as its fields.
+
+    Its first three fields are those that `_are_plain` looks at: what callers give comes first.
+    """
+    hints = typing.get_type_hints(value, include_extras=True)
+    kinds = [_KINDS[hint] for hint in hints.values()]
+    _KINDS[value] = _kind(
+        *(part.format(name) for name, kind in zip(hints, kinds) for part in kind.schema),
+        apart=lambda x: [part for kind, field in zip(kinds, x) for part in kind.apart(field)],
+        together=lambda parts: value(*(kind.together(parts) for kind in kinds)),  # type: ignore[operator]
+    )
+    return value
+
+
+travels(CastOptions)
 _RESULTS: dict[Any, str] = {
     type(None): "()",
     torch.Tensor: "Tensor",

@@ -18,14 +18,22 @@ not fill those of the columnwise copy, zeros do (ops/padding.py). Of tokens in g
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
+from typing import Any, NamedTuple
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torchao_blockwise.formats import FP8_1X128, BlockFormat
+from torchao_blockwise.formats import FP8_1X128, BlockFormat, CastOptions, Copies, Groups
 from torchao_blockwise.ops.backend import compute_capability, interpreting
 from torchao_blockwise.ops.device.elements import encode_e4m3
 from torchao_blockwise.ops.device.scales import fp8_scales
+from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
+from torchao_blockwise.ops.launch import Launch, ceil_div
+from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
 
 # Its name moved in Triton 3.7.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -224,17 +232,56 @@ def store_copies(
     )  # fmt: skip
 
 
-def options_of(fmt: BlockFormat, dtype: torch.dtype, power_of_2_scales: bool, warps: int) -> dict:
-    """Constants and options of a kernel that makes copies of tiles of `dtype`."""
-    return {
-        "DTYPE": DTYPES[dtype],
-        "ELEMENT_MAX": fmt.element.max,
-        "MIN_AMAX": fmt.min_amax,
-        "POWER_OF_2": power_of_2_scales,
-        "BLOCK": fmt.block[1],
-        "WARPS": warps,
-        "num_warps": warps,
-    }
+class Tiling(NamedTuple):
+    """How a kernel takes the matrix that it computes in tiles."""
+
+    dtype: torch.dtype  # of the matrix, before it is quantized
+    columns: int  # that a program computes
+    warps: int
+    constants: tuple[tuple[str, Any], ...] = ()  # of this kernel alone; a dtype as PyTorch has it
+
+
+# Faster than a comprehension, as `zip` below is.
+_row_stride = operator.methodcaller("stride", 0)
+
+
+def make_copies(
+    kernel,
+    inputs: tuple[torch.Tensor, ...],
+    shape: tuple[int, int],
+    options: CastOptions,
+    groups: Groups | None,
+    tiling: Tiling,
+    vectors: tuple[torch.Tensor | None, ...] | None = None,
+) -> Copies:
+    """The copies asked for of the matrix of this shape that `kernel` computes; the columnwise one is among them.
+
+    inputs: matrices [M, ..] of one dtype, within what `why_not` admits.
+    vectors: what a kernel without groups takes behind its inputs; all others take a table of blocks at the end.
+    """
+    x, fmt = inputs[0], options.fmt
+    padded = options.padded or groups is not None
+    copies = new_copies(x, shape, options if padded else options._replace(padded=True), groups)
+    M, columns = x.shape
+    if x.numel() > 0:
+        blocks = None if groups is None else block_table(groups, M, fmt)
+        tiles_m = ceil_div(M, fmt.block[1]) if blocks is None else blocks.shape[0] - 1
+        sizes = M, columns, copies.columnwise.qdata.shape[1], *map(_row_stride, inputs)
+        launch = _launch_of(tiles_m, shape[1], sizes, options, tiling)
+        behind = (*pointers(copies), blocks) if vectors is None else (*vectors, *pointers(copies))
+        launch(kernel, *zip(inputs, itertools.repeat(torch.int32)), *behind)
+    return copies if padded else as_asked(copies, M, options)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_of(tiles_m: int, columns: int, sizes: tuple[int, ...], options: CastOptions, tiling: Tiling) -> Launch:
+    fmt, warps = options.fmt, tiling.warps
+    return Launch(
+        tiles_m * ceil_div(columns, tiling.columns), *sizes,
+        DTYPE=DTYPES[tiling.dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax,
+        POWER_OF_2=options.power_of_2_scales, BLOCK=fmt.block[1], WARPS=warps, num_warps=warps,
+        **{name: DTYPES.get(value, value) for name, value in tiling.constants},
+    )  # fmt: skip
 
 
 def why_not(fmt: BlockFormat, *inputs: torch.Tensor) -> str | None:

@@ -13,18 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from torchao_blockwise.formats import FP8_1X128, BlockFormat, CastOptions, Copies, Operand
-from torchao_blockwise.ops.device.gluon_tiles import (
-    barrier,
-    copy_layout,
-    new_tile,
-    options_of,
-    store_copies,
-)
+from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
+from torchao_blockwise.ops.device.gluon_tiles import Tiling, barrier, copy_layout, make_copies, new_tile, store_copies
 from torchao_blockwise.ops.device.group_blocks import locate_rows
-from torchao_blockwise.ops.launch import Launch, ceil_div
-from torchao_blockwise.ops.operands import as_asked, pointers
-from torchao_blockwise.ops.padding import padded_size
 
 # (columns of a tile, warps) of both copies, 1.4 times as fast as two launches on an H200, and of the columnwise alone.
 BOTH = (FP8_1X128.block[1], 4)
@@ -75,50 +66,21 @@ def _quantize_kernel(
     )  # fmt: skip
 
 
-def quantize(x: torch.Tensor, amax_bits: None, options: CastOptions) -> Copies:
-    """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
-    return as_asked(copies_of_blocks(x, options), x.shape[0], options)
-
-
-def copies_of_blocks(
+def quantize(
     x: torch.Tensor,
+    amax_bits: None,
     options: CastOptions,
-    blocks: torch.Tensor | None = None,
-    rows: int | None = None,
+    groups: Groups | None = None,
     build: tuple[int, int] | None = None,
 ) -> Copies:
-    """The columnwise copy, padded, and where it is asked for the rowwise one beside it.
+    """Arguments and result as in the op, or in that of tokens in groups, within what `gluon_tiles.why_not` admits.
 
-    blocks: a result of `block_table`, of tokens in groups; their columnwise copy is padded to so many `rows`.
     build: (columns of a tile, warps); with a rowwise copy tiles are blocks.
     """
-    fmt, (M, K) = options.fmt, x.shape
     columns, warps = (BOTH if options.rowwise else COLUMNWISE) if build is None else build
-    rowwise = Operand(*fmt.new_empty(x, M, K), None, fmt.name) if options.rowwise else None
-    columnwise = Operand(*fmt.new_empty(x, K, padded_size(M) if rows is None else rows), None, fmt.name)
-    copies = Copies(rowwise, columnwise)
-    if x.numel() > 0:
-        tiles_m = ceil_div(M, fmt.block[1]) if blocks is None else blocks.shape[0] - 1
-        sizes = tiles_m, M, K, columnwise.qdata.shape[1], x.stride(0)
-        launch = _launch_of(*sizes, x.dtype, fmt, options.power_of_2_scales, columns, warps)
-        launch(_quantize_kernel, (x, torch.int32), *pointers(copies), blocks)
-    return copies
+    return make_copies(_quantize_kernel, (x,), x.shape, options, groups, _tiling(x.dtype, columns, warps))
 
 
-@functools.lru_cache(maxsize=4096)
-def _launch_of(
-    tiles_m: int,
-    M: int,
-    K: int,
-    width_qt: int,
-    stride_xm: int,
-    dtype: torch.dtype,
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
-    columns: int,
-    warps: int,
-) -> Launch:
-    return Launch(
-        tiles_m * ceil_div(K, columns), M, K, width_qt, stride_xm,
-        COLUMNS=columns, **options_of(fmt, dtype, power_of_2_scales, warps),
-    )  # fmt: skip
+@functools.cache
+def _tiling(dtype: torch.dtype, columns: int, warps: int) -> Tiling:
+    return Tiling(dtype, columns, warps, (("COLUMNS", columns),))

@@ -18,8 +18,9 @@ Tiles are numbered along grid x alone, whose limit is 2^31 (y and z end at 65535
 16, which reads of 16 bytes along M need (of a transposed `x`); so token counts that change make two builds of a kernel
 (three with M = 1), never one a count.
 
-Tokens in groups (ops/groups/quantization): a table says where the rows of a block lie and which of them count. Of the
-copy that is padded M is the padded size; its blocks read from any row on, and still write on multiples of 16.
+Tokens in groups (ops/groups): a table says where the rows of a block lie and which of them count; what follows the last
+group is zeros. Of the copy that is padded M is the padded size; its blocks read from any row on, as a group starts
+anywhere, and still write on multiples of 16.
 """
 
 import functools
@@ -28,10 +29,11 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import E2M1, BlockFormat, CastOptions, Copies
+from torchao_blockwise.formats import E2M1, BlockFormat, CastOptions, Copies, Groups
 from torchao_blockwise.ops.device.elements import encode_e2m1, encode_e4m3, largest_magnitude, magnitude_bits, to_f32
 from torchao_blockwise.ops.device.group_blocks import load_block
 from torchao_blockwise.ops.device.scales import deal_out, fp8_scales, fp8_vector_scales, nvfp4_scales
+from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
 
@@ -265,37 +267,43 @@ def _quantize_nvfp4_kernel(
             _store_tile(st_ptr, batch, tl.trans(scale), offs_k, blocks_m, K, width_qt // (BLOCK // 2))
 
 
-def quantize(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions) -> Copies:
-    """Arguments and result as in the op, bit for bit."""
-    return as_asked(copies_of_blocks(x, amax_bits, options), x.shape[-2], options)
+def quantize(
+    x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions, groups: Groups | None = None
+) -> Copies:
+    """Arguments and result as in the op, or in that of tokens in groups, bit for bit."""
+    fmt, K = options.fmt, x.shape[-1]
+    padded = options.padded or groups is not None or not options.columnwise
+    copies = new_copies(x, x.shape, options if padded else options._replace(padded=True), groups)
+    if x.numel() > 0:
+        blocks = None if groups is None else block_table(groups, x.shape[0], fmt)
+        rowwise, columnwise = copies
+        power_of_2 = options.power_of_2_scales
+        if rowwise and columnwise and (K % _ALIGNMENT or not fmt.is_square):
+            # A program with two sets of values, or of addresses, spills or has few neighbours.
+            _launch(x, amax_bits, Copies(rowwise, None), fmt, power_of_2, blocks)
+            _launch(x, amax_bits, Copies(None, columnwise), fmt, power_of_2, blocks)
+        else:
+            _launch(x, amax_bits, copies, fmt, power_of_2, blocks)
+    return copies if padded else as_asked(copies, x.shape[-2], options)
 
 
-def copies_of_blocks(
+def _launch(
     x: torch.Tensor,
     amax_bits: torch.Tensor | None,
-    options: CastOptions,
-    blocks: torch.Tensor | None = None,
-    rows: int | None = None,
-) -> Copies:
-    """The copies asked for; the columnwise one is padded.
-
-    blocks: a result of `block_table`: of its tokens one copy, padded to so many `rows` where it is columnwise.
-    """
-    fmt, rowwise, columnwise, power_of_2_scales, _ = options
+    copies: Copies,
+    fmt: BlockFormat,
+    power_of_2_scales: bool,
+    blocks: torch.Tensor | None,
+) -> None:
+    """Write these copies in one launch. blocks: of tokens in groups, their table of blocks."""
     *batch, M, K = x.shape
-    M = M if rows is None else rows
-    ragged = K % _ALIGNMENT != 0
-    if rowwise and columnwise and (ragged or not fmt.is_square):
-        # A program with two sets of values, or of addresses, spills or has few neighbours.
-        one, other = options._replace(columnwise=False), options._replace(rowwise=False)
-        return Copies(copies_of_blocks(x, amax_bits, one).rowwise, copies_of_blocks(x, amax_bits, other).columnwise)
-    copies = new_copies(x, (*batch, M, K), options._replace(padded=blocks is None))
+    rowwise, columnwise = copies.rowwise is not None, copies.columnwise is not None
     width_qt = copies.columnwise.qdata.shape[-1] if columnwise else None
-    if x.numel() == 0:
-        return copies
+    if columnwise and blocks is not None:
+        M = width_qt * fmt.element.per_byte
     x = x.flatten(0, -3) if batch else x
     B, strides = (x.shape[0], x.stride()) if batch else (1, (0, *x.stride()))
-    tile_m, tile_k, constants = _build(fmt, rowwise, columnwise, power_of_2_scales, ragged)
+    tile_m, tile_k, constants = _build(fmt, rowwise, columnwise, power_of_2_scales, K % _ALIGNMENT != 0)
     grid = B * ceil_div(M, tile_m) * ceil_div(K, tile_k)
     constants = {"BATCHED": B > 1, **constants}
     tensors = pointers(copies)
@@ -306,7 +314,6 @@ def copies_of_blocks(
         launch(_quantize_nvfp4_kernel, grid, x, amax, *tensors, blocks, *sizes, *strides, **constants)
     else:
         launch(_quantize_fp8_kernel, grid, x, *tensors, blocks, M, K, width_qt, *strides, **constants)
-    return copies
 
 
 @functools.cache

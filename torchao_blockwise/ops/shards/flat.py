@@ -1,17 +1,44 @@
-"""Where a flat shard of a tensor lies: its blocks, its payload entries, and what callers must give."""
+"""Flat shards of tensors: the value that they travel as, their blocks and payload entries, what callers must give."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, get_format
+from torchao_blockwise.ops.op import travels
 
 # Where `partial_cast_` writes: the whole payload, the entries that hold the shard, or one code an entry.
 WHOLE, ENTRIES, CODES = "whole", "entries", "codes"
+
+
+class Shard(NamedTuple):
+    """One of `Shards`: the tensor's elements from `start` on, flat."""
+
+    x: torch.Tensor
+    start: int
+    shape: tuple[int, int, int]  # of the tensor: (matrices, h, w)
+    first_block: int
+
+
+@travels
+class Shards(NamedTuple):
+    """A shard of each of a list of tensors, to be rounded to `dtype` and quantized in `fmt`."""
+
+    tensors: list[torch.Tensor]
+    starts: list[int]
+    shapes: list[int]  # (matrices, h, w) of each tensor, one after the other
+    first_blocks: list[int]  # where each tensor's blocks begin in what holds those of the list
+    dtype: torch.dtype
+    fmt: BlockFormat
+
+    def each(self) -> list[Shard]:
+        shapes = zip(self.shapes[0::3], self.shapes[1::3], self.shapes[2::3])
+        return list(map(Shard, self.tensors, self.starts, shapes, self.first_blocks))
 
 
 def block_count(shape: Sequence[int], fmt: BlockFormat | str) -> int:
@@ -46,33 +73,15 @@ def described(x: torch.Tensor) -> str:
     return f"{x.dtype} of shape {list(x.shape)}" + ("" if x.is_contiguous() else ", not contiguous")
 
 
-def flat_shapes(shapes) -> list[int]:
-    """(matrices, h, w) of each shape, one after the other."""
-    return [size for *batch, rows, columns in shapes for size in (math.prod(batch), rows, columns)]
-
-
-def shapes_of(flat: list[int]) -> list[tuple[int, int, int]]:
-    """The (matrices, h, w) that `flat_shapes` put one after the other."""
-    return list(zip(flat[0::3], flat[1::3], flat[2::3]))
-
-
-def entries_of(shards, starts, shapes, into: str, fmt: BlockFormat) -> tuple[list[int], bool]:
+def entries_of(shards: Shards, into: str) -> tuple[list[int], bool]:
     """(the payload entry that each of `partial_cast_`'s targets begins with, whether entries hold several elements)."""
-    packed = into != CODES and fmt.element.per_byte > 1
+    element = shards.fmt.element
+    packed = into != CODES and element.per_byte > 1
     if into == WHOLE:
-        return [0] * len(starts), packed
+        return [0] * len(shards.starts), packed
     if not packed:
-        return list(starts), packed
-    return [
-        shard_entries(start, x.numel(), shape[-1], fmt)[0] for start, x, shape in zip(starts, shards, shapes)
-    ], packed
-
-
-def check_blocks(op: str, shapes, fmt: BlockFormat, first_blocks) -> tuple[list[int], int]:
-    for shape in shapes:
-        if len(shape) < 2:
-            raise ValueError(f"{op}: shapes must be [.., h, w], got {list(shape)}")
-    return place_blocks(op, [block_count(shape, fmt) for shape in shapes], first_blocks)
+        return shards.starts, packed
+    return [shard_entries(x.start, x.x.numel(), x.shape[-1], shards.fmt)[0] for x in shards.each()], packed
 
 
 def place_blocks(op: str, counts: list[int], first_blocks) -> tuple[list[int], int]:
@@ -85,21 +94,27 @@ def place_blocks(op: str, counts: list[int], first_blocks) -> tuple[list[int], i
     return list(first_blocks), max((first + count for first, count in zip(first_blocks, counts)), default=0)
 
 
-def check_shards(op: str, shards, starts, shapes, dtype) -> None:
-    if not len(shards) == len(starts) == len(shapes):
-        sizes = [len(x) for x in (shards, starts, shapes)]
+def check_shards(op: str, tensors, starts, shapes, first_blocks, dtype, fmt: BlockFormat) -> tuple[Shards, int]:
+    """(the shards, blocks that a buffer must have); raises as `partial_block_amax` says."""
+    for shape in shapes:
+        if len(shape) < 2:
+            raise ValueError(f"{op}: shapes must be [.., h, w], got {list(shape)}")
+    first_blocks, total = place_blocks(op, [block_count(shape, fmt) for shape in shapes], first_blocks)
+    if not len(tensors) == len(starts) == len(shapes):
+        sizes = [len(x) for x in (tensors, starts, shapes)]
         raise ValueError(f"{op}: shards, starts and shapes must be as many, got {sizes}")
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
-    for shard, start, shape in zip(shards, starts, shapes):
-        if shard.dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(f"{op}: a shard must be bfloat16, float16 or float32, got {shard.dtype}; cast it first")
-        if shard.dim() != 1 or not shard.is_contiguous():
-            raise ValueError(f"{op}: a shard must be flat and contiguous, got {described(shard)}; flatten it")
-        if not 0 <= start <= start + shard.numel() <= math.prod(shape):
-            raise ValueError(
-                f"{op}: elements [{start}, {start + shard.numel()}) do not lie in a tensor of shape {list(shape)}"
-            )
+    for x, start, shape in zip(tensors, starts, shapes):
+        if x.dtype not in HIGH_PRECISION_DTYPES:
+            raise TypeError(f"{op}: a shard must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+        if x.dim() != 1 or not x.is_contiguous():
+            raise ValueError(f"{op}: a shard must be flat and contiguous, got {described(x)}; flatten it")
+        if not 0 <= start <= start + x.numel() <= math.prod(shape):
+            got = f"elements [{start}, {start + x.numel()})"
+            raise ValueError(f"{op}: {got} do not lie in a tensor of shape {list(shape)}")
+    flat = [size for *batch, rows, columns in shapes for size in (math.prod(batch), rows, columns)]
+    return Shards([x.detach() for x in tensors], list(starts), flat, first_blocks, dtype, fmt), total
 
 
 def check_buffer(op: str, name: str, buffer: torch.Tensor, dtype: torch.dtype, blocks: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from torchao_blockwise.formats import FP8_1X128, HIGH_PRECISION_DTYPES, CastOptions, Copies
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
 from torchao_blockwise.ops.fused.norm import reference
+from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.groups.quantization import quantize_by
 from torchao_blockwise.ops.op import define_op, without_grad
 from torchao_blockwise.ops.operands import check_options, new_copies, why_no_tiles
@@ -56,9 +57,7 @@ def normalize(
     Returns [M, K] of `dtype`, default that of `x`. Bits do not depend on the backend. Not differentiable.
     Raises TypeError for a dtype, ValueError for shapes or a backend that does not exist.
     """
-    _check("normalize", x, statistics, weight, bias, dtype)
-    x, weight, bias = without_grad(x, weight, bias)
-    return normalize_op(x, *statistics, weight, bias, dtype or x.dtype, get_backend(backend))
+    return normalize_op(_norm_of("normalize", x, statistics, weight, bias, dtype), get_backend(backend))
 
 
 def norm_quantize(
@@ -84,12 +83,10 @@ def norm_quantize(
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3 and §5 (fusing the cast with the layer before).
     """
     check_options("norm_quantize", options)
-    _check("norm_quantize", x, statistics, weight, bias, dtype)
-    x, weight, bias = without_grad(x, weight, bias)
-    arguments, backend = (x, *statistics, weight, bias, dtype or x.dtype), get_backend(backend)
+    norm, backend = _norm_of("norm_quantize", x, statistics, weight, bias, dtype), get_backend(backend)
     if options.fmt is not FP8_1X128:
-        return quantize_by(normalize_op(*arguments, backend), options, backend=backend)
-    return norm_quantize_op(*arguments, options, backend)
+        return quantize_by(normalize_op(norm, backend), options, backend=backend)
+    return norm_quantize_op(norm, options, backend)
 
 
 def _check_x(op: str, x) -> None:
@@ -99,7 +96,7 @@ def _check_x(op: str, x) -> None:
         raise ValueError(f"{op}: x must be [M, K], got shape {list(x.shape)}; reshape it")
 
 
-def _check(op: str, x, statistics, weight, bias, dtype) -> None:
+def _norm_of(op: str, x, statistics, weight, bias, dtype) -> Norm:
     _check_x(op, x)
     for name, size, t in (
         ("mean", x.shape[0], statistics[0]),
@@ -113,6 +110,7 @@ def _check(op: str, x, statistics, weight, bias, dtype) -> None:
             raise TypeError(f"{op}: {name} must be bfloat16, float16 or float32, got {t.dtype}; cast it first")
     if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
+    return Norm._make((*without_grad(x, weight, bias, *statistics), dtype or x.dtype))
 
 
 # --- who computes it --------------------------------------------------------------------------------------------------
@@ -133,47 +131,27 @@ def norm_statistics_op(x: torch.Tensor, layer: bool, eps: float, backend: Backen
 @define_op(
     (
         Implementation(Backend.TRITON, f"{_TRITON}:normalize", why_no_kernels),
-        Implementation(Backend.REFERENCE, lambda *args: reference.normalize(*args).contiguous()),
+        Implementation(Backend.REFERENCE, lambda norm: reference.normalize(norm).contiguous()),
     )
 )
-def normalize_op(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    backend: Backend,
-) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
+def normalize_op(norm: Norm, backend: Backend) -> torch.Tensor:
+    return norm.x.new_empty(norm.x.shape, dtype=norm.dtype)
 
 
-def _why_no_tiles(x, mean, rstd, weight, bias, dtype, options) -> str | None:
-    if dtype.itemsize != 2:
-        return f"the kernel makes elements of 16 bits, got {dtype}"
-    return why_no_tiles(options, x)
-
-
-def _by_reference(*args) -> Copies:
-    *arguments, options = args
-    return quantize_reference.copies(reference.normalize(*arguments), options)
+def _why_no_tiles(norm: Norm, options: CastOptions) -> str | None:
+    if norm.dtype.itemsize != 2:
+        return f"the kernel makes elements of 16 bits, got {norm.dtype}"
+    return why_no_tiles(options, norm.x)
 
 
 @define_op(
     (
         Implementation(Backend.GLUON, f"{_GLUON}:norm_quantize", _why_no_tiles),
         Implementation(Backend.TRITON, f"{_TRITON}:norm_quantize", why_no_encoders),
-        Implementation(Backend.REFERENCE, _by_reference),
+        Implementation(
+            Backend.REFERENCE, lambda norm, options: quantize_reference.copies(reference.normalize(norm), options)
+        ),
     )
 )
-def norm_quantize_op(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    options: CastOptions,
-    backend: Backend,
-) -> Copies:
-    return new_copies(x, x.shape, options)
+def norm_quantize_op(norm: Norm, options: CastOptions, backend: Backend) -> Copies:
+    return new_copies(norm.x, norm.x.shape, options)

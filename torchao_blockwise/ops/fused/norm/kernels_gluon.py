@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torchao_blockwise.formats import BlockFormat, CastOptions, Copies
+from torchao_blockwise.formats import CastOptions, Copies
 from torchao_blockwise.ops.device.gluon_tiles import (
-    DTYPES,
+    Tiling,
     barrier,
     copy_layout,
     halves,
     joined,
+    make_copies,
     new_tile,
-    options_of,
     store_copies,
 )
-from torchao_blockwise.ops.launch import Launch, ceil_div
-from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
+from torchao_blockwise.ops.fused.norm.values import Norm
 
 # (parts of a tile, warps) of a program; measured on an H200.
 BUILD = 1, 8
@@ -92,41 +88,11 @@ def _norm_quantize_kernel(
     )  # fmt: skip
 
 
-def norm_quantize(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    options: CastOptions,
-) -> Copies:
+def norm_quantize(norm: Norm, options: CastOptions) -> Copies:
     """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
-    copies = new_copies(x, x.shape, options._replace(padded=True))
-    if x.numel() > 0:
-        vectors = [None if t is None else t.contiguous() for t in (mean, rstd, weight, bias)]
-        sizes = *x.shape, copies.columnwise.qdata.shape[1], x.stride(0)
-        run = _launch_of(*sizes, x.dtype, dtype, options.fmt, options.power_of_2_scales, *BUILD)
-        run(_norm_quantize_kernel, (x, torch.int32), *vectors, *pointers(copies))
-    return as_asked(copies, x.shape[0], options)
-
-
-@functools.lru_cache(maxsize=4096)
-def _launch_of(
-    M: int,
-    K: int,
-    width_qt: int,
-    stride_xm: int,
-    x_dtype: torch.dtype,
-    dtype: torch.dtype,
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
-    parts: int,
-    warps: int,
-) -> Launch:
-    block = fmt.block[1]
-    return Launch(
-        ceil_div(M, block) * ceil_div(K, block), M, K, width_qt, stride_xm,
-        X_DTYPE=DTYPES[x_dtype], PARTS=parts, enable_fp_fusion=False,
-        **options_of(fmt, dtype, power_of_2_scales, warps),
-    )  # fmt: skip
+    x, vectors = norm.x, (norm.mean, norm.rstd, norm.weight, norm.bias)
+    parts, warps = BUILD
+    constants = ("X_DTYPE", x.dtype), ("PARTS", parts), ("enable_fp_fusion", False)
+    tiling = Tiling(norm.dtype, options.fmt.block[1], warps, constants)
+    vectors = tuple(None if t is None else t.contiguous() for t in vectors)
+    return make_copies(_norm_quantize_kernel, (x,), x.shape, options, None, tiling, vectors)

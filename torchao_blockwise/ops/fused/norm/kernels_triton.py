@@ -15,6 +15,7 @@ import triton.language as tl
 from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies
 from torchao_blockwise.ops.device.elements import from_f32, to_f32
 from torchao_blockwise.ops.device.tiles import load_tile, options_of, store_plain, store_rowwise
+from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import new_copies, pointers
 from torchao_blockwise.ops.quantization.kernels_triton import quantize
@@ -142,50 +143,31 @@ def _norm_quantize_kernel(
         store_plain(y_ptr, y, offs_m, offs_k, M, K)
 
 
-def _contiguous(*vectors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    return [None if t is None else t.contiguous() for t in vectors]
-
-
-def _launch(x, vectors, dtype, y, q, s, power_of_2_scales=False) -> None:
-    """Store y, or its rowwise copy (q, s)."""
+def _launch(norm: Norm, outputs: tuple, options: CastOptions | None) -> None:
+    """Store the rowwise copy (None, q, s) that these options ask for, or y itself (y, None, None)."""
+    x, (M, K) = norm.x, norm.x.shape
     if x.numel() == 0:
         return
-    M, K = x.shape
-    options = options_of(FP8_1X128, q is not None, power_of_2_scales)
-    tiles = ceil_div(M, options["ROWS"]) * ceil_div(K, options["BLOCK"])
+    vectors = (None if t is None else t.contiguous() for t in (norm.mean, norm.rstd, norm.weight, norm.bias))
+    constants = options_of(FP8_1X128, options is not None, options is not None and options.power_of_2_scales)
+    tiles = ceil_div(M, constants["ROWS"]) * ceil_div(K, constants["BLOCK"])
     launch(
-        _norm_quantize_kernel, tiles, x, *_contiguous(*vectors), y, q, s, M, K, *x.stride(),
-        DTYPE=_TL_DTYPES[dtype], **options,
+        _norm_quantize_kernel, tiles, x, *vectors, *outputs, M, K, *x.stride(),
+        DTYPE=_TL_DTYPES[norm.dtype], **constants,
     )  # fmt: skip
 
 
-def norm_quantize(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    options: CastOptions,
-) -> Copies:
+def norm_quantize(norm: Norm, options: CastOptions) -> Copies:
     """Arguments and result as in the op, bit for bit."""
-    vectors = mean, rstd, weight, bias
     if options.columnwise:
-        return quantize(normalize(x, *vectors, dtype), None, options)
-    copies = new_copies(x, x.shape, options)
-    _launch(x, vectors, dtype, None, *pointers(copies)[:2], options.power_of_2_scales)
+        return quantize(normalize(norm), None, options)
+    copies = new_copies(norm.x, norm.x.shape, options)
+    _launch(norm, (None, *pointers(copies)[:2]), options)
     return copies
 
 
-def normalize(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """y itself, [M, K] of `dtype`: what `norm_quantize` quantises, by the same kernel."""
-    y = x.new_empty(x.shape, dtype=dtype)
-    _launch(x, (mean, rstd, weight, bias), dtype, y, None, None)
+def normalize(norm: Norm) -> torch.Tensor:
+    """y itself, [M, K]: what `norm_quantize` quantizes, by the same kernel."""
+    y = norm.x.new_empty(norm.x.shape, dtype=norm.dtype)
+    _launch(norm, (y, None, None), None)
     return y

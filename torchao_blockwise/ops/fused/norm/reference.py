@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from torchao_blockwise.ops.fused.norm.values import Norm
+
 
 def statistics(x: torch.Tensor, layer: bool, eps: float) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(mean or None, rstd), fp32 [M], of the rows of `x` [M, K]."""
@@ -15,21 +17,14 @@ def statistics(x: torch.Tensor, layer: bool, eps: float) -> tuple[torch.Tensor |
     return mean, torch.ones_like(deviation) / deviation
 
 
-def normalize(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def normalize(norm: Norm) -> torch.Tensor:
     """y = (x - mean) · rstd · weight + bias, from left to right, each step in fp32; rounded to `dtype` at the end."""
-    y = x.float()
-    if mean is not None:
-        y = y - mean[:, None]
-    y = y * rstd[:, None]
-    if weight is not None:
-        y = y * weight.float()
-    if bias is not None:
-        y = y + bias.float()
-    return y.to(dtype)
+    y = norm.x.float()
+    if norm.mean is not None:
+        y = y - norm.mean[:, None]
+    y = y * norm.rstd[:, None]
+    if norm.weight is not None:
+        y = y * norm.weight.float()
+    if norm.bias is not None:
+        y = y + norm.bias.float()
+    return y.to(norm.dtype)

@@ -10,27 +10,23 @@ tile of it and computes what it needs, so that each input is read twice.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups
+from torchao_blockwise.formats import CastOptions, Copies, Groups
 from torchao_blockwise.ops.device.gluon_tiles import (
+    Tiling,
     barrier,
     copy_layout,
     halves,
     joined,
+    make_copies,
     new_tile,
-    options_of,
     store_copies,
 )
 from torchao_blockwise.ops.device.group_blocks import locate_rows
 from torchao_blockwise.ops.fused.swiglu.activation import swiglu, swiglu_gradients
-from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
-from torchao_blockwise.ops.launch import Launch, ceil_div
-from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
 
 # (parts of a tile, warps) of a program, of SwiGLU and of its gradients; measured on an H200.
 FORWARD, BACKWARD = (2, 4), (2, 16)
@@ -149,56 +145,18 @@ def _swiglu_backward_kernel(
 
 def swiglu_quantize(gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None) -> Copies:
     """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
-    return _quantize((gate, up), gate.shape, options, groups, FORWARD)
+    parts, warps = FORWARD
+    tiling = Tiling(gate.dtype, options.fmt.block[1], warps, (("PARTS", parts), ("enable_fp_fusion", False)))
+    return make_copies(_swiglu_kernel, (gate, up), gate.shape, options, groups, tiling)
 
 
 def swiglu_backward_quantize(
     dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None
 ) -> Copies:
     """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
-    return _quantize((dh, gate, up), (gate.shape[0], 2 * gate.shape[1]), options, groups, BACKWARD)
-
-
-def _quantize(
-    inputs: tuple[torch.Tensor, ...],
-    shape: tuple[int, ...],
-    options: CastOptions,
-    groups: Groups | None,
-    build: tuple[int, int],
-) -> Copies:
-    """Copies of what (gate, up) or (dh, gate, up) give, of that shape; the columnwise one is among them."""
-    (M, H), fmt = inputs[0].shape, options.fmt
-    copies = new_copies(inputs[0], shape, options._replace(padded=True), groups)
-    if inputs[0].numel() > 0:
-        blocks = None if groups is None else block_table(groups, M, fmt)
-        tiles_m = ceil_div(M, fmt.block[1]) if blocks is None else blocks.shape[0] - 1
-        strides = tuple(x.stride(0) for x in inputs)
-        width_qt = copies.columnwise.qdata.shape[1]
-        sizes = tiles_m, M, H, width_qt, strides
-        run = _launch_of(*sizes, inputs[0].dtype, fmt, options.power_of_2_scales, *build)
-        kernel = _swiglu_kernel if len(inputs) == 2 else _swiglu_backward_kernel
-        run(kernel, *((x, torch.int32) for x in inputs), *pointers(copies), blocks)
-    return copies if groups is not None else as_asked(copies, M, options)
-
-
-@functools.lru_cache(maxsize=4096)
-def _launch_of(
-    tiles_m: int,
-    M: int,
-    H: int,
-    width_qt: int,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
-    parts: int,
-    warps: int,
-) -> Launch:
-    flags, width = {}, H
-    if len(strides) == 3:
-        whole = H % fmt.block[1] == 0
-        flags, width = {"WHOLE_BLOCKS": whole}, H if whole else 2 * H
-    return Launch(
-        tiles_m * ceil_div(width, fmt.block[1]), M, H, width_qt, *strides, **flags,
-        PARTS=parts, enable_fp_fusion=False, **options_of(fmt, dtype, power_of_2_scales, warps),
-    )  # fmt: skip
+    (M, H), block, (parts, warps) = gate.shape, options.fmt.block[1], BACKWARD
+    whole = H % block == 0
+    constants = ("WHOLE_BLOCKS", whole), ("PARTS", parts), ("enable_fp_fusion", False)
+    # A block of dgate and one of dup, or one of the merged gradient.
+    tiling = Tiling(gate.dtype, 2 * block if whole else block, warps, constants)
+    return make_copies(_swiglu_backward_kernel, (dh, gate, up), (M, 2 * H), options, groups, tiling)

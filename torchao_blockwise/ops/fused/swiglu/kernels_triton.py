@@ -27,7 +27,6 @@ from torchao_blockwise.ops.device.elements import from_f32, to_f32
 from torchao_blockwise.ops.device.group_blocks import locate_rows
 from torchao_blockwise.ops.device.tiles import load_tile, options_of, store_plain, store_rowwise
 from torchao_blockwise.ops.fused.swiglu import activation
-from torchao_blockwise.ops.groups.quantization.kernels_triton import quantize as grouped_quantize
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import new_copies, pointers
@@ -147,10 +146,8 @@ def _launch(kernel, inputs, outputs, rowwise, power_of_2_scales=False, blocks=No
 def _quantize(kernel, inputs, plain, shape, options: CastOptions, groups: Groups | None, **flags) -> Copies:
     """The copies asked for of what `kernel` makes of `inputs`, of that shape. plain: makes it as it is."""
     x, fmt = inputs[0], options.fmt
-    if options.columnwise and groups is None:
-        return quantize(plain(), None, options)
     if options.columnwise:
-        return grouped_quantize(plain(), groups, None, options)
+        return quantize(plain(), None, options, groups)
     copies = new_copies(x, shape, options, groups)
     if x.numel() > 0:
         blocks = None if groups is None else block_table(groups, x.shape[0], fmt)

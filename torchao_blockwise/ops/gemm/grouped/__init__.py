@@ -13,13 +13,11 @@ Where groups end is known on the device alone: shapes and launches depend on the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from torchao_blockwise.formats import Groups, Operand
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_gluon, why_no_kernels
-from torchao_blockwise.ops.gemm.grouped import reference
+from torchao_blockwise.ops.gemm.adding import adding_rows
 from torchao_blockwise.ops.gemm.plain import KERNEL_PAIRS, check_operands, check_sum, count_change
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.groups.tables.layout import check_groups
@@ -143,7 +141,7 @@ def _why_no_triton(a: Operand, b: Operand, groups: Groups, along: str, out_dtype
 _TABLE = (
     Implementation(Backend.GLUON, f"{__name__}.kernels_gluon:grouped_matmul", _why_no_gluon),
     Implementation(Backend.TRITON, f"{__name__}.kernels_triton:grouped_matmul", _why_no_triton),
-    Implementation(Backend.REFERENCE, reference.grouped_matmul),
+    Implementation(Backend.REFERENCE, f"{__name__}.reference:grouped_matmul"),
 )
 
 
@@ -156,17 +154,8 @@ def grouped_matmul_op(
     return a.qdata.new_empty(shape, dtype=out_dtype)
 
 
-def _along_k(why: Callable[..., str | None]) -> Callable[..., str | None]:
-    """Why a backend cannot add products along "k", from why it cannot compute them."""
-    return lambda out, a, b, groups: why(a, b, groups, "k", out.dtype)
-
-
 @define_op(
-    (
-        Implementation(Backend.GLUON, f"{__name__}.kernels_gluon:add_grouped_matmul", _along_k(_why_no_gluon)),
-        Implementation(Backend.TRITON, f"{__name__}.kernels_triton:add_grouped_matmul", _along_k(_why_no_triton)),
-        Implementation(Backend.REFERENCE, reference.add_grouped_matmul),
-    ),
+    adding_rows(_TABLE, "k", torch.float32),
     check=lambda out, a, b, groups: _check_groups("add_grouped_matmul_", a, b, groups, "k"),
 )
 def add_grouped_matmul_op(out: Changed, a: Operand, b: Operand, groups: Groups, backend: Backend) -> None:

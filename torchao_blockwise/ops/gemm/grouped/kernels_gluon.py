@@ -86,7 +86,7 @@ def _launch_along_m(out: torch.Tensor, a: Operand, b: Operand, groups: Groups, b
     schedule = row_schedule(groups, M, fmt, build.tile_m)
     # As many as there may be: how many there are, the schedule says.
     tiles = count_rows(M, experts, build.tile_m) * ceil_div(N, build.width)
-    _launch(qa, a.scale, qb, b.scale, schedule, out, out, (M, N, K), tiles, build)
+    _launch((qa, a.scale, qb, b.scale), schedule, out, (M, N, K), tiles, build)
 
 
 def _launch_along_k(
@@ -102,16 +102,17 @@ def _launch_along_k(
     schedule = group_schedule(groups, padded, fmt)
     tiles = experts * ceil_div(M, build.tile_m) * ceil_div(N, build.width)
     operands = aligned_rows(a.qdata), a.scale, aligned_rows(b.qdata), b.scale
-    _launch(*operands, schedule, out, out.view(experts * M, N), (M, N, padded), tiles, build)
+    _launch(operands, schedule, out.view(experts * M, N), (M, N, padded), tiles, build)
 
 
-def _launch(a, a_scale, b, b_scale, schedule, out, rows_of_out, sizes, programs, build):
+def _launch(operands: tuple, schedule, out, sizes: tuple[int, int, int], programs: int, build: Build) -> None:
+    """operands: a [M, K] and b [N, K], of aligned rows, each before its scales. out: a matrix."""
     tiles = tiles_of(build)
-    _launch_of(build, programs, sizes, multiprocessors(a.device))(
+    _launch_of(build, programs, sizes, multiprocessors(out.device))(
         grouped_matmul_fp8_kernel,
-        *in_tiles(a, a_scale, b, b_scale, tiles),
+        *in_tiles(*operands, tiles),
         schedule,
-        out if tiles.out is None else (rows_of_out, tiles.out),
+        out if tiles.out is None else (out, tiles.out),
         out,
     )
 

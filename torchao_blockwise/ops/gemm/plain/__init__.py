@@ -21,6 +21,7 @@ from torchao_blockwise.ops.backend import (
     why_no_gluon,
     why_no_kernels,
 )
+from torchao_blockwise.ops.gemm.adding import adding_rows
 from torchao_blockwise.ops.gemm.plain import cublas, reference
 from torchao_blockwise.ops.op import Changed, define_op
 from torchao_blockwise.ops.operands import check_operand
@@ -193,22 +194,10 @@ def matmul_op(
     return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
 
 
-def adding(row: Implementation) -> Implementation:
-    """The row of `add_matmul_op` for one of `matmul_op`.
-
-    A product in "module:matmul" is added by "module:add_matmul", in one pass; any other one is made, then added.
-    """
-
-    def add(out, a, b):
-        out.add_(row.function(a, b, torch.float32, None))
-
-    def why_not(out, a, b):
-        return row.reason((a, b, torch.float32, None))
-
-    run = row.run.replace(":matmul", ":add_matmul") if isinstance(row.run, str) else add
-    return Implementation(row.backend, run, why_not)
-
-
-@define_op(tuple(map(adding, _TABLE)), first=lambda out, *ab: _first(*ab), expected=lambda out, *ab: _expected(*ab))
+@define_op(
+    adding_rows(_TABLE, torch.float32, None),
+    first=lambda out, *ab: _first(*ab),
+    expected=lambda out, *ab: _expected(*ab),
+)
 def add_matmul_op(out: Changed, a: Operand, b: Operand, backend: Backend) -> None:
     """Writes in place."""

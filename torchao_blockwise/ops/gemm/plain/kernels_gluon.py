@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from triton.experimental.gluon import language as gl
 
-from torchao_blockwise.formats import Operand
+from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.ops.gemm.builds import WAVE_ROWS, Build, choose_build
 from torchao_blockwise.ops.gemm.gluon_pipeline import MAX_CTAS, WARPGROUP, matmul_fp8_kernel
 from torchao_blockwise.ops.gemm.rows import aligned_rows
@@ -44,12 +44,12 @@ def add_matmul(out: torch.Tensor, a: Operand, b: Operand, build: Build | None = 
 def _launch(
     out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, accumulate: bool, build: Build | None
 ) -> torch.Tensor:
-    (M, N), K, square = out.shape, a.qdata.shape[1], b.format.is_square
-    available = multiprocessors(out.device)
-    key = build, M, N, K, a.format.block[1], square, out.dtype, bias is not None, accumulate, available
-    build, tiles, launch = _plan(*key)
+    available, has_bias = multiprocessors(out.device), bias is not None
+    build, tiles, launch = _plan(
+        build, out.shape, a.qdata.shape[1], b.format, out.dtype, has_bias, accumulate, available
+    )
     splits = build.splits
-    target = out.new_empty((splits, M, N), dtype=torch.float32) if splits > 1 else out
+    target = out.new_empty((splits, *out.shape), dtype=torch.float32) if splits > 1 else out
     launch(
         matmul_fp8_kernel,
         *in_tiles(aligned_rows(a.qdata), a.scale, aligned_rows(b.qdata), b.scale, tiles),
@@ -79,23 +79,22 @@ class TilesOf(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _plan(
     build: Build | None,
-    M: int,
-    N: int,
+    shape: tuple[int, int],
     K: int,
-    block: int,
-    b_square: bool,
+    b_fmt: BlockFormat,
     out_dtype: torch.dtype,
     has_bias: bool,
     accumulate: bool,
     available: int,
 ) -> tuple[Build, TilesOf, Launch]:
     """All that a product's operands settle beside their addresses, which would take each launch 10 µs."""
+    (M, N), block = shape, b_fmt.block[1]
     build = choose_build(M, N, K, block, available, MAX_CTAS) if build is None else build
     split = build.splits > 1
     build = replace(
         build,
         block=block,
-        b_square=b_square,
+        b_square=b_fmt.is_square,
         has_bias=has_bias and not split,
         accumulate=accumulate and not split,
         copy_out=not (split or accumulate) and copies_out(N, out_dtype),

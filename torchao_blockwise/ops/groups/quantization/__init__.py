@@ -74,30 +74,32 @@ def quantize_by(
     if options.fmt.has_global_scale:
         amax_bits = grouped_amax_bits_op(x, groups.ends) if tensor_amax is None else tensor_amax.view(torch.int32)
         global_scale = global_scale_op(amax_bits)
-    copies = grouped_quantize_op(x, groups, amax_bits, options, get_backend(backend))
+    copies = grouped_quantize_op(x, amax_bits, options, groups, get_backend(backend))
     return copies if global_scale is None else with_global_scale(copies, global_scale)
 
 
-def _check_groups(x, groups, amax_bits, options) -> None:
+def _check_groups(x, amax_bits, options, groups) -> None:
     check_groups("grouped_quantize", groups, x.shape[0], x.device, options.fmt.block[1])
 
 
-def _by_reference(x, groups, amax_bits, options) -> Copies:
+def _by_reference(x, amax_bits, options, groups) -> Copies:
     return reference.quantize(x, groups.ends, options, amax_of(amax_bits))
+
+
+# The kernels of `quantize`, led by a table of blocks.
+_TRITON, _GLUON = (f"torchao_blockwise.ops.quantization.kernels_{name}:quantize" for name in ("triton", "gluon"))
 
 
 @define_op(
     (
-        Implementation(
-            Backend.GLUON, f"{__name__}.kernels_gluon:quantize", lambda x, groups, _, options: why_no_tiles(options, x)
-        ),
-        Implementation(Backend.TRITON, f"{__name__}.kernels_triton:quantize", why_no_quantizers),
+        Implementation(Backend.GLUON, _GLUON, lambda x, amax_bits, options, groups: why_no_tiles(options, x)),
+        Implementation(Backend.TRITON, _TRITON, why_no_quantizers),
         Implementation(Backend.REFERENCE, _by_reference),
     ),
     check=_check_groups,
 )
 def grouped_quantize_op(
-    x: torch.Tensor, groups: Groups, amax_bits: torch.Tensor | None, options: CastOptions, backend: Backend
+    x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions, groups: Groups, backend: Backend
 ) -> Copies:
     return new_copies(x, x.shape, options, groups)
 

@@ -88,42 +88,38 @@ def _group_tables_kernel(
     _write_entry(table_ptr, group == groups, 0, start, tokens, 0)
 
 
-def group_tables(ends: torch.Tensor, tokens: int, fmt: BlockFormat) -> torch.Tensor:
-    """The tables of `ops.make_groups`."""
-    block = fmt.block[1]
-    return _tables(ends, tokens, block, padded_tokens(tokens, ends.shape[0], block) // block)
-
-
-def _tables(ends: torch.Tensor, tokens: int, block: int, padded_blocks: int) -> torch.Tensor:
-    """The tables of groups in which blocks are `block` long, and along "k" so many."""
-    groups = ends.shape[0]
+def group_tables(ends: torch.Tensor, tokens: int, fmt: BlockFormat, padded: int | None = None) -> torch.Tensor:
+    """The tables of `ops.make_groups`. padded: of so many tokens with their padding, where that is known."""
+    groups, block = ends.shape[0], fmt.block[1]
     layout = layout_of(tokens, groups, block)
+    padded = padded_tokens(tokens, groups, block) if padded is None else padded
     tables = ends.new_empty((layout.length, FIELDS))
     launch(
         _group_tables_kernel, groups + 1,
-        ends, tables, tokens, groups, padded_blocks, layout.of_rows, layout.of_blocks,
+        ends, tables, tokens, groups, padded // block, layout.of_rows, layout.of_blocks,
         BLOCK=block, HEIGHTS=HEIGHTS, E_PAD=triton.next_power_of_2(groups), num_warps=4,
     )  # fmt: skip
     return tables
 
 
+def _tables_of(groups: Groups, tokens: int, fmt: BlockFormat, padded: int | None = None) -> torch.Tensor:
+    """The tables of these groups, made where there are none."""
+    return group_tables(groups.ends, tokens, fmt, padded) if groups.tables is None else groups.tables
+
+
 def block_table(groups: Groups, tokens: int, fmt: BlockFormat) -> torch.Tensor:
-    """The table of blocks of these groups, [blocks + 1, FIELDS]; tables are made where there are none."""
+    """The table of blocks of these groups, [blocks + 1, FIELDS]."""
     layout = layout_of(tokens, groups.ends.shape[0], fmt.block[1])
-    tables = group_tables(groups.ends, tokens, fmt) if groups.tables is None else groups.tables
-    return tables.narrow(0, layout.blocks, layout.of_blocks)
+    return _tables_of(groups, tokens, fmt).narrow(0, layout.blocks, layout.of_blocks)
 
 
 def row_schedule(groups: Groups, tokens: int, fmt: BlockFormat, tile: int) -> torch.Tensor:
-    """The schedule along "m" of these groups in tiles of `tile` rows; tables are made where there are none."""
+    """The schedule along "m" of these groups in tiles of `tile` rows."""
     layout = layout_of(tokens, groups.ends.shape[0], fmt.block[1])
-    tables = group_tables(groups.ends, tokens, fmt) if groups.tables is None else groups.tables
-    return tables.narrow(0, layout.rows_of(tile), layout.of_rows)
+    return _tables_of(groups, tokens, fmt).narrow(0, layout.rows_of(tile), layout.of_rows)
 
 
 def group_schedule(groups: Groups, padded: int, fmt: BlockFormat) -> torch.Tensor:
-    """Tables that begin with the schedule along "k" over `padded` tokens; they are made where there are none."""
-    if groups.tables is not None:
-        return groups.tables
+    """Tables that begin with the schedule along "k" over `padded` tokens."""
     # How many tokens there were before they were padded is not known, and for this schedule need not be.
-    return _tables(groups.ends, padded, fmt.block[1], padded // fmt.block[1])
+    return _tables_of(groups, padded, fmt, padded)

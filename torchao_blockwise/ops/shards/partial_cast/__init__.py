@@ -21,17 +21,12 @@ from torchao_blockwise.ops.shards.flat import (
     CODES,
     ENTRIES,
     WHOLE,
-    block_count,
-    check_blocks,
+    Shards,
     check_buffer,
     check_devices,
     check_shards,
     described,
-    entries_of,
-    flat_bytes,
-    flat_shapes,
     place_blocks,
-    shapes_of,
     target_size,
 )
 from torchao_blockwise.ops.shards.partial_cast import reference
@@ -60,15 +55,13 @@ def partial_block_amax(
     Raises TypeError for dtypes, ValueError for shards outside their tensors, sizes, devices or a backend.
     """
     op, fmt = "partial_block_amax", get_format(fmt)
-    first_blocks, total = check_blocks(op, shapes, fmt, first_blocks)
-    check_shards(op, shards, starts, shapes, dtype)
+    flat, total = check_shards(op, shards, starts, shapes, first_blocks, dtype, fmt)
     if out is None:
         device = shards[0].device if shards else None
         out = torch.zeros(total, dtype=torch.int32, device=device)
     check_buffer(op, "out", out, torch.int32, total)
     check_devices(op, [out, *shards])
-    shards = [shard.detach() for shard in shards]
-    partial_block_amax_op(out, shards, starts, flat_shapes(shapes), first_blocks, dtype, fmt, get_backend(backend))
+    partial_block_amax_op(out, flat, get_backend(backend))
     return out
 
 
@@ -148,8 +141,7 @@ def partial_cast_(
     op, fmt = "partial_cast_", get_format(fmt)
     if into not in (WHOLE, ENTRIES, CODES):
         raise ValueError(f"{op}: into must be whole, entries or codes, got {into!r}")
-    first_blocks, total = check_blocks(op, shapes, fmt, first_blocks)
-    check_shards(op, shards, starts, shapes, dtype)
+    flat, total = check_shards(op, shards, starts, shapes, first_blocks, dtype, fmt)
     check_buffer(op, "encode", encode, torch.float32, total)
     if len(targets) != len(shards):
         raise ValueError(f"{op}: {len(shards)} shards need as many targets, got {len(targets)}")
@@ -161,27 +153,10 @@ def partial_cast_(
                 f"{wanted} contiguous bytes, got {described(target)}"
             )
     check_devices(op, [encode, *targets, *shards])
-    partial_cast_op(
-        list(targets),
-        [shard.detach() for shard in shards],
-        starts,
-        flat_shapes(shapes),
-        encode,
-        first_blocks,
-        dtype,
-        into,
-        fmt,
-        get_backend(backend),
-    )
+    partial_cast_op(list(targets), flat, encode, into, get_backend(backend))
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
-
-
-def _amax_by_reference(amax_bits, shards, starts, shapes, first_blocks, dtype, fmt) -> None:
-    for shard, start, shape, first in zip(shards, starts, shapes_of(shapes), first_blocks):
-        bits = amax_bits[first : first + block_count(shape, fmt)]
-        reference.partial_block_amax_(bits, shard, start, shape, dtype, fmt)
 
 
 def _scales_by_reference(encode, scales, global_scales, amax_bits, first_blocks, fmt, power_of_2_scales) -> None:
@@ -191,22 +166,14 @@ def _scales_by_reference(encode, scales, global_scales, amax_bits, first_blocks,
         reference.block_scales_(encode[blocks], scale, global_scale, amax_bits[blocks], fmt, power_of_2_scales)
 
 
-def _cast_by_reference(targets, shards, starts, shapes, encode, first_blocks, dtype, into, fmt) -> None:
-    shapes, targets = shapes_of(shapes), flat_bytes(targets)
-    first_entries, packed = entries_of(shards, starts, shapes, into, fmt)
-    for target, shard, start, shape, first, entry in zip(targets, shards, starts, shapes, first_blocks, first_entries):
-        blocks = encode[first : first + block_count(shape, fmt)]
-        reference.partial_cast_(target, shard, start, shape, blocks, dtype, fmt, entry, packed)
-
-
 def _why_no_kernels(x, *args) -> str | None:
-    fmt = next(arg for arg in args if isinstance(arg, BlockFormat))
+    fmt = next(arg.fmt if isinstance(arg, Shards) else arg for arg in args if isinstance(arg, (BlockFormat, Shards)))
     return why_no_kernels(x) if fmt in _KERNEL_FORMATS else f"{fmt.name} has no kernel"
 
 
-def _why_no_casts(targets, shards, starts, shapes, encode, first_blocks, dtype, into, fmt) -> str | None:
-    reason = why_no_encoders(encode) if fmt.element.per_byte == 1 else None
-    return reason or _why_no_kernels(encode, fmt)
+def _why_no_casts(targets, shards: Shards, encode: torch.Tensor, into: str) -> str | None:
+    reason = why_no_encoders(encode) if shards.fmt.element.per_byte == 1 else None
+    return reason or _why_no_kernels(encode, shards)
 
 
 _KERNELS = f"{__name__}.kernels_triton"
@@ -215,19 +182,10 @@ _KERNELS = f"{__name__}.kernels_triton"
 @define_op(
     (
         Implementation(Backend.TRITON, f"{_KERNELS}:partial_block_amax_", _why_no_kernels),
-        Implementation(Backend.REFERENCE, _amax_by_reference),
+        Implementation(Backend.REFERENCE, reference.partial_block_amax_),
     )
 )
-def partial_block_amax_op(
-    amax_bits: Changed,
-    shards: list[torch.Tensor],
-    starts: list[int],
-    shapes: list[int],
-    first_blocks: list[int],
-    dtype: torch.dtype,
-    fmt: BlockFormat,
-    backend: Backend,
-) -> None:
+def partial_block_amax_op(amax_bits: Changed, shards: Shards, backend: Backend) -> None:
     """Writes in place."""
 
 
@@ -253,19 +211,8 @@ def block_scales_op(
 @define_op(
     (
         Implementation(Backend.TRITON, f"{_KERNELS}:partial_cast_", _why_no_casts),
-        Implementation(Backend.REFERENCE, _cast_by_reference),
+        Implementation(Backend.REFERENCE, reference.partial_cast_),
     )
 )
-def partial_cast_op(
-    targets: ChangedList,
-    shards: list[torch.Tensor],
-    starts: list[int],
-    shapes: list[int],
-    encode: torch.Tensor,
-    first_blocks: list[int],
-    dtype: torch.dtype,
-    into: str,
-    fmt: BlockFormat,
-    backend: Backend,
-) -> None:
+def partial_cast_op(targets: ChangedList, shards: Shards, encode: torch.Tensor, into: str, backend: Backend) -> None:
     """Writes in place."""

@@ -29,7 +29,7 @@ from torchao_blockwise.ops.device.tables import (
     make_table,
 )
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.shards.flat import entries_of, flat_bytes, shapes_of
+from torchao_blockwise.ops.shards.flat import Shards, entries_of
 
 # (tile rows, tile columns, warps) by element, and where elements move one by one and each has an address. A tile lies
 # in one block, or holds whole ones.
@@ -225,79 +225,56 @@ def _block_scales_kernel(
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
-def _shard_groups(shards, targets, starts, shapes, fmt: BlockFormat):
-    """((dtype, ALIGN), indices) of the shards that a launch can do: those whose sizes and addresses allow it move 16
-    bytes at a time."""
+def _launches(shards: Shards, targets: list[int], first_entries: list[int]):
+    """(table, constants) of each launch: shards whose sizes and addresses allow it move 16 bytes at a time.
+
+    targets: addresses of each shard's target, first_entries: the entry that it begins with; zeros where there is none.
+    """
+    fmt, each = shards.fmt, shards.each()
     # Elements that take 16 bytes of payload.
     wide = ALIGNMENT * fmt.element.per_byte
 
-    def key(i):
-        sizes = (starts[i], shards[i].numel(), shapes[i][-1])
-        addresses = [shards[i].data_ptr(), *(target[i].data_ptr() for target in targets)]
-        aligned = all(size % wide == 0 for size in sizes) and all(address % ALIGNMENT == 0 for address in addresses)
-        return shards[i].dtype, wide if aligned else 1
+    def kind(i: int):
+        x, start, shape, _ = each[i]
+        aligned = all(size % wide == 0 for size in (start, x.numel(), shape[-1]))
+        return x.dtype, wide if aligned and (x.data_ptr() | targets[i]) % ALIGNMENT == 0 else 1
 
-    return grouped((i for i, shard in enumerate(shards) if shard.numel()), key)
+    for (dtype, align), group in grouped((i for i, shard in enumerate(each) if shard.x.numel()), kind):
+        tile_m, tile_k, warps = _TILES[fmt.element.name] if align > 1 else _UNALIGNED_TILE
 
+        def row(i: int, tile_m=tile_m, tile_k=tile_k):
+            """From the tile with a shard's first row to the one with its last."""
+            x, start, (_, rows, columns), first_block = each[i]
+            tiles_m, tiles_k, end = ceil_div(rows, tile_m), ceil_div(columns, tile_k), start + x.numel()
+            first, last = (
+                element // columns // rows * tiles_m + element // columns % rows // tile_m
+                for element in (start, end - 1)
+            )
+            return (
+                (last - first + 1) * tiles_k, x.data_ptr(), targets[i], start, end, rows, columns,
+                first * tiles_k, first_block, first_entries[i], fmt.element.packed(columns),
+            )  # fmt: skip
 
-def _shard_table(shards, target_ptrs, starts, shapes, first_blocks, first_entries, fmt, group, tile, device):
-    """The table of the shards of a group: the tiles from the one with a shard's first row to the one with its last."""
-    tile_m, tile_k, _ = tile
-
-    def row(i: int):
-        _, rows, columns = shapes[i]
-        tiles_m, tiles_k = ceil_div(rows, tile_m), ceil_div(columns, tile_k)
-        start, end = starts[i], starts[i] + shards[i].numel()
-        first, last = (
-            element // columns // rows * tiles_m + element // columns % rows // tile_m for element in (start, end - 1)
-        )
-        packed = fmt.element.packed(columns)
-        return (
-            (last - first + 1) * tiles_k, shards[i].data_ptr(), target_ptrs[i], start, end, rows, columns,
-            first * tiles_k, first_blocks[i], first_entries[i], packed,
-        )  # fmt: skip
-
-    return make_table([row(i) for i in group], device)
+        constants = {"DTYPE": _TL_DTYPES[dtype], "ROUNDED_TO": _TL_DTYPES[shards.dtype], "ALIGN": align}
+        constants |= {"TILE_M": tile_m, "TILE_K": tile_k, "BLOCK": fmt.block[0], "num_warps": warps}
+        yield make_table(map(row, group), shards.tensors[0].device), constants
 
 
-def partial_block_amax_(amax_bits, shards, starts, shapes, first_blocks, dtype: torch.dtype, fmt: BlockFormat) -> None:
+def partial_block_amax_(amax_bits: torch.Tensor, shards: Shards) -> None:
     """Raise `amax_bits` to the amax of each block ∩ shard; see `ops.partial_block_amax`."""
-    none, shapes = [0] * len(shards), shapes_of(shapes)
-    for (shard_dtype, align), group in _shard_groups(shards, (), starts, shapes, fmt):
-        tile = _TILES[fmt.element.name] if align > 1 else _UNALIGNED_TILE
-        table = _shard_table(shards, none, starts, shapes, first_blocks, none, fmt, group, tile, amax_bits.device)
-        launch(
-            _partial_block_amax_kernel, table.programs, table.tensor, amax_bits, table.rows,
-            DTYPE=_TL_DTYPES[shard_dtype], ROUNDED_TO=_TL_DTYPES[dtype], ALIGN=align,
-            TILE_M=tile[0], TILE_K=tile[1], BLOCK=fmt.block[0], num_warps=tile[2],
-        )  # fmt: skip
+    none = [0] * len(shards.tensors)
+    for table, constants in _launches(shards, none, none):
+        launch(_partial_block_amax_kernel, table.programs, table.tensor, amax_bits, table.rows, **constants)
 
 
-def partial_cast_(
-    targets,
-    shards,
-    starts,
-    shapes,
-    encode,
-    first_blocks,
-    dtype: torch.dtype,
-    into: str,
-    fmt: BlockFormat,
-) -> None:
+def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Tensor, into: str) -> None:
     """Write the elements of each shard to its target's bytes; see `ops.partial_cast_`."""
-    shapes, targets = shapes_of(shapes), flat_bytes(targets)
-    first_entries, packed = entries_of(shards, starts, shapes, into, fmt)
-    pointers = [target.data_ptr() for target in targets]
-    for (shard_dtype, align), group in _shard_groups(shards, (targets,), starts, shapes, fmt):
-        tile = _TILES[fmt.element.name] if align > 1 else _UNALIGNED_TILE
-        table = _shard_table(
-            shards, pointers, starts, shapes, first_blocks, first_entries, fmt, group, tile, encode.device
-        )
+    first_entries, packed = entries_of(shards, into)
+    element = shards.fmt.element
+    for table, constants in _launches(shards, [target.data_ptr() for target in targets], first_entries):
         launch(
             _partial_cast_kernel, table.programs, table.tensor, encode, table.rows,
-            DTYPE=_TL_DTYPES[shard_dtype], ROUNDED_TO=_TL_DTYPES[dtype], ALIGN=align,
-            E4M3_ELEMENTS=fmt.element is E4M3, PACKED=packed, ELEMENT_MAX=fmt.element.max,
-            TILE_M=tile[0], TILE_K=tile[1], BLOCK=fmt.block[0], num_warps=tile[2],
+            E4M3_ELEMENTS=element is E4M3, PACKED=packed, ELEMENT_MAX=element.max, **constants,
         )  # fmt: skip
 
 

@@ -8,16 +8,17 @@ import torch
 
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.quantization.reference import block_amax, expand_blocks
+from torchao_blockwise.ops.shards.flat import Shard, Shards, block_count, entries_of, flat_bytes
 
 
-def partial_block_amax_(
-    amax_bits, shard: torch.Tensor, start: int, shape, dtype: torch.dtype, fmt: BlockFormat
-) -> None:
+def partial_block_amax_(amax_bits: torch.Tensor, shards: Shards) -> None:
     """Raise `amax_bits` [blocks] int32 to the amax of block ∩ shard, as bits: zeros stand for what others own."""
-    whole = torch.zeros(math.prod(shape), dtype=torch.float32, device=shard.device)
-    whole[start : start + shard.numel()] = shard.to(dtype).float()
-    bits = block_amax(whole.view(shape), fmt).flatten().view(torch.int32)
-    torch.maximum(amax_bits, bits, out=amax_bits)
+    for shard in shards.each():
+        whole = torch.zeros(math.prod(shard.shape), dtype=torch.float32, device=shard.x.device)
+        whole[shard.start : shard.start + shard.x.numel()] = shard.x.to(shards.dtype).float()
+        bits = block_amax(whole.view(shard.shape), shards.fmt).flatten().view(torch.int32)
+        own = amax_bits[shard.first_block :][: len(bits)]
+        torch.maximum(own, bits, out=own)
 
 
 def block_scales_(
@@ -34,30 +35,26 @@ def block_scales_(
         global_scale.copy_(scales.global_scale)
 
 
-def partial_cast_(
-    target: torch.Tensor,
-    shard: torch.Tensor,
-    start: int,
-    shape,
-    encode: torch.Tensor,
-    dtype: torch.dtype,
-    fmt: BlockFormat,
-    first_entry: int,
-    packed: bool,
-) -> None:
-    """Write the elements of `shard` to the flat bytes `target`, of which the first is entry `first_entry`."""
-    *batch, rows, columns = shape
-    n = shard.numel()
-    if n == 0:
-        return
-    grid = encode.view(*batch, *fmt.grid(rows, columns))
-    factors = expand_blocks(grid, fmt, rows, columns).flatten()[start : start + n]
-    payload = fmt.element.encode(shard.to(dtype).float() * factors)
-    codes = fmt.element.unpack(payload, n).view(torch.uint8)
-    if packed:
-        write_codes_(target, codes, start, columns, fmt, first_entry)
-    else:
-        target[start - first_entry : start - first_entry + n] = codes
+def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Tensor, into: str) -> None:
+    """Write the elements of each shard to its target's bytes; see `ops.partial_cast_`."""
+    first_entries, packed = entries_of(shards, into)
+    for target, shard, first in zip(flat_bytes(targets), shards.each(), first_entries):
+        if shard.x.numel() > 0:
+            codes = _codes_of(shard, encode, shards)
+            if packed:
+                write_codes_(target, codes, shard.start, shard.shape[-1], shards.fmt, first)
+            else:
+                target[shard.start - first : shard.start - first + len(codes)] = codes
+
+
+def _codes_of(shard: Shard, encode: torch.Tensor, shards: Shards) -> torch.Tensor:
+    """One code an entry of the elements of a shard."""
+    (matrices, rows, columns), n, fmt = shard.shape, shard.x.numel(), shards.fmt
+    blocks = encode[shard.first_block :][: block_count(shard.shape, fmt)]
+    grid = blocks.view(matrices, *fmt.grid(rows, columns))
+    factors = expand_blocks(grid, fmt, rows, columns).flatten()[shard.start : shard.start + n]
+    payload = fmt.element.encode(shard.x.to(shards.dtype).float() * factors)
+    return fmt.element.unpack(payload, n).view(torch.uint8)
 
 
 def write_codes_(target, codes: torch.Tensor, start: int, columns: int, fmt: BlockFormat, first_entry: int) -> None:
