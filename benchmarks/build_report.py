@@ -21,9 +21,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 # Triton picks its interpreter once a process.
 os.environ.pop("TRITON_INTERPRET", None)
 
-import environment
 import torch
 import triton
+from environment import environment
+from report import RESULTS, markdown, save
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -207,25 +208,21 @@ def table(rows: Sequence[dict]) -> str:
     def cell(value) -> str:
         return f"{value:.1f}" if isinstance(value, float) else str(value)
 
-    head = list(rows[0])
-    lines = [" | ".join(head), " | ".join(["---", *["--:"] * (len(head) - 1)])]
-    lines += [" | ".join(cell(row[column]) for column in head) for row in rows]
-    return "\n".join(f"| {line} |" for line in lines) + "\n"
+    return markdown(list(rows[0]), ([cell(value) for value in row.values()] for row in rows))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="default results/")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(argv)
     triton.runtime.driver.set_active(Driver())
     gluon.multiprocessors = grouped.multiprocessors = lambda device: 132
     multiplying = [product_row(name, *case) for name, case in (products() | grouped_products()).items()]
     moving = [cast_row(name, launch) for name, launch in casts().items()]
-    text = table(multiplying) + "\n" + table(moving)
+    text = f"{table(multiplying)}\n\n{table(moving)}"
     print(text)
-    content = {"environment": environment.environment(torch.device("cpu")), "products": multiplying, "casts": moving}
-    environment.write_json(args.out / f"builds_sm_{CAPABILITY}.json", content)
-    environment.write_text(args.out / f"builds_sm_{CAPABILITY}.md", text)
+    content = {"environment": environment(torch.device("cpu")), "products": multiplying, "casts": moving}
+    save(args.out, f"builds_sm_{CAPABILITY}", content, text)
     return 0
 
 

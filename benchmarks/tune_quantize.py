@@ -20,11 +20,14 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
+import driver
 import torch
-from bench_quantize import CASES, job, same_bits
+from bench_quantize import CASES, job
 from environment import device_name
+from errors import reason
+from report import markdown
 from roofline import measure_ceilings
-from timing import Timing, input_sets, reason, time_runs
+from timing import Timing, input_sets, time_runs
 
 from torchao_blockwise.formats import FP8_1X128
 from torchao_blockwise.ops import Backend
@@ -128,7 +131,7 @@ def measure(case: str, shape: tuple[int, int], device: torch.device, copy: float
     """{way: its share of the copy bandwidth, or what is wrong with it}."""
     work = job(case, *shape, "fp8", device)
     sets = input_sets(work.make, device, work.nbytes)
-    expected = work.expected(*sets[0])
+    compute = work.ours(sets[0])["ours"]
     runs, cells = {}, {}
     for way in WAYS[case]:
         # By name: another backend would be timed in its place. Without a GPU there is the reference alone.
@@ -136,13 +139,11 @@ def measure(case: str, shape: tuple[int, int], device: torch.device, copy: float
 
         def run(*arguments, way=way, backend=backend):
             with tables(way):
-                return work.run(*arguments, backend=backend)
+                return compute(*arguments, backend=backend)
 
         try:
-            if same_bits(run(*sets[0]), expected):
-                runs[name_of(way)] = run, sets
-            else:
-                cells[name_of(way)] = "WRONG"
+            work.check(run(*sets[0]), sets[0], None)
+            runs[name_of(way)] = run, sets
         except Exception as error:
             cells[name_of(way)] = reason(error)
     for name, timing in time_runs(runs, device, seconds=seconds).items():
@@ -160,15 +161,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", type=_shape, help="rows x columns of the input")
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, briefly, on a CPU too: to try the script")
-    args = parser.parse_args(argv)
-    if not (args.smoke or torch.cuda.is_available()):
-        parser.exit(2, "tune_quantize: needs a CUDA GPU, whose kernels it times (or --smoke); none found\n")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args, device = driver.parse(parser, argv)
     shapes = args.shapes or (SMOKE_SHAPES if args.smoke else SHAPES)
     copy = measure_ceilings(device, smoke=args.smoke).copy
     print(f"{device_name(device)}: share of the copy bandwidth, {copy:.2f} TB/s\n")
-    print("| case | way | " + " | ".join(f"{rows}x{columns}" for rows, columns in shapes) + " |")
-    print("|---|---|" + "--:|" * len(shapes))
+    print(markdown(["case", "way", *(f"{rows}x{columns}" for rows, columns in shapes)], [], left=2))
     for case in args.only:
         columns = [measure(case, shape, device, copy, 0.001 if args.smoke else 0.03) for shape in shapes]
         for way in WAYS[case]:

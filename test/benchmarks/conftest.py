@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -27,3 +28,21 @@ def without_gpu(monkeypatch):
     # PyTorch would remember what it counted while no GPU is to be seen.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def smoke(tmp_path):
+    """(bench, *argv) -> what its smoke run wrote into its JSON, beside a table and a picture."""
+
+    def run(bench, *argv: str, code: int = 0) -> dict:
+        assert bench.main(["--smoke", "--out", str(tmp_path), *argv]) == code
+        (path,) = tmp_path.glob("*.json")
+        content = json.loads(path.read_text())
+        assert content["environment"]["torch"] == torch.__version__
+        table = path.with_suffix(".md").read_text().split("\n\n")[0].splitlines()
+        assert len(table) == 2 + len(content["rows"]) and path.stem.endswith("_cpu")
+        pictured = content["ceilings"] is not None and content["rows"] != []
+        assert path.with_suffix(".png").exists() == pictured
+        return content
+
+    return run
