@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2] / "benchmarks")]
 
 
 @pytest.fixture
@@ -46,3 +46,31 @@ def smoke(tmp_path):
         return content
 
     return run
+
+
+@pytest.fixture
+def train_llm_alike(one_thread, monkeypatch):
+    """train_llm.py on any machine alike, and fast."""
+    from llm import products
+
+    # The eager reference is far faster than Triton's interpreter, and agrees with it bit for bit.
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    # What is expected must not depend on how fast the tester's machine multiplies bf16.
+    monkeypatch.setattr(products, "_fp32_speedup", lambda: 1.0)
+
+
+@pytest.fixture
+def corpus():
+    from llm.data import Corpus
+    from llm_cases import TEXT, TINY
+
+    return Corpus.from_bytes(TEXT, "text", TINY.seq_len, TINY.held_out_sequences)
+
+
+@pytest.fixture
+def text_file(tmp_path) -> Path:
+    from llm_cases import TEXT
+
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT)
+    return path
