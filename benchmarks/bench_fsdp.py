@@ -42,15 +42,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
 import driver
 import environment
 import peers
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench_model import SMOKE, Config, Stack, parser
+from bench_model import SMOKE, Config, Stack, Trainer, parser
 from errors import Unavailable, reason
 from report import Report
 from timing import Timing, synchronize
@@ -108,46 +106,28 @@ def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
     return convert_to_float8_training(model, config=config)
 
 
-class Trainer:
-    """Steps of one sharded model; each rank has random tokens of its own, the same for every recipe."""
+def build(recipe: str, plan: Plan, device: torch.device) -> nn.Module:
+    """The sharded stack, with the same weights for every recipe."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Stack(plan.config)
+    model = convert(model, recipe, device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for i, layer in enumerate(model.layers):
+        if plan.mode == "compiled":
+            model.layers[i] = layer = peers.compile_model(layer, device)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
 
-    def __init__(self, recipe: str, plan: Plan, device: torch.device, observed: Observed):
-        self.device = device
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = Stack(plan.config)
-        self.model = convert(model, recipe, device)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for i, layer in enumerate(self.model.layers):
-            if plan.mode == "compiled":
-                self.model.layers[i] = layer = peers.compile_model(layer, device)
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(self.model, mp_policy=policy)
-        self.after_step = None
-        if GATHERS.get(recipe):
-            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-            self.after_step = observed.timed(precompute_float8_dynamic_scale_for_fsdp, "syncs")
-        generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
-        config = plan.config
-        shape = (max(1, plan.tokens // config.seq_len), min(plan.tokens, config.seq_len), config.dim)
-        self.x, self.target = (
-            torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
-        )
-        # As it would behind an embedding.
-        self.x.requires_grad_()
-        self.tokens = shape[0] * shape[1]
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+class Learner(Trainer):
+    """Steps towards a random target, which is what a trainer has for dy."""
 
-    def step(self) -> torch.Tensor:
-        """Forward, backward, optimizer; returns the loss."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.x.grad = None
-        loss = (self.model(self.x).float() - self.target).square().mean()
+    def backward(self) -> torch.Tensor:
+        """Forward and backward; returns the loss."""
+        loss = (self.model(self.x).float() - self.dy).square().mean()
         loss.backward()
-        self.optimizer.step()
-        if self.after_step:
-            self.after_step(self.model)
         return loss.detach()
 
 
@@ -155,9 +135,21 @@ def measure(recipe: str, plan: Plan, device: torch.device) -> dict:
     """What this rank saw of `recipe`: a step's figures, JSON-able."""
     observed = Observed(device)
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    trainer = Trainer(recipe, plan, device, observed)
+    trainer = Learner(build(recipe, plan, device), plan.config, plan.tokens, device, dist.get_rank())
+    sync = None
+    if GATHERS.get(recipe):
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        sync = observed.timed(precompute_float8_dynamic_scale_for_fsdp, "syncs")
+
+    def step() -> torch.Tensor:
+        loss = trainer.step()
+        if sync:
+            sync(trainer.model)
+        return loss
+
     with observed.watching():
-        losses = [trainer.step() for _ in range(_WARM_UP)]
+        losses = [step() for _ in range(_WARM_UP)]
         synchronize(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -165,7 +157,7 @@ def measure(recipe: str, plan: Plan, device: torch.device) -> dict:
         dist.barrier()
         marks = [mark(device)]
         for _ in range(plan.steps):
-            losses.append(trainer.step())
+            losses.append(step())
             marks.append(mark(device))
         synchronize(device)
     # Alone, a rank has all it needs, and newer FSDP2 gathers nothing.

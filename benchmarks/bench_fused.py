@@ -18,13 +18,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import driver
 import errors
-import roofline
 import shapes
 import torch
 import torch.nn.functional as F
@@ -181,16 +177,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     driver.add_peers(parser, PEERS)
     args, device = driver.parse(parser, argv)
     args.shapes = shapes.chosen(args, DEFAULT)
-    names = PEERS if args.peers is None else args.peers
-    results = Report("fused", device, [*COLUMNS, *(f"x {name}" for name in names)], vars(args))
+    results = Report("fused", device, COLUMNS, vars(args))
     jobs = [
         job(case, shape.tokens, shape.out_features if case.startswith("swiglu") else shape.in_features, device)
         for case, shape in itertools.product(args.only, args.shapes)
     ]
-    # Of shapes that differ in what a case does not read, the first.
-    jobs = list({job.where: job for job in jobs}.values())
     title = "Activations with their quantisers: bytes that must move in one pass over time"
-    return driver.run_jobs(jobs, results, lambda results: roofline.picture(results, title, "case"), names)
+    return driver.run_jobs(results, jobs, title, ["case"], PEERS)
 
 
 if __name__ == "__main__":

@@ -23,14 +23,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import driver
 import experts
 import grouped_peers
-import roofline
 import torch
 from driver import Job
 from experts import Experts, group_ends
@@ -200,8 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     driver.add_peers(parser, grouped_peers.NAMES)
     args, device = driver.parse(parser, argv)
     args.shapes = experts.chosen(args)
-    names = grouped_peers.NAMES if args.peers is None else args.peers
-    results = Report("grouped_matmul", device, [*COLUMNS, *(f"x {name}" for name in names)], vars(args))
+    results = Report("grouped_matmul", device, COLUMNS, vars(args))
     jobs = []
     for kind, shape, routing, recipe in itertools.product(args.only, args.shapes, args.routings, args.recipes):
         for weight, (_, n, k) in shape.weights.items():
@@ -210,9 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 job(product, {"shape": str(shape), "weight": weight, "routing": routing}, device, args.backends)
             )
     title = "Grouped products of experts: " + ", ".join(args.only)
-    return driver.run_jobs(
-        jobs, results, lambda results: roofline.picture(results, title, "by", "product"), names, slow=_SLOW_PEERS
-    )
+    return driver.run_jobs(results, jobs, title, ["by", "product"], grouped_peers.NAMES, slow=_SLOW_PEERS)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,9 @@ import itertools
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import driver
 import peers
-import roofline
 import shapes
 import torch
 from driver import Job
@@ -88,16 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     driver.add_peers(parser, peers.PRODUCTS)
     args, device = driver.parse(parser, argv)
     args.shapes = shapes.chosen(args, ["default"])
-    names = peers.PRODUCTS if args.peers is None else args.peers
-    results = Report("matmul", device, [*COLUMNS, *(f"x {name}" for name in names)], vars(args))
+    results = Report("matmul", device, COLUMNS, vars(args))
     jobs = [
         job(*of, device, args.backends, args.peers is not None)
         for of in itertools.product(args.only, args.shapes, args.recipes)
     ]
     title = "Products of a linear layer: " + ", ".join(args.only)
-    return driver.run_jobs(
-        jobs, results, lambda results: roofline.picture(results, title, "by"), names, slow=_SLOW_PEERS
-    )
+    return driver.run_jobs(results, jobs, title, ["by"], peers.PRODUCTS, slow=_SLOW_PEERS)
 
 
 if __name__ == "__main__":

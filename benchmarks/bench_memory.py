@@ -10,10 +10,7 @@ give the same gradients, bit for bit. Writes benchmarks/results/memory_<device>.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import torch
 from environment import environment, slug

@@ -20,17 +20,14 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+from typing import ClassVar
 
 import driver
 import errors
 import peers
 import torch
-import torch.nn.functional as F
 from errors import relative_error
-from llm.model import MLP, RMSNorm, rotary, rotate
+from llm.model import Block, rotary
 from report import Report
 from timing import Timing, synchronize
 from torch import nn
@@ -63,43 +60,10 @@ class Config:
     kv_heads: int = 8
     layers: int = 8
     seq_len: int = 4096
+    experts: ClassVar[int] = 0
 
 
 SMOKE = Config(dim=128, hidden=256, heads=4, kv_heads=2, layers=2, seq_len=32)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions; query, key and value come from one GEMM."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.widths = [h * config.dim // config.heads for h in (config.heads, config.kv_heads, config.kv_heads)]
-        self.head_dim = config.dim // config.heads
-        self.qkv = nn.Linear(config.dim, sum(self.widths), bias=False)
-        self.output = nn.Linear(config.dim, config.dim, bias=False)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [B, S, dim]; cos, sin: [S, head_dim]."""
-        heads = [p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in self.qkv(x).split(self.widths, dim=-1)]
-        q, k, v = heads  # [B, heads, S, head_dim]
-        y = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1]
-        )
-        return self.output(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """One decoder layer."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.attention_norm, self.mlp_norm = RMSNorm(config.dim), RMSNorm(config.dim)
-        self.attention, self.mlp = Attention(config), MLP(config)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [B, S, dim]."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.mlp(self.mlp_norm(x))
 
 
 class Stack(nn.Module):
@@ -132,11 +96,11 @@ def build(config: Config, recipe: str, device: torch.device) -> Stack:
 
 
 class Trainer:
-    """Steps of one model on fixed random input."""
+    """Steps of one model on fixed random input; those of a rank have tokens of their own."""
 
-    def __init__(self, model: Stack, config: Config, tokens: int, device: torch.device):
+    def __init__(self, model: nn.Module, config: Config, tokens: int, device: torch.device, rank: int = 0):
         self.model = model
-        generator = torch.Generator(device).manual_seed(1)
+        generator = torch.Generator(device).manual_seed(1 + rank)
         shape = (max(1, tokens // config.seq_len), min(tokens, config.seq_len), config.dim)
         self.x, self.dy = (
             torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
@@ -146,12 +110,18 @@ class Trainer:
         self.tokens = shape[0] * shape[1]
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def step(self) -> None:
+    def backward(self) -> torch.Tensor | None:
+        """Forward and backward; returns the loss where there is one."""
+        self.model(self.x).backward(self.dy)
+        return None
+
+    def step(self) -> torch.Tensor | None:
         """Forward, backward, optimizer."""
         self.optimizer.zero_grad(set_to_none=True)
         self.x.grad = None
-        self.model(self.x).backward(self.dy)
+        loss = self.backward()
         self.optimizer.step()
+        return loss
 
 
 def time_steps(trainer: Trainer, device: torch.device, steps: int) -> tuple[Timing, int | None]:

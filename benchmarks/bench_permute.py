@@ -17,24 +17,20 @@ import itertools
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import driver
 import errors
-import roofline
 import torch
 from driver import Job, Peer
-from errors import Wrong
+from errors import Wrong, relative_error
 from report import Report
 
 from torchao_blockwise import ops
-from torchao_blockwise.testing import assert_bitwise_equal, relative_error
+from torchao_blockwise.testing import assert_bitwise_equal
 
 OPERATIONS = ("permute", "unpermute", "backward")
-COLUMNS = ("operation", "shape", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline", "x eager")
+COLUMNS = ("operation", "shape", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
 # ‖difference‖ / ‖reference‖ of sums in fp32 in another order.
 _SUM_ERROR = 1e-5
 # The same of eager PyTorch, which rounds in between.
@@ -133,8 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = SMOKE.values() if args.smoke else [SHAPES[name] for name in args.shapes]
     results = Report("permute", device, COLUMNS, vars(args))
     jobs = [job(operation, shape, device) for operation, shape in itertools.product(args.only, shapes)]
-    title = "Tokens sorted by expert and summed back"
-    return driver.run_jobs(jobs, results, lambda results: roofline.picture(results, title, "operation"), ("eager",))
+    return driver.run_jobs(results, jobs, "Tokens sorted by expert and summed back", ["operation"], ["eager"])
 
 
 if __name__ == "__main__":

@@ -14,13 +14,9 @@ import itertools
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import driver
 import peers
-import roofline
 import shapes
 import torch
 from driver import Job
@@ -109,17 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     driver.add_peers(parser, PEERS)
     args, device = driver.parse(parser, argv)
     args.shapes = shapes.chosen(args, ["default"])
-    results = Report("quantize", device, [*COLUMNS, *(f"x {name}" for name in PEERS)], vars(args))
+    results = Report("quantize", device, COLUMNS, vars(args))
     jobs = []
     for case, shape, recipe in itertools.product(args.only, args.shapes, args.recipes):
         weight = case in ("weight", "transpose")
         size = shape.out_features if weight else shape.tokens, shape.in_features
         wanted = bool(args.peers) if args.peers is not None else case == "weight" or size in ACTIVATIONS_WITH_PEERS
         jobs.append(job(case, *size, recipe, device, wanted))
-    # Of shapes that differ in what a case does not read, the first.
-    jobs = list({job.where: job for job in jobs}.values())
-    title = "Quantisers: bytes that must move over time"
-    return driver.run_jobs(jobs, results, lambda results: roofline.picture(results, title, "case"), args.peers or PEERS)
+    return driver.run_jobs(results, jobs, "Quantisers: bytes that must move over time", ["case"], PEERS)
 
 
 if __name__ == "__main__":

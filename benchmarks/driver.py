@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import report
+import roofline
 import torch
 from report import Report
 from timing import Timing, input_sets, time_runs
@@ -69,8 +70,9 @@ def parser(doc: str, **choices: tuple[Sequence[str], Sequence[str]]) -> argparse
     """The options of every benchmark, and one for each of `choices`: name -> (what there is, default)."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (there, default) in choices.items():
-        what = f"default {' '.join(default)}" if default else "default: see above"
-        made.add_argument(f"--{name}", nargs="+", choices=there, default=list(default), help=what)
+        made.add_argument(
+            f"--{name}", nargs="+", choices=there, default=list(default), help=f"default {' '.join(default)}"
+        )
     made.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU where there is no GPU: does it run?")
     made.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
     return made
@@ -116,14 +118,24 @@ def run(
 
 
 def run_jobs(
-    jobs: Sequence[Job], results: Report, picture: Callable, names: Sequence[str] = (), slow: Container[str] = ()
+    results: Report, jobs: Iterable[Job], title: str, by: Sequence[str], peers: Sequence[str], slow: Container[str] = ()
 ) -> int:
-    """Measure the ceilings, then the jobs beside the peers of these names, those that are `slow` to compile last."""
+    """Measure the ceilings, then each job once, beside peers; those that are `slow` to compile come last.
+
+    title, by: of the picture, and the columns whose values make its series. peers: where the command line names none.
+    """
+    named = results.arguments.get("peers")
+    names = peers if named is None else named
+    results.columns += [f"x {name}" for name in names]
     results.measure_ceilings()
+    # Shapes may differ in what a job does not read.
+    once = {job.where: job for job in jobs}
     work = (
-        (("all",), job.where, partial(measure, job, stage, results)) for stage in in_stages(names, slow) for job in jobs
+        (("all",), where, partial(measure, job, stage, results))
+        for stage in in_stages(names, slow)
+        for where, job in once.items()
     )
-    return run(results, work, picture)
+    return run(results, work, lambda results: roofline.picture(results, title, *by))
 
 
 def in_stages(names: Sequence[str], slow: Container[str]) -> list[list[str]]:

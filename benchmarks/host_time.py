@@ -12,12 +12,8 @@ import argparse
 import cProfile
 import gc
 import pstats
-import sys
 import threading
 import time
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import torch
 from environment import environment, slug

@@ -14,11 +14,8 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import driver
 import torch
@@ -42,6 +39,7 @@ SHAPES, SMOKE_SHAPES = ((4096, 7168), (16384, 4096), (16384, 14336)), ((48, 272)
 class Way(NamedTuple):
     """One way to compute a case: a backend, and a table of its kernels with another value."""
 
+    name: str
     backend: Backend
     module: ModuleType
     table: str
@@ -51,11 +49,21 @@ class Way(NamedTuple):
 def triton_tile(table: str, rows: int, columns: int, warps: int) -> Way:
     """A Triton kernel with another tile; what is for rows off 16 bytes stays."""
     tile = rows, columns, warps, *getattr(quantize_kernels, table)[3:]
-    return Way(Backend.TRITON, quantize_kernels, table, tile)
+    return Way(f"{rows}x{columns}, {warps} warps", Backend.TRITON, quantize_kernels, table, tile)
 
 
 def gluon_tile(table: str, columns: int, warps: int) -> Way:
-    return Way(Backend.GLUON, gluon_kernels, table, (columns, warps))
+    what = "a read: Gluon" if table == "BOTH" else f"Gluon, {_BLOCK}x{columns}"
+    return Way(f"{what}, {warps} warps", Backend.GLUON, gluon_kernels, table, (columns, warps))
+
+
+def transpose_tiles(tiles: dict[int, tuple[int, int, int]]) -> Way:
+    """The transpose with these tiles: from so many elements on -> rows, columns, warps."""
+    name = "; ".join(
+        f"from {least >> 20} Mi elements " * bool(least) + f"{rows}x{columns}, {warps} warps"
+        for least, (rows, columns, warps) in tiles.items()
+    )
+    return Way(name, Backend.TRITON, transpose_kernels, "_QUADS_TILES", tiles)
 
 
 _BLOCK = FP8_1X128.block[1]
@@ -79,11 +87,11 @@ WAYS: dict[str, list[Way]] = {
     ],
     "weight": [triton_tile("_FP8_SQUARE_TILE", 128, 128, warps) for warps in (8, 4, 16)],
     "transpose": [
-        Way(Backend.TRITON, transpose_kernels, "_QUADS_TILES", tiles)
-        for tiles in (
-            transpose_kernels._QUADS_TILES,
-            *({0: tile} for tile in ((256, 128, 4), (256, 256, 8), (128, 128, 4), (128, 128, 2), (128, 256, 4))),
-        )
+        transpose_tiles(transpose_kernels._QUADS_TILES),
+        *(
+            transpose_tiles({0: tile})
+            for tile in ((256, 128, 4), (256, 256, 8), (128, 128, 4), (128, 128, 2), (128, 256, 4))
+        ),
     ],
 }
 
@@ -112,21 +120,6 @@ def in_use(case: str, way: Way) -> bool:
     return is_set(way) and way.backend is next(row.backend for row in quantize_op.table if row.backend in backends)
 
 
-def name_of(way: Way) -> str:
-    if way.table == "BOTH":
-        return f"a read: Gluon, {way.value[1]} warps"
-    if way.table == "COLUMNWISE":
-        columns, warps = way.value
-        return f"Gluon, {_BLOCK}x{columns}, {warps} warps"
-    if way.table == "_QUADS_TILES":
-        return "; ".join(
-            f"from {least >> 20} Mi elements " * bool(least) + f"{rows}x{columns}, {warps} warps"
-            for least, (rows, columns, warps) in way.value.items()
-        )
-    rows, columns, warps, _ = way.value
-    return f"{rows}x{columns}, {warps} warps"
-
-
 def measure(case: str, shape: tuple[int, int], device: torch.device, copy: float, seconds: float) -> dict[str, str]:
     """{way: its share of the copy bandwidth, or what is wrong with it}."""
     work = job(case, *shape, "fp8", device)
@@ -143,9 +136,9 @@ def measure(case: str, shape: tuple[int, int], device: torch.device, copy: float
 
         try:
             work.check(run(*sets[0]), sets[0], None)
-            runs[name_of(way)] = run, sets
+            runs[way.name] = run, sets
         except Exception as error:
-            cells[name_of(way)] = reason(error)
+            cells[way.name] = reason(error)
     for name, timing in time_runs(runs, device, seconds=seconds).items():
         cells[name] = timing if isinstance(timing, str) else share(timing, work.nbytes, copy)
     return cells
@@ -169,9 +162,8 @@ def main(argv: list[str] | None = None) -> int:
     for case in args.only:
         columns = [measure(case, shape, device, copy, 0.001 if args.smoke else 0.03) for shape in shapes]
         for way in WAYS[case]:
-            name = name_of(way)
-            cells = " | ".join(column[name] for column in columns)
-            print(f"| {case} | {name}{' *' * in_use(case, way)} | {cells} |", flush=True)
+            cells = " | ".join(column[way.name] for column in columns)
+            print(f"| {case} | {way.name}{' *' * in_use(case, way)} | {cells} |", flush=True)
     return 0
 
 

@@ -9,10 +9,6 @@ Needs no GPU. Writes benchmarks/results/weight_bytes.json and .md.
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import torch
 import torch.distributed as dist

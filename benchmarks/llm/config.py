@@ -65,6 +65,11 @@ class RunConfig:
             raise UsageError(f"top_k must be from 1 to experts = {self.experts}, got {self.top_k}")
 
     @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values: one for each of the queries'."""
+        return self.heads
+
+    @property
     def parameters(self) -> int:
         """Number of parameters of the decoder."""
         return self._parameters(self.experts)
