@@ -110,20 +110,15 @@ def test_a_peer_says_what_it_cannot(name, shape, message, any_device, monkeypatc
         peers.product_peer(name, Product("output", *shape), CPU)
 
 
-def test_a_missing_peer_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    peers._why_no_deep_gemm.cache_clear()
-    with pytest.raises(Unavailable, match="pip install sgl-deep-gemm"):
-        peers._import_deep_gemm()
-    peers._why_no_deep_gemm.cache_clear()
-
-
-def test_a_peer_whose_import_kills_the_process_is_a_missing_peer(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: True)
+@pytest.mark.parametrize(
+    ("found", "message"), ((None, "pip install sgl-deep-gemm"), (True, "exit status -11; in libstdc"))
+)
+def test_a_peer_that_is_missing_or_kills_the_process_says_how_to_get_it(found, message, monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: found)
     done = SimpleNamespace(returncode=-11, stderr="")
     monkeypatch.setattr(peers.subprocess, "run", lambda *args, **kwargs: done)
     peers._why_no_deep_gemm.cache_clear()
-    with pytest.raises(Unavailable, match="exit status -11; in libstdc"):
+    with pytest.raises(Unavailable, match=message):
         peers._import_deep_gemm()
     peers._why_no_deep_gemm.cache_clear()
 
