@@ -3,8 +3,8 @@
 One process a GPU (NCCL; gloo with --smoke on a CPU), blocks and root fully sharded, fp32 shards, bf16 compute
 (`MixedPrecisionPolicy(param_dtype=bf16)`: gradients are reduced in bf16), fused AdamW, 8192 tokens a GPU. Recipes:
     bf16                    weights travel in bf16
-    torchao_bf16_gather     torchao's float8 tensorwise, quantised after the gather
-    torchao_fp8_gather      the same, quantised before it, scales precomputed after each optimizer step
+    torchao_bf16_gather     torchao's float8 tensorwise, quantized after the gather
+    torchao_fp8_gather      the same, quantized before it, scales precomputed after each optimizer step
     fp8, nvfp4              ours
 
     gathered MiB   counted: outputs of all `torch.distributed` all-gathers into one tensor, which FSDP2 calls by these

@@ -1,9 +1,9 @@
-"""Activations that are quantised as they are computed, against the steps one after the other.
+"""Activations that are quantized as they are computed, against the steps one after the other.
 
 For each shape, tokens x out x in: norms of [tokens, in], and SwiGLU with `out` as its hidden dim, gate and up halves of
 one tensor. Ours with the statistics of a norm; `both` makes the rowwise and the columnwise copy. Compared with
-    torch        torch's operations in bf16, then our quantiser
-    two steps    our kernel for the activation, then our quantiser
+    torch        torch's operations in bf16, then our quantizer
+    two steps    our kernel for the activation, then our quantizer
 Checks first that bits are those of the reference's steps, given the statistics, which agree to some ulps. Floor: bytes
 that must move over the copy bandwidth measured here; a norm reads its input twice, for the statistics and again.
 Writes benchmarks/results/fused_<device>.json, .md and .png.
@@ -49,8 +49,8 @@ class Case:
 
     make: (rows, columns, device) -> fresh arguments of the functions below, the first of which is what a norm is of.
     fused: (*arguments, options) -> (statistics or None, copies).
-    activation: (*arguments, statistics, backend) -> what is quantised, by us; torch_activation: (*arguments), by torch.
-    inputs, outputs: how many tensors as wide as the activation are read and quantised. norm: its kind, if it is one.
+    activation: (*arguments, statistics, backend) -> what is quantized, by us; torch_activation: (*arguments), by torch.
+    inputs, outputs: how many tensors as wide as the activation are read and quantized. norm: its kind, if it is one.
     """
 
     make: Callable[..., tuple]
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         job(case, shape.tokens, shape.out_features if case.startswith("swiglu") else shape.in_features, device)
         for case, shape in itertools.product(args.only, args.shapes)
     ]
-    title = "Activations with their quantisers: bytes that must move in one pass over time"
+    title = "Activations with their quantizers: bytes that must move in one pass over time"
     return driver.run_jobs(results, jobs, title, ["case"], PEERS)
 
 

@@ -2,8 +2,8 @@
 
 Products, each of all experts of one GPU together, for the weights [E, out, in] of both layers of their MLPs:
     output, grad_input     groups of rows: x · wᵀ, dy · w
-    grad_weight            groups of the contraction: dyᵀ · x for each expert, from quantised operands
-    grad_weight_quantised  the same from bf16 dy and x: both columnwise quantisers and the product
+    grad_weight            groups of the contraction: dyᵀ · x for each expert, from quantized operands
+    grad_weight_quantised  the same from bf16 dy and x: both columnwise quantizers and the product
 Checks first: corners of the largest, the smallest and the last expert that has tokens, against the fp64 product of what
 the operands decode to, and zeros for those that have none. Times are of CUDA graph replays with a cold cache. Floor:
 the greater of bytes that must move over copy bandwidth, and operations over the rate of cuBLASLt's tensorwise fp8, both
@@ -72,7 +72,7 @@ class GroupedProduct:
         return "k" if self.kind.startswith("grad_weight") else "m"
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         return self.kind == "grad_weight_quantised"
 
     @property
@@ -92,7 +92,7 @@ class GroupedProduct:
         if self.along == "m":
             contraction, out = (k, n) if self.kind == "output" else (n, k)
             return a_fmt.nbytes(t, contraction) + weights * b_fmt.nbytes(n, k) + t * out * size
-        read = (n + k) * t * size if self.quantises else a_fmt.nbytes(n, t) + b_fmt.nbytes(k, t)
+        read = (n + k) * t * size if self.quantizes else a_fmt.nbytes(n, t) + b_fmt.nbytes(k, t)
         return read + len(self.sizes) * n * k * size
 
     def high_precision(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +158,7 @@ def job(product: GroupedProduct, labels: dict[str, str], device: torch.device, b
 
     def run_on(backend):
         def run(first, second, ends, a, b):
-            if product.quantises:
+            if product.quantizes:
                 a, b = product.quantize(first, second, ends)
             return ops.grouped_matmul(a, b, ends, along=product.along, out_dtype=torch.bfloat16, backend=backend)
 

@@ -1,4 +1,4 @@
-"""A mixture's experts, forward and backward: time, memory and the quantisers' share, ours beside bf16 and torchao.
+"""A mixture's experts, forward and backward: time, memory and the quantizers' share, ours beside bf16 and torchao.
 
 The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, quantized forward and backward. Recipes:
     fp8, nvfp4       SwiGLUExperts
@@ -6,7 +6,7 @@ The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, qu
     bf16             torch's grouped product, silu and multiply; bf16_compiled: the same by torch.compile
     torchao          the same with torchao's blockwise FP8 grouped product, which runs DeepGEMM
 Columns and stages as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantise %" is the
-share of device time in kernels that quantise, SwiGLU where it is fused with that.
+share of device time in kernels that quantize, SwiGLU where it is fused with that.
 "memory MiB" is what a step has allocated at its peak, with weights and gradients, and without x and dy
 (step_memory.py; the JSON has the parts).
 Checks first that output and gradients are those of bf16 within the recipe's error. Floor: nine products at the rate of
@@ -40,8 +40,8 @@ from torchao_blockwise.nn import SwiGLUExperts
 RECIPES = ("fp8", "fp8_primary", "bf16", "bf16_compiled", "torchao", "nvfp4")
 DEFAULT_RECIPES = RECIPES[:-1]
 COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantise %")
-# Kernels that quantise, among those that do not multiply.
-_QUANTISERS, _PRODUCTS = (re.compile(x, re.IGNORECASE) for x in (KINDS["quantise"] + "|swiglu", KINDS["products"]))
+# Kernels that quantize, among those that do not multiply.
+_QUANTIZERS, _PRODUCTS = (re.compile(x, re.IGNORECASE) for x in (KINDS["quantise"] + "|swiglu", KINDS["products"]))
 # Of two products, one on what the other gives.
 _BUDGETS = dict.fromkeys(RECIPES, 0.15) | {"nvfp4": 0.6, "bf16_compiled": 0.02}
 
@@ -81,10 +81,10 @@ def floor_bytes(shape: Experts, ends: torch.Tensor) -> int:
 
 
 def split(layer: Layer, inputs: tuple) -> dict:
-    """The quantisers' share of a step's device time, of operators' host time on a CPU, and the longest kernels."""
+    """The quantizers' share of a step's device time, of operators' host time on a CPU, and the longest kernels."""
     kernels = kernels_of(lambda: layer.step(*inputs), inputs[0].device)
-    quantise = sum(us for name, us in kernels if _QUANTISERS.search(name) and not _PRODUCTS.search(name))
-    return {"quantise %": 100 * quantise / sum(us for _, us in kernels), "kernels": longest(kernels)}
+    quantize = sum(us for name, us in kernels if _QUANTIZERS.search(name) and not _PRODUCTS.search(name))
+    return {"quantise %": 100 * quantize / sum(us for _, us in kernels), "kernels": longest(kernels)}
 
 
 def work_of(shape: Experts, routing: str, device: torch.device) -> Work:

@@ -1,4 +1,4 @@
-"""Quantisers against the bytes that they must move.
+"""Quantizers against the bytes that they must move.
 
 For each shape: rowwise, columnwise, both, a weight in square blocks, and the transpose that makes its columnwise copy.
 Checks first that bits are the reference's. Bytes that must move: the input read once (twice where the scale of the
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = shape.out_features if weight else shape.tokens, shape.in_features
         wanted = bool(args.peers) if args.peers is not None else case == "weight" or size in ACTIVATIONS_WITH_PEERS
         jobs.append(job(case, *size, recipe, device, wanted))
-    return driver.run_jobs(results, jobs, "Quantisers: bytes that must move over time", ["case"], PEERS)
+    return driver.run_jobs(results, jobs, "Quantizers: bytes that must move over time", ["case"], PEERS)
 
 
 if __name__ == "__main__":

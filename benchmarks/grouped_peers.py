@@ -2,7 +2,7 @@
 
 bf16         torch's grouped product
 deep_gemm    DeepGEMM (sgl-deep-gemm): groups padded to its tiles, scales laid out and sizes known beforehand
-torchao      the weight's gradient of torchao.prototype.moe_training, quantisers included, tokens padded beforehand
+torchao      the weight's gradient of torchao.prototype.moe_training, quantizers included, tokens padded beforehand
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _bf16(product, device: torch.device) -> Peer:
 
 def _deep_gemm(product, device: torch.device) -> Peer:
     peers.need_capability(device, (9, 0))
-    if product.quantises:
-        raise Unavailable("it has no quantisers")
+    if product.quantizes:
+        raise Unavailable("it has no quantizers")
     deep_gemm = peers._import_deep_gemm()
     peers.need_multiples("features", (product.out_features, product.in_features), _BLOCK)
     if product.along == "k":
@@ -94,8 +94,8 @@ def _run_k_grouped(deep_gemm) -> Callable:
 
 
 def _torchao(product, device: torch.device) -> Peer:
-    if not product.quantises:
-        raise Unavailable("it quantises in the same call; compared where ours does")
+    if not product.quantizes:
+        raise Unavailable("it quantizes in the same call; compared where ours does")
     features = (product.out_features, product.in_features)
     peers.torchao_grouped_product(device, features)
     utils = peers._import("torchao.prototype.moe_training.utils")

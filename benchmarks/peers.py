@@ -1,4 +1,4 @@
-"""What others offer for the same work: their products, quantisers and layers, each optional, each with its reason.
+"""What others offer for the same work: their products, quantizers and layers, each optional, each with its reason.
 
 bf16         torch.mm
 tensorwise   cuBLASLt, e4m3 with one scale a tensor: what no block scaling reaches
@@ -29,7 +29,7 @@ from torchao_blockwise.formats import FP8_1X128
 
 _BLOCK = FP8_1X128.block[1]
 
-# Ours, of the same weights. "primary": Parameters that are quantised themselves.
+# Ours, of the same weights. "primary": Parameters that are quantized themselves.
 OUR_CONFIGS = {
     "fp8": BlockwiseFP8TrainingConfig(),
     "fp8_primary": BlockwiseFP8TrainingConfig(master_weights=False),
@@ -121,7 +121,7 @@ def _deep_gemm(product: Product, device: torch.device) -> Peer:
     return Peer(add if one_row else run, prepare, same_operands=True)
 
 
-# --- quantisers -------------------------------------------------------------------------------------------------------
+# --- quantizers -------------------------------------------------------------------------------------------------------
 
 
 def torchao_quantizer(name: str, case: str, rows: int, columns: int, device: torch.device) -> Peer:
@@ -185,7 +185,7 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
 def torchao_grouped_product(device: torch.device, widths: Iterable[int]) -> Callable:
     """(x [M, K], weight [E, K, N], ends) -> [M, N] by torchao's blockwise FP8 training; raises Unavailable.
 
-    Through DeepGEMM: what it falls back to without that dequantises, and is no peer.
+    Through DeepGEMM: what it falls back to without that dequantizes, and is no peer.
     """
     need_capability(device, (9, 0))
     _import_deep_gemm()
@@ -202,7 +202,7 @@ def torchao_grouped_product(device: torch.device, widths: Iterable[int]) -> Call
 def torchao_kernels():
     """torchao's blockwise kernels; raises Unavailable.
 
-    Its quantisers are tuned over pipeline stages, of which they have none, being without a loop: variants that differ
+    Its quantizers are tuned over pipeline stages, of which they have none, being without a loop: variants that differ
     in nothing else are the same code, and two thirds of them are left out to compile the less. Each variant is tried
     for a fifth of the time that Triton would take by itself.
     """

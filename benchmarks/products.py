@@ -18,7 +18,7 @@ RECIPES: dict[str, tuple[BlockFormat, BlockFormat]] = {
     "nvfp4": (NVFP4_1X16, NVFP4_16X16),
 }
 KINDS = ("output", "grad_input", "grad_weight")
-# Peers that quantise in their own way, or not at all, are as far off as our quantisation is.
+# Peers that quantize in their own way, or not at all, are as far off as our quantization is.
 _OTHERS_BUDGET = {"fp8": 0.1, "nvfp4": 0.25}
 # Rows of each operand that a check looks at, at both ends: whole blocks of every format.
 _CHECKED_ROWS = FP8_128X128.block[0]

@@ -19,7 +19,7 @@ class RunConfig:
 
     steps count optimizer updates; batch_size counts sequences a microbatch; lr is the peak of warmup and cosine.
     experts: how many MLPs of width `hidden` a layer has, of which a token takes top_k; 0 for a dense model.
-    shared_experts: how many more every token takes. balance_rate: by how much a step favours an expert with few tokens.
+    shared_experts: how many more every token takes. balance_rate: by how much a step favors an expert with few tokens.
     products: what bf16 products are computed in, "fp32" on processors that are slow in bf16; see `llm.products`.
     Raises UsageError for values that cannot train.
     """

@@ -65,7 +65,7 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """The top_k experts of each token: softmax in fp32, the chosen ones' probabilities normalised to their weights.
+    """The top_k experts of each token: softmax in fp32, the chosen ones' probabilities normalized to their weights.
 
     Experts are chosen by logit plus a bias, which `balance` moves towards those that had too few tokens; the weights
     know no bias. A Parameter and no `nn.Linear`: conversion leaves it in high precision.
@@ -84,7 +84,7 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight)
         chosen = (logits + self.bias).topk(self.top_k, -1).indices
-        # The softmax over all, normalised over the chosen, is that over the chosen.
+        # The softmax over all, normalized over the chosen, is that over the chosen.
         return logits.gather(-1, chosen).softmax(-1), chosen
 
     @torch.no_grad()

@@ -73,8 +73,8 @@ def test_bytes_that_grouped_products_must_move():
     product = GroupedProduct("output", (5, 0, 3), 256, 128)
     assert product.nbytes() == FP8_1X128.nbytes(8, 128) + 2 * FP8_128X128.nbytes(256, 128) + 8 * 256 * 2
     gradients = 3 * 256 * 128 * 2
-    quantised = GroupedProduct("grad_weight", (5, 0, 3), 256, 128)
-    assert quantised.nbytes() == FP8_1X128.nbytes(256, 8) + FP8_1X128.nbytes(128, 8) + gradients
+    quantized = GroupedProduct("grad_weight", (5, 0, 3), 256, 128)
+    assert quantized.nbytes() == FP8_1X128.nbytes(256, 8) + FP8_1X128.nbytes(128, 8) + gradients
     assert GroupedProduct("grad_weight_quantised", (5, 0, 3), 256, 128).nbytes() == 8 * (256 + 128) * 2 + gradients
 
 

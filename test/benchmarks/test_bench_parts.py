@@ -89,6 +89,7 @@ def test_ceilings_follow_from_times(monkeypatch, device):
 
 
 def test_the_picture_is_drawn_whatever_there_is(tmp_path):
+    pytest.importorskip("matplotlib")
     series = [roofline.Series("ours", [(1.0, 0.5), (100.0, 3.0)], True), roofline.Series("none", [], False)]
     roofs = {"sloped": (0.1, 4.0), "flat": (math.inf, 5.0)}
     assert roofline.draw(tmp_path / "a.png", "t", "s", series, roofs, ("x", "y"))
