@@ -3,8 +3,8 @@
 One process a GPU (NCCL; gloo with --smoke on a CPU), blocks and root fully sharded, fp32 shards, bf16 compute
 (`MixedPrecisionPolicy(param_dtype=bf16)`: gradients are reduced in bf16), fused AdamW, 8192 tokens a GPU. Recipes:
     bf16                    weights travel in bf16
-    torchao_bf16_gather     torchao's float8 tensorwise, quantised after the gather
-    torchao_fp8_gather      the same, quantised before it, scales precomputed after each optimizer step
+    torchao_bf16_gather     torchao's float8 tensorwise, quantized after the gather
+    torchao_fp8_gather      the same, quantized before it, scales precomputed after each optimizer step
     fp8, nvfp4              ours
 
     gathered MiB   counted: outputs of all `torch.distributed` all-gathers into one tensor, which FSDP2 calls by these
@@ -26,7 +26,6 @@ Writes benchmarks/results/fsdp_<device>.json and .md, with --compile fsdp_compil
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import gc
 import itertools
@@ -39,20 +38,20 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
+import driver
 import environment
 import peers
-import report
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench_model import SMOKE, Config, Stack
+from bench_model import SMOKE, Config, Stack, Trainer, parser
+from errors import Unavailable, reason
 from report import Report
-from timing import Timing, reason, synchronize
+from timing import Timing, synchronize
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from traffic import Observed, mark, us_between
@@ -75,27 +74,20 @@ _TIMEOUT = {"cuda": datetime.timedelta(minutes=5), "cpu": datetime.timedelta(min
 
 
 @dataclass(frozen=True)
-class Job:
-    """One row: a recipe in one mode."""
-
-    recipe: str
-    mode: str
-
-
-@dataclass(frozen=True)
 class Plan:
-    """What every rank is told."""
+    """What every rank is told: the recipes to train, a row each, and how."""
 
-    jobs: tuple[Job, ...]
+    recipes: tuple[str, ...]
+    mode: str
     config: Config
     tokens: int
     steps: int
     ranks: int
     folder: Path
 
-    def result(self, job: Job) -> Path:
-        """Where the ranks leave the row of `job`, or why there is none."""
-        return self.folder / f"{job.recipe}_{job.mode}.json"
+    def result(self, recipe: str) -> Path:
+        """Where the ranks leave what they saw of `recipe`, or why they saw nothing."""
+        return self.folder / f"{recipe}.json"
 
 
 # --- one rank ---------------------------------------------------------------------------------------------------------
@@ -114,56 +106,50 @@ def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
     return convert_to_float8_training(model, config=config)
 
 
-class Trainer:
-    """Steps of one sharded model; each rank has random tokens of its own, the same for every recipe."""
+def build(recipe: str, plan: Plan, device: torch.device) -> nn.Module:
+    """The sharded stack, with the same weights for every recipe."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Stack(plan.config)
+    model = convert(model, recipe, device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for i, layer in enumerate(model.layers):
+        if plan.mode == "compiled":
+            model.layers[i] = layer = peers.compile_model(layer, device)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
 
-    def __init__(self, job: Job, plan: Plan, device: torch.device, observed: Observed):
-        self.device = device
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = Stack(plan.config)
-        self.model = convert(model, job.recipe, device)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for i, layer in enumerate(self.model.layers):
-            if job.mode == "compiled":
-                self.model.layers[i] = layer = peers.compile_model(layer, device)
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(self.model, mp_policy=policy)
-        self.after_step = None
-        if GATHERS.get(job.recipe):
-            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-            self.after_step = observed.timed(precompute_float8_dynamic_scale_for_fsdp, "syncs")
-        generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
-        config = plan.config
-        shape = (max(1, plan.tokens // config.seq_len), min(plan.tokens, config.seq_len), config.dim)
-        self.x, self.target = (
-            torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
-        )
-        # As it would behind an embedding.
-        self.x.requires_grad_()
-        self.tokens = shape[0] * shape[1]
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+class Learner(Trainer):
+    """Steps towards a random target, which is what a trainer has for dy."""
 
-    def step(self) -> torch.Tensor:
-        """Forward, backward, optimizer; returns the loss."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.x.grad = None
-        loss = (self.model(self.x).float() - self.target).square().mean()
+    def backward(self) -> torch.Tensor:
+        """Forward and backward; returns the loss."""
+        loss = (self.model(self.x).float() - self.dy).square().mean()
         loss.backward()
-        self.optimizer.step()
-        if self.after_step:
-            self.after_step(self.model)
         return loss.detach()
 
 
-def measure(job: Job, plan: Plan, device: torch.device) -> dict:
-    """What this rank saw of `job`: a step's figures, JSON-able."""
+def measure(recipe: str, plan: Plan, device: torch.device) -> dict:
+    """What this rank saw of `recipe`: a step's figures, JSON-able."""
     observed = Observed(device)
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    trainer = Trainer(job, plan, device, observed)
+    trainer = Learner(build(recipe, plan, device), plan.config, plan.tokens, device, dist.get_rank())
+    sync = None
+    if GATHERS.get(recipe):
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        sync = observed.timed(precompute_float8_dynamic_scale_for_fsdp, "syncs")
+
+    def step() -> torch.Tensor:
+        loss = trainer.step()
+        if sync:
+            sync(trainer.model)
+        return loss
+
     with observed.watching():
-        losses = [trainer.step() for _ in range(_WARM_UP)]
+        losses = [step() for _ in range(_WARM_UP)]
         synchronize(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -171,7 +157,7 @@ def measure(job: Job, plan: Plan, device: torch.device) -> dict:
         dist.barrier()
         marks = [mark(device)]
         for _ in range(plan.steps):
-            losses.append(trainer.step())
+            losses.append(step())
             marks.append(mark(device))
         synchronize(device)
     # Alone, a rank has all it needs, and newer FSDP2 gathers nothing.
@@ -201,7 +187,7 @@ def measure(job: Job, plan: Plan, device: torch.device) -> dict:
 
 
 def run_rank(rank: int, plan: Plan, device_type: str, port: int) -> None:
-    """Run all jobs that have left no result yet; ends at the first that fails, whose reason it leaves."""
+    """Train all recipes that have left no result yet; ends at the first that fails, whose reason it leaves."""
     on_gpu = device_type == "cuda"
     device = torch.device(device_type, rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -216,25 +202,25 @@ def run_rank(rank: int, plan: Plan, device_type: str, port: int) -> None:
         timeout=_TIMEOUT[device_type], device_id=device if on_gpu else None,
     )  # fmt: skip
     # All ranks agree on what is left before any of them writes.
-    jobs = [job for job in plan.jobs if not plan.result(job).exists()]
+    left = [recipe for recipe in plan.recipes if not plan.result(recipe).exists()]
     dist.barrier()
-    for job in jobs:
+    for recipe in left:
         try:
             seen: list = [None] * plan.ranks
             result: dict[str, Any] = {"ranks": seen}
-            dist.all_gather_object(seen, measure(job, plan, device))
-        except peers.Unavailable as why:
+            dist.all_gather_object(seen, measure(recipe, plan, device))
+        except Unavailable as why:
             result = {"why": str(why)}
         except Exception as error:
             # The first rank that fails knows why; the others only lose it.
-            if not plan.result(job).exists():
-                environment.write_json(plan.result(job), {"why": f"rank {rank}: {reason(error)}"})
+            if not plan.result(recipe).exists():
+                environment.write_json(plan.result(recipe), {"why": f"rank {rank}: {reason(error)}"})
             traceback.print_exc()
             # Not by way of the interpreter, which could wait for collectives that never end.
             os._exit(1)
         if rank == 0:
-            environment.write_json(plan.result(job), result)
-        if job.mode == "compiled":
+            environment.write_json(plan.result(recipe), result)
+        if plan.mode == "compiled":
             torch._dynamo.reset()
         gc.collect()
         if on_gpu:
@@ -246,13 +232,13 @@ def run_rank(rank: int, plan: Plan, device_type: str, port: int) -> None:
 
 
 def run_all(plan: Plan, device: torch.device, results: Report) -> None:
-    """Run the plan, in as many rounds of processes as jobs bring them down, and add rows as they come."""
-    waiting = list(plan.jobs)
+    """Run the plan, in as many rounds of processes as recipes bring them down, and add rows as they come."""
+    waiting = list(plan.recipes)
 
     def collect() -> None:
         while waiting and plan.result(waiting[0]).exists():
-            job = waiting.pop(0)
-            add_row(job, json.loads(plan.result(job).read_text()), results)
+            recipe = waiting.pop(0)
+            add_row(recipe, plan.mode, json.loads(plan.result(recipe).read_text()), results)
 
     while waiting:
         left, why = len(waiting), "left no result"
@@ -266,16 +252,16 @@ def run_all(plan: Plan, device: torch.device, results: Report) -> None:
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             why = reason(error)
         collect()
-        # A job whose processes die without a word is tried once more if others of its round came before it.
+        # A recipe whose processes die without a word is tried once more if others of its round came before it.
         if len(waiting) == left:
             environment.write_json(plan.result(waiting[0]), {"why": why})
             collect()
 
 
-def add_row(job: Job, result: dict, results: Report) -> None:
-    """The row of `job` from what its ranks saw, or the reason why there is none."""
+def add_row(recipe: str, mode: str, result: dict, results: Report) -> None:
+    """The row of `recipe` from what its ranks saw, or the reason why there is none."""
     if "why" in result:
-        results.leave_out(job.recipe, job.mode, result["why"])
+        results.leave_out(recipe, mode, result["why"])
         return
     seen = result["ranks"]
 
@@ -284,8 +270,8 @@ def add_row(job: Job, result: dict, results: Report) -> None:
 
     us = max(rank["us"] for rank in seen)
     row: dict[str, Any] = {
-        "recipe": job.recipe,
-        "mode": job.mode,
+        "recipe": recipe,
+        "mode": mode,
         "gathered MiB": most("gathered bytes", 2**20),
         "ms a step": us / 1e3,
         "tokens/s": sum(rank["tokens"] for rank in seen) / us * 1e6,
@@ -298,7 +284,7 @@ def add_row(job: Job, result: dict, results: Report) -> None:
         "ranks": seen,
     }
     row["loss"] = row["losses"][-1]
-    base = next((r for r in (row, *results.rows) if (r["recipe"], r["mode"]) == ("bf16", job.mode)), None)
+    base = next((r for r in (row, *results.rows) if (r["recipe"], r["mode"]) == ("bf16", mode)), None)
     off = None
     if base:
         first, *_, last = base["losses"]
@@ -307,41 +293,26 @@ def add_row(job: Job, result: dict, results: Report) -> None:
         if base["gathered MiB"]:
             row["of bf16"] = row["gathered MiB"] / base["gathered MiB"]
     results.add(row)
-    if off is not None and off > _BUDGET.get(job.recipe, _FP8_BUDGET):
-        results.leave_out(job.recipe, job.mode, f"WRONG, its loss is off by {off:.2g} of what bf16 learned")
+    if off is not None and off > _BUDGET.get(recipe, _FP8_BUDGET):
+        results.leave_out(recipe, mode, f"WRONG, its loss is off by {off:.2g} of what bf16 learned")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=8192, help="in a step on each GPU, in sequences of 4096")
-    parser.add_argument("--steps", type=int, default=20, help="that are timed")
-    parser.add_argument("--ranks", type=int, help="GPUs; by default all, 2 processes on a CPU")
-    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), help="only these recipes")
-    parser.add_argument("--compile", action="store_true", help="torch.compile each layer")
-    parser.add_argument(
-        "--smoke", action="store_true", help="a tiny stack, on a CPU where there is no GPU: does it run?"
-    )
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
-    args = parser.parse_args(argv)
-    if not args.smoke and not torch.cuda.is_available():
-        parser.exit(2, "bench_fsdp: needs a CUDA GPU; none found (--smoke tries the script out on a CPU)\n")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = parser(__doc__, RECIPES, RECIPES, 4, 20)
+    options.add_argument("--ranks", type=int, help="GPUs; by default all, 2 processes on a CPU")
+    options.add_argument("--compile", action="store_true", help="torch.compile each layer")
+    args, device = driver.parse(options, argv)
     args.ranks = args.ranks or (torch.cuda.device_count() if device.type == "cuda" else 2)
     config = SMOKE if args.smoke else Config(layers=args.layers)
     if args.smoke:
         args.tokens, args.steps = 2 * config.seq_len, 3
     # bf16 first: the others are compared with it.
+    recipes = tuple(sorted(args.only, key=lambda recipe: recipe != "bf16"))
     mode, name = ("compiled", "fsdp_compiled") if args.compile else ("eager", "fsdp")
-    jobs = [Job(recipe, mode) for recipe in sorted(args.only, key=lambda recipe: recipe != "bf16")]
-    results = Report(name, device, COLUMNS, report.plain(vars(args)) | vars(config))
+    results = Report(name, device, COLUMNS, vars(args) | vars(config))
     with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(tuple(jobs), config, args.tokens, args.steps, args.ranks, Path(folder))
-        try:
-            run_all(plan, device, results)
-        finally:
-            results.write(args.out)
-    return 0 if results.rows else 1
+        plan = Plan(recipes, mode, config, args.tokens, args.steps, args.ranks, Path(folder))
+        return driver.run(results, [(("all",), mode, partial(run_all, plan, device, results))])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Activations that are quantised as they are computed, against the steps one after the other.
+"""Activations that are quantized as they are computed, against the steps one after the other.
 
 For each shape, tokens x out x in: norms of [tokens, in], and SwiGLU with `out` as its hidden dim, gate and up halves of
 one tensor. Ours with the statistics of a norm; `both` makes the rowwise and the columnwise copy. Compared with
-    torch        torch's operations in bf16, then our quantiser
-    two steps    our kernel for the activation, then our quantiser
+    torch        torch's operations in bf16, then our quantizer
+    two steps    our kernel for the activation, then our quantizer
 Checks first that bits are those of the reference's steps, given the statistics, which agree to some ulps. Floor: bytes
 that must move over the copy bandwidth measured here; a norm reads its input twice, for the statistics and again.
 Writes benchmarks/results/fused_<device>.json, .md and .png.
@@ -13,23 +13,24 @@ Writes benchmarks/results/fused_<device>.json, .md and .png.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
-import report
+import driver
+import errors
+import shapes
 import torch
 import torch.nn.functional as F
 from bench_quantize import same_bits
-from errors import relative_error
+from driver import Job, Peer
+from errors import Wrong, relative_error
 from report import Report
-from timing import Timing, input_sets, reason, time_runs
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies
+from torchao_blockwise.formats import FP8_1X128, CastOptions
 
 FMT = FP8_1X128
 COLUMNS = ("case", "shape", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
@@ -48,8 +49,8 @@ class Case:
 
     make: (rows, columns, device) -> fresh arguments of the functions below, the first of which is what a norm is of.
     fused: (*arguments, options) -> (statistics or None, copies).
-    activation: (*arguments, statistics, backend) -> what is quantised, by us; torch_activation: (*arguments), by torch.
-    inputs, outputs: how many tensors as wide as the activation are read and quantised. norm: its kind, if it is one.
+    activation: (*arguments, statistics, backend) -> what is quantized, by us; torch_activation: (*arguments), by torch.
+    inputs, outputs: how many tensors as wide as the activation are read and quantized. norm: its kind, if it is one.
     """
 
     make: Callable[..., tuple]
@@ -124,119 +125,65 @@ COPIES = {"rowwise": CastOptions(FMT, padded=True), "both": CastOptions(FMT, col
 CASES = tuple(f"{name}_{copies}" for name in ACTIVATIONS for copies in COPIES)
 
 
-class Job:
+def job(name: str, rows: int, columns: int, device: torch.device) -> Job:
     """One case at [rows, columns] of its activation."""
+    activation, copies = name.rsplit("_", 1)
+    case, options = ACTIVATIONS[activation], COPIES[copies]
+    width = case.outputs * columns
+    written = FMT.nbytes(rows, width) + (FMT.nbytes(width, rows) if options.columnwise else 0)
+    # Of a norm without its weights and statistics, some numbers a row or column.
+    reads = (2 if case.norm else 1) * case.inputs
 
-    def __init__(self, name: str, rows: int, columns: int, device: torch.device):
-        activation, copies = name.rsplit("_", 1)
-        self.name, self.rows, self.columns, self.device = name, rows, columns, device
-        self.case, self.options = ACTIVATIONS[activation], COPIES[copies]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that must move; of a norm without its weights and statistics, some numbers a row or column."""
-        width = self.case.outputs * self.columns
-        written = FMT.nbytes(self.rows, width)
-        if self.options.columnwise:
-            written += FMT.nbytes(width, self.rows)
-        reads = (2 if self.case.norm else 1) * self.case.inputs
-        return reads * self.rows * self.columns * torch.bfloat16.itemsize + written
-
-    def make(self) -> tuple:
-        return self.case.make(self.rows, self.columns, self.device)
-
-    def run(self, *arguments):
+    def run(*inputs):
         """(statistics or None, copies) in as few passes as there are."""
-        return self.case.fused(*arguments, self.options)
+        return case.fused(*inputs, options)
 
-    def run_torch(self, *arguments):
-        return ops.quantize_by(self.case.torch_activation(*arguments), self.options)
+    def run_torch(*inputs):
+        return None, ops.quantize_by(case.torch_activation(*inputs), options)
 
-    def run_two_steps(self, *arguments):
-        return ops.quantize_by(self.case.activation(*arguments), self.options)
+    def run_two_steps(*inputs):
+        return None, ops.quantize_by(case.activation(*inputs), options)
 
-    def wrong(self, *arguments) -> str | None:
-        """What is not as the reference has it."""
-        statistics, copies = self.run(*arguments)
-        if self.case.norm:
-            expected = ops.norm_statistics(arguments[0], self.case.norm, _EPS, backend="reference")
+    def decoded(out):
+        return ops.dequantize(out[1].rowwise, dtype=torch.float32)
+
+    def check(out, inputs, peer):
+        if peer is not None:
+            errors.check(relative_error(decoded(out), decoded(run(*inputs))), _BUDGET)
+            return
+        statistics, copies = out
+        if case.norm:
+            expected = ops.norm_statistics(inputs[0], case.norm, _EPS, backend="reference")
             for ours, theirs in zip(statistics, expected, strict=True):
                 if ours is not None and relative_error(ours, theirs) > _STATISTICS_TOLERANCE:
-                    return "statistics differ from the reference's"
-        y = self.case.activation(*arguments, statistics=statistics, backend="reference")
-        if not same_bits(copies, ops.quantize_by(y, self.options, backend="reference")):
-            return "bits differ from the reference's"
-        return None
+                    raise Wrong("statistics differ from the reference's; not timed")
+        y = case.activation(*inputs, statistics=statistics, backend="reference")
+        if not same_bits(copies, ops.quantize_by(y, options, backend="reference")):
+            raise Wrong("bits differ from the reference's; not timed")
 
-
-def _decoded(copies: Copies) -> torch.Tensor:
-    return ops.dequantize(copies.rowwise, dtype=torch.float32)
-
-
-def measure(job: Job, names: Sequence[str], results: Report) -> None:
-    """Check the job, time it beside its steps, and add its row."""
-    device, shape = results.device, f"{job.rows}x{job.columns}"
-    where = f"{job.name} {shape}"
-    sets = input_sets(job.make, device, job.nbytes)
-    if why := job.wrong(*sets[0]):
-        results.leave_out("ours", where, f"WRONG, {why}; not timed")
-        return
-    runs = {"ours": (job.run, sets)}
-    ours = _decoded(job.run(*sets[0])[1])
-    for name, run in {"torch": job.run_torch, "two steps": job.run_two_steps}.items():
-        if name not in names:
-            continue
-        try:
-            error = relative_error(_decoded(run(*sets[0])), ours)
-        except Exception as failure:
-            results.leave_out(name, where, reason(failure))
-        else:
-            if error <= _BUDGET:
-                runs[name] = run, sets
-            else:
-                results.leave_out(name, where, f"WRONG, relative error {error:.2g}")
-    del ours
-    times = time_runs(runs, device)
-    for name, t in times.items():
-        if isinstance(t, str):
-            results.leave_out(name, where, t)
-    us = {name: t.us for name, t in times.items() if isinstance(t, Timing)}
-    if "ours" not in us:
-        return
-    others = {name: other for name, other in us.items() if name != "ours"}
-    results.add(
-        {
-            "case": job.name,
-            "shape": shape,
-            **report.moved(job.nbytes, times["ours"], results.ceilings.floor_us(job.nbytes)),
-            **report.ratios(us["ours"], others),
-            "peers us": others,
-        }
+    return Job(
+        {"case": name, "shape": f"{rows}x{columns}"},
+        lambda: case.make(rows, columns, device),
+        lambda inputs: {"ours": run},
+        check,
+        {"torch": partial(Peer, run_torch), "two steps": partial(Peer, run_two_steps)},
+        reads * rows * columns * torch.bfloat16.itemsize + written,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = report.arguments(__doc__, "default", cases=CASES)
-    parser.set_defaults(shapes=list(DEFAULT))
-    args, device = report.parse(parser, argv)
-    names = PEERS if args.peers is None else args.peers
-    if unknown := set(names) - set(PEERS):
-        parser.error(f"no peer {', '.join(sorted(unknown))}; the peers are {', '.join(PEERS)}")
-    results = Report("fused", device, [*COLUMNS, *(f"x {name}" for name in names)], report.plain(vars(args)))
-    results.measure_ceilings(smoke=args.smoke)
-    norms = list(dict.fromkeys((s.tokens, s.in_features) for s in args.shapes))
-    hidden = list(dict.fromkeys((s.tokens, s.out_features) for s in args.shapes))
-    for case in args.only:
-        for rows, width in hidden if case.startswith("swiglu") else norms:
-            try:
-                measure(Job(case, rows, width, device), names, results)
-            except Exception as error:
-                results.leave_out("all", f"{case} {rows}x{width}", reason(error))
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    title = "Activations with their quantisers: bytes that must move in one pass over time"
-    results.write(args.out, report.bandwidth_picture(results, title, CASES, {name: name for name in PEERS}))
-    return 0 if results.rows else 1
+    parser = driver.parser(__doc__, only=(CASES, CASES))
+    shapes.add_arguments(parser)
+    driver.add_peers(parser, PEERS)
+    args, device = driver.parse(parser, argv)
+    args.shapes = shapes.chosen(args, DEFAULT)
+    results = Report("fused", device, COLUMNS, vars(args))
+    jobs = [
+        job(case, shape.tokens, shape.out_features if case.startswith("swiglu") else shape.in_features, device)
+        for case, shape in itertools.product(args.only, args.shapes)
+    ]
+    title = "Activations with their quantizers: bytes that must move in one pass over time"
+    return driver.run_jobs(results, jobs, title, ["case"], PEERS)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Products, each of all experts of one GPU together, for the weights [E, out, in] of both layers of their MLPs:
     output, grad_input     groups of rows: x · wᵀ, dy · w
-    grad_weight            groups of the contraction: dyᵀ · x for each expert, from quantised operands
-    grad_weight_quantised  the same from bf16 dy and x: both columnwise quantisers and the product
+    grad_weight            groups of the contraction: dyᵀ · x for each expert, from quantized operands
+    grad_weight_quantised  the same from bf16 dy and x: both columnwise quantizers and the product
 Checks first: corners of the largest, the smallest and the last expert that has tokens, against the fp64 product of what
 the operands decode to, and zeros for those that have none. Times are of CUDA graph replays with a cold cache. Floor:
 the greater of bytes that must move over copy bandwidth, and operations over the rate of cuBLASLt's tensorwise fp8, both
@@ -17,29 +17,24 @@ Writes benchmarks/results/grouped_matmul_<device>.json, .md and .png.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
+import driver
 import experts
 import grouped_peers
-import product_rows
-import report
 import torch
-from experts import ROUTINGS, Experts, group_ends
-from products import RECIPES, error_budget, product_error
+from driver import Job
+from experts import Experts, group_ends
+from products import RECIPES, check, error_budget, product_error
 from report import Report
-from timing import input_sets, reason
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat, Groups, Operand
-from torchao_blockwise.ops import Backend
 from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
 
 KINDS = ("output", "grad_input", "grad_weight", "grad_weight_quantised")
@@ -68,12 +63,16 @@ class GroupedProduct:
     def tokens(self) -> int:
         return sum(self.sizes)
 
+    def ends(self, device: torch.device) -> torch.Tensor:
+        """Where the tokens of each expert end."""
+        return torch.tensor(self.sizes).cumsum(0).to(device, torch.int32)
+
     @property
     def along(self) -> str:
         return "k" if self.kind.startswith("grad_weight") else "m"
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         return self.kind == "grad_weight_quantised"
 
     @property
@@ -93,7 +92,7 @@ class GroupedProduct:
         if self.along == "m":
             contraction, out = (k, n) if self.kind == "output" else (n, k)
             return a_fmt.nbytes(t, contraction) + weights * b_fmt.nbytes(n, k) + t * out * size
-        read = (n + k) * t * size if self.quantises else a_fmt.nbytes(n, t) + b_fmt.nbytes(k, t)
+        read = (n + k) * t * size if self.quantizes else a_fmt.nbytes(n, t) + b_fmt.nbytes(k, t)
         return read + len(self.sizes) * n * k * size
 
     def high_precision(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,72 +148,39 @@ def _blocks(x: Operand, blocks: slice) -> Operand:
     return x._replace(qdata=x.qdata[:, blocks.start * width : blocks.stop * width], scale=scale)
 
 
-def measure(product: GroupedProduct, backends, names: Sequence[str], labels: dict[str, str], results: Report) -> None:
-    """Check and time one product beside these peers, and add a row for each backend of ours, or to what is there."""
-    device = results.device
-    ends = torch.tensor(product.sizes).cumsum(0).to(device, torch.int32)
+def job(product: GroupedProduct, labels: dict[str, str], device: torch.device, backends=None) -> Job:
+    """The job of one product; `labels` say of which experts and weight."""
+
+    def make():
+        first, second = product.high_precision(device)
+        ends = product.ends(device)
+        return first, second, ends, *product.quantize(first, second, ends)
 
     def run_on(backend):
         def run(first, second, ends, a, b):
-            if product.quantises:
+            if product.quantizes:
                 a, b = product.quantize(first, second, ends)
             return ops.grouped_matmul(a, b, ends, along=product.along, out_dtype=torch.bfloat16, backend=backend)
 
         return run
 
-    def make():
-        first, second = product.high_precision(device)
-        return first, second, ends, *product.quantize(first, second, ends)
+    def ours(inputs):
+        *_, ends, a, b = inputs
+        of = a, b, Groups(ends), product.along, torch.bfloat16
+        return driver.by_backend(grouped_matmul_op, of, backends, run_on)
 
-    def prepare(found):
-        sets = input_sets(make, device, product.nbytes())
-        a, b = sets[0][3:]
-        reasons = product_rows.reasons(grouped_matmul_op, a, b, Groups(ends), product.along, torch.bfloat16)
-        contraction = product.in_features if product.kind == "output" else product.out_features
-        return product_rows.check(
-            sets,
-            product_rows.by_backend(reasons, backends, run_on),
-            lambda *arguments: arguments,
-            found,
-            lambda out, peer: product.error(out if peer is None else peer.finish(out, ends), a, b),
-            error_budget(contraction if product.along == "m" else max(product.sizes)),
-            product.recipe,
-        )
-
-    product_rows.measure(
-        product,
+    contraction = product.in_features if product.kind == "output" else product.out_features
+    budget = error_budget(contraction if product.along == "m" else max(product.sizes))
+    return Job(
         {"product": product.kind, **labels, "recipe": product.recipe},
-        f"{product.kind} {' '.join(labels.values())}",
-        names,
-        lambda name: grouped_peers.grouped_peer(name, product, device),
-        prepare,
+        make,
+        ours,
+        lambda out, inputs, peer: check(product.error(out, *inputs[3:]), budget, product.recipe, peer),
+        {name: partial(grouped_peers.grouped_peer, name, product, device) for name in grouped_peers.NAMES},
+        product.nbytes(),
+        product.flops,
         {"sizes": list(product.sizes)},
-        results,
     )
-
-
-def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
-    """Arguments, and the device; leaves with a message where there is no GPU to measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--shapes", nargs="+", type=experts.parse, metavar="SHAPE",
-        help=f"tokens x experts x hidden x dim, all, or of {', '.join(experts.MODELS)}; default all",
-    )  # fmt: skip
-    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="only these products")
-    parser.add_argument("--backends", nargs="+", choices=[b.value for b in Backend if b is not Backend.AUTO])
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["fp8"], help="default fp8")
-    parser.add_argument("--peers", nargs="*", choices=grouped_peers.NAMES, default=list(grouped_peers.NAMES))
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny shapes, on a CPU where there is no GPU: does it run?"
-    )
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
-    args = parser.parse_args(argv)
-    if not args.smoke and not torch.cuda.is_available():
-        parser.exit(2, f"{parser.prog}: needs a CUDA GPU; none found (--smoke tries the script out on a CPU)\n")
-    default = experts.SMOKE if args.smoke else experts.MODELS.values()
-    args.shapes = list(dict.fromkeys(itertools.chain(*args.shapes))) if args.shapes else list(default)
-    return args, torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def sizes_of(shape: Experts, routing: str) -> tuple[int, ...]:
@@ -224,25 +190,22 @@ def sizes_of(shape: Experts, routing: str) -> tuple[int, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, device = parse(argv)
-    arguments = report.plain(vars(args)) | {"shapes": [str(shape) for shape in args.shapes]}
-    results = Report("grouped_matmul", device, [*COLUMNS, *(f"x {name}" for name in args.peers)], arguments)
-    results.measure_ceilings(smoke=args.smoke)
-    stages = report.in_stages(args.peers, _SLOW_PEERS)
-    for stage, kind, shape, routing, recipe in itertools.product(
-        stages, args.only, args.shapes, args.routings, args.recipes
-    ):
+    parser = driver.parser(__doc__, only=(KINDS, KINDS), recipes=(RECIPES, ("fp8",)))
+    experts.add_arguments(parser)
+    driver.add_backends(parser)
+    driver.add_peers(parser, grouped_peers.NAMES)
+    args, device = driver.parse(parser, argv)
+    args.shapes = experts.chosen(args)
+    results = Report("grouped_matmul", device, COLUMNS, vars(args))
+    jobs = []
+    for kind, shape, routing, recipe in itertools.product(args.only, args.shapes, args.routings, args.recipes):
         for weight, (_, n, k) in shape.weights.items():
-            labels = {"shape": str(shape), "weight": weight, "routing": routing}
-            try:
-                product = GroupedProduct(kind, sizes_of(shape, routing), n, k, recipe)
-                measure(product, args.backends, stage, labels, results)
-            except Exception as error:
-                results.leave_out("all", f"{kind} {' '.join(labels.values())}", reason(error))
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    results.write(args.out, product_rows.picture(results, "Grouped products of experts", "by", "product"))
-    return 0 if results.rows else 1
+            product = GroupedProduct(kind, sizes_of(shape, routing), n, k, recipe)
+            jobs.append(
+                job(product, {"shape": str(shape), "weight": weight, "routing": routing}, device, args.backends)
+            )
+    title = "Grouped products of experts: " + ", ".join(args.only)
+    return driver.run_jobs(results, jobs, title, ["by", "product"], grouped_peers.NAMES, slow=_SLOW_PEERS)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,16 @@ has ours and bf16. Writes benchmarks/results/linear_<device>.json, .md and .png.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
+import driver
 import layers
 import peers
-import report
+import shapes
 import torch
-from layers import OURS, Layer
-from report import Report
+from layers import Layer, Work
 from shapes import Shape
-from timing import input_sets, reason
 from torch import nn
 
 RECIPES = ("fp8", "fp8_primary", "bf16", "torchao", "torchao_tensorwise", "torchao_rowwise", "nvfp4")
@@ -58,47 +53,28 @@ def floor_bytes(shape: Shape) -> int:
     return 2 * torch.bfloat16.itemsize * (t * n + t * k + n * k)
 
 
-def measure(shape: Shape, recipes: Sequence[str], results: Report, seconds: float | None = None) -> None:
-    """Check and time the recipes of a stage at this shape, and add a row for each."""
-    device = results.device
+def work_of(shape: Shape, device: torch.device) -> Work:
+    """A linear layer of this shape, with the same weight for every recipe."""
     t, n, k = shape
-    weight = torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5
 
-    def make():
+    def make(recipe: str) -> Layer:
+        torch.manual_seed(0)
+        return make_layer(shape, recipe, torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5, device)
+
+    def inputs():
         x, dy = (torch.randn(t, width, device=device, dtype=torch.bfloat16) for width in (k, n))
         return x.requires_grad_(), dy
 
-    sets, work = input_sets(make, device, 2 * floor_bytes(shape)), (floor_bytes(shape), 6 * t * n * k)
-    layers.measure(
-        str(shape),
-        recipes,
-        lambda r: make_layer(shape, r, weight, device),
-        sets,
-        work,
-        _BUDGETS,
-        results,
-        seconds=seconds,
-    )
+    return Work({"shape": str(shape)}, make, inputs, floor_bytes(shape), 6 * t * n * k, _BUDGETS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = report.arguments(__doc__, "linear", cases=RECIPES)
-    parser.set_defaults(only=list(DEFAULT_RECIPES))
-    layers.add_arguments(parser)
-    args, device = report.parse(parser, argv)
-    columns = [*COLUMNS, *(f"x {name}" for name in args.only if name not in OURS)]
-    results = Report("linear", device, columns, report.plain(vars(args)))
-    results.measure_ceilings(smoke=args.smoke)
-    for stage, shape in itertools.product(layers.stages(args.only), args.shapes):
-        try:
-            measure(shape, stage, results, args.seconds)
-        except Exception as error:
-            for recipe in stage:
-                results.leave_out(recipe, str(shape), reason(error))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    results.write(args.out, layers.picture(results, "A linear layer", "6 · tokens · N · K", "x, w, dy, y, dx and dw"))
-    return 0 if results.rows else 1
+    parser = layers.parser(__doc__, RECIPES, DEFAULT_RECIPES)
+    shapes.add_arguments(parser)
+    args, device = driver.parse(parser, argv)
+    args.shapes = shapes.chosen(args, ["linear"])
+    works = [work_of(shape, device) for shape in args.shapes]
+    return layers.run("linear", COLUMNS, args, works, "A linear layer", device)
 
 
 if __name__ == "__main__":

@@ -15,22 +15,20 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
+import driver
 import peers
-import product_rows
-import report
 import shapes
 import torch
-from products import KINDS, RECIPES, Product, error_budget, product_error
+from driver import Job
+from errors import Unavailable
+from products import KINDS, RECIPES, Product, check, error_budget, product_error
 from report import Report
-from timing import input_sets, reason
+from shapes import Shape
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import Operand
-from torchao_blockwise.ops import Backend
 from torchao_blockwise.ops.gemm.plain import matmul_op
 
 COLUMNS = ("product", "shape", "recipe", "by", "us", "spread %", "TFLOP/s", "roofline us", "of roofline", "error")
@@ -51,72 +49,48 @@ def operands(product: Product, a: torch.Tensor, b: torch.Tensor) -> tuple[Operan
     return columnwise(a, a_fmt), columnwise(b, b_fmt)
 
 
-def measure(product: Product, backends, names: Sequence[str], results: Report) -> None:
-    """Check and time one product beside these peers, and add a row for each backend of ours, or to what is there."""
-    device, mnk = results.device, product.mnk
-    shape = shapes.Shape(product.tokens, product.out_features, product.in_features)
-
-    def run_on(backend):
-        return lambda a, b: ops.matmul(a, b, out_dtype=torch.bfloat16, backend=backend)
+def job(kind: str, shape: Shape, recipe: str, device: torch.device, backends=None, every_peer: bool = True) -> Job:
+    """One product of a layer. every_peer: also those that compile for long, at every shape."""
+    product = Product(kind, *shape, recipe)
 
     def make():
         hp = product.high_precision(device)
         return *hp, *operands(product, *hp)
 
-    def prepare(found):
-        sets = input_sets(make, device, product.nbytes())
-        a, b = sets[0][2:]
-        reasons = product_rows.reasons(matmul_op, a, b, torch.bfloat16, None)
-        return product_rows.check(
-            sets,
-            product_rows.by_backend(reasons, backends, run_on),
-            lambda *arguments: arguments[2:],
-            found,
-            lambda out, peer: product_error(out, a, b),
-            error_budget(mnk[2]),
-            product.recipe,
-        )
+    def run_on(backend):
+        return lambda a_hp, b_hp, a, b: ops.matmul(a, b, out_dtype=torch.bfloat16, backend=backend)
 
-    product_rows.measure(
-        product,
-        {"product": product.kind, "shape": str(shape), "recipe": product.recipe},
-        f"{product.kind} {shape}",
-        names,
-        lambda name: peers.product_peer(name, product, device),
-        prepare,
-        {"mnk": list(mnk), "layers": shapes.name_of(shape)},
-        results,
+    def peer(name: str):
+        if not every_peer and shape not in _SLOW_PEERS.get(name, [shape]):
+            raise Unavailable("compiles for long; name it with --peers")
+        return peers.product_peer(name, product, device)
+
+    return Job(
+        {"product": kind, "shape": str(shape), "recipe": recipe},
+        make,
+        lambda inputs: driver.by_backend(matmul_op, (*inputs[2:], torch.bfloat16, None), backends, run_on),
+        lambda out, inputs, peer: check(product_error(out, *inputs[2:]), error_budget(product.mnk[2]), recipe, peer),
+        {name: partial(peer, name) for name in peers.PRODUCTS},
+        product.nbytes(),
+        product.flops,
+        {"mnk": list(product.mnk), "layers": shapes.name_of(shape)},
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = report.arguments(__doc__, "default", cases=KINDS)
-    parser.add_argument("--backends", nargs="+", choices=[b.value for b in Backend if b is not Backend.AUTO])
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["fp8"], help="default fp8")
-    args, device = report.parse(parser, argv)
-    names = peers.PRODUCTS if args.peers is None else args.peers
-    if unknown := set(names) - set(peers.PRODUCTS):
-        parser.error(f"no peer {', '.join(sorted(unknown))}; the peers are {', '.join(peers.PRODUCTS)}")
-    columns = [*COLUMNS, *(f"x {name}" for name in names)]
-    results = Report("matmul", device, columns, report.plain(vars(args)))
-    results.measure_ceilings(smoke=args.smoke)
-    stages = report.in_stages(names, _SLOW_PEERS)
-    for stage, kind, shape in itertools.product(stages, args.only, args.shapes):
-        slow = [n for n in stage if args.peers is None and shape not in _SLOW_PEERS.get(n, [shape])]
-        for name in slow:
-            results.leave_out(f"peer {name}", f"{kind} {shape}", "compiles for long; name it with --peers")
-        wanted = [name for name in stage if name not in slow]
-        if not wanted and stage is not stages[0]:
-            continue
-        for recipe in args.recipes:
-            try:
-                measure(Product(kind, *shape, recipe), args.backends, wanted, results)
-            except Exception as error:
-                results.leave_out("all", f"{kind} {shape}", reason(error))
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    results.write(args.out, product_rows.picture(results, "Products of a linear layer", "by"))
-    return 0 if results.rows else 1
+    parser = driver.parser(__doc__, only=(KINDS, KINDS), recipes=(RECIPES, ("fp8",)))
+    shapes.add_arguments(parser)
+    driver.add_backends(parser)
+    driver.add_peers(parser, peers.PRODUCTS)
+    args, device = driver.parse(parser, argv)
+    args.shapes = shapes.chosen(args, ["default"])
+    results = Report("matmul", device, COLUMNS, vars(args))
+    jobs = [
+        job(*of, device, args.backends, args.peers is not None)
+        for of in itertools.product(args.only, args.shapes, args.recipes)
+    ]
+    title = "Products of a linear layer: " + ", ".join(args.only)
+    return driver.run_jobs(results, jobs, title, ["by"], peers.PRODUCTS, slow=_SLOW_PEERS)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,18 @@ give the same gradients, bit for bit. Writes benchmarks/results/memory_<device>.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
 import torch
-from environment import environment, slug, write_json, write_text
+from environment import environment, slug
 from layers import Layer
+from report import RESULTS, markdown, save
 from step_memory import StepMemory, step_memory
 from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
 
-RESULTS = Path(__file__).resolve().parent / "results"
 VARIANTS = {
     "bf16": None,
     "fp8": BlockwiseFP8TrainingConfig(),
@@ -92,18 +89,14 @@ def main() -> None:
         torch.cuda.empty_cache()
     text = table(rows)
     print(text)
-    name = f"memory_{slug(device)}"
     shape = {k: v for k, v in vars(args).items() if k != "out"}
     content = {"shape": shape, "environment": environment(device), "rows": rows}
-    write_json(args.out / f"{name}.json", content)
-    write_text(args.out / f"{name}.md", text + "\n")
+    save(args.out, f"memory_{slug(device)}", content, text)
 
 
 def table(rows: dict[str, dict]) -> str:
     columns = list(next(iter(rows.values())))
-    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
-    lines += [f"| {name} | " + " | ".join(f"{row[c]:.0f}" for c in columns) + " |" for name, row in rows.items()]
-    return "\n".join(lines)
+    return markdown(["", *columns], ([name, *(f"{row[c]:.0f}" for c in columns)] for name, row in rows.items()))
 
 
 if __name__ == "__main__":

@@ -12,26 +12,24 @@ Writes benchmarks/results/model_<layers>_layers_<device>.json and .md.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import itertools
 import re
 import sys
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import ClassVar
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
+import driver
+import errors
 import peers
-import report
 import torch
-import torch.nn.functional as F
 from errors import relative_error
-from llm.model import MLP, RMSNorm, rotary, rotate
+from llm.model import Block, rotary
 from report import Report
-from timing import Timing, reason, synchronize
+from timing import Timing, synchronize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -62,43 +60,10 @@ class Config:
     kv_heads: int = 8
     layers: int = 8
     seq_len: int = 4096
+    experts: ClassVar[int] = 0
 
 
 SMOKE = Config(dim=128, hidden=256, heads=4, kv_heads=2, layers=2, seq_len=32)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions; query, key and value come from one GEMM."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.widths = [h * config.dim // config.heads for h in (config.heads, config.kv_heads, config.kv_heads)]
-        self.head_dim = config.dim // config.heads
-        self.qkv = nn.Linear(config.dim, sum(self.widths), bias=False)
-        self.output = nn.Linear(config.dim, config.dim, bias=False)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [B, S, dim]; cos, sin: [S, head_dim]."""
-        heads = [p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in self.qkv(x).split(self.widths, dim=-1)]
-        q, k, v = heads  # [B, heads, S, head_dim]
-        y = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1]
-        )
-        return self.output(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """One decoder layer."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.attention_norm, self.mlp_norm = RMSNorm(config.dim), RMSNorm(config.dim)
-        self.attention, self.mlp = Attention(config), MLP(config)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [B, S, dim]."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.mlp(self.mlp_norm(x))
 
 
 class Stack(nn.Module):
@@ -131,11 +96,11 @@ def build(config: Config, recipe: str, device: torch.device) -> Stack:
 
 
 class Trainer:
-    """Steps of one model on fixed random input."""
+    """Steps of one model on fixed random input; those of a rank have tokens of their own."""
 
-    def __init__(self, model: Stack, config: Config, tokens: int, device: torch.device):
+    def __init__(self, model: nn.Module, config: Config, tokens: int, device: torch.device, rank: int = 0):
         self.model = model
-        generator = torch.Generator(device).manual_seed(1)
+        generator = torch.Generator(device).manual_seed(1 + rank)
         shape = (max(1, tokens // config.seq_len), min(tokens, config.seq_len), config.dim)
         self.x, self.dy = (
             torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
@@ -145,12 +110,18 @@ class Trainer:
         self.tokens = shape[0] * shape[1]
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def step(self) -> None:
+    def backward(self) -> torch.Tensor | None:
+        """Forward and backward; returns the loss where there is one."""
+        self.model(self.x).backward(self.dy)
+        return None
+
+    def step(self) -> torch.Tensor | None:
         """Forward, backward, optimizer."""
         self.optimizer.zero_grad(set_to_none=True)
         self.x.grad = None
-        self.model(self.x).backward(self.dy)
+        loss = self.backward()
         self.optimizer.step()
+        return loss
 
 
 def time_steps(trainer: Trainer, device: torch.device, steps: int) -> tuple[Timing, int | None]:
@@ -169,12 +140,12 @@ def time_steps(trainer: Trainer, device: torch.device, steps: int) -> tuple[Timi
     return Timing.of(samples), torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def kernels_of(trainer: Trainer, device: torch.device) -> list[tuple[str, float]]:
-    """(name, device µs) of each kernel of one step, operators and host µs on a CPU, the longest first."""
+def kernels_of(step: Callable[[], object], device: torch.device) -> list[tuple[str, float]]:
+    """(name, device µs) of each kernel of `step`, operators and host µs on a CPU, the longest first."""
     activity = torch.profiler.ProfilerActivity
     on_gpu = device.type == "cuda"
     with torch.profiler.profile(activities=[activity.CPU, activity.CUDA] if on_gpu else [activity.CPU]) as profile:
-        trainer.step()
+        step()
         synchronize(device)
     times: dict[str, float] = {}
     for event in profile.key_averages():
@@ -198,71 +169,68 @@ def split_of(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
     return shares
 
 
-def measure(
-    recipe: str, mode: str, config: Config, args: argparse.Namespace, expected: torch.Tensor, results: Report
-) -> None:
+def longest(kernels: Iterable[tuple[str, float]]) -> list[dict]:
+    """As a JSON holds them."""
+    return [{"name": name, "us": us} for name, us in itertools.islice(kernels, 40)]
+
+
+def measure(recipe: str, mode: str, config: Config, args: Namespace, expected: torch.Tensor, results: Report) -> None:
     """Add the rows of one recipe in one mode."""
     device = results.device
     model = build(config, recipe, device)
     trainer = Trainer(model, config, args.tokens, device)
     with torch.no_grad():
-        error = relative_error(model(trainer.x), expected)
-    if not error <= _BUDGET:
-        results.leave_out(recipe, mode, f"WRONG, relative error {error:.2g}")
-        return
+        error = errors.check(relative_error(model(trainer.x), expected), _BUDGET)
     if mode == "compiled":
         torch._dynamo.reset()
         for i, layer in enumerate(model.layers):
             model.layers[i] = peers.compile_model(layer, device)
-    for model.checkpointing in args.checkpointing:
-        where = f"{mode}, checkpointing {'on' if model.checkpointing else 'off'}"
-        try:
+    for checkpointing in args.checkpointing:
+        model.checkpointing = checkpointing == "on"
+        where = f"{mode}, checkpointing {checkpointing}"
+
+        def add(checkpointing=checkpointing, where=where) -> None:
             timing, peak = time_steps(trainer, device, args.steps)
-            kernels = kernels_of(trainer, device)
-        except Exception as failure:
-            results.leave_out(recipe, where, reason(failure))
-            trainer.optimizer.zero_grad(set_to_none=True)
-            continue
-        base = next((r for r in results.rows if r["recipe"] == "bf16" and r["where"] == where), None)
-        shares = split_of(kernels)
-        results.add(
-            {
+            kernels = kernels_of(trainer.step, device)
+            base = next((r for r in results.rows if r["recipe"] == "bf16" and r["where"] == where), None)
+            row = {
                 "recipe": recipe,
                 "mode": mode,
-                "checkpointing": "on" if model.checkpointing else "off",
+                "checkpointing": checkpointing,
                 "tokens/s": trainer.tokens / timing.us * 1e6,
                 "x bf16": base["us"] / timing.us if base else None,
                 "ms a step": timing.us / 1e3,
                 "peak GiB": None if peak is None else peak / 2**30,
                 "error": error,
-                **{f"{kind} %": 100 * share for kind, share in shares.items()},
+                **{f"{kind} %": 100 * share for kind, share in split_of(kernels).items()},
                 "where": where,
                 "us": timing.us,
                 "timing": timing._asdict(),
-                "kernels": [{"name": name, "us": us} for name, us in kernels[:40]],
+                "kernels": longest(kernels),
             }
-        )
-        for name, us in kernels[: args.kernels]:
-            print(f"    {us:10.1f} us  {name[:100]}")
+            results.add(row)
+            for name, us in kernels[: args.kernels]:
+                print(f"    {us:10.1f} us  {name[:100]}")
+
+        results.attempt(recipe, where, add)
+        trainer.optimizer.zero_grad(set_to_none=True)
+
+
+def parser(doc: str, recipes: Sequence[str], default: Sequence[str], layers: int, steps: int):
+    """The options of benchmarks of the stack."""
+    made = driver.parser(doc, only=(recipes, default))
+    made.add_argument("--layers", type=int, default=layers)
+    made.add_argument("--tokens", type=int, default=8192, help="in a step on a GPU, in sequences of 4096")
+    made.add_argument("--steps", type=int, default=steps, help="that are timed")
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=Config.layers)
-    parser.add_argument("--tokens", type=int, default=8192, help="in a step, in sequences of 4096")
-    parser.add_argument("--steps", type=int, default=5, help="that are timed")
-    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES[:-1]), help="only these recipes")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off", "on"])
-    parser.add_argument("--kernels", type=int, default=0, help="print the longest kernels of each row")
-    parser.add_argument(
-        "--smoke", action="store_true", help="a tiny stack, on a CPU where there is no GPU: does it run?"
-    )
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
-    args = parser.parse_args(argv)
-    if not args.smoke and not torch.cuda.is_available():
-        parser.exit(2, "bench_model: needs a CUDA GPU; none found (--smoke tries the script out on a CPU)\n")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = parser(__doc__, RECIPES, RECIPES[:-1], Config.layers, 5)
+    options.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    options.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off", "on"])
+    options.add_argument("--kernels", type=int, default=0, help="print the longest kernels of each row")
+    args, device = driver.parse(options, argv)
     config = SMOKE if args.smoke else Config(layers=args.layers)
     if args.smoke:
         args.tokens, args.steps = 2 * config.seq_len, 2
@@ -271,24 +239,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.only = sorted(args.only, key=lambda recipe: (recipe != "bf16", recipe not in OURS, RECIPES.index(recipe)))
     args.modes = sorted(args.modes, key=MODES.index)
     columns = [*COLUMNS, *(f"{kind} %" for kind in (*KINDS, "other"))]
-    results = Report(f"model_{config.layers}_layers", device, columns, report.plain(vars(args)) | vars(config))
-    args.checkpointing = [state == "on" for state in args.checkpointing]
+    results = Report(f"model_{config.layers}_layers", device, columns, vars(args) | vars(config))
     reference = build(config, "bf16", device)
     with torch.no_grad():
         expected = reference(Trainer(reference, config, args.tokens, device).x)
     del reference
-    for mode, recipe in itertools.product(args.modes, args.only):
-        try:
-            measure(recipe, mode, config, args, expected, results)
-        except peers.Unavailable as why:
-            results.leave_out(recipe, mode, str(why))
-        except Exception as error:
-            results.leave_out(recipe, mode, reason(error))
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    results.write(args.out)
-    return 0 if results.rows else 1
+    work = (
+        ((recipe,), mode, partial(measure, recipe, mode, config, args, expected, results))
+        for mode, recipe in itertools.product(args.modes, args.only)
+    )
+    return driver.run(results, work)
 
 
 if __name__ == "__main__":

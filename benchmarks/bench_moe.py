@@ -1,4 +1,4 @@
-"""A mixture's experts, forward and backward: time, memory and the quantisers' share, ours beside bf16 and torchao.
+"""A mixture's experts, forward and backward: time, memory and the quantizers' share, ours beside bf16 and torchao.
 
 The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, quantized forward and backward. Recipes:
     fp8, nvfp4       SwiGLUExperts
@@ -6,7 +6,7 @@ The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, qu
     bf16             torch's grouped product, silu and multiply; bf16_compiled: the same by torch.compile
     torchao          the same with torchao's blockwise FP8 grouped product, which runs DeepGEMM
 Columns and stages as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantise %" is the
-share of device time in kernels that quantise, SwiGLU where it is fused with that.
+share of device time in kernels that quantize, SwiGLU where it is fused with that.
 "memory MiB" is what a step has allocated at its peak, with weights and gradients, and without x and dy
 (step_memory.py; the JSON has the parts).
 Checks first that output and gradients are those of bf16 within the recipe's error. Floor: nine products at the rate of
@@ -18,26 +18,19 @@ Writes benchmarks/results/moe_<device>.json, .md and .png.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
+import driver
 import experts
 import layers
 import peers
-import report
 import torch
 import torch.nn.functional as F
-from bench_model import KINDS, kernels_of
-from experts import ROUTINGS, Experts, group_ends
-from layers import OURS, Layer
-from report import Report
-from timing import input_sets, reason
+from bench_model import KINDS, kernels_of, longest
+from experts import Experts, group_ends
+from layers import OURS, Layer, Work
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -47,8 +40,8 @@ from torchao_blockwise.nn import SwiGLUExperts
 RECIPES = ("fp8", "fp8_primary", "bf16", "bf16_compiled", "torchao", "nvfp4")
 DEFAULT_RECIPES = RECIPES[:-1]
 COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantise %")
-# Kernels that quantise, among those that do not multiply.
-_QUANTISERS, _PRODUCTS = (re.compile(x, re.IGNORECASE) for x in (KINDS["quantise"] + "|swiglu", KINDS["products"]))
+# Kernels that quantize, among those that do not multiply.
+_QUANTIZERS, _PRODUCTS = (re.compile(x, re.IGNORECASE) for x in (KINDS["quantise"] + "|swiglu", KINDS["products"]))
 # Of two products, one on what the other gives.
 _BUDGETS = dict.fromkeys(RECIPES, 0.15) | {"nvfp4": 0.6, "bf16_compiled": 0.02}
 
@@ -87,85 +80,39 @@ def floor_bytes(shape: Experts, ends: torch.Tensor) -> int:
     return torch.bfloat16.itemsize * (4 * shape.tokens * shape.dim + (used + shape.experts) * weights)
 
 
-class _Trainer:
-    """What `kernels_of` runs."""
-
-    def __init__(self, layer: Layer, inputs: tuple):
-        self.layer, self.inputs = layer, inputs
-
-    def step(self) -> None:
-        self.layer.step(*self.inputs)
-
-
 def split(layer: Layer, inputs: tuple) -> dict:
-    """The quantisers' share of a step's device time, of operators' host time on a CPU, and the longest kernels."""
-    kernels = kernels_of(_Trainer(layer, inputs), inputs[0].device)
-    quantise = sum(us for name, us in kernels if _QUANTISERS.search(name) and not _PRODUCTS.search(name))
-    return {
-        "quantise %": 100 * quantise / sum(us for _, us in kernels),
-        "kernels": [{"name": name, "us": us} for name, us in kernels[:40]],
-    }
+    """The quantizers' share of a step's device time, of operators' host time on a CPU, and the longest kernels."""
+    kernels = kernels_of(lambda: layer.step(*inputs), inputs[0].device)
+    quantize = sum(us for name, us in kernels if _QUANTIZERS.search(name) and not _PRODUCTS.search(name))
+    return {"quantise %": 100 * quantize / sum(us for _, us in kernels), "kernels": longest(kernels)}
 
 
-def measure(
-    shape: Experts, routing: str, recipes: Sequence[str], results: Report, seconds: float | None = None
-) -> None:
-    """Check and time the recipes of a stage, and add a row for each."""
-    device = results.device
+def work_of(shape: Experts, routing: str, device: torch.device) -> Work:
+    """The MLP of these experts, with the same weights for every recipe."""
     ends = group_ends(routing, shape.tokens, shape.experts, device)
 
-    def make():
+    def inputs():
         x, dy = (torch.randn(shape.tokens, shape.dim, device=device, dtype=torch.bfloat16) for _ in range(2))
         return x.requires_grad_(), dy
 
-    nbytes, flops = floor_bytes(shape, ends), 18 * shape.tokens * shape.hidden * shape.dim
-    sets = input_sets(make, device, 2 * nbytes)
-    where = f"{shape} | {routing}"
-    layers.measure(
-        where, recipes, lambda r: make_layer(shape, r, ends), sets, (nbytes, flops), _BUDGETS, results, split, seconds
+    return Work(
+        {"shape": str(shape), "routing": routing},
+        lambda recipe: make_layer(shape, recipe, ends),
+        inputs,
+        floor_bytes(shape, ends),
+        18 * shape.tokens * shape.hidden * shape.dim,
+        _BUDGETS,
+        split,
     )
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--shapes", nargs="+", type=experts.parse, metavar="SHAPE",
-        help="tokens x experts x hidden x dim, a model, or all; default all",
-    )  # fmt: skip
-    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
-    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(DEFAULT_RECIPES), help="only these recipes")
-    layers.add_arguments(parser)
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny shapes, on a CPU where there is no GPU: does it run?"
-    )
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the results")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    if not args.smoke and not torch.cuda.is_available():
-        parser.exit(2, "bench_moe: needs a CUDA GPU; none found (--smoke tries the script out on a CPU)\n")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = args.shapes or [list(experts.SMOKE if args.smoke else experts.MODELS.values())]
-    args.shapes = list(dict.fromkeys(itertools.chain.from_iterable(chosen)))
-    columns = [*COLUMNS, *(f"x {name}" for name in args.only if name not in OURS)]
-    results = Report("moe", device, columns, report.plain(vars(args) | {"shapes": list(map(str, args.shapes))}))
-    results.measure_ceilings(smoke=args.smoke)
-    for stage, shape, routing in itertools.product(layers.stages(args.only), args.shapes, args.routings):
-        try:
-            measure(shape, routing, stage, results, args.seconds)
-        except Exception as error:
-            for recipe in stage:
-                results.leave_out(recipe, f"{shape} | {routing}", reason(error))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    results.write(
-        args.out,
-        layers.picture(results, "Experts' MLP", "18 · tokens · hidden · dim", "x, weights, dy, y, dx and gradients"),
-    )
-    return 0 if results.rows else 1
+    parser = layers.parser(__doc__, RECIPES, DEFAULT_RECIPES)
+    experts.add_arguments(parser)
+    args, device = driver.parse(parser, argv)
+    args.shapes = experts.chosen(args)
+    works = [work_of(shape, routing, device) for shape in args.shapes for routing in args.routings]
+    return layers.run("moe", COLUMNS, args, works, "Experts' MLP", device)
 
 
 if __name__ == "__main__":

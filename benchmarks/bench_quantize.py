@@ -1,4 +1,4 @@
-"""Quantisers against the bytes that they must move.
+"""Quantizers against the bytes that they must move.
 
 For each shape: rowwise, columnwise, both, a weight in square blocks, and the transpose that makes its columnwise copy.
 Checks first that bits are the reference's. Bytes that must move: the input read once (twice where the scale of the
@@ -10,77 +10,67 @@ Writes benchmarks/results/quantize_<device>.json, .md and .png.
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import partial
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
+import driver
 import peers
-import report
+import shapes
 import torch
+from driver import Job
+from errors import Unavailable, Wrong
 from products import RECIPES
 from report import Report
-from timing import Timing, input_sets, reason, time_runs
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import BlockFormat
 
 CASES = ("rowwise", "columnwise", "both", "weight", "transpose")
-PEERS = ("torchao",)
+PEERS = ("torchao", "torchao rhs")
 COLUMNS = ("case", "shape", "by", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
 # torchao's kernels compile and try 45 variants for each new width of activations, some 20 seconds.
 ACTIVATIONS_WITH_PEERS = ((4096, 7168), (16384, 4096))
 
 
-class Job(NamedTuple):
-    """One thing to time: `make` gives fresh arguments of `run`, `expected` what it must return."""
-
-    case: str
-    rows: int
-    columns: int
-    fmt: BlockFormat
-    make: Callable[[], tuple]
-    run: Callable
-    expected: Callable
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that must move."""
-        copies = self.fmt.nbytes(self.rows, self.columns)
-        if self.case == "transpose":
-            return 2 * copies
-        written = copies + self.fmt.nbytes(self.columns, self.rows) if self.case == "both" else copies
-        if self.case == "columnwise":
-            written = self.fmt.nbytes(self.columns, self.rows)
-        reads = 2 if self.fmt.has_global_scale else 1
-        return reads * self.rows * self.columns * torch.bfloat16.itemsize + written
-
-
-def job(case: str, rows: int, columns: int, recipe: str, device: torch.device) -> Job:
+def job(case: str, rows: int, columns: int, recipe: str, device: torch.device, with_peers: bool = False) -> Job:
     """The job of that name for [rows, columns]."""
     fmt = RECIPES[recipe][case in ("weight", "transpose")]
+    rowwise, columnwise = fmt.nbytes(rows, columns), fmt.nbytes(columns, rows)
+    written = {"columnwise": columnwise, "both": rowwise + columnwise}.get(case, rowwise)
+    read = (2 if fmt.has_global_scale else 1) * rows * columns * torch.bfloat16.itemsize
 
-    def random():
-        return (torch.randn(rows, columns, device=device, dtype=torch.bfloat16),)
+    def make():
+        x = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+        return (ops.quantize(x, fmt).rowwise if case == "transpose" else x,)
 
-    if case == "transpose":
-
-        def quantized():
-            return (ops.quantize(*random(), fmt).rowwise,)
-
-        def transpose(x, backend=None):
+    def run(x, backend=None):
+        if case == "transpose":
             return ops.transpose(x, columns=columns, backend=backend)
+        copies = {"rowwise": case != "columnwise", "columnwise": case in ("columnwise", "both")}
+        # Padded, as layers ask for it.
+        return ops.quantize(x, fmt, **copies, padded=True, backend=backend)
 
-        return Job(case, rows, columns, fmt, quantized, transpose, lambda x: transpose(x, backend="reference"))
-    # Padded, as layers ask for it.
-    options = {"rowwise": case != "columnwise", "columnwise": case in ("columnwise", "both"), "padded": True}
+    def check(out, inputs, peer):
+        if peer is None and not same_bits(out, run(*inputs, backend="reference")):
+            raise Wrong("bits differ from the reference's; not timed")
+        if peer is not None and not payload_agrees(out, run(*inputs)):
+            raise Wrong("its payload is not ours")
 
-    def quantize(x, backend=None):
-        return ops.quantize(x, fmt, **options, backend=backend)
+    def peer(name: str):
+        if recipe != "fp8":
+            raise Unavailable("compared in FP8 only")
+        return peers.torchao_quantizer(name, case, rows, columns, device)
 
-    return Job(case, rows, columns, fmt, random, quantize, lambda x: quantize(x, backend="reference"))
+    names = PEERS[: 2 if case == "columnwise" else 1] if with_peers else ()
+    return Job(
+        {"case": case, "shape": f"{rows}x{columns}", "by": fmt.name},
+        make,
+        lambda inputs: {"ours": run},
+        check,
+        {name: partial(peer, name) for name in names},
+        2 * rowwise if case == "transpose" else read + written,
+    )
 
 
 def same_bits(got, expected) -> bool:
@@ -109,77 +99,20 @@ def _first(x) -> torch.Tensor:
     return x if isinstance(x, torch.Tensor) else _first(next(item for item in x if item is not None))
 
 
-def measure(job: Job, results: Report, with_peers: bool, recipe: str) -> None:
-    """Check the job, time it beside its peers, and add its row."""
-    device, ceilings, shape = results.device, results.ceilings, f"{job.rows}x{job.columns}"
-    label = f"{job.fmt.name} {job.case} {shape}"
-    sets = input_sets(job.make, device, job.nbytes)
-    if not same_bits(job.run(*sets[0]), job.expected(*sets[0])):
-        results.leave_out("ours", label, "WRONG, bits differ from the reference's; not timed")
-        return
-    runs = {"ours": (job.run, sets)}
-    if with_peers:
-        try:
-            peers.need_capability(device, (8, 9), at_least=True)
-            if recipe != "fp8":
-                raise peers.Unavailable("compared in FP8 only")
-            for name, run in peers.torchao_quantizers(job.case, job.rows, job.columns).items():
-                if payload_agrees(run(*sets[0]), job.run(*sets[0])):
-                    runs[name] = run, sets
-                else:
-                    results.leave_out(name, label, "WRONG, its payload is not ours")
-        except peers.Unavailable as why:
-            results.leave_out("torchao", label, str(why))
-        except Exception as error:
-            results.leave_out("torchao", label, reason(error))
-    times = time_runs(runs, device)
-    ours = times.pop("ours")
-    for name, t in times.items():
-        if isinstance(t, str):
-            results.leave_out(name, label, t)
-    if isinstance(ours, str):
-        results.leave_out("ours", label, ours)
-        return
-    others = {name: t.us for name, t in times.items() if isinstance(t, Timing)}
-    results.add(
-        {
-            "case": job.case,
-            "shape": shape,
-            "by": job.fmt.name,
-            **report.moved(job.nbytes, ours, ceilings.floor_us(job.nbytes)),
-            **report.ratios(ours.us, others),
-            "peers us": others,
-        }
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = report.arguments(__doc__, "default", cases=CASES)
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["fp8"], help="default fp8")
-    args, device = report.parse(parser, argv)
-    columns = [*COLUMNS, *(f"x {name}" for name in ("torchao", "torchao rhs"))]
-    results = Report("quantize", device, columns, report.plain(vars(args)))
-    results.measure_ceilings(smoke=args.smoke)
-    activations = list(dict.fromkeys((s.tokens, s.in_features) for s in args.shapes))
-    weights = list(dict.fromkeys((s.out_features, s.in_features) for s in args.shapes))
-    for case in args.only:
-        for rows, width in weights if case in ("weight", "transpose") else activations:
-            for recipe in args.recipes:
-                wanted = args.peers is None and ((rows, width) in ACTIVATIONS_WITH_PEERS or case == "weight")
-                try:
-                    measure(
-                        job(case, rows, width, recipe, device),
-                        results,
-                        wanted or "torchao" in (args.peers or ()),
-                        recipe,
-                    )
-                except Exception as error:
-                    results.leave_out("all", f"{case} {rows}x{width}", reason(error))
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-    title = "Quantisers: bytes that must move over time"
-    results.write(args.out, report.bandwidth_picture(results, title, CASES, {"torchao": "torchao, any case"}))
-    return 0 if results.rows else 1
+    parser = driver.parser(__doc__, only=(CASES, CASES), recipes=(RECIPES, ("fp8",)))
+    shapes.add_arguments(parser)
+    driver.add_peers(parser, PEERS)
+    args, device = driver.parse(parser, argv)
+    args.shapes = shapes.chosen(args, ["default"])
+    results = Report("quantize", device, COLUMNS, vars(args))
+    jobs = []
+    for case, shape, recipe in itertools.product(args.only, args.shapes, args.recipes):
+        weight = case in ("weight", "transpose")
+        size = shape.out_features if weight else shape.tokens, shape.in_features
+        wanted = bool(args.peers) if args.peers is not None else case == "weight" or size in ACTIVATIONS_WITH_PEERS
+        jobs.append(job(case, *size, recipe, device, wanted))
+    return driver.run_jobs(results, jobs, "Quantizers: bytes that must move over time", ["case"], PEERS)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 # Triton picks its interpreter once a process.
 os.environ.pop("TRITON_INTERPRET", None)
 
-import environment
 import torch
 import triton
+from environment import environment
+from report import RESULTS, markdown, save
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -77,43 +78,30 @@ def operand(fmt: BlockFormat, rows: int, columns: int) -> Operand:
 
 
 def products() -> dict[str, tuple[Callable, Build]]:
-    """Gluon products by name, with what they are built for."""
-    found = {}
-    for b_fmt, kind in ((FP8_128X128, "output, grad_input"), (FP8_1X128, "grad_weight")):
-        for config in BUILDS:
-            if config.ctas > gluon.MAX_CTAS:
-                continue
-            a, b = operand(FP8_1X128, ROWS, COLUMNS), operand(b_fmt, ROWS, COLUMNS)
-
-            def launch(a=a, b=b, config=config):
-                gluon.matmul(a, b, torch.bfloat16, None, config)
-
-            pair = " a pair" if config.ctas == 2 else ""
-            found[f"{kind} {config.tile_m}×{config.tile_n}{pair}"] = launch, config
-    return found
-
-
-def grouped_products() -> dict[str, tuple[Callable, Build]]:
-    """Gluon products of groups by name, with what they are built for."""
-    found = {}
+    """Gluon products by name, plain and of groups, with what they are built for."""
+    configs = [config for config in BUILDS if config.ctas <= gluon.MAX_CTAS]
+    x, weight = operand(FP8_1X128, ROWS, COLUMNS), operand(FP8_128X128, ROWS, COLUMNS)
     groups = Groups(torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (ROWS // EXPERTS))
-    for config in BUILDS:
-        if config.ctas > gluon.MAX_CTAS:
-            continue
-        a, weight = operand(FP8_1X128, ROWS, COLUMNS), operand(FP8_128X128, ROWS, COLUMNS)
-        qdata = torch.stack([weight.qdata.view(torch.uint8)] * EXPERTS).view(weight.qdata.dtype)
-        b = weight._replace(qdata=qdata, scale=torch.stack([weight.scale] * EXPERTS))
-        both = operand(FP8_1X128, COLUMNS, ROWS)
+    qdata = torch.stack([weight.qdata.view(torch.uint8)] * EXPERTS).view(weight.qdata.dtype)
+    weights = weight._replace(qdata=qdata, scale=torch.stack([weight.scale] * EXPERTS))
+    y = operand(FP8_1X128, COLUMNS, ROWS)
 
-        def along_m(a=a, b=b, config=config):
-            grouped.grouped_matmul(a, b, groups, "m", torch.bfloat16, config)
+    def size(config: Build) -> str:
+        return f"{config.tile_m}×{config.tile_n}" + " a pair" * (config.ctas == 2)
 
-        def along_k(both=both, config=config):
-            grouped.grouped_matmul(both, both, groups, "k", torch.bfloat16, config)
-
-        size = f"{config.tile_m}×{config.tile_n}" + " a pair" * (config.ctas == 2)
-        found[f"grouped output, grad_input {size}"] = along_m, config
-        found[f"grouped grad_weight {size}"] = along_k, config
+    found = {}
+    for kind, b in {"output, grad_input": weight, "grad_weight": x}.items():
+        for config in configs:
+            launch = partial(gluon.matmul, x, b, torch.bfloat16, None, config)
+            found[f"{kind} {size(config)}"] = launch, config
+    grouped_kinds = {
+        "output, grad_input": (x, weights, groups, "m"),
+        "grad_weight": (y, y, groups, "k"),
+    }
+    for config in configs:
+        for kind, arguments in grouped_kinds.items():
+            launch = partial(grouped.grouped_matmul, *arguments, torch.bfloat16, config)
+            found[f"grouped {kind} {size(config)}"] = launch, config
     return found
 
 
@@ -208,25 +196,21 @@ def table(rows: Sequence[dict]) -> str:
     def cell(value) -> str:
         return f"{value:.1f}" if isinstance(value, float) else str(value)
 
-    head = list(rows[0])
-    lines = [" | ".join(head), " | ".join(["---", *["--:"] * (len(head) - 1)])]
-    lines += [" | ".join(cell(row[column]) for column in head) for row in rows]
-    return "\n".join(f"| {line} |" for line in lines) + "\n"
+    return markdown(list(rows[0]), ([cell(value) for value in row.values()] for row in rows))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="default results/")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(argv)
     triton.runtime.driver.set_active(Driver())
     gluon.multiprocessors = grouped.multiprocessors = lambda device: 132
-    multiplying = [product_row(name, *case) for name, case in (products() | grouped_products()).items()]
+    multiplying = [product_row(name, *case) for name, case in products().items()]
     moving = [cast_row(name, launch) for name, launch in casts().items()]
-    text = table(multiplying) + "\n" + table(moving)
+    text = f"{table(multiplying)}\n\n{table(moving)}"
     print(text)
-    content = {"environment": environment.environment(torch.device("cpu")), "products": multiplying, "casts": moving}
-    environment.write_json(args.out / f"builds_sm_{CAPABILITY}.json", content)
-    environment.write_text(args.out / f"builds_sm_{CAPABILITY}.md", text)
+    content = {"environment": environment(torch.device("cpu")), "products": multiplying, "casts": moving}
+    save(args.out, f"builds_sm_{CAPABILITY}", content, text)
     return 0
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 
+# A checkout runs without being installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 
 def environment(device: torch.device) -> dict:
     """Device, versions and commit, so that a number can be traced to what made it."""

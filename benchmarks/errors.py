@@ -1,4 +1,4 @@
-"""How far off a result is, computed on its device: on the host, GiBs of gradients take minutes."""
+"""How far off a result is, and why something has no figure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,35 @@ import torch
 _PIECE = 2**26
 
 
+class Unavailable(Exception):
+    """Why a peer cannot do this here."""
+
+
+class Wrong(Exception):
+    """How a result differs from what it must be."""
+
+
+def reason(error: Exception) -> str:
+    """One line that says what went wrong."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, Unavailable):
+        return lines[0]
+    if isinstance(error, Wrong):
+        return f"WRONG, {lines[0]}"
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def check(error: float, budget: float) -> float:
+    """`error`, which may be `budget` at most; raises Wrong where it is more, or NaN."""
+    if not error <= budget:
+        raise Wrong(f"relative error {error:.2g} above {budget:.2g}")
+    return error
+
+
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """‖actual - expected‖ / ‖expected‖, summed in fp64 on the tensors' device; 0 for equal zeros and empty tensors.
 
+    On the host, GiBs of gradients would take minutes.
     actual, expected: of one shape, any strides and dtypes. NaN or Inf in either gives NaN or Inf.
     Raises ValueError where the shapes differ.
     """

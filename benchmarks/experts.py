@@ -7,6 +7,7 @@ are counted as experts see them, top_k times each.
 from __future__ import annotations
 
 import argparse
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,21 @@ def parse(text: str) -> list[Experts]:
         return [Experts(*map(int, parts))]
     names = ", ".join(["all", *MODELS])
     raise argparse.ArgumentTypeError(f"no experts {text!r}; give tokens x experts x hidden x dim, or one of {names}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--shapes and --routings; `chosen` reads the shapes."""
+    parser.add_argument(
+        "--shapes", nargs="+", type=parse, metavar="SHAPE",
+        help=f"tokens x experts x hidden x dim, all, or of {', '.join(MODELS)}; default all",
+    )  # fmt: skip
+    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
+
+
+def chosen(args: argparse.Namespace) -> list[Experts]:
+    """The experts that the command line names, each once."""
+    named = args.shapes or [SMOKE if args.smoke else MODELS.values()]
+    return list(dict.fromkeys(itertools.chain.from_iterable(named)))
 
 
 def _balanced(experts: int) -> list[float]:

@@ -2,18 +2,18 @@
 
 bf16         torch's grouped product
 deep_gemm    DeepGEMM (sgl-deep-gemm): groups padded to its tiles, scales laid out and sizes known beforehand
-torchao      the weight's gradient of torchao.prototype.moe_training, quantisers included, tokens padded beforehand
+torchao      the weight's gradient of torchao.prototype.moe_training, quantizers included, tokens padded beforehand
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import peers
 import torch
 import torch.nn.functional as F
-from peers import Unavailable
+from driver import Peer
+from errors import Unavailable
 
 from torchao_blockwise.formats import FP8_1X128
 from torchao_blockwise.ops.groups.ends import padded_ends, padded_rows
@@ -22,50 +22,31 @@ _BLOCK = FP8_1X128.block[1]
 NAMES = ("bf16", "deep_gemm", "torchao")
 
 
-class GroupedPeer(NamedTuple):
-    """One way to compute a grouped product.
+def grouped_peer(name: str, product, device: torch.device) -> Peer:
+    """The peer of that name for this product (bench_grouped_matmul.GroupedProduct); raises Unavailable.
 
-    prepare: (a_hp, b_hp, ends, a, b) -> arguments of `run`, out of time; a and b are our operands, None where the
-        quantisers are timed too.
-    run: returns the product, or None where it is written into its last argument.
-    finish: (what run returned, ends) -> [M, N] or [E, N, K], for the check.
-    same_operands: it multiplies our operands, so that its error is that of accumulation alone.
+    It prepares (a_hp, b_hp, ends, a, b), both operands in high precision and ours.
     """
-
-    prepare: Callable
-    run: Callable
-    same_operands: bool
-    finish: Callable = lambda out, ends: out
-
-
-def grouped_peer(name: str, product, device: torch.device) -> GroupedPeer:
-    """The peer of that name for this product (bench_grouped_matmul.GroupedProduct); raises peers.Unavailable."""
     if name != "bf16" and product.recipe != "fp8":
         raise Unavailable("compared in FP8 only")
     return {"bf16": _bf16, "deep_gemm": _deep_gemm, "torchao": _torchao}[name](product, device)
 
 
-def _bf16(product, device: torch.device) -> GroupedPeer:
-    def run(a, b, ends):
-        return F.grouped_mm(a, b, offs=ends)
-
+def _bf16(product, device: torch.device) -> Peer:
     def prepare(a_hp, b_hp, ends, a, b):
-        return {
-            "output": lambda: (a_hp, b_hp.transpose(-2, -1), ends),
-            "grad_input": lambda: (a_hp, b_hp, ends),
-        }.get(product.kind, lambda: (a_hp.t(), b_hp, ends))()
+        return a_hp.t() if product.along == "k" else a_hp, b_hp.mT if product.kind == "output" else b_hp, ends
 
-    return GroupedPeer(prepare, run, same_operands=False)
+    return Peer(lambda a, b, ends: F.grouped_mm(a, b, offs=ends), prepare)
 
 
-def _deep_gemm(product, device: torch.device) -> GroupedPeer:
+def _deep_gemm(product, device: torch.device) -> Peer:
     peers.need_capability(device, (9, 0))
-    if product.quantises:
-        raise Unavailable("it has no quantisers")
+    if product.quantizes:
+        raise Unavailable("it has no quantizers")
     deep_gemm = peers._import_deep_gemm()
     peers.need_multiples("features", (product.out_features, product.in_features), _BLOCK)
     if product.along == "k":
-        return GroupedPeer(_k_grouped_arguments, _run_k_grouped(deep_gemm), same_operands=True)
+        return Peer(_run_k_grouped(deep_gemm), _k_grouped_arguments, same_operands=True)
     tile = deep_gemm.get_mk_alignment_for_contiguous_layout()
 
     def prepare(a_hp, b_hp, ends, a, b):
@@ -83,11 +64,11 @@ def _deep_gemm(product, device: torch.device) -> GroupedPeer:
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), out, group)
         return out
 
-    def finish(out, ends):
-        rows = padded_rows(ends, product.tokens, tile)
+    def finish(out):
+        rows = padded_rows(product.ends(device), product.tokens, tile)
         return out.new_zeros(product.tokens + 1, out.shape[1]).index_copy_(0, rows, out)[: product.tokens]
 
-    return GroupedPeer(prepare, run, same_operands=True, finish=finish)
+    return Peer(run, prepare, same_operands=True, finish=finish)
 
 
 def _k_grouped_arguments(a_hp, b_hp, ends, a, b):
@@ -112,9 +93,9 @@ def _run_k_grouped(deep_gemm) -> Callable:
     return run
 
 
-def _torchao(product, device: torch.device) -> GroupedPeer:
-    if not product.quantises:
-        raise Unavailable("it quantises in the same call; compared where ours does")
+def _torchao(product, device: torch.device) -> Peer:
+    if not product.quantizes:
+        raise Unavailable("it quantizes in the same call; compared where ours does")
     features = (product.out_features, product.in_features)
     peers.torchao_grouped_product(device, features)
     utils = peers._import("torchao.prototype.moe_training.utils")
@@ -134,4 +115,4 @@ def _torchao(product, device: torch.device) -> GroupedPeer:
     def run(backend, dy, x, ends):
         return backend.wgrad(dy, x, ends, torch.bfloat16, _BLOCK, torch.float8_e4m3fn)
 
-    return GroupedPeer(prepare, run, same_operands=False)
+    return Peer(run, prepare)

@@ -12,22 +12,18 @@ import argparse
 import cProfile
 import gc
 import pstats
-import sys
 import threading
 import time
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import torch
-from environment import environment, slug, write_json, write_text
+from environment import environment, slug
+from report import RESULTS, markdown, save
 from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128
 
-RESULTS = Path(__file__).resolve().parent / "results"
 TARGET = 90
 
 
@@ -211,9 +207,8 @@ def main() -> None:
     text = table(rows)
     print(text)
     if args.save:
-        name = f"host_time_{slug(torch.device(device))}"
-        write_json(RESULTS / f"{name}.json", {"environment": environment(torch.device(device)), "rows": rows})
-        write_text(RESULTS / f"{name}.md", text + "\n")
+        on = torch.device(device)
+        save(RESULTS, f"host_time_{slug(on)}", {"environment": environment(on), "rows": rows}, text)
 
 
 def profile(call, calls: int = 500) -> None:
@@ -224,12 +219,12 @@ def profile(call, calls: int = 500) -> None:
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    lines = ["| | µs | ratio to bf16 |", "|---|--:|--:|"]
+    cells = []
     for name, values in rows.items():
         for what, value in values.items():
             base = rows["bf16"].get(what)
-            lines.append(f"| {name} {what} | {value:.1f} | {f'{value / base:.2f}' if base else ''} |")
-    return "\n".join(lines)
+            cells.append((f"{name} {what}", f"{value:.1f}", f"{value / base:.2f}" if base else ""))
+    return markdown(("", "µs", "ratio to bf16"), cells)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
+import driver
 import peers
-import report
+import roofline
 import torch
+from driver import ratios
+from errors import check as within
 from errors import relative_error
 from report import Report
-from roofline import Series
 from step_memory import step_memory
-from timing import Timing, host_time, reason, time_eager, time_runs
+from timing import Timing, host_time, input_sets, time_eager, time_runs
 from torch import nn
 
 OURS = tuple(peers.OUR_CONFIGS)
@@ -51,102 +54,107 @@ def stages(recipes: Sequence[str]) -> list[list[str]]:
     return [stage for stage in (first, *([recipe] for recipe in (*tuned, *compiled))) if stage]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `measure`."""
-    parser.add_argument(
+def parser(doc: str, recipes: Sequence[str], default: Sequence[str]) -> argparse.ArgumentParser:
+    """The options of benchmarks of layers but for their shapes."""
+    made = driver.parser(doc, only=(recipes, default))
+    made.add_argument(
         "--seconds", type=float,
         help="that each time of a row is measured for; default 0.05 for graphs, 50 eager and 200 launched steps",
     )  # fmt: skip
+    return made
 
 
-def measure(
-    where: str,
-    recipes: Sequence[str],
-    make: Callable[[str], Layer],
-    sets: Sequence[tuple],
-    work: tuple[int, int],
-    budgets: Mapping[str, float],
-    results: Report,
-    more: Callable[[Layer, tuple], dict] | None = None,
-    seconds: float | None = None,
-) -> None:
+class Work(NamedTuple):
+    """What the recipes of a benchmark are measured on.
+
+    labels: what the rows' first columns say. make: recipe -> a new layer; may raise.
+    inputs: () -> fresh (x, dy). nbytes: that must move in a step. flops: of a step.
+    budgets: recipe -> ‖difference to bf16‖ / ‖bf16‖ that it may have. more: (layer, inputs) -> further columns.
+    """
+
+    labels: Mapping[str, str]
+    make: Callable[[str], Layer]
+    inputs: Callable[[], tuple]
+    nbytes: int
+    flops: int
+    budgets: Mapping[str, float]
+    more: Callable[[Layer, tuple], dict] = lambda layer, inputs: {}
+
+    @property
+    def where(self) -> str:
+        return " | ".join(self.labels.values())
+
+
+def run(name: str, columns: Sequence[str], args: argparse.Namespace, works: Sequence[Work], title: str, device) -> int:
+    """Measure every recipe at every work, stage by stage, and write the results."""
+    columns = [*columns, *(f"x {recipe}" for recipe in args.only if recipe not in OURS)]
+    results = Report(name, device, columns, vars(args))
+    results.measure_ceilings()
+    todo = (
+        (stage, work.where, functools.partial(measure, work, stage, results, args.seconds))
+        for stage in stages(args.only)
+        for work in works
+    )
+
+    def picture(results: Report) -> dict:
+        subtitle = "operations of the products over time, random data"
+        return roofline.picture(
+            results, f"{title}, forward and backward", "recipe", ours=OURS.__contains__, subtitle=subtitle
+        )
+
+    return driver.run(results, todo, picture)
+
+
+def measure(work: Work, recipes: Sequence[str], results: Report, seconds: float | None = None) -> None:
     """Check and time the step of every recipe of a stage, and add a row for each.
 
     Ours whose rows are there already run once more beside the others, whose ratios are then added to those rows:
     graphs take turns, so that a ratio is of the same heat and clocks.
 
-    where: what the rows' first columns say, with " | " between them. make: recipe -> a new layer; may raise.
-    sets: (x, dy) of as many steps as it takes for a cold cache. work: (bytes that must move, operations) of a step.
-    budgets: recipe -> ‖difference to bf16‖ / ‖bf16‖ that it may have. more: (layer, inputs) -> further columns.
-    seconds: that each time is measured for, see `add_arguments`.
+    seconds: that each time is measured for, see `parser`.
     """
-    device = results.device
+    device, where = results.device, work.where
+    sets = input_sets(work.inputs, device, 2 * work.nbytes)
     there = {row["recipe"]: row for row in results.rows if row["where"] == where}
     again = [recipe for recipe in there if recipe in OURS]
-    expected = make("bf16").step(*sets[0])
+    expected = work.make("bf16").step(*sets[0])
     layers: dict[str, Layer] = {}
     errors: dict[str, float] = {}
+
+    def check(recipe: str, expected: Sequence[torch.Tensor]) -> None:
+        layer = work.make(recipe)
+        got = layer.step(*sets[0])
+        errors[recipe] = max(relative_error(a, b) for a, b in zip(got, expected, strict=True))
+        within(errors[recipe], work.budgets[recipe])
+        layers[recipe] = layer
+
     for recipe in (*again, *recipes):
-        try:
-            layer = make(recipe)
-            errors[recipe] = max(relative_error(a, b) for a, b in zip(layer.step(*sets[0]), expected, strict=True))
-        except peers.Unavailable as why:
-            results.leave_out(recipe, where, str(why))
-        except Exception as error:
-            results.leave_out(recipe, where, reason(error))
-        else:
-            if not errors[recipe] <= budgets[recipe]:
-                results.leave_out(recipe, where, f"WRONG, relative error {errors[recipe]:.2g}")
-            else:
-                layers[recipe] = layer
+        results.attempt(recipe, where, check, recipe, expected)
     del expected
     # Together, for the same clocks; the rest one by one, so that only one layer's gradients live.
     runs = {recipe: (layer.step, sets) for recipe, layer in layers.items()}
     graphs = time_runs(runs, device, **({} if seconds is None else {"seconds": seconds}))
     new: dict[str, dict] = {}
-    ours: dict[str, float] = {}
+    ours = {recipe: row["us"] for recipe, row in there.items()}
     for recipe, layer in layers.items():
         graph = graphs[recipe]
+        captured = graph if isinstance(graph, Timing) and graph.captured else None
         if recipe in again:
-            if isinstance(graph, Timing) and graph.captured:
-                ours[recipe] = min(there[recipe]["eager us"], graph.us)
+            if captured:
+                ours[recipe] = min(there[recipe]["eager us"], captured.us)
             continue
-        if isinstance(graph, str) or not graph.captured:
+        if captured is None:
             results.leave_out(f"{recipe}, graph", where, graph if isinstance(graph, str) else "was not captured")
-            graph = None
-        try:
-            again_made = functools.partial(make, recipe)
-            row = _row(recipe, layer, again_made, graph, sets[0], work, results, seconds) | {
-                "where": where,
-                "error": errors[recipe],
-            }
-            new[recipe] = row | (more(layer, sets[0]) if more is not None else {})
-        except Exception as error:
-            results.leave_out(recipe, where, reason(error))
+        row = results.attempt(recipe, where, _row, recipe, layer, work, captured, sets[0], results, seconds)
+        if row is not None:
+            new[recipe] = row | {"where": where, "error": errors[recipe]}
     times = {recipe: row["us"] for recipe, row in new.items()}
     for recipe, row in new.items():
         others = {name: us for name, us in times.items() if name != recipe}
-        places = dict(zip(results.columns, where.split(" | ")))
         last = next((other for other in reversed(results.rows) if other["where"] == where), None)
-        results.add(places | row | (report.ratios(row["us"], others) if recipe in OURS else {}), after=last)
+        results.add({**work.labels, **row} | (ratios(row["us"], others) if recipe in OURS else {}), after=last)
     for recipe in again if new else ():
-        results.amend(there[recipe], report.ratios(ours.get(recipe, there[recipe]["us"]), times))
-
-
-def picture(results: Report, title: str, work: str, tensors: str) -> dict:
-    """TFLOP/s over operations a byte, a series a recipe. work: what is counted over time; tensors: whose bytes."""
-    names = list(dict.fromkeys(row["recipe"] for row in results.rows))
-    c = results.ceilings
-    return {
-        "title": f"{title}, forward and backward",
-        "subtitle": f"{results.device_name} · {work} over time, random data",
-        "series": [
-            Series(n, [(r["intensity"], r["TFLOP/s"]) for r in results.rows if r["recipe"] == n], n in OURS)
-            for n in names
-        ],
-        "roofs": {"fp8 tensorwise, cuBLASLt": (c.copy, c.fp8), "bf16": (c.copy, c.bf16)},
-        "labels": (f"operations a byte of {tensors}", "TFLOP/s"),
-    }
+        results.amend(there[recipe], ratios(ours[recipe], times))
 
 
 def _few_enough(
@@ -162,14 +170,7 @@ def _few_enough(
 
 
 def _row(
-    recipe: str,
-    layer: Layer,
-    make: Callable[[], Layer],
-    graph: Timing | None,
-    inputs: tuple,
-    work: tuple[int, int],
-    results: Report,
-    seconds: float | None,
+    recipe: str, layer: Layer, work: Work, graph: Timing | None, inputs: tuple, results: Report, seconds: float | None
 ) -> dict:
     """What was measured of one recipe."""
 
@@ -179,22 +180,22 @@ def _row(
     device = results.device
     eager = time_eager(step, device, **_few_enough(step, device, 10, 5, seconds))
     host = host_time(step, device, **_few_enough(step, device, 10, 20, seconds))
-    memory = step_memory(make, *inputs)
+    memory = step_memory(functools.partial(work.make, recipe), *inputs)
     us = min(eager.us, graph.us) if graph else eager.us
-    nbytes, flops = work
-    floor = results.ceilings.floor_us(nbytes, flops, "bf16" if recipe.startswith("bf16") else "fp8")
+    floor = results.ceilings.floor_us(work.nbytes, work.flops, "bf16" if recipe.startswith("bf16") else "fp8")
     return {
         "recipe": recipe,
         "graph us": graph.us if graph else None,
         "eager us": eager.us,
         "host us": host.us,
-        "TFLOP/s": flops / us / 1e6,
+        "TFLOP/s": work.flops / us / 1e6,
         "roofline us": floor,
         "of roofline": floor / us,
         "memory MiB": None if memory is None else memory.step / 2**20,
         # Bytes.
         "memory": None if memory is None else memory._asdict(),
         "us": us,
-        "intensity": flops / nbytes,
+        "intensity": work.flops / work.nbytes,
         "timing": {"graph": graph._asdict() if graph else None, "eager": eager._asdict(), "host": host._asdict()},
+        **work.more(layer, inputs),
     }

@@ -1,4 +1,4 @@
-"""What others offer for the same work: their products, quantisers and layers, each optional, each with its reason.
+"""What others offer for the same work: their products, quantizers and layers, each optional, each with its reason.
 
 bf16         torch.mm
 tensorwise   cuBLASLt, e4m3 with one scale a tensor: what no block scaling reaches
@@ -15,10 +15,11 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from driver import Peer
+from errors import Unavailable
 from products import Product
 from roofline import tensorwise, to_tensorwise
 from torch import nn
@@ -28,7 +29,7 @@ from torchao_blockwise.formats import FP8_1X128
 
 _BLOCK = FP8_1X128.block[1]
 
-# Ours, of the same weights. "primary": Parameters that are quantised themselves.
+# Ours, of the same weights. "primary": Parameters that are quantized themselves.
 OUR_CONFIGS = {
     "fp8": BlockwiseFP8TrainingConfig(),
     "fp8_primary": BlockwiseFP8TrainingConfig(master_weights=False),
@@ -36,28 +37,14 @@ OUR_CONFIGS = {
 }
 
 
-class Unavailable(Exception):
-    """Why a peer cannot do this here."""
-
-
-class ProductPeer(NamedTuple):
-    """One way to compute a product.
-
-    prepare: (a_hp, b_hp, a, b) -> arguments of `run`, out of time; a, b are our operands.
-    run: returns the product, or None where it is written into its last argument.
-    same_operands: it multiplies our operands, so that its error is that of accumulation alone.
-    """
-
-    prepare: Callable
-    run: Callable
-    same_operands: bool
-
-
 PRODUCTS = ("bf16", "tensorwise", "cublaslt", "torchao", "deep_gemm")
 
 
-def product_peer(name: str, product: Product, device: torch.device) -> ProductPeer:
-    """The peer of that name for this FP8 product; raises Unavailable, or KeyError for a name that is none."""
+def product_peer(name: str, product: Product, device: torch.device) -> Peer:
+    """The peer of that name for this FP8 product; raises Unavailable, or KeyError for a name that is none.
+
+    It prepares (a_hp, b_hp, a, b), both operands in high precision and ours.
+    """
     makers = {
         "bf16": _bf16, "tensorwise": _tensorwise, "cublaslt": _cublaslt, "torchao": _torchao, "deep_gemm": _deep_gemm,
     }  # fmt: skip
@@ -67,18 +54,16 @@ def product_peer(name: str, product: Product, device: torch.device) -> ProductPe
     return maker(product, device)
 
 
-def _bf16(product: Product, device: torch.device) -> ProductPeer:
-    return ProductPeer(lambda a_hp, b_hp, a, b: (a_hp, b_hp), lambda a, b: a @ b.t(), same_operands=False)
+def _bf16(product: Product, device: torch.device) -> Peer:
+    return Peer(lambda a, b: a @ b.t(), lambda a_hp, b_hp, a, b: (a_hp, b_hp))
 
 
-def _tensorwise(product: Product, device: torch.device) -> ProductPeer:
+def _tensorwise(product: Product, device: torch.device) -> Peer:
     need_multiples("N and K", product.mnk[1:], 16)
-    return ProductPeer(
-        lambda a_hp, b_hp, a, b: (*to_tensorwise(a_hp), *to_tensorwise(b_hp)), tensorwise, same_operands=False
-    )
+    return Peer(tensorwise, lambda a_hp, b_hp, a, b: (*to_tensorwise(a_hp), *to_tensorwise(b_hp)))
 
 
-def _cublaslt(product: Product, device: torch.device) -> ProductPeer:
+def _cublaslt(product: Product, device: torch.device) -> Peer:
     need_capability(device, (9, 0))
     m, n, k = product.mnk
     need_multiples("N and K", (n, k), 16)
@@ -95,75 +80,67 @@ def _cublaslt(product: Product, device: torch.device) -> ProductPeer:
     def run(a, a_scale, b, b_scale):
         return F.scaled_mm(a, b, a_scale, types.BlockWise1x128, b_scale, b_type, output_dtype=torch.bfloat16)
 
-    return ProductPeer(prepare, run, same_operands=True)
+    return Peer(run, prepare, same_operands=True)
 
 
-def _torchao(product: Product, device: torch.device) -> ProductPeer:
+def _torchao(product: Product, device: torch.device) -> Peer:
     need_capability(device, (8, 9), at_least=True)
     # Its kernels mask payload and not scales: with ragged shapes they read on behind the end.
     need_multiples("M, N and K", product.mnk, _BLOCK)
-    kernels = torchao_kernels()
-    if product.kind == "grad_weight":
-        return ProductPeer(
-            lambda a_hp, b_hp, a, b: (a.qdata, b.qdata.t(), a.scale.t(), b.scale),
-            functools.partial(kernels.triton_fp8_gemm_1x128_128x1, out_dtype=torch.bfloat16),
-            same_operands=True,
-        )
-    return ProductPeer(
-        lambda a_hp, b_hp, a, b: (a.qdata, b.qdata.t(), a.scale.t(), b.scale.t()),
-        functools.partial(kernels.triton_fp8_gemm_1x128_128x128, out_dtype=torch.bfloat16),
-        same_operands=True,
-    )
+    one_row = product.kind == "grad_weight"
+    name = "triton_fp8_gemm_1x128_128x1" if one_row else "triton_fp8_gemm_1x128_128x128"
+
+    def prepare(a_hp, b_hp, a, b):
+        return a.qdata, b.qdata.t(), a.scale.t(), b.scale if one_row else b.scale.t()
+
+    run = functools.partial(getattr(torchao_kernels(), name), out_dtype=torch.bfloat16)
+    return Peer(run, prepare, same_operands=True)
 
 
-def _deep_gemm(product: Product, device: torch.device) -> ProductPeer:
+def _deep_gemm(product: Product, device: torch.device) -> Peer:
     need_capability(device, (9, 0))
     deep_gemm = _import_deep_gemm()
     m, n, k = product.mnk
-    need_multiples("rows of scales, for their copies by TMA,", (m, n) if product.kind == "grad_weight" else (m,), 4)
+    one_row = product.kind == "grad_weight"
+    need_multiples("rows of scales, for their copies by TMA,", (m, n) if one_row else (m,), 4)
     need_multiples("K", (k,), 16)
-    if product.kind == "grad_weight":
+
+    def prepare(a_hp, b_hp, a, b):
+        out = [torch.zeros(m, n, device=device)] * one_row
+        return a.qdata, a.scale.t(), b.qdata, b.scale.t() if one_row else b.scale, *out
+
+    def add(a, a_scale, b, b_scale, out):
         # Recipe: one row of a and of b a scale. It adds into fp32 that is there already; C and D are the same.
-        def run(a, a_scale, b, b_scale, out):
-            deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, _BLOCK))
+        deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, _BLOCK))
 
-        return ProductPeer(
-            lambda a_hp, b_hp, a, b: (
-                a.qdata, a.scale.t(), b.qdata, b.scale.t(), torch.zeros(m, n, device=device),
-            ),
-            run,
-            same_operands=True,
-        )  # fmt: skip
-
-    def run_output(a, a_scale, b, b_scale):
+    def run(a, a_scale, b, b_scale):
         out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
         deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out)
         return out
 
-    return ProductPeer(
-        lambda a_hp, b_hp, a, b: (a.qdata, a.scale.t(), b.qdata, b.scale), run_output, same_operands=True
-    )
+    return Peer(add if one_row else run, prepare, same_operands=True)
 
 
-# --- quantisers -------------------------------------------------------------------------------------------------------
+# --- quantizers -------------------------------------------------------------------------------------------------------
 
 
-def torchao_quantizers(case: str, rows: int, columns: int) -> dict[str, Callable]:
-    """torchao's kernels that do the work of `case` in bench_quantize; raises Unavailable."""
+def torchao_quantizer(name: str, case: str, rows: int, columns: int, device: torch.device) -> Peer:
+    """torchao's kernel of that name that does the work of `case` in bench_quantize; raises Unavailable."""
+    need_capability(device, (8, 9), at_least=True)
     need_multiples("rows and columns", (rows, columns), _BLOCK)
     kernels = torchao_kernels()
     rowwise = kernels.triton_fp8_blockwise_act_quant_lhs
     columnwise = kernels.triton_fp8_blockwise_act_quant_transposed_lhs
-    found: dict[str, dict[str, Callable]] = {
-        "rowwise": {"torchao": rowwise},
+    runs = {
+        "rowwise": rowwise,
         # x's columns as rows, and x stored by columns: the same bytes in memory.
-        "columnwise": {"torchao": columnwise, "torchao rhs": kernels.triton_fp8_blockwise_act_quant_rhs},
-        "both": {"torchao": lambda x: (*rowwise(x), *columnwise(x))},
-        "weight": {"torchao": kernels.triton_fp8_blockwise_weight_quant_transposed_rhs},
+        "columnwise": kernels.triton_fp8_blockwise_act_quant_rhs if name == "torchao rhs" else columnwise,
+        "both": lambda x: (*rowwise(x), *columnwise(x)),
+        "weight": kernels.triton_fp8_blockwise_weight_quant_transposed_rhs,
     }
-    if case not in found:
+    if case not in runs:
         raise Unavailable("torchao has no such kernel")
-    return found[case]
+    return Peer(runs[case])
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -208,7 +185,7 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
 def torchao_grouped_product(device: torch.device, widths: Iterable[int]) -> Callable:
     """(x [M, K], weight [E, K, N], ends) -> [M, N] by torchao's blockwise FP8 training; raises Unavailable.
 
-    Through DeepGEMM: what it falls back to without that dequantises, and is no peer.
+    Through DeepGEMM: what it falls back to without that dequantizes, and is no peer.
     """
     need_capability(device, (9, 0))
     _import_deep_gemm()
@@ -225,7 +202,7 @@ def torchao_grouped_product(device: torch.device, widths: Iterable[int]) -> Call
 def torchao_kernels():
     """torchao's blockwise kernels; raises Unavailable.
 
-    Its quantisers are tuned over pipeline stages, of which they have none, being without a loop: variants that differ
+    Its quantizers are tuned over pipeline stages, of which they have none, being without a loop: variants that differ
     in nothing else are the same code, and two thirds of them are left out to compile the less. Each variant is tried
     for a fifth of the time that Triton would take by itself.
     """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import errors
 import torch
+from driver import Peer
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
@@ -16,6 +18,8 @@ RECIPES: dict[str, tuple[BlockFormat, BlockFormat]] = {
     "nvfp4": (NVFP4_1X16, NVFP4_16X16),
 }
 KINDS = ("output", "grad_input", "grad_weight")
+# Peers that quantize in their own way, or not at all, are as far off as our quantization is.
+_OTHERS_BUDGET = {"fp8": 0.1, "nvfp4": 0.25}
 # Rows of each operand that a check looks at, at both ends: whole blocks of every format.
 _CHECKED_ROWS = FP8_128X128.block[0]
 
@@ -102,6 +106,11 @@ def error_budget(k: int, out_dtype: torch.dtype = torch.bfloat16) -> float:
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2.
     """
     return 4 * 2.0**-13 * max(1.0, math.sqrt(k / 2048)) + torch.finfo(out_dtype).eps / 2
+
+
+def check(error: float, budget: float, recipe: str, peer: Peer | None) -> float:
+    """`error` of a product by us or a peer, where it is within `budget`, which is of our operands; raises Wrong."""
+    return errors.check(error, budget if peer is None or peer.same_operands else _OTHERS_BUDGET[recipe])
 
 
 def _ends(x: Operand) -> list[slice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -78,6 +78,31 @@ class Series(NamedTuple):
     name: str
     points: Sequence[tuple[float, float]]
     ours: bool
+
+
+def picture(results, title: str, *columns: str, ours: Callable[[str], bool] = bool, subtitle: str = "") -> dict:
+    """What `draw` takes: rates of a report's rows, a series for each value of `columns` and one for each peer.
+
+    Rows are over the bytes that they move, or over operations a byte where they have any. ours: which series are ours.
+    """
+    x, y = ("intensity", "TFLOP/s") if "TFLOP/s" in results.rows[0] else ("MiB", "TB/s")
+    points: dict[str, list[tuple[float, float]]] = {}
+    peers: dict[str, set[tuple[float, float]]] = {}
+    for row in results.rows:
+        points.setdefault(", ".join(row[column] for column in columns), []).append((row[x], row[y]))
+        for name, us in row.get("peers us", {}).items():
+            peers.setdefault(name, set()).add((row[x], row[y] * row["us"] / us))
+    series = [Series(name, rates, ours(name)) for name, rates in points.items()]
+    series += [Series(name, sorted(rates), False) for name, rates in sorted(peers.items())]
+    c, flat = results.ceilings, math.inf
+    roofs = {"fp8 tensorwise, cuBLASLt": (c.copy, c.fp8), "bf16": (c.copy, c.bf16)}
+    return {
+        "title": title,
+        "subtitle": f"{results.device_name} · {subtitle or 'cold cache, random data'}",
+        "series": series,
+        "roofs": roofs if x == "intensity" else {"device copy": (flat, c.copy)},
+        "labels": ("operations a byte that must move" if x == "intensity" else "MiB that must move", y),
+    }
 
 
 def draw(

@@ -88,6 +88,7 @@ DEFAULT = (
     Shape(32768, 4096, 4096),
 )
 SMOKE = (Shape(48, 256, 384), Shape(33, 64, 128))
+_FIXED = {"peers": PEERS, "linear": LINEAR, "default": DEFAULT, "smoke": SMOKE}
 
 
 def name_of(shape: Shape) -> str:
@@ -112,6 +113,18 @@ def select(names: Iterable[str], tokens: Iterable[int] | None = None) -> list[Sh
     return list(chosen)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--shapes and --tokens; `chosen` reads them."""
+    names = ", ".join([*_FIXED, "all", *LAYERS])
+    parser.add_argument("--shapes", nargs="+", type=argument, help=f"tokens x out x in, or of {names}", metavar="SHAPE")
+    parser.add_argument("--tokens", nargs="+", type=int, help="these numbers of tokens instead of the shapes' own")
+
+
+def chosen(args: argparse.Namespace, default: Iterable[str]) -> list[Shape]:
+    """The shapes that the command line names."""
+    return select(args.shapes or (["smoke"] if args.smoke else default), args.tokens)
+
+
 def argument(text: str) -> str:
     """`text` where it names shapes, as an argparse type."""
     try:
@@ -122,13 +135,12 @@ def argument(text: str) -> str:
 
 
 def _shapes_of(name: str, tokens: Iterable[int]) -> Iterable[Shape]:
-    fixed = {"peers": PEERS, "linear": LINEAR, "default": DEFAULT, "smoke": SMOKE}
-    if name in fixed:
-        return fixed[name]
+    if name in _FIXED:
+        return _FIXED[name]
     if name == "all" or name in LAYERS:
         layers = [shape for model in (LAYERS if name == "all" else [name]) for shape in LAYERS[model].values()]
         return [Shape(count, *layer) for layer in layers for count in tokens]
     parts = name.split("x")
     if len(parts) == 3 and all(part.isdecimal() and int(part) > 0 for part in parts):
         return [Shape(*map(int, parts))]
-    raise ValueError(f"no shape {name!r}; give tokens x out x in, or one of {', '.join([*fixed, 'all', *LAYERS])}")
+    raise ValueError(f"no shape {name!r}; give tokens x out x in, or one of {', '.join([*_FIXED, 'all', *LAYERS])}")

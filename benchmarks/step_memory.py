@@ -79,7 +79,7 @@ def step_memory(make: Callable, x: torch.Tensor, dy: torch.Tensor) -> StepMemory
         return allocator.peak() - base
 
     for _ in range(2):
-        # A weight that is quantised itself has its values until a product has used it.
+        # A weight that is quantized itself has its values until a product has used it.
         step()
     after = allocator.allocated()
     forget()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from errors import reason
 
 # One round of calls moves so many L2 caches: they evict by something like age, not exactly by it.
 _CACHES = 4
@@ -121,12 +122,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on `device`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def reason(error: Exception) -> str:
-    """One line that says what went wrong."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _time_calls(run, device: torch.device, calls: int, repeats: int, *, wait: bool) -> Timing:

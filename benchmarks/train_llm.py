@@ -19,10 +19,6 @@ from pathlib import Path
 # Threads that spin while they wait take the cores from others that work: on a busy machine that is five times slower.
 # Read when torch is imported.
 os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-# A checkout runs without being installed.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import environment
 import torch
 from llm import checkpoint, products, report

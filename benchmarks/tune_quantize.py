@@ -14,17 +14,17 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
+import driver
 import torch
-from bench_quantize import CASES, job, same_bits
+from bench_quantize import CASES, job
 from environment import device_name
+from errors import reason
+from report import markdown
 from roofline import measure_ceilings
-from timing import Timing, input_sets, reason, time_runs
+from timing import Timing, input_sets, time_runs
 
 from torchao_blockwise.formats import FP8_1X128
 from torchao_blockwise.ops import Backend
@@ -39,6 +39,7 @@ SHAPES, SMOKE_SHAPES = ((4096, 7168), (16384, 4096), (16384, 14336)), ((48, 272)
 class Way(NamedTuple):
     """One way to compute a case: a backend, and a table of its kernels with another value."""
 
+    name: str
     backend: Backend
     module: ModuleType
     table: str
@@ -48,11 +49,21 @@ class Way(NamedTuple):
 def triton_tile(table: str, rows: int, columns: int, warps: int) -> Way:
     """A Triton kernel with another tile; what is for rows off 16 bytes stays."""
     tile = rows, columns, warps, *getattr(quantize_kernels, table)[3:]
-    return Way(Backend.TRITON, quantize_kernels, table, tile)
+    return Way(f"{rows}x{columns}, {warps} warps", Backend.TRITON, quantize_kernels, table, tile)
 
 
 def gluon_tile(table: str, columns: int, warps: int) -> Way:
-    return Way(Backend.GLUON, gluon_kernels, table, (columns, warps))
+    what = "a read: Gluon" if table == "BOTH" else f"Gluon, {_BLOCK}x{columns}"
+    return Way(f"{what}, {warps} warps", Backend.GLUON, gluon_kernels, table, (columns, warps))
+
+
+def transpose_tiles(tiles: dict[int, tuple[int, int, int]]) -> Way:
+    """The transpose with these tiles: from so many elements on -> rows, columns, warps."""
+    name = "; ".join(
+        f"from {least >> 20} Mi elements " * bool(least) + f"{rows}x{columns}, {warps} warps"
+        for least, (rows, columns, warps) in tiles.items()
+    )
+    return Way(name, Backend.TRITON, transpose_kernels, "_QUADS_TILES", tiles)
 
 
 _BLOCK = FP8_1X128.block[1]
@@ -76,11 +87,11 @@ WAYS: dict[str, list[Way]] = {
     ],
     "weight": [triton_tile("_FP8_SQUARE_TILE", 128, 128, warps) for warps in (8, 4, 16)],
     "transpose": [
-        Way(Backend.TRITON, transpose_kernels, "_QUADS_TILES", tiles)
-        for tiles in (
-            transpose_kernels._QUADS_TILES,
-            *({0: tile} for tile in ((256, 128, 4), (256, 256, 8), (128, 128, 4), (128, 128, 2), (128, 256, 4))),
-        )
+        transpose_tiles(transpose_kernels._QUADS_TILES),
+        *(
+            transpose_tiles({0: tile})
+            for tile in ((256, 128, 4), (256, 256, 8), (128, 128, 4), (128, 128, 2), (128, 256, 4))
+        ),
     ],
 }
 
@@ -109,26 +120,11 @@ def in_use(case: str, way: Way) -> bool:
     return is_set(way) and way.backend is next(row.backend for row in quantize_op.table if row.backend in backends)
 
 
-def name_of(way: Way) -> str:
-    if way.table == "BOTH":
-        return f"a read: Gluon, {way.value[1]} warps"
-    if way.table == "COLUMNWISE":
-        columns, warps = way.value
-        return f"Gluon, {_BLOCK}x{columns}, {warps} warps"
-    if way.table == "_QUADS_TILES":
-        return "; ".join(
-            f"from {least >> 20} Mi elements " * bool(least) + f"{rows}x{columns}, {warps} warps"
-            for least, (rows, columns, warps) in way.value.items()
-        )
-    rows, columns, warps, _ = way.value
-    return f"{rows}x{columns}, {warps} warps"
-
-
 def measure(case: str, shape: tuple[int, int], device: torch.device, copy: float, seconds: float) -> dict[str, str]:
     """{way: its share of the copy bandwidth, or what is wrong with it}."""
     work = job(case, *shape, "fp8", device)
     sets = input_sets(work.make, device, work.nbytes)
-    expected = work.expected(*sets[0])
+    compute = work.ours(sets[0])["ours"]
     runs, cells = {}, {}
     for way in WAYS[case]:
         # By name: another backend would be timed in its place. Without a GPU there is the reference alone.
@@ -136,15 +132,13 @@ def measure(case: str, shape: tuple[int, int], device: torch.device, copy: float
 
         def run(*arguments, way=way, backend=backend):
             with tables(way):
-                return work.run(*arguments, backend=backend)
+                return compute(*arguments, backend=backend)
 
         try:
-            if same_bits(run(*sets[0]), expected):
-                runs[name_of(way)] = run, sets
-            else:
-                cells[name_of(way)] = "WRONG"
+            work.check(run(*sets[0]), sets[0], None)
+            runs[way.name] = run, sets
         except Exception as error:
-            cells[name_of(way)] = reason(error)
+            cells[way.name] = reason(error)
     for name, timing in time_runs(runs, device, seconds=seconds).items():
         cells[name] = timing if isinstance(timing, str) else share(timing, work.nbytes, copy)
     return cells
@@ -160,21 +154,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", type=_shape, help="rows x columns of the input")
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, briefly, on a CPU too: to try the script")
-    args = parser.parse_args(argv)
-    if not (args.smoke or torch.cuda.is_available()):
-        parser.exit(2, "tune_quantize: needs a CUDA GPU, whose kernels it times (or --smoke); none found\n")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args, device = driver.parse(parser, argv)
     shapes = args.shapes or (SMOKE_SHAPES if args.smoke else SHAPES)
     copy = measure_ceilings(device, smoke=args.smoke).copy
     print(f"{device_name(device)}: share of the copy bandwidth, {copy:.2f} TB/s\n")
-    print("| case | way | " + " | ".join(f"{rows}x{columns}" for rows, columns in shapes) + " |")
-    print("|---|---|" + "--:|" * len(shapes))
+    print(markdown(["case", "way", *(f"{rows}x{columns}" for rows, columns in shapes)], [], left=2))
     for case in args.only:
         columns = [measure(case, shape, device, copy, 0.001 if args.smoke else 0.03) for shape in shapes]
         for way in WAYS[case]:
-            name = name_of(way)
-            cells = " | ".join(column[name] for column in columns)
-            print(f"| {case} | {name}{' *' * in_use(case, way)} | {cells} |", flush=True)
+            cells = " | ".join(column[way.name] for column in columns)
+            print(f"| {case} | {way.name}{' *' * in_use(case, way)} | {cells} |", flush=True)
     return 0
 
 

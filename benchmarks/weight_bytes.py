@@ -9,14 +9,11 @@ Needs no GPU. Writes benchmarks/results/weight_bytes.json and .md.
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import torch
 import torch.distributed as dist
-from environment import environment, write_json, write_text
+from environment import environment
+from report import RESULTS, markdown, save
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -25,7 +22,6 @@ from torchao.quantization import quantize_
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
 from torchao_blockwise.distributed import MasterWeightOptimizer
 
-RESULTS = Path(__file__).resolve().parent / "results"
 FORMATS = {"FP8": BlockwiseFP8TrainingConfig, "NVFP4": NVFP4TrainingConfig}
 COLUMNS = ("weight", "master", "states", "total")
 
@@ -102,9 +98,8 @@ def rows_of(features: int, ranks: int) -> dict[str, dict[str, float]]:
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    lines = ["| bytes a parameter | " + " | ".join(COLUMNS) + " |", "|---|" + "--:|" * len(COLUMNS)]
-    lines += [f"| {name} | " + " | ".join(f"{held[c]:.3f}" for c in COLUMNS) + " |" for name, held in rows.items()]
-    return "\n".join(lines)
+    cells = ([name, *(f"{held[c]:.3f}" for c in COLUMNS)] for name, held in rows.items())
+    return markdown(["bytes a parameter", *COLUMNS], cells)
 
 
 def main() -> None:
@@ -115,11 +110,8 @@ def main() -> None:
     rows = rows_of(args.features, args.ranks)
     text = table(rows)
     print(text)
-    write_json(
-        RESULTS / "weight_bytes.json",
-        {"shape": vars(args), "environment": environment(torch.device("cpu")), "rows": rows},
-    )
-    write_text(RESULTS / "weight_bytes.md", text + "\n")
+    content = {"shape": vars(args), "environment": environment(torch.device("cpu")), "rows": rows}
+    save(RESULTS, "weight_bytes", content, text)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ class RunConfig:
 
     steps count optimizer updates; batch_size counts sequences a microbatch; lr is the peak of warmup and cosine.
     experts: how many MLPs of width `hidden` a layer has, of which a token takes top_k; 0 for a dense model.
-    shared_experts: how many more every token takes. balance_rate: by how much a step favours an expert with few tokens.
+    shared_experts: how many more every token takes. balance_rate: by how much a step favors an expert with few tokens.
     products: what bf16 products are computed in, "fp32" on processors that are slow in bf16; see `llm.products`.
     Raises UsageError for values that cannot train.
     """
@@ -63,6 +63,11 @@ class RunConfig:
             raise UsageError(f"lr must be above 0, got {self.lr}")
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise UsageError(f"top_k must be from 1 to experts = {self.experts}, got {self.top_k}")
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values: one for each of the queries'."""
+        return self.heads
 
     @property
     def parameters(self) -> int:

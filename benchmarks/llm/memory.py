@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from llm.config import VOCABULARY, RunConfig, UsageError
 
-# fp32 value, gradient and two AdamW moments, and a bf16 or quantised copy.
+# fp32 value, gradient and two AdamW moments, and a bf16 or quantized copy.
 _BYTES_PER_PARAMETER = 4 + 4 + 8 + 2
 # Allocator slack and short-lived buffers.
 _MARGIN = 1.25

@@ -28,18 +28,25 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; query, key and value come from one GEMM."""
+    """Causal self-attention with rotary positions; query, key and value come from one GEMM.
+
+    Heads share keys and values where there are fewer of these.
+    """
 
     def __init__(self, config: RunConfig):
         super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.head_dim = config.dim // config.heads
+        self.widths = [heads * self.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
+        self.qkv = nn.Linear(config.dim, sum(self.widths), bias=False)
         self.output = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x: [B, S, dim]; cos, sin: [S, head_dim]."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, heads, S, head_dim]
-        attended = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        parts = self.qkv(x).split(self.widths, dim=-1)
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in parts)  # each [B, heads, S, head_dim]
+        attended = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1]
+        )
         return self.output(attended.transpose(1, 2).flatten(2))
 
 
@@ -58,7 +65,7 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """The top_k experts of each token: softmax in fp32, the chosen ones' probabilities normalised to their weights.
+    """The top_k experts of each token: softmax in fp32, the chosen ones' probabilities normalized to their weights.
 
     Experts are chosen by logit plus a bias, which `balance` moves towards those that had too few tokens; the weights
     know no bias. A Parameter and no `nn.Linear`: conversion leaves it in high precision.
@@ -77,7 +84,7 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight)
         chosen = (logits + self.bias).topk(self.top_k, -1).indices
-        # The softmax over all, normalised over the chosen, is that over the chosen.
+        # The softmax over all, normalized over the chosen, is that over the chosen.
         return logits.gather(-1, chosen).softmax(-1), chosen
 
     @torch.no_grad()

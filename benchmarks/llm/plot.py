@@ -55,7 +55,7 @@ def smooth(values: list[float], span: int) -> list[float]:
 
 
 def spread(positions: list[float], distance: float) -> list[float]:
-    """Move positions apart until neighbours are `distance` apart, keeping their order and their middle."""
+    """Move positions apart until neighbors are `distance` apart, keeping their order and their middle."""
     order = sorted(range(len(positions)), key=positions.__getitem__)
     placed: list[float] = []
     for i in order:

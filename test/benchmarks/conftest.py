@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2] / "benchmarks")]
 
 
 @pytest.fixture
@@ -27,3 +29,49 @@ def without_gpu(monkeypatch):
     # PyTorch would remember what it counted while no GPU is to be seen.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def smoke(tmp_path):
+    """(bench, *argv) -> what its smoke run wrote into its JSON, beside a table and a picture."""
+
+    def run(bench, *argv: str, code: int = 0) -> dict:
+        assert bench.main(["--smoke", "--out", str(tmp_path), *argv]) == code
+        (path,) = tmp_path.glob("*.json")
+        content = json.loads(path.read_text())
+        assert content["environment"]["torch"] == torch.__version__
+        table = path.with_suffix(".md").read_text().split("\n\n")[0].splitlines()
+        assert len(table) == 2 + len(content["rows"]) and path.stem.endswith("_cpu")
+        pictured = content["ceilings"] is not None and content["rows"] != [] and find_spec("matplotlib") is not None
+        assert path.with_suffix(".png").exists() == pictured
+        return content
+
+    return run
+
+
+@pytest.fixture
+def train_llm_alike(one_thread, monkeypatch):
+    """train_llm.py on any machine alike, and fast."""
+    from llm import products
+
+    # The eager reference is far faster than Triton's interpreter, and agrees with it bit for bit.
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    # What is expected must not depend on how fast the tester's machine multiplies bf16.
+    monkeypatch.setattr(products, "_fp32_speedup", lambda: 1.0)
+
+
+@pytest.fixture
+def corpus():
+    from llm.data import Corpus
+    from llm_cases import TEXT, TINY
+
+    return Corpus.from_bytes(TEXT, "text", TINY.seq_len, TINY.held_out_sequences)
+
+
+@pytest.fixture
+def text_file(tmp_path) -> Path:
+    from llm_cases import TEXT
+
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT)
+    return path

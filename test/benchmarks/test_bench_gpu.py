@@ -57,7 +57,7 @@ def test_memory_of_steps_on_the_gpu(tmp_path):
     assert memory["fp8_primary"]["step"] < memory["fp8"]["step"]
 
 
-def test_ways_to_quantise_have_the_references_bits(capsys):
+def test_ways_to_quantize_have_the_references_bits(capsys):
     assert tune_quantize.main(["--smoke", "--shapes", "512x1024"]) == 0
     printed = capsys.readouterr().out
     assert "| columnwise |" in printed and "WRONG" not in printed

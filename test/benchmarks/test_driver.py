@@ -1,0 +1,200 @@
+"""The driver of the benchmarks with jobs that do little: what it checks, times, compares, leaves out and writes."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import driver
+import pytest
+import report
+import torch
+from driver import Job, Peer
+from errors import Unavailable, Wrong
+from report import Report
+from roofline import Ceilings
+from timing import Timing
+
+pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread", "without_gpu")
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(copy=1.0, bf16=1.0, fp8=2.0)
+
+
+def add(x):
+    return x + 1
+
+
+def fail(*arguments):
+    raise RuntimeError("no luck today\nat line 3")
+
+
+def check(out, inputs, peer):
+    if not torch.equal(out, inputs[0] + 1):
+        raise Wrong("not one more")
+    return 0.25
+
+
+def job(shape: str = "a", ours=add, peers=None, flops: int = 0) -> Job:
+    ways = ours if isinstance(ours, dict) else {"ours": ours}
+    return Job({"shape": shape}, lambda: (torch.ones(4),), lambda inputs: ways, check, peers or {}, 1000, flops)
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    columns = ["shape", "by", "us"]
+    made = Report("things", CPU, columns, {"out": tmp_path, "smoke": True})
+    monkeypatch.setattr(made, "measure_ceilings", lambda: setattr(made, "ceilings", CEILINGS))
+    monkeypatch.setattr(report.roofline, "draw", lambda path, **picture: False)
+    return made
+
+
+def run(results, jobs, *names, slow=()) -> int:
+    return driver.run_jobs(results, jobs, "things", ["shape"], names, slow)
+
+
+def test_a_row_has_times_rates_floors_and_ratios(results):
+    peers = {"peer": partial(Peer, add)}
+    rows = []
+    for flops in (0, 10**6):
+        results.rows = []
+        assert run(results, [job(peers=peers, flops=flops)], "peer") == 0
+        rows += results.rows
+    moving, multiplying = rows
+    for row in rows:
+        assert row["by"] == "ours" and row["timing"]["repeats"] >= 5
+        assert row["x peer"] == pytest.approx(row["peers us"]["peer"] / row["us"])
+        assert row["of roofline"] == pytest.approx(row["roofline us"] / row["us"])
+    assert moving["MiB"] == 1000 / 2**20 and moving["TB/s"] == pytest.approx(1000 / moving["us"] / 1e6)
+    assert moving["roofline us"] == pytest.approx(1e-3) and "error" not in moving
+    assert multiplying["TFLOP/s"] == pytest.approx(1 / multiplying["us"]) and multiplying["error"] == 0.25
+    assert multiplying["roofline us"] == pytest.approx(0.5) and multiplying["intensity"] == 1000
+    assert multiplying["peers TFLOP/s"]["peer"] == pytest.approx(1 / multiplying["peers us"]["peer"])
+
+
+def test_what_is_wrong_or_fails_is_not_timed_and_kills_nothing(results):
+    peers = {
+        "peer": partial(Peer, add),
+        "wrong": partial(Peer, lambda x: x + 2),
+        "failing": partial(Peer, fail),
+        "unprepared": partial(Peer, add, fail),
+        "broken": fail,
+        "missing": partial(raise_, Unavailable("not here")),
+    }
+    ways = {"right": add, "off": lambda x: x, "bad": fail, "none": "needs a GPU"}
+    assert run(results, [job("a", ways, peers), job("b", lambda x: x)], *peers) == 0
+    assert [(row["shape"], row["by"]) for row in results.rows] == [("a", "right")]
+    assert results.rows[0]["peers us"].keys() == {"peer"}
+    luck, wrong = ["RuntimeError: no luck today"], ["WRONG, not one more"]
+    why = {name: [w for n, w in results.left_out if n == name] for name, _ in results.left_out}
+    assert why == {
+        "peer wrong": wrong, "peer failing": luck, "peer unprepared": luck, "peer broken": luck,
+        "peer missing": ["not here"], "off": wrong, "bad": luck, "none": ["needs a GPU"], "ours": wrong,
+    }  # fmt: skip
+
+
+def raise_(error):
+    raise error
+
+
+def test_a_job_that_fails_leaves_the_others_alone(results):
+    broken = Job({"shape": "a"}, fail, lambda inputs: {}, check, {}, 1)
+    assert run(results, [broken, job("b")]) == 0
+    assert results.notes() == ["all: RuntimeError: no luck today (a)"] and len(results.rows) == 1
+    assert run(Report("none", CPU, [], results.arguments | {"out": results.arguments["out"]}), []) == 1
+
+
+def test_what_accumulates_starts_from_zeros_for_the_check_and_is_finished(results):
+    def accumulate(x, out):
+        out += x
+
+    peer = Peer(accumulate, lambda x: (x + 1, torch.zeros(2, 4)), finish=lambda out: out[0])
+    assert run(results, [job(peers={"peer": lambda: peer})], "peer") == 0
+    assert results.rows[0]["x peer"] > 0 and results.left_out == {}
+
+
+def test_slow_peers_come_last_and_ratios_are_of_the_turns_that_they_took_together(results, monkeypatch):
+    asked, turns = [], iter([{"ours": 2.0, "peer quick": 3.0}] * 2 + [{"ours": 4.0, "peer slow": 5.0}] * 2)
+
+    def time_runs(runs, device):
+        times = next(turns)
+        assert runs.keys() == times.keys()
+        return {name: Timing.of([us]) for name, us in times.items()}
+
+    monkeypatch.setattr(driver, "time_runs", time_runs)
+
+    def peer(name, shape):
+        asked.append((name, shape))
+        return Peer(add)
+
+    jobs = [
+        job(shape, peers={name: partial(peer, name, shape) for name in ("slow", "quick")}, flops=10**6)
+        for shape in ("a", "b")
+    ]
+    assert run(results, jobs, "slow", "quick", slow=("slow",)) == 0
+    assert asked == [(name, shape) for name in ("quick", "slow") for shape in ("a", "b")]
+    for row in results.rows:
+        assert row["us"] == 2.0 and (row["x quick"], row["x slow"]) == (1.5, 1.25)
+        assert row["peers us"] == {"quick": 3.0, "slow": 5.0} and row["peers TFLOP/s"] == {"quick": 1 / 3, "slow": 0.2}
+
+
+def test_rates_above_what_the_device_can_are_not_believed(results, monkeypatch):
+    results.ceilings, results.device = CEILINGS, torch.device("cuda")
+    times = {"ours": Timing.of([0.3]), "peer": Timing.of([0.4])}
+    assert driver._believed(job(flops=10**6), times, results).keys() == {"peer"}
+    assert results.notes() == ["ours: not believed: 0.3 us are above 1.5 times the measured peak (a)"]
+
+
+def test_quick_peers_come_first_then_each_slow_one():
+    assert driver.in_stages(["slow", "a", "slower", "b"], ("slow", "slower")) == [["a", "b"], ["slow"], ["slower"]]
+    assert driver.in_stages(["slow"], ("slow",)) == [[], ["slow"]] and driver.in_stages([], ()) == [[]]
+
+
+def test_an_interrupted_run_writes_what_it_has(results, tmp_path):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        driver.run(results, [((), "a", lambda: results.add({"shape": "a"})), ((), "b", interrupt)])
+    assert len(json.loads((tmp_path / "things_cpu.json").read_text())["rows"]) == 1
+
+
+def test_without_a_gpu_or_with_an_unknown_peer_it_says_so(capsys):
+    parser = driver.parser("", only=(("a", "b"), ("a",)))
+    driver.add_peers(parser, ("torch", "two steps"))
+    for argv, message in (([], "needs a CUDA GPU; none found"), (["--smoke", "--peers", "jax"], "'two steps'")):
+        with pytest.raises(SystemExit) as exit_info:
+            driver.parse(parser, argv)
+        assert exit_info.value.code == 2 and message in capsys.readouterr().err
+    args, device = driver.parse(parser, ["--smoke", "--peers"])
+    assert (args.only, args.peers, device.type) == (["a"], [], "cpu")
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_prints_rows_and_writes_all(tmp_path, capsys):
+    results = Report("things", CPU, ["shape", "us", "x peer"], {"out": tmp_path, "n": [1, 2]})
+    results.add({"shape": "1x2", "us": 1234.5, "hidden": 7})
+    results.add({"shape": "1x3", "us": 0.01234, **driver.ratios(0.5, {"peer": 1.0})})
+    for shape in ("a", "b", "c", "d", "e"):
+        results.leave_out("peer", shape, "not here")
+    results.write(tmp_path)
+    lines = (tmp_path / "things_cpu.md").read_text().splitlines()
+    assert lines[0] == "| shape | us | x peer |" and lines[2:4] == ["| 1x2 | 1,234 | - |", "| 1x3 | 0.0123 | 2 |"]
+    assert lines[-1] == "- peer: not here (a, b, c, d and 1 more)"
+    content = json.loads((tmp_path / "things_cpu.json").read_text())
+    assert content["rows"][0]["hidden"] == 7 and content["arguments"]["n"] == [1, 2]
+    assert content["left out"][0]["where"] == list("abcde") and content["environment"]["torch"] == torch.__version__
+    assert "| 1x3 | 0.0123 | 2 |" in capsys.readouterr().out
+
+
+def test_rows_that_come_late_stand_where_they_belong(tmp_path):
+    results = Report("things", CPU, ["shape", "us", "x peer"], {"out": str(tmp_path)})
+    for shape in ("a", "b"):
+        results.add({"shape": shape, "us": 1.0})
+    results.add({"shape": "a", "us": 2.0}, after=results.rows[0])
+    results.amend(results.rows[0], {"x peer": 2.0})
+    # Saved as it came: nothing has been written yet.
+    lines = (tmp_path / "things_cpu.md").read_text().splitlines()
+    assert lines[2:] == ["| a | 1 | 2 |", "| a | 2 | - |", "| b | 1 | - |"]
+    assert json.loads((tmp_path / "things_cpu.json").read_text())["rows"][0]["x peer"] == 2.0

@@ -1,0 +1,282 @@
+"""Training of benchmarks/train_llm.py: same start and data for every recipe, exact resumption, experts and memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from llm import checkpoint, memory, report, training
+from llm.config import RunConfig, UsageError
+from llm.data import Corpus
+from llm.model import Router, next_byte_loss
+from llm.recipes import RECIPES, convert
+from llm_cases import CPU, MODELS, MOE, TINY
+
+pytestmark = pytest.mark.usefixtures("train_llm_alike")
+
+
+def convert_model(recipe: str, config: RunConfig) -> torch.nn.Module:
+    model = training.build(config, CPU)
+    convert(model, recipe)
+    return model
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_at(monkeypatch, step: int) -> None:
+    def train_step(model, optimizer, config, corpus, device, at):
+        if at == step:
+            raise Interrupted
+        return original(model, optimizer, config, corpus, device, at)
+
+    original = training.train_step
+    monkeypatch.setattr(training, "train_step", train_step)
+
+
+@MODELS
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_starts_from_the_same_weights(recipe, config):
+    expected, got = (convert_model(r, config).state_dict() for r in ("bf16", recipe))
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_every_recipe_sees_the_same_data(corpus, monkeypatch):
+    seen = {}
+    for recipe in RECIPES:
+        batches = seen[recipe] = []
+        original = Corpus.batch
+
+        def batch(self, *args, batches=batches, original=original):
+            batches.append(original(self, *args))
+            return batches[-1]
+
+        with monkeypatch.context() as m:
+            m.setattr(Corpus, "batch", batch)
+            training.train(recipe, replace(TINY, steps=2, warmup=1), corpus, CPU)
+    assert all(torch.equal(a, b) for r in RECIPES for a, b in zip(seen["bf16"], seen[r], strict=True))
+
+
+@MODELS
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(recipe, config, corpus, tmp_path, monkeypatch):
+    whole = training.train(recipe, config, corpus, CPU)
+    with monkeypatch.context() as m, pytest.raises(Interrupted):
+        interrupt_at(m, 5)
+        training.train(recipe, config, corpus, CPU, tmp_path, checkpoint_every=2)
+    assert len(torch.load(checkpoint.path_of(tmp_path, recipe), weights_only=True)["losses"]) == 4
+    torch.manual_seed(12345)
+    resumed = training.train(recipe, config, corpus, CPU, tmp_path, resume=True)
+    assert resumed.losses == whole.losses
+    assert resumed.held_out_loss == whole.held_out_loss
+
+
+def test_a_finished_run_resumes_to_its_result(corpus, tmp_path):
+    whole = training.train("bf16", TINY, corpus, CPU, tmp_path, checkpoint_every=3)
+    again = training.train("bf16", TINY, corpus, CPU, tmp_path, resume=True)
+    assert (again.losses, again.held_out_loss) == (whole.losses, whole.held_out_loss)
+
+
+def test_a_checkpoint_restores_random_numbers(tmp_path):
+    path = checkpoint.path_of(tmp_path, "bf16")
+    torch.manual_seed(7)
+    checkpoint.save(path, TINY, "digest", CPU)
+    expected = torch.rand(3)
+    torch.manual_seed(8)
+    checkpoint.load(path, TINY, "digest", CPU)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_failed_write_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    path = checkpoint.path_of(tmp_path, "bf16")
+    checkpoint.save(path, TINY, "digest", CPU, losses=[1.0])
+
+    def fail(state, file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(UsageError, match="disk full"):
+        checkpoint.save(path, TINY, "digest", CPU, losses=[2.0])
+    assert checkpoint.load(path, TINY, "digest", CPU)["losses"] == [1.0]
+
+
+def test_grad_accumulation_sees_the_same_batch(corpus):
+    one = training.train("bf16", replace(TINY, batch_size=4), corpus, CPU)
+    two = training.train("bf16", replace(TINY, batch_size=2, grad_accumulation=2), corpus, CPU)
+    torch.testing.assert_close(torch.tensor(two.losses), torch.tensor(one.losses), rtol=1e-3, atol=1e-3)
+
+
+@MODELS
+def test_activation_checkpointing_changes_memory_and_not_the_curve(config, corpus):
+    plain = training.train("bf16", config, corpus, CPU)
+    recomputed = training.train("bf16", replace(config, activation_checkpointing=True), corpus, CPU)
+    assert recomputed.losses == plain.losses
+    assert recomputed.activation_bytes < plain.activation_bytes / 2
+
+
+@MODELS
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_learns(recipe, config, corpus):
+    with torch.no_grad():
+        start = next_byte_loss(convert_model(recipe, config), corpus.batch(0, 0, 64)).item()
+    assert start == pytest.approx(math.log(256), rel=0.05)
+    assert training.train(recipe, replace(config, steps=14), corpus, CPU).held_out_loss < 0.8 * start
+
+
+def test_a_tied_head_is_one_parameter(corpus):
+    config = replace(TINY, tied_head=True)
+    model = training.build(config, CPU)
+    assert model.lm_head.weight is model.embedding.weight
+    assert sum(p.numel() for p in model.parameters()) == config.parameters
+    assert len(training.train("bf16", config, corpus, CPU).losses) == config.steps
+
+
+def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth():
+    rates = [training.learning_rate(TINY, step) for step in range(TINY.steps)]
+    assert rates[0] == TINY.lr / 2 and max(rates) == TINY.lr
+    assert rates[-1] == pytest.approx(TINY.lr / 10)
+
+
+def test_a_loss_that_is_not_finite_stops_the_recipe(corpus, monkeypatch):
+    monkeypatch.setattr(training, "train_step", lambda *args: torch.tensor(math.nan))
+    result = training.train("bf16", TINY, corpus, CPU)
+    assert result.diverged and len(result.losses) == 1
+    assert "diverged at step 1" in report.table([result])
+
+
+@pytest.mark.parametrize("config, recipe, words", [
+    (TINY, "bf16", "every linear layer in bf16"),
+    (TINY, "fp8", "8 of 9 linear layers in fp8_128x128"),
+    (TINY, "nvfp4", "4 of 9 linear layers in nvfp4_16x16"),
+    (MOE, "bf16", "every linear layer and expert in bf16"),
+    (MOE, "fp8", "8 of 9 linear layers and 4 of 4 weights of experts in fp8_128x128"),
+    (MOE, "nvfp4", "4 of 9 linear layers and 2 of 4 weights of experts in nvfp4_16x16"),
+])  # fmt: skip
+def test_conversion_spares_the_head_routers_and_nvfp4_the_last_block(config, recipe, words):
+    model = training.build(config, CPU)
+    assert convert(model, recipe) == words
+    assert all(type(router.weight) is torch.nn.Parameter for router in model.routers())
+
+
+def test_the_estimate_counts_steps_and_evaluation(corpus, monkeypatch):
+    now, durations = 0.0, iter([9.0, 2.0, 3.0])
+
+    def train_step(*args):
+        nonlocal now
+        now += next(durations)
+        return torch.zeros(())
+
+    monkeypatch.setattr(training, "train_step", train_step)
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now)
+    # 4 held-out sequences are 2 steps of text, and evaluating takes a third of training.
+    assert training.seconds_to_train("bf16", TINY, corpus, CPU) == pytest.approx((8 + 2 / 3) * 2)
+
+
+# --- mixtures of experts ----------------------------------------------------------------------------------------------
+
+
+def test_a_token_takes_its_best_experts_and_their_weights_sum_to_one():
+    router = Router(replace(MOE, experts=6, top_k=2))
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(50, MOE.dim)
+    weights, chosen = router(x)
+    probabilities = (x @ router.weight.T).softmax(-1)
+    best = probabilities.topk(2, -1)
+    assert torch.equal(chosen, best.indices) and weights.dtype == torch.float32
+    torch.testing.assert_close(weights, best.values / best.values.sum(-1, keepdim=True))
+
+
+def test_the_router_decides_in_fp32_under_autocast():
+    router = Router(MOE)
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(50, MOE.dim).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = router(x)
+    assert all(map(torch.equal, got, router(x.float())))
+
+
+def test_a_bias_moves_towards_experts_with_few_tokens_and_no_weight():
+    router = Router(MOE)
+    torch.nn.init.normal_(router.weight)
+    before, _ = router(torch.randn(9, MOE.dim, generator=torch.Generator().manual_seed(0)))
+    router.count(torch.tensor([6, 6, 8, 12], dtype=torch.int32))
+    router.balance()
+    rate = MOE.balance_rate
+    torch.testing.assert_close(router.bias, torch.tensor([-rate, rate, rate, -rate]))
+    assert router.tokens.tolist() == [0] * 4
+    router.bias.fill_(3)
+    after, _ = router(torch.randn(9, MOE.dim, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(before, after)
+
+
+def test_balancing_evens_out_how_many_tokens_experts_have(corpus, monkeypatch):
+    def unevenness(rate):
+        worst = []
+
+        def balance(self, original=Router.balance):
+            worst.append((self.tokens.max() / self.tokens.mean()).item())
+            original(self)
+
+        with monkeypatch.context() as m:
+            m.setattr(Router, "balance", balance)
+            training.train("bf16", replace(MOE, experts=8, steps=30, balance_rate=rate), corpus, CPU)
+        return sum(worst[-10:]) / 10
+
+    assert unevenness(0.05) < 0.6 * unevenness(0.0)
+
+
+def test_a_mixture_is_its_experts_one_by_one(corpus):
+    model = training.build(MOE, CPU)
+    mixture, x = model.layers[0].mlp, torch.randn(2, 5, MOE.dim)
+    weights, chosen = mixture.router(x.flatten(0, 1))
+    expected = mixture.shared(x).flatten(0, 1)
+    for t, token in enumerate(x.flatten(0, 1)):
+        for weight, e in zip(weights[t], chosen[t]):
+            gate, up = (mixture.experts.gate_up[e] @ token).chunk(2)
+            expected[t] = expected[t] + weight * (mixture.experts.down[e] @ (torch.nn.functional.silu(gate) * up))
+    torch.testing.assert_close(mixture(x).flatten(0, 1), expected)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@MODELS
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_memory_estimate_covers_what_is_saved_for_backward(recipe, config):
+    config = replace(config, batch_size=4)
+    saved = training.activation_bytes(convert_model(recipe, config), config, CPU)
+    estimate = memory.estimated_bytes(config) - memory.estimated_bytes(replace(config, batch_size=2))
+    assert 0.3 * estimate < saved / 2 <= estimate
+
+
+def test_low_precision_keeps_fewer_bytes(corpus):
+    config = replace(TINY, steps=1, warmup=0)
+    bf16, fp8, nvfp4 = (training.train(r, config, corpus, CPU) for r in RECIPES)
+    assert fp8.activation_bytes < bf16.activation_bytes
+    head = 2 * 256 * TINY.dim
+    linear = bf16.weight_bytes - head
+    assert fp8.weight_bytes - head == pytest.approx(linear / 2, rel=0.01)
+    # One of the two blocks stays in bf16; the other takes 4.5 bits at most.
+    assert nvfp4.weight_bytes - head <= linear / 2 + 4.5 / 16 * linear / 2
+
+
+def test_saved_bytes_counts_each_storage_once_and_no_parameter():
+    layer = torch.nn.Linear(8, 8, bias=False)
+    x = torch.randn(4, 8, requires_grad=True)
+    with memory.saved_bytes(layer) as saved:
+        hidden = layer(x)
+        (hidden * hidden.view(4, 8)).sum()
+    assert sum(saved.values()) == x.nbytes + hidden.nbytes
+
+
+@MODELS
+def test_parameter_count_matches_the_model(config):
+    model = training.build(config, CPU)
+    assert sum(p.numel() for p in model.parameters()) == config.parameters
+    idle = (config.experts - config.top_k) * 3 * config.dim * config.hidden
+    assert config.active_parameters == config.parameters - config.layers * idle
