@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from defined_ops import NAMESPACE
 
 from torchao_blockwise.ops import op as op_module
 from torchao_blockwise.ops.backend import Backend, Implementation
+
+# No name twice in a process: PyTorch remembers operations by name, also those whose library is gone.
+_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +27,13 @@ def namespace():
 @pytest.fixture(scope="module")
 def define(namespace):
     """define(annotations, fake, run, ..): an operation `op<n>` of arguments with these annotations, and "return"."""
-    names = (f"op{n}" for n in range(1000))
 
     def define(annotations: dict, fake=lambda *args: None, run=None, **options):
         arguments = ", ".join(name for name in annotations if name != "return")
         scope: dict = {"fake": fake}
         exec(f"def fake_op({arguments}): return fake({arguments})", scope)
         described = scope["fake_op"]
-        described.__name__ = f"{next(names)}_op"
+        described.__name__ = f"op{next(_numbers)}_op"
         described.__annotations__ = {"return": None, **annotations}
         table = options.pop("table", (Implementation(Backend.REFERENCE, run or fake),))
         return op_module.define_op(table, **options)(described)
