@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -67,8 +68,11 @@ def spawn(worker, ranks: int, folder: Path, *args, device_type: str = "cpu") -> 
     # Held by this process: no rank takes it along when it dies, and no port is chosen before it is bound.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     files = [folder / f"{rank}.pt" for rank in range(ranks)]
+    # Libraries take a GPU where they see one, whatever the ranks are told.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device_type == "cpu" else {}
     try:
-        mp.spawn(_start, args=(worker, ranks, store.port, files, device_type, args), nprocs=ranks)
+        with mock.patch.dict(os.environ, hidden):
+            mp.spawn(_start, args=(worker, ranks, store.port, files, device_type, args), nprocs=ranks)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
         print(e)
     return [torch.load(file, weights_only=True) if file.exists() else None for file in files]

@@ -22,6 +22,6 @@ import fsdp_install_checks
 def test_fsdp_install(check):
     command = [sys.executable, fsdp_install_checks.__file__, check.__name__]
     # Triton's interpreter, once it runs, replaces what kernels call.
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr

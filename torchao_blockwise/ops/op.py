@@ -238,7 +238,11 @@ def copies_of(tensors: Sequence[torch.Tensor], options: CastOptions) -> Copies:
 
 def with_global_scale(copies: Copies, global_scale: torch.Tensor) -> Copies:
     """The copies with the global scale that they share."""
-    return Copies(*(None if copy is None else copy._replace(global_scale=global_scale) for copy in copies))
+    # Not by `_replace`: compilers of PyTorch 2.11 cannot return what it makes.
+    rowwise, columnwise = (
+        None if x is None else Operand(x.qdata, x.scale, global_scale, x.format_name) for x in copies
+    )
+    return Copies(rowwise, columnwise)
 
 
 def without_grad(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
