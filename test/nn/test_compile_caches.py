@@ -66,14 +66,16 @@ NOT_COMPILED = ("nvfp4_weight", "tensor_parallel")
     ("recipe", "case"), [pair for pair in itertools.product(RECIPES, CASES) if pair != NOT_COMPILED]
 )
 def test_a_graph_belongs_to_one_recipe(recipe, case, later):
-    apart, _ = later[recipe][case]
+    apart, *_ = later[recipe][case]
     assert apart == 0
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_recipe_finds_its_graphs(case, first, later):
-    (apart, hits), (_, hits_later) = first["fp8"][case], later["fp8"][case]
-    assert apart == 0 and hits_later > hits
+    (apart, _, misses), (_, hits, misses_later) = first["fp8"][case], later["fp8"][case]
+    # PyTorch 2.11 finds those of one linear layer for a tensor parallel one too, whose local product is the same.
+    assert apart == 0 and (misses > 0 or case == "tensor_parallel")
+    assert hits > 0 and misses_later == 0
 
 
 def test_another_version_of_the_package_finds_none(cache, first, tmp_path):
