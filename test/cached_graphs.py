@@ -3,8 +3,8 @@
     python cached_graphs.py RECIPE ...
 
 Prints as JSON what each case of each recipe came to: how far compiled results are from eager ones, how many stored
-graphs were found, and how many were looked for in vain. Layers are bare products in bf16, for which inductor compiles no
-code, so results are the same bits.
+graphs were found, and how many were looked for in vain. Layers are bare products in bf16, for which inductor compiles
+no code, so results are the same bits.
 """
 
 from __future__ import annotations
