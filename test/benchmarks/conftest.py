@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._triton import has_triton
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2] / "benchmarks")]
 
@@ -29,6 +30,10 @@ def without_gpu(monkeypatch):
     # PyTorch would remember what it counted while no GPU is to be seen.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    # Inductor asks once in a process whether Triton has a GPU: these tests and those behind them each ask anew.
+    has_triton.cache_clear()
+    yield
+    has_triton.cache_clear()
 
 
 @pytest.fixture
