@@ -172,10 +172,12 @@ def private_names(tree: ast.AST, ours: set[str]) -> set[str]:
 OURS = set().union(*(defined_names(parse(path)) for path in FILES))
 # Every name that _compat takes from torch and torchao without their promise, from a module that can be imported.
 NAMES_IN_COMPAT = (
+    "torch._C._DisableAutocast",
     "torch._C._ForceDispatchKeyGuard",
     "torch._C._are_functorch_transforms_active",
     "torch._C._dispatch_tls_local_exclude_set",
     "torch._C._dispatch_tls_local_include_set",
+    "torch._C._dynamo.guards._empty_strided_cpu",
     "torch._C._get_tracing_state",
     "torch._C._len_torch_dispatch_stack",
     "torch._C._len_torch_function_stack",
@@ -221,7 +223,9 @@ NAMES_IN_COMPAT = (
     "torch.nn.functional.ScalingType.TensorWise",
     "torch.nn.functional.SwizzleType.SWIZZLE_32_4_4",
     "torch.nn.functional.SwizzleType.NO_SWIZZLE",
+    "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_map_only",
+    "torch.UntypedStorage._cdata",
     "torchao.core.config.ALLOWED_AO_MODULES",
     "torchao.quantization.quant_api.quantize_",
     "triton.backends.nvidia.driver.make_tensordesc_arg",

@@ -49,15 +49,13 @@ class Launching:
     def is_watched(self, kernel) -> bool:
         """Whether hooks want to see launches or builds of `kernel`, or builds are to be debugged."""
         knobs = self._knobs
-        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+        return bool(self.has_hooks() or knobs.debug or knobs.add_stages_inspection_hook or kernel.pre_run_hooks)
+
+    def has_hooks(self) -> bool:
+        """Whether hooks want to see all launches."""
+        enter, leave = self._knobs.launch_enter_hook, self._knobs.launch_exit_hook
         # A chain of hooks, or a hook, or None.
-        return bool(
-            getattr(enter, "calls", enter)
-            or getattr(leave, "calls", leave)
-            or knobs.debug
-            or knobs.add_stages_inspection_hook
-            or kernel.pre_run_hooks
-        )
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
     def launcher_of(self, compiled, kernel, runtime_args: int) -> Launcher | None:
         """How to launch a compiled kernel that takes `runtime_args` before its constexprs; None where not by hand.

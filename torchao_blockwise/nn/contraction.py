@@ -17,10 +17,16 @@ import torch
 from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups, Operand
 from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups
+from torchao_blockwise.ops import replay
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.op import define_op
-from torchao_blockwise.tensors import MasterWeightTensor
-from torchao_blockwise.tensors.weight_operands import amax_over, weight_operand
+from torchao_blockwise.tensors import (
+    BlockwiseFP8TrainingConfig,
+    MasterWeightTensor,
+    NVFP4TrainingConfig,
+    QuantizedTensor,
+)
+from torchao_blockwise.tensors.weight_operands import amax_over, is_split, kept_weights, weight_operand
 
 
 class Contraction(NamedTuple):
@@ -38,6 +44,9 @@ class Contraction(NamedTuple):
     split: AmaxGroups = WHOLE
     rounded_to: torch.dtype | None = None
     transposed: bool = False
+
+
+replay.settle(AmaxGroups, BlockwiseFP8TrainingConfig, NVFP4TrainingConfig)
 
 
 def cast_options(config, rowwise: bool, columnwise: bool) -> CastOptions:
@@ -69,16 +78,9 @@ def grad_input(dy: Operand, weight, how: Contraction, dtype: torch.dtype) -> tor
 
 
 def grad_weight(dy: Operand, x: Operand, weight, how: Contraction, dtype: torch.dtype) -> torch.Tensor | None:
-    """dyᵀ · x, both quantized along tokens, as the weight lies; None where it went into `weight.main_grad`.
-
-    A weight with an attribute `main_grad`, of its shape in f32, has the product added there in the pass that computes
-    it, and `weight.grad_added_to_main_grad` set, as Megatron-LM's optimizers expect. `.grad` stays as it is, and its
-    hooks do not run: a gradient that is added later is written once and read twice more. In eager mode alone: a
-    compiled layer gives `.grad`.
-    """
+    """dyᵀ · x, both quantized along tokens, as the weight lies; None where it went into `weight.main_grad`."""
     operands = (x, dy) if how.transposed else (dy, x)
-    main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
-    backend = how.config.backend
+    main_grad, backend = main_grad_of(weight), how.config.backend
     if main_grad is None and how.groups is None:
         return ops.matmul(*operands, out_dtype=dtype, backend=backend)
     if main_grad is None:
@@ -89,6 +91,26 @@ def grad_weight(dy: Operand, x: Operand, weight, how: Contraction, dtype: torch.
         ops.add_grouped_matmul_(main_grad, *operands, how.groups, backend=backend)
     weight.grad_added_to_main_grad = True
     return None
+
+
+def main_grad_of(weight) -> torch.Tensor | None:
+    """What the gradient of `weight` is added to in place of `.grad`, if it has such an attribute, `main_grad`.
+
+    Of its shape, in f32; the product is added in the pass that computes it, and `weight.grad_added_to_main_grad` is
+    set, as Megatron-LM's optimizers expect. `.grad` stays as it is, and its hooks do not run: a gradient that is added
+    later is written once and read twice more. In eager mode alone: a compiled layer gives `.grad`.
+    """
+    return None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
+
+
+def values_of(weight):
+    """What products read of a weight: a master weight's values, else the weight itself.
+
+    Compiled, the weight: its values would be an input of the graph beside it, which sees no change inside.
+    """
+    if isinstance(weight, MasterWeightTensor) and not torch.compiler.is_compiling():
+        return weight.hp
+    return weight
 
 
 def gradients(
@@ -134,16 +156,14 @@ def weight_comes_first(dy: torch.Tensor, how: Contraction) -> bool:
 
 
 def _product_of(a: Operand, weight, how: Contraction, columnwise: bool, dtype, bias) -> torch.Tensor:
-    """a · wᵀ, or with the columnwise copy of the weight a · w, whatever carries the weight.
+    """a · wᵀ, or with the columnwise copy of the weight a · w, whatever carries the weight: its `values_of` do too.
 
     The quantized copy of a master weight dies inside this call, outside of `weights_unchanged`.
     """
     config, groups = how.config, how.groups
-    if isinstance(weight, MasterWeightTensor):
-        # Compiled, the weight: its values would be an input of the graph beside it, which sees no change inside.
-        hp = weight if torch.compiler.is_compiling() else weight.hp
+    if not isinstance(weight, QuantizedTensor):
         recipe = config.weight_format, config.power_of_2_scales, columnwise, how.split.weight, how.rounded_to
-        return master_matmul_op(a, hp, *recipe, dtype, bias, groups, config.backend)
+        return master_matmul_op(a, values_of(weight), *recipe, dtype, bias, groups, config.backend)
     if weight.original is not None and not torch.compiler.is_compiling():
         weight.original.free()
     # PyTorch 2.11 may trace a layer by autograd, where nothing is compiling, and tensors are not plain.
@@ -182,10 +202,15 @@ def master_matmul(
     return _product(a, b, out_dtype, bias, groups, products_by)
 
 
+def _has_no_scope(a, hp, fmt, *_) -> bool:
+    """Whether arguments alone decide what `master_matmul` does: no scope keeps copies, no ranks share the weight."""
+    return replay.on_device(a) and not kept_weights and not is_split(hp, fmt)
+
+
 # One operation from the master's values to the product: the quantized copy is never a value of a compiled graph, which
 # could hold it from forward to backward, and a scope that keeps it is asked when the graph runs. It serves experts too:
 # checkpoint policies name one operation.
-@define_op((Implementation(Backend.AUTO, master_matmul),))
+@define_op((Implementation(Backend.AUTO, master_matmul),), replayed=_has_no_scope)
 def master_matmul_op(
     a: Operand,
     hp: torch.Tensor,

@@ -7,7 +7,15 @@ import torch.nn.functional as F
 
 from torchao_blockwise import _compat
 from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.contraction import Contraction, gradients, output, quantize, weight_comes_first
+from torchao_blockwise.nn.contraction import (
+    Contraction,
+    gradients,
+    main_grad_of,
+    output,
+    quantize,
+    values_of,
+    weight_comes_first,
+)
 from torchao_blockwise.nn.sharded_linear import WHOLE, sharded_linear
 from torchao_blockwise.nn.weights import WEIGHTS, check_linear, config_of
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
@@ -46,44 +54,60 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, config, split):
         how = Contraction(config, split=split)
-        x2d = steps.as_rows(x)
         needs_weight = ctx.needs_input_grad[1]
         save_quantized = needs_weight and config.saves_quantized_activations
-        rowwise, columnwise = quantize(x2d, how, rowwise=True, columnwise=save_quantized, over=split.x)
-        out = output(rowwise, weight, how, config.out_dtype or x.dtype, bias)
+        out, columnwise = steps.run(_forward, x, values_of(weight), bias, how, save_quantized)
         # The columnwise copy (qdata, scale, global_scale), or the input itself, or nothing.
-        saved_x = columnwise.tensors if save_quantized else (x2d if needs_weight else None, None, None)
+        saved_x = columnwise.tensors if save_quantized else (x,) if needs_weight else ()
         steps.save_for_backward(ctx, (weight,), *saved_x)
-        ctx.how, ctx.save_quantized = how, save_quantized
-        ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype)
+        ctx.how, ctx.x_shape, ctx.dtypes = how, x.shape, (x.dtype, weight.dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return steps.as_shape_of(out, x)
+        return out
 
     @staticmethod
     def backward(ctx, grad_output):
         # A constant grad_output would leave the second gradient out in silence, so this does not wait for one.
         steps.refuse_second_order("linear")
-        weight, saved = steps.take_saved(ctx, 1)
-        how, save_quantized = ctx.how, ctx.save_quantized
+        weight, saved_x = steps.take_saved(ctx, 1)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dy = steps.as_rows(grad_output)
+        rest = saved_x, ctx.how, (needs_x, needs_weight), ctx.x_shape, ctx.dtypes
+        if main_grad_of(weight) is None:
+            grads = steps.run(_backward, grad_output, values_of(weight), *rest)
+        else:
+            # What it adds to counts its changes, which no recording does.
+            grads = _backward(grad_output, weight, *rest)
+        grad_bias = steps.grad_bias(steps.as_rows(grad_output), ctx.bias_dtype) if needs_bias else None
+        return *grads, grad_bias, None, None
 
-        def x_columnwise():
-            x = steps.taken(saved)
-            if save_quantized:
-                return steps.operand_of(x, how.config)
-            return quantize(x[0], how, rowwise=False, columnwise=True, over=how.split.x).columnwise
 
-        grad_x, grad_weight = gradients(
-            [*quantize(dy, how, rowwise=needs_x, columnwise=needs_weight, over=how.split.grad_output)],
-            x_columnwise,
-            weight,
-            how,
-            ctx.dtypes,
-            weight_first=weight_comes_first(dy, how),
-        )
-        grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
-        return None if grad_x is None else grad_x.view(ctx.x_shape), grad_weight, grad_bias, None, None
+def _forward(x, weight, bias, how: Contraction, save_quantized: bool):
+    """(x · wᵀ + bias, the columnwise copy of x or None)."""
+    x2d = steps.as_rows(x)
+    rowwise, columnwise = quantize(x2d, how, rowwise=True, columnwise=save_quantized, over=how.split.x)
+    out = output(rowwise, weight, how, how.config.out_dtype or x.dtype, bias)
+    return steps.as_shape_of(out, x), columnwise
+
+
+def _backward(grad_output, weight, saved_x: list, how: Contraction, needs, x_shape, dtypes):
+    """(grad_input, grad_weight), those that are needed."""
+    needs_x, needs_weight = needs
+    dy = steps.as_rows(grad_output)
+
+    def anew():
+        (x,) = steps.taken(saved_x)
+        return quantize(steps.as_rows(x), how, rowwise=False, columnwise=True, over=how.split.x).columnwise
+
+    grad_x, grad_weight = gradients(
+        [*quantize(dy, how, rowwise=needs_x, columnwise=needs_weight, over=how.split.grad_output)],
+        steps.columnwise_of(saved_x, how.config, anew),
+        weight,
+        how,
+        dtypes,
+        weight_first=weight_comes_first(dy, how),
+    )
+    if grad_x is not None and grad_x.shape != x_shape:
+        grad_x = grad_x.view(x_shape)
+    return grad_x, grad_weight
 
 
 @MasterWeightTensor.implements_torch_function(F.linear)

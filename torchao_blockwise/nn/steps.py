@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Callable
+
 import torch
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import Groups, Operand
+from torchao_blockwise.ops import replay
 from torchao_blockwise.ops.backend import may_have_kernels
+from torchao_blockwise.ops.op import is_watched
 from torchao_blockwise.tensors import QuantizedTensor
+from torchao_blockwise.tensors.weight_operands import kept_weights
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -36,6 +42,23 @@ def apply(function: type[torch.autograd.Function], *args) -> torch.Tensor:
     if torch.is_grad_enabled():
         return function.apply(*args)
     return function.forward(_NoGraph(), *args)
+
+
+_recordings: collections.defaultdict[Callable, replay.Replays] = collections.defaultdict(
+    lambda: replay.Replays(empties_lists=True)
+)
+
+
+def run(work: Callable, *args):
+    """`work(*args)`: what a layer computes in one pass, as one recording where operations are replayed.
+
+    work: a function of a module, of tensors, operands, groups and what decides what it does; nothing else may. It
+        gives tensors and tuples of them. A list among the arguments is emptied: what it held goes when it was used.
+    Copies that `weights_unchanged` keeps are no part of it: there each operation is replayed by itself.
+    """
+    if kept_weights or is_watched() or not replay.on_device(args):
+        return work(*args)
+    return _recordings[work].call(work, args)
 
 
 def save_for_backward(ctx, weights: tuple, *tensors: torch.Tensor | None) -> None:
@@ -77,6 +100,11 @@ def operand_of(saved: tuple, config) -> Operand:
     """The operand of an activation that `fields` took apart."""
     qdata, scale, global_scale = saved
     return Operand(qdata, scale, global_scale, config.activation_format.name)
+
+
+def columnwise_of(saved: list, config, anew: Callable[[], Operand]) -> Callable[[], Operand]:
+    """What gives the columnwise copy of an activation: that which was saved, as `fields` took it apart, or `anew`."""
+    return (lambda: operand_of(taken(saved), config)) if len(saved) == 3 else anew
 
 
 def saved_groups(group_ends: torch.Tensor | None, tables: torch.Tensor | None) -> Groups | None:

@@ -18,11 +18,14 @@ long is right all the same.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
 
 from torchao_blockwise._compat import triton_launcher
+from torchao_blockwise.ops import replay
 
 # Every pointer and stride that Triton calls divisible is a multiple of this.
 _ALIGNMENT_MASK = 15
@@ -128,10 +131,14 @@ def _launch(kernel, grid: int, args: tuple, more: tuple, options: dict, parts: l
     key = tuple(parts)
     build = _builds.get(key)
     if build is None:
-        compiled = _launch_by_triton(kernel, grid, (*args, *more), options)
+        why = "launches through Triton" if key in _builds else replay.NOT_BUILT
+        compiled = _launch_by_triton(kernel, grid, (*args, *more), options, why)
         if compiled is not None:
             _builds[key] = triton.launcher_of(compiled, kernel, len(args) + len(more))
         return None
+    seen = replay.recorder()
+    if seen is not None:
+        seen.launched(triton, build.run, grid, (*_as_recorded(args, build.encoders), *more))
     if build.encoders:
         values = _encoded(values, build.encoders)
     build.run(grid, triton.current_stream(device), (*values, *more))
@@ -178,7 +185,20 @@ def _in_form(x: torch.Tensor, form: Tile | torch.dtype):
     return TensorDescriptor(x, list(x.shape), list(_strides(x)), list(form.shape), form.layout)
 
 
-def _launch_by_triton(kernel, grid: int, args, options):
+def _as_recorded(args, encoders: tuple) -> Iterator[Any]:
+    following = iter(encoders)
+    for arg in args:
+        x, form = arg if type(arg) is tuple else (arg, None)
+        if type(form) is Tile:
+            yield replay.Matrix(x, functools.partial(next(following), shape=x.shape, strides=_strides(x)))
+        else:
+            yield x
+
+
+def _launch_by_triton(kernel, grid: int, args, options, why: str = "launches through Triton"):
+    seen = replay.recorder()
+    if seen is not None:
+        seen.refuse(why)
     tensors = (arg[0] if type(arg) is tuple else arg for arg in args)
     tensor = next(x for x in tensors if isinstance(x, torch.Tensor))
     args = [_in_form(*arg) if type(arg) is tuple else arg for arg in args]

@@ -23,6 +23,7 @@ import torch
 
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups, Operand, get_format
+from torchao_blockwise.ops import replay
 from torchao_blockwise.ops.backend import Backend, Choice, Implementation, choose, get_backend
 
 NAMESPACE = "torchao_blockwise"
@@ -117,6 +118,7 @@ def define_op(
     check: Callable[..., None] | None = None,
     sharding: Callable | None = None,
     said: str | None = None,
+    replayed: Callable[..., bool] | None = replay.on_device,
 ) -> Callable[[Callable], Callable]:
     """Define the operation that a function `<name>_op` describes; what is returned calls it, by position.
 
@@ -145,13 +147,18 @@ def define_op(
             flat = iter(parts)
             return [kind.together(flat) for kind in kinds]
 
-        def compute(args: Sequence):
-            backend = Backend.AUTO
-            if takes_backend:
-                *args, backend = args
+        def compute_anew(*given):
+            *args, backend = given if takes_backend else (*given, Backend.AUTO)
             if check is not None:
                 check(*args)
             return choose(said or name, rows, backend, args, first, expected).function(*args)
+
+        recordings = replay.Replays()
+
+        def compute(args: Sequence):
+            if replayed is not None and replay.recorder() is None and replayed(*args):
+                return recordings.call(compute_anew, args)
+            return compute_anew(*args)
 
         def run(*parts):
             return result(compute(whole(parts)))
@@ -176,7 +183,7 @@ def define_op(
 
         @functools.wraps(fake)
         def call(*args):
-            if is_direct and not _compat.is_watched() and _are_plain([args[i] for i in holders]):
+            if is_direct and not is_watched() and _are_plain([args[i] for i in holders]):
                 return compute(args) if options else result(compute(args))
             given = overload(*[part for kind, value in zip(kinds, args, strict=True) for part in kind.apart(value)])
             return copies_of(given, args[options[0]]) if options else given
@@ -186,6 +193,11 @@ def define_op(
         return call
 
     return define
+
+
+def is_watched() -> bool:
+    """Whether something wants to see operations, but for what records them."""
+    return torch.compiler.is_compiling() or (_compat.is_watched() and replay.recorder() is None)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))

@@ -151,6 +151,11 @@ def split_over(hp: torch.Tensor, *groups: torch.distributed.ProcessGroup) -> Non
     _splits[hp] = group_names(groups)
 
 
+def is_split(hp: torch.Tensor, fmt: BlockFormat) -> bool:
+    """Whether `hp` is quantized in `fmt` with an amax over ranks, because `split_over` said so."""
+    return fmt.has_global_scale and hp in _splits
+
+
 def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:
     """Process groups as `amax_over` takes them.
 
