@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchao_blockwise import _compat
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
+from torchao_blockwise.tensors.copying import source_for
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.quantized_shard import QuantizedShard
@@ -52,6 +53,26 @@ def _is_shared(func, types, args, kwargs):
     return all(t.is_shared() for t in args[0]._tensors())
 
 
+def _share_memory(func, types, args, kwargs):
+    """A wrapper has no storage that could be shared, its inner tensors have."""
+    for t in args[0]._tensors():
+        t.share_memory_()
+    return args[0]
+
+
+def _set_data(func, types, args, kwargs):
+    """`x.data = src`: takes over the payload of a tensor of the same kind, or of high precision quantized as `x` is."""
+    x, src = args
+    src = source_for("data", x, src)
+    names, attributes = x.__tensor_flatten__()
+    parts = {name: getattr(src, name) for name in names}
+    # Raises where these are no parts of a tensor with the attributes of `x`.
+    type(x).__tensor_unflatten__(parts, attributes, None, None)
+    with _compat.no_torch_function():
+        func(x, src)
+    vars(x).update(parts)
+
+
 def _refuse(func, types, args, kwargs):
     # No NotImplementedError: safetensors takes that for a tensor without memory, and goes on by `data_ptr()`.
     raise TypeError(
@@ -71,5 +92,7 @@ for _cls in (MasterWeightTensor, TransposedWeight, *_QUANTIZED):
 
 for _cls in _QUANTIZED:
     _cls.implements_torch_function(Tensor.data_ptr)(_address)
+    _cls.implements_torch_function(Tensor.data.__set__)(_set_data)
     _cls.implements_torch_function(Tensor.is_shared)(_is_shared)
+    _cls.implements_torch_function(Tensor.share_memory_)(_share_memory)
     _cls.implements_torch_function([*_READS, Tensor.apply_])(_refuse)

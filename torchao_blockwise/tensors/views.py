@@ -7,13 +7,13 @@ import math
 
 import torch
 
-from torchao_blockwise.tensors.quantized import _implements, _map
+from torchao_blockwise.tensors.quantized import implements, map_tensors
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 
 aten = torch.ops.aten
 
 
-@_implements(aten.slice.Tensor)
+@implements(aten.slice.Tensor)
 def _slice(func, x, dim=0, start=None, end=None, step=1):
     dim = dim % x.dim()
     size = x.shape[dim]
@@ -38,24 +38,24 @@ def _slice(func, x, dim=0, start=None, end=None, step=1):
     return x._make(qdata, scale, columns=end - start if axis == -1 else None)
 
 
-@_implements(aten.split.Tensor)
+@implements(aten.split.Tensor)
 def _split(func, x, size, dim=0):
     length = x.shape[dim]
     return [_slice(aten.slice.Tensor, x, dim, start, min(start + size, length)) for start in range(0, length, size)]
 
 
-@_implements(aten.split_with_sizes.default)
+@implements(aten.split_with_sizes.default)
 def _split_with_sizes(func, x, sizes, dim=0):
     ends = list(itertools.accumulate(sizes))
     return [_slice(aten.slice.Tensor, x, dim, end - size, end) for size, end in zip(sizes, ends)]
 
 
-@_implements(aten.unbind.int)
+@implements(aten.unbind.int)
 def _unbind(func, x, dim=0):
     return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
 
 
-@_implements(aten.select.int)
+@implements(aten.select.int)
 def _select(func, x, dim, index):
     if dim % x.dim() >= x.dim() - 2:
         raise NotImplementedError(
@@ -64,7 +64,7 @@ def _select(func, x, dim, index):
     return x._make(func(x.qdata, dim, index), func(x.scale, dim, index))
 
 
-@_implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(func, x, size):
     """Regroup leading dims; rows may join them where no block straddles, the last dim stays."""
     size = _infer_size(list(size), x.numel())
@@ -88,7 +88,7 @@ def _infer_size(size: list[int], numel: int) -> list[int]:
     return size
 
 
-@_implements(aten.as_strided.default)
+@implements(aten.as_strided.default)
 def _as_strided(func, x, size, stride, storage_offset=None):
     """The same tensor again: FSDP2 asks for it. Other strides would cut blocks."""
     if list(size) != list(x.shape) or list(stride) != list(x.stride()) or storage_offset:
@@ -96,10 +96,10 @@ def _as_strided(func, x, size, stride, storage_offset=None):
             f"as_strided: only with the tensor's own size {list(x.shape)} and strides {list(x.stride())}, got "
             f"{list(size)} and {list(stride)}; dequantize() first"
         )
-    return _map(x, lambda t: t.detach())
+    return map_tensors(x, lambda t: t.detach())
 
 
-@_implements(aten.unsqueeze.default)
+@implements(aten.unsqueeze.default)
 def _unsqueeze(func, x, dim):
     dim = dim % (x.dim() + 1)
     if dim > x.dim() - 2:
@@ -107,12 +107,12 @@ def _unsqueeze(func, x, dim):
     return x._make(func(x.qdata, dim), func(x.scale, dim))
 
 
-@_implements(aten.t.default)
+@implements(aten.t.default)
 def _t(func, x):
     return x.transposed_view()
 
 
-@_implements(aten.transpose.int)
+@implements(aten.transpose.int)
 def _transpose(func, x, dim0, dim1):
     """A view with the last two dims swapped; of experts a `TransposedWeight`."""
     if swaps_last_dims(func, (x, dim0, dim1)):
@@ -122,7 +122,7 @@ def _transpose(func, x, dim0, dim1):
     return x.transposed_view()
 
 
-@_implements(aten.permute.default)
+@implements(aten.permute.default)
 def _permute(func, x, dims):
     """What `.T` calls."""
     if [d % x.dim() for d in dims] != [*range(x.dim() - 2), x.dim() - 1, x.dim() - 2]:
