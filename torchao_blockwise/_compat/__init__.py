@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -26,6 +26,11 @@ pytree = torch.utils._pytree
 
 # One overload of an operation of PyTorch, as tensor subclasses are asked about it.
 Operation: TypeAlias = "torch._ops.OpOverload[..., Any]"
+# What `__torch_function__` and `__torch_dispatch__` are given beside it: PyTorch says no more of them.
+Function: TypeAlias = Callable[..., Any]
+Types: TypeAlias = Sequence[type]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
 # What `nn.Module._apply` takes, and that method itself.
 TensorFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 ModuleApply: TypeAlias = Callable[[torch.nn.Module, TensorFunction, bool], torch.nn.Module]
@@ -182,7 +187,7 @@ def make_wrapper(
         return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
 
 
-def decomposed(op: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def decomposed(op: Operation, args: Args, kwargs: Kwargs) -> Any:
     """What an operation that is made of others gives, by those; NotImplemented where it is none, or none is asked for.
 
     Under inference mode tensor subclasses are asked about `mT` and `to`, elsewhere about what these are made of.

@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchao_blockwise import _compat
+from torchao_blockwise._compat import Operation
 from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements
 
 
-def _scatter(func, outputs, inputs, *options):
+def _scatter(
+    func: Operation, outputs: list[QuantizedTensor], inputs: list[list[QuantizedTensor]], *options: Any
+) -> tuple[list[QuantizedTensor], torch.ScriptObject]:
     (output,) = outputs
     # Only the rank that sends has inputs.
     parts = [[as_bits(t) for t in x._tensors()] for x in (inputs[0] if inputs else ())]
@@ -22,12 +27,14 @@ def _scatter(func, outputs, inputs, *options):
     return outputs, _last(works)
 
 
-def _broadcast(func, tensors: list[QuantizedTensor], *options):
+def _broadcast(
+    func: Operation, tensors: list[QuantizedTensor], *options: Any
+) -> tuple[list[QuantizedTensor], torch.ScriptObject]:
     (x,) = tensors
     return tensors, _last([func([as_bits(t)], *options)[1] for t in x._tensors()])
 
 
-def _last(works: list):
+def _last(works: list[torch.ScriptObject]) -> torch.ScriptObject:
     """The last of several handles, once all others are through: a caller waits for one."""
     for work in works[:-1]:
         _compat.wait_for(work)

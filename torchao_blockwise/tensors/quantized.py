@@ -6,17 +6,25 @@ operation either has an exact meaning on the payload or raises. Copies are in `c
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
+
 import torch
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat, ops
+from torchao_blockwise._compat import Args, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.original import Original
 from torchao_blockwise.tensors.state_values import settle
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 aten = torch.ops.aten
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class QuantizedTensor(TorchAOBaseTensor):
@@ -25,6 +33,9 @@ class QuantizedTensor(TorchAOBaseTensor):
     Subclasses define `fmt`, `_check()`, `_make(qdata, scale)` and `from_hp`.
     """
 
+    # Names for torchao, which flattens by them.
+    tensor_data_names: list[str]
+    tensor_attribute_names: list[str]
     config: TrainingConfig | None
     scale: torch.Tensor
     global_scale: torch.Tensor | None = None
@@ -45,7 +56,7 @@ class QuantizedTensor(TorchAOBaseTensor):
         self.__dict__["qdata"] = payload
 
     def _settle(self) -> None:
-        assert self.original is not None
+        assert self.original is not None and self.original.given is not None
         given, self.original.given = self.original.given, None
         settle(self, given)
 
@@ -67,11 +78,18 @@ class QuantizedTensor(TorchAOBaseTensor):
         """Raise TypeError or ValueError unless the parts fit each other, as the constructor does."""
         raise NotImplementedError
 
-    def _make(self, qdata: torch.Tensor, scale: torch.Tensor, *, columns: int | None = None, dtype=None):
+    def _make(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        *,
+        columns: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
         """A tensor like this one over other payload; `columns` is the logical last dim, default this one's."""
         raise NotImplementedError
 
-    def _requantize(self, hp: torch.Tensor):
+    def _requantize(self, hp: torch.Tensor) -> QuantizedTensor:
         """`hp` quantised as this tensor is."""
         raise NotImplementedError
 
@@ -101,7 +119,7 @@ class QuantizedTensor(TorchAOBaseTensor):
         copy = self.columnwise_operand()
         return copy.qdata, copy.scale
 
-    def transposed_view(self):
+    def transposed_view(self) -> Self:
         """[.., K, N] over the same memory, strided: exact for square blocks of unpacked elements.
 
         Raises ValueError for other blocks, NotImplementedError for packed elements.
@@ -133,11 +151,11 @@ class QuantizedTensor(TorchAOBaseTensor):
         return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]  # a property of PyTorch's too
         """Bytes at rest: payload and scales."""
         return sum(t.nbytes for t in self._tensors())
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Pickle payload and scales as bytes: plain pickle knows no fp8 storage."""
         names, attributes = self.__tensor_flatten__()
         tensors = {name: (as_bits(getattr(self, name)), getattr(self, name).dtype) for name in names}
@@ -147,7 +165,7 @@ class QuantizedTensor(TorchAOBaseTensor):
     def _stable_hash_for_caching(self) -> str:
         return stable_hash(self)
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         rows, columns = self.fmt.block
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
@@ -156,7 +174,9 @@ class QuantizedTensor(TorchAOBaseTensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
+    ) -> Any:
         implementation = _OPS.get(func)
         if implementation is None and (result := _compat.decomposed(func, args, kwargs or {})) is not NotImplemented:
             return result
@@ -168,7 +188,7 @@ class QuantizedTensor(TorchAOBaseTensor):
         return implementation(func, *args, **(kwargs or {}))
 
 
-def _names(types, args, kwargs) -> str:
+def _names(types: Types, args: Args, kwargs: Kwargs | None) -> str:
     """The layers whose weights are among the arguments, or what kinds of tensors are."""
     leaves = _compat.pytree.tree_leaves((args, kwargs))
     layers = {x.layer for x in leaves if isinstance(x, QuantizedTensor) and x.layer}
@@ -180,7 +200,7 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8 if x.element_size() == 1 else torch.int32)
 
 
-def _rebuild(kind, tensors, attributes, others, requires_grad):
+def _rebuild(kind: object, tensors: Any, attributes: Any, others: object, requires_grad: object) -> QuantizedTensor:
     """What `__reduce_ex__` took apart. Files are not trusted: this sets what it knows, and the constructor checks it.
 
     kind: the class, or its name, which is what files loaded with weights_only=True have of it.
@@ -202,13 +222,13 @@ def _rebuild(kind, tensors, attributes, others, requires_grad):
     return x.requires_grad_(requires_grad)
 
 
-def _check_names(name: str, what: str, given, required: set[str], optional: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def _check_names(name: str, what: str, given: object, required: Set[str], optional: Set[str] = frozenset()) -> None:
     if not isinstance(given, dict) or not required <= given.keys() <= required | optional:
         got = sorted(map(str, given)) if isinstance(given, dict) else type(given).__name__
         raise ValueError(f"{name}: a file must have the {what} {sorted(required)} for it, got {got}; save it anew")
 
 
-def _from_bits(name: str, part: str, stored) -> torch.Tensor:
+def _from_bits(name: str, part: str, stored: object) -> torch.Tensor:
     """The inner tensor of (its bytes as integers, its dtype): memory of its own, plain, no entry twice."""
     x, dtype = stored if isinstance(stored, tuple) and len(stored) == 2 else (stored, None)
     if not isinstance(x, torch.Tensor) or hasattr(x, "__tensor_flatten__") or not isinstance(dtype, torch.dtype):
@@ -224,17 +244,19 @@ def _from_bits(name: str, part: str, stored) -> torch.Tensor:
     return x.view(dtype)
 
 
-_IN_FILES: dict[str, type] = {}
+_IN_FILES: dict[str, type[QuantizedTensor]] = {}
 
 
-def allow_in_files(cls: type) -> None:
+def allow_in_files(cls: type[QuantizedTensor]) -> None:
     """Let `torch.load(weights_only=True)` make tensors of `cls` through `_rebuild`, and by no other way.
 
     Where a file names the class, the loader hands out its name: of a class it would also make and change instances
     without a check.
     """
     _IN_FILES[cls.__name__] = cls
-    torch.serialization.add_safe_globals([(cls.__name__, f"{cls.__module__}.{cls.__qualname__}")])
+    name = cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
+    # PyTorch declares functions and classes alone, and hands out what it is given.
+    torch.serialization.add_safe_globals([name])  # type: ignore[list-item]
 
 
 torch.serialization.add_safe_globals([_rebuild])
@@ -250,11 +272,11 @@ def check_quantizable(hp: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}.from_hp: w must be [.., N, K], got shape {list(hp.shape)}; reshape it")
 
 
-_OPS: dict = {}
+_OPS: dict[Operation, Callable[..., Any]] = {}
 
 
-def implements(*funcs):
-    def register(implementation):
+def implements(*funcs: Operation) -> Callable[[_F], _F]:
+    def register(implementation: _F) -> _F:
         for func in funcs:
             assert func not in _OPS, f"{func} is registered twice"
             _OPS[func] = implementation
@@ -263,7 +285,7 @@ def implements(*funcs):
     return register
 
 
-def map_tensors(x: QuantizedTensor, fn) -> QuantizedTensor:
+def map_tensors(x: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
     """A tensor like `x` with `fn` over all its inner tensors."""
     names, attributes = x.__tensor_flatten__()
     return type(x).__tensor_unflatten__({name: fn(getattr(x, name)) for name in names}, attributes, None, None)
@@ -280,7 +302,7 @@ _PRODUCTS = (
 
 
 @implements(*_PRODUCTS)
-def _product(func, *args, **kwargs):
+def _product(func: Operation, *args: Any, **kwargs: Any) -> NoReturn:
     kinds = [type(x) for x in args if isinstance(x, QuantizedTensor)]
     raise NotImplementedError(
         f"{func} of {_names(kinds, args, kwargs)}: products with quantized weights go through "

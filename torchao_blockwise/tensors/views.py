@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 
-from torchao_blockwise.tensors.quantized import implements, map_tensors
+from torchao_blockwise._compat import Operation
+from torchao_blockwise.tensors.quantized import QuantizedTensor, implements, map_tensors
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 
 aten = torch.ops.aten
 
 
 @implements(aten.slice.Tensor)
-def _slice(func, x, dim=0, start=None, end=None, step=1):
+def _slice(
+    func: Operation, x: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> QuantizedTensor:
     dim = dim % x.dim()
     size = x.shape[dim]
     start, end, _ = slice(start, end).indices(size)
@@ -39,24 +43,24 @@ def _slice(func, x, dim=0, start=None, end=None, step=1):
 
 
 @implements(aten.split.Tensor)
-def _split(func, x, size, dim=0):
+def _split(func: Operation, x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
     length = x.shape[dim]
     return [_slice(aten.slice.Tensor, x, dim, start, min(start + size, length)) for start in range(0, length, size)]
 
 
 @implements(aten.split_with_sizes.default)
-def _split_with_sizes(func, x, sizes, dim=0):
+def _split_with_sizes(func: Operation, x: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
     ends = list(itertools.accumulate(sizes))
     return [_slice(aten.slice.Tensor, x, dim, end - size, end) for size, end in zip(sizes, ends)]
 
 
 @implements(aten.unbind.int)
-def _unbind(func, x, dim=0):
+def _unbind(func: Operation, x: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
     return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
 
 
 @implements(aten.select.int)
-def _select(func, x, dim, index):
+def _select(func: Operation, x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     if dim % x.dim() >= x.dim() - 2:
         raise NotImplementedError(
             f"select: dim {dim} runs through blocks; slice on their borders or dequantize() first"
@@ -65,7 +69,7 @@ def _select(func, x, dim, index):
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(func, x, size):
+def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     """Regroup leading dims; rows may join them where no block straddles, the last dim stays."""
     size = _infer_size(list(size), x.numel())
     rows, columns = x.shape[-2:]
@@ -89,7 +93,9 @@ def _infer_size(size: list[int], numel: int) -> list[int]:
 
 
 @implements(aten.as_strided.default)
-def _as_strided(func, x, size, stride, storage_offset=None):
+def _as_strided(
+    func: Operation, x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> QuantizedTensor:
     """The same tensor again: FSDP2 asks for it. Other strides would cut blocks."""
     if list(size) != list(x.shape) or list(stride) != list(x.stride()) or storage_offset:
         raise NotImplementedError(
@@ -100,7 +106,7 @@ def _as_strided(func, x, size, stride, storage_offset=None):
 
 
 @implements(aten.unsqueeze.default)
-def _unsqueeze(func, x, dim):
+def _unsqueeze(func: Operation, x: QuantizedTensor, dim: int) -> QuantizedTensor:
     dim = dim % (x.dim() + 1)
     if dim > x.dim() - 2:
         raise ValueError(f"unsqueeze: dim {dim} lies inside the blocks; use a dim of at most {x.dim() - 2}")
@@ -108,12 +114,12 @@ def _unsqueeze(func, x, dim):
 
 
 @implements(aten.t.default)
-def _t(func, x):
+def _t(func: Operation, x: QuantizedTensor) -> QuantizedTensor:
     return x.transposed_view()
 
 
 @implements(aten.transpose.int)
-def _transpose(func, x, dim0, dim1):
+def _transpose(func: Operation, x: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor | TransposedWeight:
     """A view with the last two dims swapped; of experts a `TransposedWeight`."""
     if swaps_last_dims(func, (x, dim0, dim1)):
         return TransposedWeight(x)
@@ -123,7 +129,7 @@ def _transpose(func, x, dim0, dim1):
 
 
 @implements(aten.permute.default)
-def _permute(func, x, dims):
+def _permute(func: Operation, x: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor | TransposedWeight:
     """What `.T` calls."""
     if [d % x.dim() for d in dims] != [*range(x.dim() - 2), x.dim() - 1, x.dim() - 2]:
         raise NotImplementedError(f"permute: only the last two dims can be swapped, got {list(dims)}")
