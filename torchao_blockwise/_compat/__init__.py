@@ -19,8 +19,16 @@ import torch.utils._pytree
 from torchao_blockwise._compat import stored_graphs
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C import _distributed_c10d
     from torch.distributed import ProcessGroup
+
+    class Store(_distributed_c10d.Store):
+        """A key-value store, with what PyTorch's stubs leave out."""
+
+        timeout: timedelta
+
+        def clone(self) -> Store: ...
+
 
 pytree = torch.utils._pytree
 
@@ -404,7 +412,7 @@ def in_backward() -> bool:
 
 def default_store() -> Store:
     """The key-value store that the ranks of `torch.distributed` met at."""
-    return torch.distributed.distributed_c10d._get_default_store()
+    return torch.distributed.distributed_c10d._get_default_store()  # type: ignore[return-value]
 
 
 def nccl_timeout(group: ProcessGroup) -> timedelta | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ def why_not_convertible(
     raw: `raw_uses(model)`, where the caller asks for many modules.
     """
     is_linear = isinstance(module, nn.Linear)
-    reason = _why_no_forward(module) if is_linear else None
+    reason = _why_no_forward(module) if isinstance(module, nn.Linear) else None
     if reason is not None:
         return reason
     weights = weights_of(module, parameter_name)
@@ -74,7 +75,9 @@ def _why_no_forward(module: nn.Linear) -> str | None:
     return None
 
 
-def _why_no_weight(weight, config: TrainingConfig, model: nn.Module | None, is_linear: bool) -> str | None:
+def _why_no_weight(
+    weight: torch.Tensor | None, config: TrainingConfig, model: nn.Module | None, is_linear: bool
+) -> str | None:
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialised yet; run one forward pass first"
     if weight is None:
@@ -121,7 +124,7 @@ def _trains_by(weight: torch.Tensor, config: TrainingConfig) -> bool:
     return isinstance(weight, (MasterWeightTensor, QuantizedTensor)) and weight.config == config
 
 
-def _holders(weight: nn.Parameter, model: nn.Module) -> list[nn.Module]:
+def _holders(weight: torch.Tensor, model: nn.Module) -> list[nn.Module]:
     """The modules of `model` that hold this very Parameter."""
     return [m for m in model.modules() if any(p is weight for p in _compat.parameters_of(m).values())]
 
@@ -179,7 +182,9 @@ def _take_plain_tensor(module: nn.Module) -> None:
         module.weight = nn.Parameter(weight.detach(), requires_grad=False)
 
 
-def _targets_if_first(module, model, filter_fn) -> list[tuple[str, nn.Module]]:
+def _targets_if_first(
+    module: nn.Module, model: nn.Module, filter_fn: Callable[[nn.Module, str], bool]
+) -> list[tuple[str, nn.Module]]:
     """All layers that the `quantize_` call will convert, if `module` is the first of them; else none."""
     first = next((m for fqn, m in model.named_modules() if filter_fn(m, fqn)), None)
     if first is not module:
@@ -187,7 +192,9 @@ def _targets_if_first(module, model, filter_fn) -> list[tuple[str, nn.Module]]:
     return [(fqn, m) for fqn, m in model.named_modules() if filter_fn(m, fqn)]
 
 
-def _check(targets, config, model, parameter_name) -> None:
+def _check(
+    targets: list[tuple[str, nn.Module]], config: TrainingConfig, model: nn.Module, parameter_name: str | None
+) -> None:
     raw = raw_uses(model) if targets else {}
     reasons = [(fqn, why_not_convertible(module, config, model, parameter_name, raw)) for fqn, module in targets]
     failures = [(fqn, reason) for fqn, reason in reasons if reason is not None]
@@ -213,10 +220,9 @@ def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     if isinstance(converted, QuantizedTensor) and weight.requires_grad:
         converted.original = Original(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
-    is_ours = isinstance(weight, (MasterWeightTensor, QuantizedTensor))
     own = (
         {*itertools.chain(*weight.__tensor_flatten__()), "original", "layer", "_cast_of", "_is_param"}
-        if is_ours
+        if isinstance(weight, (MasterWeightTensor, QuantizedTensor))
         else ()
     )
     attributes = {k: v for k, v in vars(weight).items() if k not in vars(new) and k not in own}

@@ -34,7 +34,9 @@ def raw_uses(model: nn.Module) -> dict[int, str]:
     for module in model.modules():
         cls: Any = type(module)
         for path, method in _multiplied(cls).items():
-            weight = functools.reduce(lambda x, name: getattr(x, name, None), path, module)
+            weight: Any = module
+            for name in path:
+                weight = getattr(weight, name, None)
             chosen = _compat.experts_implementation(module) if len(path) == 1 else None
             if not isinstance(weight, torch.Tensor) or chosen not in (None, "eager"):
                 continue
@@ -73,7 +75,7 @@ def _multiplied(cls: type) -> dict[tuple[str, ...], str]:
     return found
 
 
-def _source(method) -> ast.FunctionDef | None:
+def _source(method: Any) -> ast.FunctionDef | None:
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method)))).body
     except (OSError, TypeError, ValueError, SyntaxError, tokenize.TokenError):

@@ -8,6 +8,9 @@ same on all ranks, says. What an earlier pass left gathered is let go of, and ga
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 from torch import nn
 
 from torchao_blockwise import _compat
@@ -15,6 +18,9 @@ from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed.fsdp.quantized import shard_of
 from torchao_blockwise.distributed.fsdp.root import root_of
 from torchao_blockwise.tensors import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 
 def sync_weight_scales(model: nn.Module) -> None:
@@ -33,12 +39,12 @@ def sync_weight_scales(model: nn.Module) -> None:
     # Before the first forward pass no state knows its root: those go together.
     fresh = tuple(state for state in states if torch_fsdp.scope_of(state) is None)
     scopes = [torch_fsdp.scope_of(state) or (fresh[0], fresh) for state in states]
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for owner, below in dict.fromkeys(scopes):
         root_of(owner, below, names).sync()
 
 
-def _before_gathers(state) -> None:
+def _before_gathers(state: FSDPState) -> None:
     if not _compat.in_backward():
         root_of(*(torch_fsdp.scope_of(state) or (state, (state,)))).begin_pass()
 
