@@ -10,38 +10,23 @@ import sys
 import types
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.utils._pytree
 
 from torchao_blockwise._compat import stored_graphs
+from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, TensorFunction, WrappedApply
 
 if TYPE_CHECKING:
-    from torch._C import _distributed_c10d
+    from datetime import timedelta
+
     from torch.distributed import ProcessGroup
 
-    class Store(_distributed_c10d.Store):
-        """A key-value store, with what PyTorch's stubs leave out."""
-
-        timeout: timedelta
-
-        def clone(self) -> Store: ...
-
+    from torchao_blockwise._compat.torch_types import Store
 
 pytree = torch.utils._pytree
 
-# One overload of an operation of PyTorch, as tensor subclasses are asked about it.
-Operation: TypeAlias = "torch._ops.OpOverload[..., Any]"
-# What `__torch_function__` and `__torch_dispatch__` are given beside it: PyTorch says no more of them.
-Function: TypeAlias = Callable[..., Any]
-Types: TypeAlias = Sequence[type]
-Args: TypeAlias = tuple[Any, ...]
-Kwargs: TypeAlias = dict[str, Any]
-# What `nn.Module._apply` takes, and that method itself.
-TensorFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-ModuleApply: TypeAlias = Callable[[torch.nn.Module, TensorFunction, bool], torch.nn.Module]
 _Wrapper = TypeVar("_Wrapper", bound=torch.Tensor)
 
 
@@ -80,19 +65,6 @@ def grouped_products_of_others() -> list[Operation]:
     """
     op = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     return [] if op is None else [op, op.default]
-
-
-def experts_implementation(module: torch.nn.Module) -> str | None:
-    """Which implementation transformers' experts run, "eager" for that of their class; None for other modules."""
-    chosen = getattr(getattr(module, "config", None), "_experts_implementation", "")
-    if not hasattr(type(module).forward, "__wrapped__") or chosen == "":
-        return None
-    return chosen or "eager"
-
-
-def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
-    """Whether accelerate puts plain values in the place of the module's weights on every use."""
-    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
 
 
 def why_no_scaled_mm() -> str | None:
@@ -142,11 +114,6 @@ def quantize_call() -> tuple[Any, Any]:
             return frame.f_locals.get("model"), frame.f_locals.get("filter_fn")
         frame = frame.f_back
     return None, None
-
-
-def transformers_quantizes() -> bool:
-    """Whether transformers has called `quantize_` while it loads a model, as a `TorchAoConfig` makes it do."""
-    return is_on_stack("transformers.integrations.torchao")
 
 
 def default_filter() -> Callable[[torch.nn.Module, str], bool]:
@@ -235,7 +202,7 @@ def is_held(x: torch.Tensor) -> bool:
     return accumulator is None or holders() > 2
 
 
-def wrap_module_apply(wrapper: Callable[[ModuleApply, torch.nn.Module, TensorFunction, bool], torch.nn.Module]) -> None:
+def wrap_module_apply(wrapper: WrappedApply) -> None:
     """Make every `nn.Module` run `wrapper(apply, module, fn, recurse)` for PyTorch's own `apply`, once a wrapper.
 
     `module.to`, `.half` and the like call it, of the outermost module first; a class of ours has no part in that.

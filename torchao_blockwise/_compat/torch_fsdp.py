@@ -11,7 +11,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -34,6 +34,8 @@ _NEEDED = (
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
 )
+# FSDP2's state of a module that `fully_shard` was called on.
+State: TypeAlias = "FSDPState"
 _to_install: list[Callable[[], None]] = []
 _lock = threading.Lock()
 _installed = False

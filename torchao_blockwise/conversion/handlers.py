@@ -17,7 +17,7 @@ from torch import nn
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from torchao_blockwise import _compat, _versions
-from torchao_blockwise._compat import torch_fsdp
+from torchao_blockwise._compat import hugging_face, torch_fsdp
 from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
@@ -66,7 +66,7 @@ def why_not_convertible(
 
 
 def _why_no_forward(module: nn.Linear) -> str | None:
-    if _compat.is_offloaded_by_accelerate(module):
+    if hugging_face.is_offloaded_by_accelerate(module):
         return "accelerate offloads its weight and puts a plain one in its place on every use; give it a device"
     if type(module).forward not in (nn.Linear.forward, ConvertedLinear.forward):
         return f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"
@@ -139,7 +139,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     RuntimeError where PyTorch or torchao is too old.
     """
     _versions.check()
-    if _compat.transformers_quantizes():
+    if hugging_face.transformers_quantizes():
         raise ValueError(
             "from_pretrained: a TorchAoConfig freezes what it loads, and what it saves comes back unconverted; "
             f"load the model without quantization_config, then call quantize_(model, {type(config).__name__}(...))"

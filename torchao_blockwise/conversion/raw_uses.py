@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchao_blockwise import _compat
+from torchao_blockwise._compat import hugging_face
 
 # Products of weights that are not asked for as a layer's: by operator, or by one of these functions or methods.
 _PRODUCTS = {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "einsum", "inner", "matmul", "mm", "mv", "tensordot"}
@@ -37,7 +37,7 @@ def raw_uses(model: nn.Module) -> dict[int, str]:
             weight: Any = module
             for name in path:
                 weight = getattr(weight, name, None)
-            chosen = _compat.experts_implementation(module) if len(path) == 1 else None
+            chosen = hugging_face.experts_implementation(module) if len(path) == 1 else None
             if not isinstance(weight, torch.Tensor) or chosen not in (None, "eager"):
                 continue
             what = f"{type(module).__name__}.{method} multiplies by self.{'.'.join(path)} itself, in high precision"

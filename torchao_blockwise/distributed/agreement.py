@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
 from torchao_blockwise.distributed.absence import arrived
+
+if TYPE_CHECKING:
+    from torchao_blockwise._compat.torch_types import Store
 
 # What the ranks of a group have found to be the same, as long as the group lives.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()
@@ -57,7 +61,7 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _verdict(store: _compat.Store, room: str, ranks: Sequence[int], mine: str) -> str:
+def _verdict(store: Store, room: str, ranks: Sequence[int], mine: str) -> str:
     """Empty if all ranks brought `mine`, else what differs; waits for the ranks as long as the store's timeout."""
     keys = {rank: f"{room}/digest/{rank}" for rank in ranks}
     if not arrived(store, list(keys.values()), store.timeout):

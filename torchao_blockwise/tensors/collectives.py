@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import Operation
+from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements
 
 

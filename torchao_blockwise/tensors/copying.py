@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import Operation, torch_fsdp
+from torchao_blockwise._compat import torch_fsdp
+from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors.original import Original
 from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements, map_tensors

@@ -10,7 +10,8 @@ import torch
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import Args, Function, Kwargs, Operation, Types, pytree, torch_fsdp
+from torchao_blockwise._compat import pytree, torch_fsdp
+from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.caching import stable_hash

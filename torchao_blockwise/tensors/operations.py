@@ -18,7 +18,7 @@ import functools
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import Operation
+from torchao_blockwise._compat.torch_types import Operation
 
 
 class Result(enum.Enum):

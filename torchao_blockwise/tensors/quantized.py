@@ -13,7 +13,7 @@ import torch
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise._compat import Args, Kwargs, Operation, Types
+from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig

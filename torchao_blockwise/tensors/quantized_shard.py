@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise._compat import Args, Kwargs, Operation, Types
+from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts

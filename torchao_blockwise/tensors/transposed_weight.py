@@ -12,7 +12,8 @@ import torch
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import Args, Kwargs, Operation, Types, pytree
+from torchao_blockwise._compat import pytree
+from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.tensors.caching import stable_hash
 
 if TYPE_CHECKING:

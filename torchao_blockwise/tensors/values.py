@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import Args, Function, Kwargs, Types
+from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Types
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.copying import source_for
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchao_blockwise._compat import Operation
+from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.tensors.quantized import QuantizedTensor, implements, map_tensors
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 

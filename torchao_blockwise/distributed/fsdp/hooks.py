@@ -8,8 +8,6 @@ same on all ranks, says. What an earlier pass left gathered is let go of, and ga
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
@@ -18,9 +16,6 @@ from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed.fsdp.quantized import shard_of
 from torchao_blockwise.distributed.fsdp.root import root_of
 from torchao_blockwise.tensors import QuantizedTensor
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 
 def sync_weight_scales(model: nn.Module) -> None:
@@ -44,7 +39,7 @@ def sync_weight_scales(model: nn.Module) -> None:
         root_of(owner, below, names).sync()
 
 
-def _before_gathers(state: FSDPState) -> None:
+def _before_gathers(state: torch_fsdp.State) -> None:
     if not _compat.in_backward():
         root_of(*(torch_fsdp.scope_of(state) or (state, (state,)))).begin_pass()
 

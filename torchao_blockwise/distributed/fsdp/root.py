@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from torchao_blockwise.distributed.fsdp.quantized import cast_loaded, check_shar
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard
 from torchao_blockwise.tensors.unchanged import Scope, scopes_of
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
 _KINDS = (MasterWeightTensor, QuantizedShard)
 _NOTE = "root"
 
@@ -31,7 +28,7 @@ class Root:
     scopes: those of `weights_unchanged` that were open at the last sync.
     """
 
-    def __init__(self, states: tuple[FSDPState, ...], names: Mapping[torch.Tensor, str]):
+    def __init__(self, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str]):
         self.states = states
         self.scopes: list[Scope] = []
         self.groups: dict[tuple[dist.ProcessGroup | None, torch.device], list[ShardedMaster]] = {}
@@ -84,7 +81,9 @@ def sync_group(weights: list[ShardedMaster]) -> None:
         weight.publish(parts.get(weight), ready)
 
 
-def root_of(owner: object, states: tuple[FSDPState, ...], names: Mapping[torch.Tensor, str] | None = None) -> Root:
+def root_of(
+    owner: object, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str] | None = None
+) -> Root:
     """The root of `states`, made once and kept with `owner`, which lives as long as they do."""
     notes = torch_fsdp.notes_of(owner)
     root = notes.get(_NOTE)
@@ -98,7 +97,7 @@ def root_of(owner: object, states: tuple[FSDPState, ...], names: Mapping[torch.T
     return root
 
 
-def _reshard_wholly(states: tuple[FSDPState, ...]) -> None:
+def _reshard_wholly(states: tuple[torch_fsdp.State, ...]) -> None:
     """FSDP2 refuses to gather what has hooks of its own, as master weights do, from shards among fewer ranks."""
     partial = torch_fsdp.partial_reshards(states)
     modules: list[Any] = [module for module, shards in partial if any(isinstance(x, _KINDS) for x in shards)]
