@@ -85,6 +85,7 @@ class NVFP4Tensor(QuantizedTensor):
         check_quantizable(w, cls.__name__)
         fmt = _format_of(f"{cls.__name__}.from_hp", block_size)
         q = ops.quantize(w.detach(), fmt).rowwise
+        assert q.global_scale is not None
         return cls(q.qdata, q.scale, q.global_scale, w.shape[-1], fmt.block, w.dtype, config)
 
     @property
