@@ -189,7 +189,7 @@ NAMES_IN_COMPAT = (
     "torch.compiler.config.cache_key_tag",
     "torch.autograd.profiler._is_profiler_enabled",
     "torch._C._current_graph_task_id",
-    "torch.autograd._unsafe_preserve_version_counter",
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.ProcessGroup._get_backend",

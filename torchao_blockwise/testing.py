@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.formats import BlockFormat, Operand
 
 # (rows, columns): empty, one element, one block, ragged in each dim, several blocks, odd.
 SHAPES = ((0, 128), (128, 0), (1, 1), (1, 128), (16, 16), (63, 500), (128, 128), (129, 127), (257, 384), (300, 576))
@@ -14,7 +14,9 @@ def shape_id(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def random_tensor(*shape: int, dtype=torch.float32, device="cpu", seed: int = 0) -> torch.Tensor:
+def random_tensor(
+    *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
+) -> torch.Tensor:
     """Normal values whose rows and columns differ in size by powers of two, so that a wrong scale shows."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=generator)
@@ -50,13 +52,13 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, what: str
         raise AssertionError(f"{what}: {int(differ.sum())} of {differ.numel()} differ; (index, got, expected): {got}")
 
 
-def assert_operands_equal(actual, expected) -> None:
+def assert_operands_equal(actual: Operand, expected: Operand) -> None:
     """Two quantized operands of one format with the same bits."""
     assert type(actual) is type(expected), f"{type(actual).__name__} is not {type(expected).__name__}"
     assert actual.format_name == expected.format_name, f"{actual.format_name} is not {expected.format_name}"
     for name, a, b in zip(("qdata", "scale", "global_scale"), actual.tensors, expected.tensors):
         assert (a is None) == (b is None), f"{name}: {a} and {b}"
-        if a is not None:
+        if a is not None and b is not None:
             assert_bitwise_equal(a, b, f"{actual.format_name}.{name}")
 
 

@@ -8,13 +8,26 @@ import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree  # noqa: F401  # imported from here
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401  # likewise
+import torch.utils._pytree
 
 from torchao_blockwise._compat import stored_graphs
+from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, TensorFunction, WrappedApply
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed import ProcessGroup
+
+    from torchao_blockwise._compat.torch_types import Store
+
+pytree = torch.utils._pytree
+
+_Wrapper = TypeVar("_Wrapper", bound=torch.Tensor)
 
 
 @functools.cache
@@ -45,26 +58,13 @@ def has_gluon() -> bool:
 grouped_mm = torch._grouped_mm
 
 
-def grouped_products_of_others() -> list:
+def grouped_products_of_others() -> list[Operation]:
     """Operations of libraries in use that do what `grouped_mm` does to (x, weight, offs).
 
     transformers takes its own where it takes `grouped_mm` not to compile: of weights other than bfloat16.
     """
     op = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     return [] if op is None else [op, op.default]
-
-
-def experts_implementation(module: torch.nn.Module) -> str | None:
-    """Which implementation transformers' experts run, "eager" for that of their class; None for other modules."""
-    chosen = getattr(getattr(module, "config", None), "_experts_implementation", "")
-    if not hasattr(type(module).forward, "__wrapped__") or chosen == "":
-        return None
-    return chosen or "eager"
-
-
-def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
-    """Whether accelerate puts plain values in the place of the module's weights on every use."""
-    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
 
 
 def why_no_scaled_mm() -> str | None:
@@ -84,14 +84,24 @@ def scaling_codes(*names: str) -> list[int]:
     return [(getattr(ScalingType, name, None) or getattr(SwizzleType, name)).value for name in names]
 
 
-def scaled_mm(a, b, a_scales, a_scalings, a_swizzles, b_scales, b_scalings, b_swizzles, out_dtype) -> torch.Tensor:
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: list[torch.Tensor],
+    a_scalings: list[int],
+    a_swizzles: list[int],
+    b_scales: list[torch.Tensor],
+    b_scalings: list[int],
+    b_swizzles: list[int],
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
     """`torch.nn.functional.scaled_mm` of lists and codes, without the 4 µs that it takes to make these."""
     return torch._scaled_mm_v2(
         a, b, a_scales, a_scalings, a_swizzles, b_scales, b_scalings, b_swizzles, None, out_dtype, (), False
     )
 
 
-def quantize_call():
+def quantize_call() -> tuple[Any, Any]:
     """(model, filter_fn) of the `torchao.quantization.quantize_` call that is on the stack, or (None, None).
 
     torchao hands a handler one module at a time. To refuse a model before its first layer changes, and to name the
@@ -106,12 +116,7 @@ def quantize_call():
     return None, None
 
 
-def transformers_quantizes() -> bool:
-    """Whether transformers has called `quantize_` while it loads a model, as a `TorchAoConfig` makes it do."""
-    return is_on_stack("transformers.integrations.torchao")
-
-
-def default_filter():
+def default_filter() -> Callable[[torch.nn.Module, str], bool]:
     """The filter_fn that `torchao.quantization.quantize_` uses when none is given."""
     from torchao.quantization import quantize_
 
@@ -130,19 +135,21 @@ def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | Non
     return module._parameters
 
 
-def state_dict_hooks_of(module: torch.nn.Module) -> list:
+def state_dict_hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
     """The hooks that run when `module` has filled a state dict."""
     return list(module._state_dict_hooks.values())
 
 
-def remove_state_dict_hooks(module: torch.nn.Module, hooks) -> None:
+def remove_state_dict_hooks(module: torch.nn.Module, hooks: Collection[Callable[..., Any]]) -> None:
     """Take `hooks` of state dicts and of their loads away from `module`."""
     for registered in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
         for key in [key for key, hook in registered.items() if getattr(hook, "hook", hook) in hooks]:
             del registered[key]
 
 
-def make_wrapper(cls, shape, *, inner: torch.Tensor | None = None, **options) -> torch.Tensor:
+def make_wrapper(
+    cls: type[_Wrapper], shape: Sequence[int], *, inner: torch.Tensor | None = None, **options: Any
+) -> _Wrapper:
     """A tensor of the subclass `cls` that reports `shape` and `options` and has no storage of its own.
 
     inner: what it holds, and as which it counts changes under inference mode, so that it can be a view of its like.
@@ -155,7 +162,7 @@ def make_wrapper(cls, shape, *, inner: torch.Tensor | None = None, **options) ->
         return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
 
 
-def decomposed(op, args, kwargs):
+def decomposed(op: Operation, args: Args, kwargs: Kwargs) -> Any:
     """What an operation that is made of others gives, by those; NotImplemented where it is none, or none is asked for.
 
     Under inference mode tensor subclasses are asked about `mT` and `to`, elsewhere about what these are made of.
@@ -163,12 +170,12 @@ def decomposed(op, args, kwargs):
     return op.decompose(*args, **kwargs) if torch.is_inference_mode_enabled() else NotImplemented
 
 
-def schema_of(op):
+def schema_of(op: Operation) -> torch.FunctionSchema:
     """The schema of an operator overload."""
     return op._schema
 
 
-def operation_name(op) -> str:
+def operation_name(op: Operation) -> str:
     """The name of an operator overload's operation: "add_" of `aten.add_.Tensor`."""
     return op._overloadpacket.__name__
 
@@ -185,16 +192,17 @@ def version_of(x: torch.Tensor) -> int:
 
 def is_held(x: torch.Tensor) -> bool:
     """Whether something beside its Python object holds `x`, so that `torch.utils.swap_tensors` would refuse it."""
-    if x._use_count() == 1:
+    holders: Callable[[], int] = x._use_count  # type: ignore[attr-defined]
+    if holders() == 1:
         return False
-    if x._use_count() > 2 or not (x.is_leaf and x.requires_grad):
+    if holders() > 2 or not (x.is_leaf and x.requires_grad):
         return True
     # A gradient accumulator may be the second holder; asking for it makes one, a third holder, if there is none.
     accumulator = torch.autograd.graph.get_gradient_edge(x).node
-    return accumulator is None or x._use_count() > 2
+    return accumulator is None or holders() > 2
 
 
-def wrap_module_apply(wrapper) -> None:
+def wrap_module_apply(wrapper: WrappedApply) -> None:
     """Make every `nn.Module` run `wrapper(apply, module, fn, recurse)` for PyTorch's own `apply`, once a wrapper.
 
     `module.to`, `.half` and the like call it, of the outermost module first; a class of ours has no part in that.
@@ -204,19 +212,19 @@ def wrap_module_apply(wrapper) -> None:
         return
 
     @functools.wraps(apply)
-    def wrapped(self, fn, recurse=True):
+    def wrapped(self: torch.nn.Module, fn: TensorFunction, recurse: bool = True) -> torch.nn.Module:
         return wrapper(apply, self, fn, recurse)
 
     wrapped.wrapper = wrapper  # type: ignore[attr-defined]
     torch.nn.Module._apply = wrapped  # type: ignore[method-assign]
 
 
-def no_torch_function():
+def no_torch_function() -> AbstractContextManager[None]:
     """A context in which `__torch_function__` of subclasses is not called, for use inside of it."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def counting_changes():
+def counting_changes() -> AbstractContextManager[object]:
     """A context for `__torch_dispatch__`: operations on inner tensors count changes, and views share their counts.
 
     PyTorch excludes the kernels that keep version counters while a subclass dispatches.
@@ -231,26 +239,6 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _jit_tracing = torch._C._get_tracing_state
 
 
-def empty_strided_on(device: torch.device) -> Callable[[tuple, tuple, torch.dtype], torch.Tensor]:
-    """(size, strides, dtype) -> an uninitialized tensor on `device`, which is the current one.
-
-    By the allocation of code that Inductor generates, where PyTorch has it: a third of the time.
-    """
-    allocate = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    if allocate is not None:
-        return allocate
-    return lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype, device=device)
-
-
-def storage_of(x: torch.Tensor) -> int:
-    """What tells storages apart that are alive."""
-    return x.untyped_storage()._cdata
-
-
-# A context in which autocast casts nothing, on any device.
-no_autocast = torch._C._DisableAutocast
-
-
 def is_watched() -> bool:
     """Whether something may want to see operations: a compiler, a mode, a transform, a profiler or a trace."""
     return (
@@ -263,7 +251,7 @@ def is_watched() -> bool:
     )
 
 
-def register_sharding(op, rule) -> None:
+def register_sharding(op: Operation, rule: Callable[..., Sequence[Any]]) -> None:
     """Give `op` a DTensor sharding rule whose answers are cached by all of the op's arguments.
 
     By itself PyTorch caches by the arguments from the first integer on, and would give one format another's rule.
@@ -278,7 +266,7 @@ def register_sharding(op, rule) -> None:
 
 
 @functools.cache
-def functional_gathers() -> set:
+def functional_gathers() -> set[Operation]:
     """The operations by which DTensor gathers the shards of a tensor."""
     if not torch.distributed.is_available():
         return set()
@@ -313,7 +301,7 @@ def with_local(x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return local
     from torch.distributed.tensor import DTensor
 
-    spec = x._spec
+    spec = x._spec  # type: ignore[attr-defined]
     if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
         spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     return DTensor(local, spec, requires_grad=False)
@@ -323,7 +311,7 @@ def with_local(x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 DISTRIBUTED_MARK = "_distribute_module_applied"
 
 
-def wait_for(work) -> None:
+def wait_for(work: torch.ScriptObject) -> None:
     """Wait for a collective by the handle that its operation returned, which is an empty one where there is no need.
 
     A synchronous collective of NCCL runs on the current stream, and so before whatever uses its results.
@@ -335,13 +323,13 @@ def wait_for(work) -> None:
         handle.wait()
 
 
-def all_gather(out: torch.Tensor, x: torch.Tensor, group) -> None:
+def all_gather(out: torch.Tensor, x: torch.Tensor, group: ProcessGroup | None) -> None:
     """Each rank's `x`, one after the other, into `out`; by the name since torch 2.13, where the older one warns."""
     dist = torch.distributed
     (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, x, group=group)
 
 
-def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group) -> None:
+def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: ProcessGroup | None) -> None:
     """The sum over ranks of this rank's part of `x` into `out`; by the name since torch 2.13, as `all_gather`."""
     dist = torch.distributed
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(out, x, group=group)
@@ -355,7 +343,7 @@ def max_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
     return collectives.wait_tensor(collectives.all_reduce(x, "max", group))
 
 
-def take_saved(ctx) -> tuple:
+def take_saved(ctx: Any) -> tuple[torch.Tensor | None, ...]:
     """The saved tensors of an autograd function, which lives on in the caller alone, unless the graph is kept.
 
     By itself a function holds all it saved until its backward has returned.
@@ -389,12 +377,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def default_store():
+def default_store() -> Store:
     """The key-value store that the ranks of `torch.distributed` met at."""
-    return torch.distributed.distributed_c10d._get_default_store()
+    return torch.distributed.distributed_c10d._get_default_store()  # type: ignore[return-value]
 
 
-def nccl_timeout(group):
+def nccl_timeout(group: ProcessGroup) -> timedelta | None:
     """What a collective of `group` on a GPU may take, after which NCCL ends the process; None where it has no NCCL."""
     try:
         backend = group._get_backend(torch.device("cuda"))
@@ -403,6 +391,6 @@ def nccl_timeout(group):
     return backend.options._timeout if backend.name() == "nccl" else None
 
 
-def keeping_version(x: torch.Tensor):
+def keeping_version(x: torch.Tensor) -> AbstractContextManager[None]:
     """A context in which changes of `x` are not counted: it gets back the values that autograd saved."""
-    return torch.autograd._unsafe_preserve_version_counter(x)
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(x)

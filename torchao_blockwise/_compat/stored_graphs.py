@@ -11,8 +11,12 @@ import functools
 import hashlib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _TAG = "torchao_blockwise="
 _done: set[str] = set()
@@ -41,17 +45,17 @@ def _hash_of_sources() -> str:
     return sources.hexdigest()
 
 
-def _hash_what_dtensors_hold(dtensor: type) -> None:
-    """Add to the hash of a DTensor that of what it holds, where that hashes itself."""
+def _hash_what_dtensors_hold(dtensor: Any) -> None:
+    """Add to the hash of a DTensor that of what it holds, where that hashes itself. `dtensor` is the class."""
     hash_of_placement = getattr(dtensor, "_stable_hash_for_caching", None)
     if hash_of_placement is None:
         # Without a hash of its own PyTorch flattens it, down to what it holds.
         return
 
     @functools.wraps(hash_of_placement)
-    def hash_of_all(x) -> str:
+    def hash_of_all(x: DTensor) -> str:
         local = x._local_tensor
         own = local._stable_hash_for_caching() if hasattr(local, "_stable_hash_for_caching") else ""
         return hash_of_placement(x) + own
 
-    dtensor._stable_hash_for_caching = hash_of_all  # type: ignore[attr-defined]
+    dtensor._stable_hash_for_caching = hash_of_all

@@ -10,12 +10,18 @@ import importlib
 import inspect
 import threading
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from torchao_blockwise import _compat
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 # What is wrapped of FSDP2, or called by what wraps it.
 _NEEDED = (
@@ -28,12 +34,14 @@ _NEEDED = (
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
 )
+# FSDP2's state of a module that `fully_shard` was called on.
+State: TypeAlias = "FSDPState"
 _to_install: list[Callable[[], None]] = []
 _lock = threading.Lock()
 _installed = False
 
 
-def at_install(wrap: Callable, *args) -> None:
+def at_install(wrap: Callable[..., None], *args: Any) -> None:
     """Have `install` call wrap(*args)."""
     _to_install.append(functools.partial(wrap, *args))
 
@@ -97,7 +105,7 @@ class FsdpParameter(NamedTuple):
     parallelism has split what the groups of FSDP2 hold. offloaded: its policy keeps the shard on the CPU.
     """
 
-    source: object
+    source: FSDPParam
     name: str
     shape: tuple[int, ...]
     dim: int
@@ -114,15 +122,15 @@ class FsdpParameter(NamedTuple):
     @property
     def local(self) -> torch.Tensor:
         """This rank's part; another tensor after a load, a move or FSDP2's first forward pass."""
-        return self.source._sharded_local_tensor  # type: ignore[attr-defined]
+        return self.source._sharded_local_tensor
 
     @property
     def parameter(self) -> torch.Tensor:
         """The DTensor that optimizers know."""
-        return self.source.sharded_param  # type: ignore[attr-defined]
+        return self.source.sharded_param
 
 
-def state_of(module: torch.nn.Module):
+def state_of(module: torch.nn.Module) -> FSDPState | None:
     """FSDP2's state of a module that `fully_shard` was called on, else None."""
     if not torch.distributed.is_available():
         return None
@@ -131,7 +139,7 @@ def state_of(module: torch.nn.Module):
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 
 
-def places_of_shards(modules) -> set[tuple[torch.nn.Module, str]]:
+def places_of_shards(modules: Iterable[torch.nn.Module]) -> set[tuple[torch.nn.Module, str]]:
     """(module, attribute) of the parameters that FSDP2 shards in these modules; it swaps them where they are used."""
     states = [state for state in map(state_of, modules) if state is not None]
     infos = [p._module_info for group in _groups_of(states) for p in group.fsdp_params]
@@ -139,7 +147,7 @@ def places_of_shards(modules) -> set[tuple[torch.nn.Module, str]]:
     return places.union(*(zip(info.shared_modules, info.shared_param_names) for info in infos))
 
 
-def release_held_gathers(states, kinds: tuple[type, ...]) -> None:
+def release_held_gathers(states: Iterable[FSDPState], kinds: tuple[type, ...]) -> None:
     """Let go of the gathered parameters that a pass before has left, in groups with a shard of one of `kinds`.
 
     FSDP2 holds them with `reshard_after_forward=False`, a root's default, until a backward pass, and would use them
@@ -150,13 +158,13 @@ def release_held_gathers(states, kinds: tuple[type, ...]) -> None:
             group._to_sharded()
 
 
-def scope_of(state):
+def scope_of(state: FSDPState) -> tuple[object, tuple[FSDPState, ...]] | None:
     """(owner, states): the states below the root of `state`, and what they share; None before a first forward pass."""
     context = state._state_ctx
     return (context, tuple(context.all_states)) if context.all_states else None
 
 
-def notes_of(owner) -> dict:
+def notes_of(owner: object) -> dict[str, Any]:
     """A dict that lives as long as `owner`, a state or what states share.
 
     A weak dictionary would not do: what is noted holds the model, which holds the owner.
@@ -164,7 +172,7 @@ def notes_of(owner) -> dict:
     return vars(owner).setdefault("torchao_blockwise", {})
 
 
-def parameters_of(states, names: dict[torch.Tensor, str]) -> list[FsdpParameter]:
+def parameters_of(states: Iterable[FSDPState], names: Mapping[torch.Tensor, str]) -> list[FsdpParameter]:
     """The parameters that these FSDP2 states shard, in one order on every rank.
 
     names: of parameters, where FSDP2 does not know them yet.
@@ -177,8 +185,11 @@ def parameters_of(states, names: dict[torch.Tensor, str]) -> list[FsdpParameter]
     return found
 
 
-def _described(p, names: dict[torch.Tensor, str]) -> FsdpParameter:
-    info, mesh = p._module_info, p.mesh_info
+def _described(p: FSDPParam, names: Mapping[torch.Tensor, str]) -> FsdpParameter:
+    info = p._module_info
+    # Attributes that their declared types do not have.
+    mesh: Any = p.mesh_info
+    dtensor: Any = p.sharded_param
     sharded = hasattr(mesh, "shard_process_group")
     return FsdpParameter(
         source=p,
@@ -193,20 +204,20 @@ def _described(p, names: dict[torch.Tensor, str]) -> FsdpParameter:
         device=p.device,
         modules=(info.module, *info.shared_modules),
         split_groups=tuple(
-            p.sharded_param.device_mesh.get_group(i)
-            for i, placement in enumerate(p.sharded_param.placements)
+            dtensor.device_mesh.get_group(i)
+            for i, placement in enumerate(dtensor.placements)
             if i >= mesh.mesh.ndim and placement.is_shard()
         ),
         offloaded=p.offload_to_cpu,
     )
 
 
-def modules_of(state) -> tuple[torch.nn.Module, ...]:
+def modules_of(state: FSDPState) -> tuple[torch.nn.Module, ...]:
     """The modules that one call of `fully_shard` made this state for."""
     return tuple(state._modules)
 
 
-def partial_reshards(states) -> list[tuple[torch.nn.Module, list[torch.Tensor]]]:
+def partial_reshards(states: Iterable[FSDPState]) -> list[tuple[torch.nn.Module, list[torch.Tensor]]]:
     """The modules that reshard to fewer ranks than share their parameters (`reshard_after_forward=int`), and shards."""
     found = []
     for state in states:
@@ -217,8 +228,8 @@ def partial_reshards(states) -> list[tuple[torch.nn.Module, list[torch.Tensor]]]
     return found
 
 
-def _groups_of(states) -> list:
-    groups: list = []
+def _groups_of(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
+    groups: list[FSDPParamGroup | None] = []
     for state in states:
         # A list since torch 2.12.
         several = getattr(state, "_fsdp_param_groups", None)
@@ -226,7 +237,7 @@ def _groups_of(states) -> list:
     return [group for group in groups if group is not None]
 
 
-def watch(before_gathers: Callable) -> None:
+def watch(before_gathers: Callable[[FSDPState], None]) -> None:
     """Have FSDP2 call `before_gathers(state)` where a pass begins.
 
     That is a forward pass of a root, by whatever method it is entered, or `unshard()` by hand outside of one. FSDP2 has
@@ -238,7 +249,7 @@ def watch(before_gathers: Callable) -> None:
     root_pre_forward, unshard = FSDPState._root_pre_forward, FSDPModule.unshard
 
     @functools.wraps(root_pre_forward)
-    def watched_root_pre_forward(self, *args, **kwargs):
+    def watched_root_pre_forward(self: FSDPState, *args: Any, **kwargs: Any) -> Any:
         # What the method itself begins with: it decides which state is the root.
         self._lazy_init()
         if self._state_ctx.iter_forward_root is None:
@@ -246,14 +257,14 @@ def watch(before_gathers: Callable) -> None:
         return root_pre_forward(self, *args, **kwargs)
 
     @functools.wraps(unshard)
-    def watched_unshard(self, *args, **kwargs):
+    def watched_unshard(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         state = self._get_fsdp_state()
         if state._state_ctx.iter_forward_root is None:
             before_gathers(state)
         return unshard(self, *args, **kwargs)
 
-    FSDPState._root_pre_forward = watched_root_pre_forward
-    FSDPModule.unshard = watched_unshard
+    FSDPState._root_pre_forward = watched_root_pre_forward  # type: ignore[method-assign]
+    FSDPModule.unshard = watched_unshard  # type: ignore[method-assign]
 
 
 def flattens_for_fsdp1() -> bool:
@@ -261,18 +272,21 @@ def flattens_for_fsdp1() -> bool:
     return _compat.is_on_stack("torch.distributed.fsdp._flat_param")
 
 
-def shard_parameters(kind: type, shard_of: Callable) -> None:
+def shard_parameters(kind: type[torch.Tensor], shard_of: Callable[[torch.Tensor, FsdpParameter], torch.Tensor]) -> None:
     """Have FSDP2 hold `shard_of(parameter, FsdpParameter)`, with its dtype and rows' shape, of parameters of `kind`.
 
     By itself it would slice and pad them, which has no meaning where a slice cuts blocks.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-    init, reset = FSDPParam.__init__, FSDPParam.reset_sharded_param
+    init: Callable[..., None] = FSDPParam.__init__
+    reset: Callable[[FSDPParam], None] = FSDPParam.reset_sharded_param
     signature = inspect.signature(init)
 
     @functools.wraps(init)
-    def watched_init(self, param, module_info, *args, **kwargs):
+    def watched_init(
+        self: FSDPParam, param: torch.nn.Parameter, module_info: ParamModuleInfo, *args: Any, **kwargs: Any
+    ) -> None:
         if not isinstance(_compat.local_of(param), kind):
             return init(self, param, module_info, *args, **kwargs)
         if _compat.local_of(param) is not param:
@@ -299,11 +313,12 @@ def shard_parameters(kind: type, shard_of: Callable) -> None:
         self._init_extensions()
 
     @functools.wraps(reset)
-    def watched_reset(self):
+    def watched_reset(self: FSDPParam) -> None:
         param = getattr(self._module_info.module, self._module_info.param_name)
         if not isinstance(_compat.local_of(param), kind):
             return reset(self)
         # There is no padding to renew.
         self.sharded_param, self._sharding_spec = param, param._spec
 
-    FSDPParam.__init__, FSDPParam.reset_sharded_param = watched_init, watched_reset
+    FSDPParam.__init__ = watched_init  # type: ignore[method-assign]
+    FSDPParam.reset_sharded_param = watched_reset  # type: ignore[method-assign]

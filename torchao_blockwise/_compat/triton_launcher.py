@@ -7,11 +7,25 @@ import inspect
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
+
+_T = TypeVar("_T")
 
 # Versions whose launchers are known, by what they take.
 _KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
+
+
+# (grid, stream, values): launches a build.
+Run: TypeAlias = Callable[[int, int, Iterable[Any]], None]
+# (matrix, its shape, its strides) -> what stands in the place of its descriptor.
+Encoder: TypeAlias = Callable[[torch.Tensor, Sequence[int], Sequence[int]], tuple[Any, ...]]
 
 
 class Launcher(NamedTuple):
@@ -21,8 +35,8 @@ class Launcher(NamedTuple):
         in its place: what the copy engine is told of the matrix `x` (a tensor map), shape and strides.
     """
 
-    run: Callable
-    encoders: tuple[Callable, ...]
+    run: Run
+    encoders: tuple[Encoder, ...]
 
 
 class _Descriptor:
@@ -31,7 +45,7 @@ class _Descriptor:
     __slots__ = ("base", "shape", "strides")
     padding, round_f32_to_tf32 = "zero", False
 
-    def __init__(self, base, shape, strides):
+    def __init__(self, base: torch.Tensor, shape: Sequence[int], strides: Sequence[int]):
         self.base, self.shape, self.strides = base, shape, strides
 
 
@@ -46,7 +60,7 @@ class Launching:
         self.current_device: Callable[[], int] = driver.active.get_current_device
         self.current_stream: Callable[[int], int] = driver.active.get_current_stream
 
-    def is_watched(self, kernel) -> bool:
+    def is_watched(self, kernel: JITFunction) -> bool:
         """Whether hooks want to see launches or builds of `kernel`, or builds are to be debugged."""
         knobs = self._knobs
         return bool(self.has_hooks() or knobs.debug or knobs.add_stages_inspection_hook or kernel.pre_run_hooks)
@@ -57,7 +71,7 @@ class Launching:
         # A chain of hooks, or a hook, or None.
         return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
-    def launcher_of(self, compiled, kernel, runtime_args: int) -> Launcher | None:
+    def launcher_of(self, compiled: CompiledKernel, kernel: JITFunction, runtime_args: int) -> Launcher | None:
         """How to launch a compiled kernel that takes `runtime_args` before its constexprs; None where not by hand.
 
         No hooks run. Descriptors are encoded by Triton's own function, which looks at no layouts and checks nothing.
@@ -77,26 +91,28 @@ class Launching:
         run = self._run(launch, launcher, compiled, (None,) * len(behind))
         return Launcher(run, tuple(self._encoder(description) for description in descriptions))
 
-    def _run(self, launch, launcher, compiled, constexprs) -> Callable:
+    def _run(
+        self, launch: Callable[..., None], launcher: Any, compiled: CompiledKernel, constexprs: tuple[None, ...]
+    ) -> Run:
         function = compiled.function
-        options: tuple = launcher.launch_cooperative_grid, launcher.launch_pdl
+        options: tuple[Any, ...] = launcher.launch_cooperative_grid, launcher.launch_pdl
         nobody, scratch = (None, None, None), (None, None)
         if self._version == (3, 6):
             before = (*options, *scratch, compiled.packed_metadata, *nobody)
 
-            def run(grid, stream, values):
+            def run(grid: int, stream: int, values: Iterable[Any]) -> None:
                 launch(grid, 1, 1, stream, function, *before, *values, *constexprs)
 
         else:
             before = (*options, compiled.packed_metadata, *nobody, *scratch)
             about = launcher.arg_annotations, launcher.kernel_signature
 
-            def run(grid, stream, values):
+            def run(grid: int, stream: int, values: Iterable[Any]) -> None:
                 launch(grid, 1, 1, stream, function, *before, *about, (*values, *constexprs))
 
         return run
 
-    def _encoder(self, description) -> Callable:
+    def _encoder(self, description: dict[str, Any]) -> Encoder:
         from triton.backends.nvidia import driver
 
         encode, more = driver.make_tensordesc_arg, (None,) if self._version >= (3, 8) else ()
@@ -104,10 +120,10 @@ class Launching:
 
 
 # Kept until the process ends, when it is removed.
-_temporary_caches: list[tempfile.TemporaryDirectory] = []
+_temporary_caches: list[tempfile.TemporaryDirectory[str]] = []
 
 
-def with_cache(build: Callable):
+def with_cache(build: Callable[[], _T]) -> _T:
     """`build()`, which may write what Triton builds; where its cache folder cannot be written, into a temporary one."""
     try:
         return build()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from torchao_blockwise import _compat, _versions
-from torchao_blockwise._compat import torch_fsdp
+from torchao_blockwise._compat import hugging_face, torch_fsdp
 from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
@@ -50,7 +51,7 @@ def why_not_convertible(
     raw: `raw_uses(model)`, where the caller asks for many modules.
     """
     is_linear = isinstance(module, nn.Linear)
-    reason = _why_no_forward(module) if is_linear else None
+    reason = _why_no_forward(module) if isinstance(module, nn.Linear) else None
     if reason is not None:
         return reason
     weights = weights_of(module, parameter_name)
@@ -65,7 +66,7 @@ def why_not_convertible(
 
 
 def _why_no_forward(module: nn.Linear) -> str | None:
-    if _compat.is_offloaded_by_accelerate(module):
+    if hugging_face.is_offloaded_by_accelerate(module):
         return "accelerate offloads its weight and puts a plain one in its place on every use; give it a device"
     if type(module).forward not in (nn.Linear.forward, ConvertedLinear.forward):
         return f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"
@@ -74,7 +75,9 @@ def _why_no_forward(module: nn.Linear) -> str | None:
     return None
 
 
-def _why_no_weight(weight, config: TrainingConfig, model: nn.Module | None, is_linear: bool) -> str | None:
+def _why_no_weight(
+    weight: torch.Tensor | None, config: TrainingConfig, model: nn.Module | None, is_linear: bool
+) -> str | None:
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialised yet; run one forward pass first"
     if weight is None:
@@ -121,7 +124,7 @@ def _trains_by(weight: torch.Tensor, config: TrainingConfig) -> bool:
     return isinstance(weight, (MasterWeightTensor, QuantizedTensor)) and weight.config == config
 
 
-def _holders(weight: nn.Parameter, model: nn.Module) -> list[nn.Module]:
+def _holders(weight: torch.Tensor, model: nn.Module) -> list[nn.Module]:
     """The modules of `model` that hold this very Parameter."""
     return [m for m in model.modules() if any(p is weight for p in _compat.parameters_of(m).values())]
 
@@ -136,7 +139,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     RuntimeError where PyTorch or torchao is too old.
     """
     _versions.check()
-    if _compat.transformers_quantizes():
+    if hugging_face.transformers_quantizes():
         raise ValueError(
             "from_pretrained: a TorchAoConfig freezes what it loads, and what it saves comes back unconverted; "
             f"load the model without quantization_config, then call quantize_(model, {type(config).__name__}(...))"
@@ -179,7 +182,9 @@ def _take_plain_tensor(module: nn.Module) -> None:
         module.weight = nn.Parameter(weight.detach(), requires_grad=False)
 
 
-def _targets_if_first(module, model, filter_fn) -> list[tuple[str, nn.Module]]:
+def _targets_if_first(
+    module: nn.Module, model: nn.Module, filter_fn: Callable[[nn.Module, str], bool]
+) -> list[tuple[str, nn.Module]]:
     """All layers that the `quantize_` call will convert, if `module` is the first of them; else none."""
     first = next((m for fqn, m in model.named_modules() if filter_fn(m, fqn)), None)
     if first is not module:
@@ -187,7 +192,9 @@ def _targets_if_first(module, model, filter_fn) -> list[tuple[str, nn.Module]]:
     return [(fqn, m) for fqn, m in model.named_modules() if filter_fn(m, fqn)]
 
 
-def _check(targets, config, model, parameter_name) -> None:
+def _check(
+    targets: list[tuple[str, nn.Module]], config: TrainingConfig, model: nn.Module, parameter_name: str | None
+) -> None:
     raw = raw_uses(model) if targets else {}
     reasons = [(fqn, why_not_convertible(module, config, model, parameter_name, raw)) for fqn, module in targets]
     failures = [(fqn, reason) for fqn, reason in reasons if reason is not None]
@@ -213,10 +220,9 @@ def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     if isinstance(converted, QuantizedTensor) and weight.requires_grad:
         converted.original = Original(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
-    is_ours = isinstance(weight, (MasterWeightTensor, QuantizedTensor))
     own = (
         {*itertools.chain(*weight.__tensor_flatten__()), "original", "layer", "_cast_of", "_is_param"}
-        if is_ours
+        if isinstance(weight, (MasterWeightTensor, QuantizedTensor))
         else ()
     )
     attributes = {k: v for k, v in vars(weight).items() if k not in vars(new) and k not in own}

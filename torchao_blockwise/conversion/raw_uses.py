@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchao_blockwise import _compat
+from torchao_blockwise._compat import hugging_face
 
 # Products of weights that are not asked for as a layer's: by operator, or by one of these functions or methods.
 _PRODUCTS = {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "einsum", "inner", "matmul", "mm", "mv", "tensordot"}
@@ -34,8 +34,10 @@ def raw_uses(model: nn.Module) -> dict[int, str]:
     for module in model.modules():
         cls: Any = type(module)
         for path, method in _multiplied(cls).items():
-            weight = functools.reduce(lambda x, name: getattr(x, name, None), path, module)
-            chosen = _compat.experts_implementation(module) if len(path) == 1 else None
+            weight: Any = module
+            for name in path:
+                weight = getattr(weight, name, None)
+            chosen = hugging_face.experts_implementation(module) if len(path) == 1 else None
             if not isinstance(weight, torch.Tensor) or chosen not in (None, "eager"):
                 continue
             what = f"{type(module).__name__}.{method} multiplies by self.{'.'.join(path)} itself, in high precision"
@@ -73,7 +75,7 @@ def _multiplied(cls: type) -> dict[tuple[str, ...], str]:
     return found
 
 
-def _source(method) -> ast.FunctionDef | None:
+def _source(method: Any) -> ast.FunctionDef | None:
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method)))).body
     except (OSError, TypeError, ValueError, SyntaxError, tokenize.TokenError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from torchao_blockwise import _compat, _versions
@@ -51,7 +53,7 @@ class ConversionReport:
     totals: dict[str, int]
     dry_run: bool = False
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """{"layers": [{...}], "totals": {...}, "dry_run": bool} of plain Python values, ready for JSON."""
         layers = [{**asdict(layer), "shape": list(layer.shape)} for layer in self.layers]
         return {"layers": layers, "totals": dict(self.totals), "dry_run": self.dry_run}
@@ -76,7 +78,7 @@ class ConversionReport:
         total += tuple(human_bytes(t[k]) for k in ("bytes_before", "bytes_after", "quantized_bytes"))
         widths = [max(len(row[i]) for row in (header, *rows, total)) for i in range(len(header))]
 
-        def line(row):
+        def line(row: tuple[str, ...]) -> str:
             cells = [c.rjust(w) if i >= 5 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))]
             return "  ".join(cells).rstrip()
 
@@ -111,7 +113,7 @@ def dry_run(
     selected = _compat.default_filter() if filter_fn is None else filter_fn
     raw = raw_uses(model)
 
-    def state(fqn, module):
+    def state(fqn: str, module: nn.Module) -> tuple[str, str, TrainingConfig | None]:
         if not selected(module, fqn):
             return SKIPPED, skip_reason(module) or "not selected", None
         reason = why_not_convertible(module, config, model, raw=raw)
@@ -120,7 +122,7 @@ def dry_run(
     return _report([(name, m, weight, *state(fqn, m)) for name, fqn, m, weight in _layers(model)], dry_run=True)
 
 
-def _layers(model: nn.Module):
+def _layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, torch.Tensor]]:
     """(name in the report, fqn of the module, module, weight) of linear layers and of weights of experts."""
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -130,7 +132,7 @@ def _layers(model: nn.Module):
                 yield f"{fqn}.{name}".lstrip("."), fqn, module, weight
 
 
-def _state(module: nn.Module, weight):
+def _state(module: nn.Module, weight: torch.Tensor) -> tuple[str, str, TrainingConfig | None]:
     weight = _compat.local_of(weight)
     if isinstance(weight, MasterWeightTensor):
         return CONVERTED, _format(weight.config), weight.config
@@ -145,7 +147,9 @@ def _format(config: TrainingConfig) -> str:
     return config.weight_format.name + ("" if config.master_weights else ", no master")
 
 
-def _report(states, dry_run: bool) -> ConversionReport:
+def _report(
+    states: Iterable[tuple[str, nn.Module, torch.Tensor, str, str, TrainingConfig | None]], dry_run: bool
+) -> ConversionReport:
     layers: list[LayerReport] = []
     # By id, and held, so that no id is used again.
     seen = {}
@@ -165,7 +169,9 @@ def _report(states, dry_run: bool) -> ConversionReport:
     return ConversionReport(tuple(layers), totals, dry_run)
 
 
-def _bytes(weight, shape, status: str, config: TrainingConfig | None) -> tuple[int, int, int]:
+def _bytes(
+    weight: torch.Tensor, shape: tuple[int, ...], status: str, config: TrainingConfig | None
+) -> tuple[int, int, int]:
     """(before, after, quantised)."""
     before = math.prod(shape) * weight.dtype.itemsize
     if isinstance(weight, QuantizedTensor):

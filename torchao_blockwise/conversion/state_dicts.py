@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -34,9 +36,11 @@ def is_converted(module: nn.Module) -> bool:
     return any(hook is _save_plain for hook in _compat.state_dict_hooks_of(module))
 
 
-def _save_plain(module: nn.Module, state_dict, prefix: str, local_metadata) -> None:
+def _save_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     for name, param in _compat.parameters_of(module).items():
-        saved = state_dict.get(prefix + name)
+        if param is None:
+            continue
+        saved: Any = state_dict.get(prefix + name)
         # With keep_vars=True the caller asks for the Parameter itself.
         if saved is not param and isinstance(local := _compat.local_of(saved), MasterWeightTensor):
             state_dict[prefix + name] = _compat.with_local(saved, local.hp)
@@ -51,24 +55,36 @@ def _plain(param: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
     if master is not None:
         values = _compat.local_of(master)
     elif original.awaits_cast:
+        assert original.hp is not None, "what is to be cast"
         return _compat.with_local(param, original.hp)
     else:
         # What a rank has of a weight cannot be quantized again by itself.
         values = plain_values(quantized) if param is quantized else quantized.dequantize()
         # A tied weight has several names for one tensor.
-        last = original.last_given and original.last_given()
+        last = None if original.last_given is None else original.last_given()
         values = last if last is not None and same_bits(last, values) else values
     original.give(GivenOut(values, is_master=master is not None))
     return _compat.with_local(param, values)
 
 
-def _load_assigned(module: nn.Module, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+def _load_assigned(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
     """`load_state_dict(assign=True)` puts what it loads in the Parameter's place: wrap it, or the layer unconverts."""
     if not local_metadata.get("assign_to_params_buffers", False):
         return
     for name, param in _compat.parameters_of(module).items():
         loaded = state_dict.get(prefix + name)
-        if loaded is None or isinstance(values := _compat.local_of(loaded), (MasterWeightTensor, QuantizedTensor)):
+        if param is None or loaded is None:
+            continue
+        if isinstance(values := _compat.local_of(loaded), (MasterWeightTensor, QuantizedTensor)):
             continue
         local, values = _compat.local_of(param), values.detach()
         # What FSDP2 gathered of a master weight is quantised too.

@@ -11,7 +11,7 @@ from torchao_blockwise import _compat
 _NOT_EXPERTS = (nn.Linear, nn.Bilinear, nn.Conv1d, nn.ConvTranspose1d)
 
 
-def is_expert_weight(weight) -> bool:
+def is_expert_weight(weight: object) -> bool:
     """Whether `weight` is a float tensor [E, N, K] with more than one expert, row and column.
 
     So that position embeddings [1, T, D] and biases [E, 1, N] are none.
@@ -20,8 +20,7 @@ def is_expert_weight(weight) -> bool:
 
 
 def _is_stack(weight: torch.Tensor) -> bool:
-    lazy = isinstance(weight, nn.parameter.UninitializedTensorMixin)
-    return not lazy and weight.dim() == 3 and min(weight.shape) > 1
+    return not nn.parameter.is_lazy(weight) and weight.dim() == 3 and min(weight.shape) > 1
 
 
 def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:

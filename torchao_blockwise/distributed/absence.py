@@ -15,10 +15,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
+
+if TYPE_CHECKING:
+    from torchao_blockwise._compat.torch_types import Store
 
 _log = logging.getLogger("torchao_blockwise")
 # How long a rank whose exchange failed waits for word of the others; the culprit never gives it.
@@ -62,7 +66,7 @@ def _who_is_absent(subject: str, ranks: Sequence[int]) -> str:
     return f"no word from {_named(absent)} in {wait.total_seconds():.0f} s: {_WHY}"
 
 
-def arrived(store, keys: list[str], timeout) -> bool:
+def arrived(store: Store, keys: list[str], timeout: datetime.timedelta) -> bool:
     """Whether all keys are in the store before the timeout."""
     try:
         store.wait(keys, timeout)
@@ -93,7 +97,7 @@ class _Entered:
 class _Watcher(threading.Thread):
     """Looks after the collectives that this rank entered last, until its ranks part."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(name="torchao_blockwise absence", daemon=True)
         # Another handle to the store: the first one may be waiting for something else.
         self.store = _compat.default_store().clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -12,11 +13,14 @@ import torch.distributed as dist
 from torchao_blockwise import _compat
 from torchao_blockwise.distributed.absence import arrived
 
+if TYPE_CHECKING:
+    from torchao_blockwise._compat.torch_types import Store
+
 # What the ranks of a group have found to be the same, as long as the group lives.
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple]] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()
 
 
-def check_same_once(subject: str, group: dist.ProcessGroup, what: tuple, entries: Iterable[str]) -> None:
+def check_same_once(subject: str, group: dist.ProcessGroup, what: tuple[object, ...], entries: Iterable[str]) -> None:
     """`check_same` on the ranks of `group`, the first time that they come with the same `what`."""
     agreed = _agreed.setdefault(group, set())
     if group.size() > 1 and (subject, what) not in agreed:
@@ -57,7 +61,7 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _verdict(store, room: str, ranks: Sequence[int], mine: str) -> str:
+def _verdict(store: Store, room: str, ranks: Sequence[int], mine: str) -> str:
     """Empty if all ranks brought `mine`, else what differs; waits for the ranks as long as the store's timeout."""
     keys = {rank: f"{room}/digest/{rank}" for rank in ranks}
     if not arrived(store, list(keys.values()), store.timeout):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torchao_blockwise.distributed.absence import naming_absent
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.shards.partial_cast import CODES, block_scales_, partial_block_amax, partial_cast_
+from torchao_blockwise.ops.shards.flat import CODES
+from torchao_blockwise.ops.shards.partial_cast import block_scales_, partial_block_amax, partial_cast_
 
 
 class Recipe(NamedTuple):
@@ -45,7 +46,7 @@ class Part(NamedTuple):
     shape: of the whole weight [.., N, K]. values: the rank's, contiguous, maybe offloaded; flat [n] if `dim` is 0; None
         where other ranks have them all.
     start: index in the flat weight of the first value, or, if `dim` is not 0, its index in that dim.
-    target: contiguous bytes of the payload, as `partial_cast_` writes them by `into`.
+    target: contiguous bytes of the payload, as `partial_cast_` writes them by `into`; may be None without values.
     scale: an entry a block of the whole weight, contiguous; with one more, of no meaning, where there are split_groups.
     split_groups: groups of ranks over which tensor parallelism has split the tensor that has the global scale.
     """
@@ -54,7 +55,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     values: torch.Tensor | None
     start: int
-    target: torch.Tensor
+    target: torch.Tensor | None
     into: str
     scale: torch.Tensor
     global_scale: torch.Tensor | None
@@ -121,7 +122,7 @@ def _add_amaxes(batch: list[_Placed], bits: torch.Tensor) -> None:
     """Write the amaxes of what this rank holds to each weight's part of `bits`, which is zeros before."""
     part, first = batch[0]
     fmt = part.recipe.fmt
-    options: dict = {"dtype": part.recipe.dtype, "backend": part.recipe.backend}
+    options: dict[str, Any] = {"dtype": part.recipe.dtype, "backend": part.recipe.backend}
     if part.dim:
         frame, _ = _frame(part, bits.device)
         mine = _part_of_grid(part, first, bits)
@@ -136,24 +137,25 @@ def _write_payload(batch: list[_Placed], encode: torch.Tensor) -> None:
     """Write what this rank sends: its values times the `encode` of their blocks, rounded to elements."""
     part, first = batch[0]
     fmt = part.recipe.fmt
-    options: dict = {"dtype": part.recipe.dtype, "backend": part.recipe.backend}
+    options: dict[str, Any] = {"dtype": part.recipe.dtype, "backend": part.recipe.backend}
     if part.dim:
         frame, border = _frame(part, encode.device)
         codes = torch.empty_like(frame, dtype=torch.uint8)
         factors = _part_of_grid(part, first, encode).clone(memory_format=torch.contiguous_format).view(-1)
         partial_cast_([codes.view(-1)], [frame.view(-1)], [0], [frame.shape], factors, fmt, into=CODES, **options)
+        assert part.target is not None
         part.target.copy_(codes.narrow(part.dim, border, part.target.shape[part.dim]))
         return
     firsts = [first for _, first in batch]
-    targets = [part.target for part, _ in batch]
+    targets = [part.target for part, _ in batch if part.target is not None]
     partial_cast_(targets, *_ranges(batch, encode.device), encode, fmt, into=part.into, first_blocks=firsts, **options)
 
 
-def _ranges(batch: list[_Placed], device: torch.device) -> tuple[list, list[int], list[tuple[int, ...]]]:
+def _ranges(batch: list[_Placed], device: torch.device) -> tuple[list[torch.Tensor], list[int], list[tuple[int, ...]]]:
     """(values, starts, shapes), the values on the device."""
-    values = [part.values for part, _ in batch]
-    if values[0].device != device:  # type: ignore[union-attr]
-        values = [x.to(device, non_blocking=True) for x in values]  # type: ignore[union-attr]
+    values = [part.values for part, _ in batch if part.values is not None]
+    if values[0].device != device:
+        values = [x.to(device, non_blocking=True) for x in values]
     return values, [part.start for part, _ in batch], [part.shape for part, _ in batch]
 
 

@@ -11,7 +11,7 @@ that had the ranks' tokens one behind another.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,16 +83,18 @@ def combine_tokens(y: torch.Tensor, journey: Journey, group: dist.ProcessGroup) 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, sent, received, group):
+    def forward(
+        ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _exchange(x, sent, received, group)
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _exchange(grad_output, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _exchange(x, sent: list[int], received: list[int], group) -> torch.Tensor:
+def _exchange(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     out = x.new_empty(sum(received), x.shape[1])
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
@@ -148,7 +150,7 @@ class _Exchange:
         self.mesh = mesh
         self.journey: Journey | None = None
 
-    def before(self, module: nn.Module, args):
+    def before(self, module: nn.Module, args: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         x, group_ends = args
         group = self.mesh.get_group()
         for parameter in module.parameters(recurse=False):
@@ -158,7 +160,7 @@ class _Exchange:
         tokens, own_ends, self.journey = dispatch_tokens(x, group_ends, group)
         return tokens, own_ends
 
-    def after(self, module: nn.Module, args, output: torch.Tensor) -> torch.Tensor:
+    def after(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         assert self.journey is not None
         journey, self.journey = self.journey, None
         return combine_tokens(output, journey, self.mesh.get_group())

@@ -16,7 +16,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.distributed.agreement import check_same_once
 from torchao_blockwise.distributed.cast import Part, Recipe, cast_parts
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
-from torchao_blockwise.ops.shards import partial_cast as ops
+from torchao_blockwise.ops.shards import flat
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
 
 
@@ -45,7 +45,7 @@ def cast_master_weights_to_fp8(
     """
     name = "cast_master_weights_to_fp8"
     _check_kind(name, model_weights, BlockwiseFP8Tensor)
-    _cast(name, model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights, ops.ENTRIES)
+    _cast(name, model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights, flat.ENTRIES)
 
 
 def cast_master_weights_to_nvfp4(
@@ -65,7 +65,7 @@ def cast_master_weights_to_nvfp4(
     """
     name = "cast_master_weights_to_nvfp4"
     _check_kind(name, model_weights, NVFP4Tensor)
-    into = ops.CODES if one_code_a_byte else ops.ENTRIES
+    into = flat.CODES if one_code_a_byte else flat.ENTRIES
     _cast(name, model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights, into)
 
 
@@ -81,17 +81,33 @@ def cast_master_weights(
     """`cast_master_weights_to_fp8` and `_to_nvfp4` in one: weights of any formats and dtypes, still one all-reduce."""
     name = "cast_master_weights"
     _check_kind(name, model_weights, QuantizedTensor)
-    into = ops.CODES if one_code_a_byte else ops.ENTRIES
+    into = flat.CODES if one_code_a_byte else flat.ENTRIES
     _cast(name, model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights, into)
 
 
-def _cast(name: str, weights, masters, starts, group, targets, into: str) -> None:
+def _cast(
+    name: str,
+    weights: Sequence[QuantizedTensor],
+    masters: Sequence[torch.Tensor | None],
+    starts: Sequence[int | None],
+    group: dist.ProcessGroup | None,
+    targets: Sequence[torch.Tensor | None] | None,
+    into: str,
+) -> None:
     _check_lists(name, weights, masters, starts, targets)
     if weights:
         write_masters(name, weights, masters, starts, _group(name, group), targets, into)
 
 
-def write_masters(name: str, weights, masters, starts, group, targets=None, into: str = ops.ENTRIES) -> None:
+def write_masters(
+    name: str,
+    weights: Sequence[QuantizedTensor],
+    masters: Sequence[torch.Tensor | None],
+    starts: Sequence[int | None],
+    group: dist.ProcessGroup | None,
+    targets: Sequence[torch.Tensor | None] | None = None,
+    into: str = flat.ENTRIES,
+) -> None:
     """What `cast_master_weights` does, for a caller that has its group and lists of a length. name: for errors.
 
     group: ranks that share the masters, or None: this process has whole ones, whatever other ranks do.
@@ -99,17 +115,17 @@ def write_masters(name: str, weights, masters, starts, group, targets=None, into
     """
     # Attributes of subclasses would take a detour of 1 µs each, a third of the host's time for a long list.
     with _compat.no_torch_function():
-        for i, w in enumerate(weights):
-            refusal = _why_not(w, masters[i], starts[i], weights[0].device)
-            if refusal is None and targets is not None and masters[i] is not None:
-                refusal = _why_not_into(targets[i], w, masters[i], starts[i], into)
+        for i, (w, master, start) in enumerate(zip(weights, masters, starts)):
+            refusal = _why_not(w, master, start, weights[0].device)
+            if refusal is None and targets is not None and master is not None and start is not None:
+                refusal = _why_not_into(targets[i], w, master, start, into)
             if refusal is not None:
                 error, reason = refusal
                 raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.whole_shape)}) {reason}")
         if targets is None:
-            targets, into = [w.qdata for w in weights], ops.WHOLE
+            targets, into = [w.qdata for w in weights], flat.WHOLE
         parts = [
-            Part(_recipe(w), tuple(w.whole_shape), master, start, target, into, w.scale, w.global_scale)
+            Part(_recipe(w), tuple(w.whole_shape), master, start or 0, target, into, w.scale, w.global_scale)
             for w, master, start, target in zip(weights, masters, starts, targets)
         ]
         if group is not None:
@@ -121,7 +137,7 @@ def write_masters(name: str, weights, masters, starts, group, targets=None, into
         written = [
             *weights,
             *(part.scale for part in parts),
-            *(part.target for part in parts if part.values is not None),
+            *(part.target for part in parts if part.values is not None and part.target is not None),
         ]
         written += [part.global_scale for part in parts if part.global_scale is not None]
         # Autograd must see that values which it saved are gone; kernels do not count what they write.
@@ -146,7 +162,7 @@ def _group(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | No
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_kind(name: str, weights, wanted: type) -> None:
+def _check_kind(name: str, weights: Sequence[QuantizedTensor], wanted: type[QuantizedTensor]) -> None:
     for i, w in enumerate(weights):
         if not isinstance(w, wanted):
             raise TypeError(
@@ -155,7 +171,13 @@ def _check_kind(name: str, weights, wanted: type) -> None:
             )
 
 
-def _check_lists(name: str, weights, masters, starts, shards) -> None:
+def _check_lists(
+    name: str,
+    weights: Sequence[QuantizedTensor],
+    masters: Sequence[torch.Tensor | None],
+    starts: Sequence[int | None],
+    shards: Sequence[torch.Tensor | None] | None,
+) -> None:
     sizes = [len(x) for x in (weights, masters, starts, *(() if shards is None else (shards,)))]
     if len(set(sizes)) > 1:
         raise ValueError(f"{name}: all lists must have an entry a weight, got lengths {sizes}")
@@ -165,7 +187,9 @@ def _check_lists(name: str, weights, masters, starts, shards) -> None:
             raise ValueError(f"{name}: weight {i} is the same tensor as weight {first[id(w)]}; list a tied weight once")
 
 
-def _why_not(w: QuantizedTensor, master, start, device) -> tuple[type[Exception], str] | None:
+def _why_not(
+    w: QuantizedTensor, master: torch.Tensor | None, start: int | None, device: torch.device
+) -> tuple[type[Exception], str] | None:
     """The error that a weight and its master are refused with, or None."""
     if not w.fmt.is_square:
         rows, columns = w.fmt.block
@@ -177,7 +201,7 @@ def _why_not(w: QuantizedTensor, master, start, device) -> tuple[type[Exception]
     if (master is None) != (start is None):
         got = "no master" if master is None else "a master"
         return ValueError, f"has {got} and start offset {start}; give both or neither"
-    if master is None:
+    if master is None or start is None:
         return None
     if master.dtype not in HIGH_PRECISION_DTYPES:
         return TypeError, f"needs a master of bfloat16, float16 or float32, got {master.dtype}; cast it first"
@@ -192,9 +216,11 @@ def _why_not(w: QuantizedTensor, master, start, device) -> tuple[type[Exception]
     return None
 
 
-def _why_not_into(shard, w: QuantizedTensor, master, start: int, into: str) -> tuple[type[Exception], str] | None:
+def _why_not_into(
+    shard: torch.Tensor | None, w: QuantizedTensor, master: torch.Tensor, start: int, into: str
+) -> tuple[type[Exception], str] | None:
     """The error that a shard buffer is refused with, or None."""
-    wanted = ops.target_size(master.numel(), start, w.whole_shape, w.fmt, into)
+    wanted = flat.target_size(master.numel(), start, w.whole_shape, w.fmt, into)
     if shard is None or shard.itemsize != 1 or shard.shape != (wanted,) or shard.device != w.device:
         got = "none" if shard is None else f"{shard.dtype} of shape {list(shard.shape)} on {shard.device}"
         elements = f"elements [{start}, {start + master.numel()})"

@@ -49,7 +49,7 @@ class BlockFormat:
     has_global_scale: bool = False
     has_power_of_2_scales: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.transposed_scales and self.block[0] != 1:
             raise ValueError(f"{self.name}: transposed scales need one-row blocks, got block {self.block}")
 

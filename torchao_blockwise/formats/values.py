@@ -38,9 +38,9 @@ class Copies(NamedTuple):
     rowwise: blocks along K. columnwise: the transpose, contiguous, [.., K, M], blocks along M.
     """
 
-    # Operands, or None. Typed as callers use them: whoever asked for a copy has it.
-    rowwise: Any
-    columnwise: Any
+    # Whoever asked for a copy has it, and need not look for None, which `Any` stands for.
+    rowwise: Operand | Any
+    columnwise: Operand | Any
 
 
 class CastOptions(NamedTuple):

@@ -19,24 +19,29 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from torchao_blockwise import _compat
+from torchao_blockwise._compat import recordings
 from torchao_blockwise.formats import BlockFormat, CastOptions
 from torchao_blockwise.ops.backend import Backend
+
+if TYPE_CHECKING:
+    from torchao_blockwise._compat.triton_launcher import Launching
 
 # Of one operation. Where shapes never come again, what is remembered must not grow without end.
 _MAX_SIGNATURES = 4096
 _ALIGNMENT_MASK = 15
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_SETTLED = {type(None), bool, int, float, str, torch.dtype, torch.Size, Backend, BlockFormat, CastOptions}
+_SETTLED: set[type] = {type(None), bool, int, float, str, torch.dtype, torch.Size, Backend, BlockFormat, CastOptions}
 _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 _SEEN, _NEVER = "seen", "never"
 
-Step = Callable[[list], None]
+Tensors: TypeAlias = "list[Any]"
+Step: TypeAlias = "Callable[[Tensors], None]"
 
 
 def serves(device: torch.device) -> bool:
@@ -44,7 +49,7 @@ def serves(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def on_device(*args) -> bool:
+def on_device(*args: Any) -> bool:
     """Whether the first tensor of these arguments lies where operations are replayed."""
     x: Any = args
     while isinstance(x, (tuple, list)):
@@ -54,7 +59,7 @@ def on_device(*args) -> bool:
     return isinstance(x, torch.Tensor) and serves(x.device)
 
 
-def signature(args: Sequence) -> tuple[tuple, list[torch.Tensor]] | None:
+def signature(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
     """(what decides what a function of these arguments does, their tensors); None where that is not known.
 
     Arguments are plain tensors, what is settled by its equality, and tuples and lists of these. Written out for what is
@@ -100,10 +105,10 @@ class Replays:
 
     def __init__(self, empties_lists: bool = False) -> None:
         self._empties_lists = empties_lists
-        self._known: dict[tuple, Any] = {}
+        self._known: dict[tuple[Any, ...], Any] = {}
         _all.append(self)
 
-    def call(self, function: Callable, args: Sequence):
+    def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """`function(*args)`, by its recording where there is one that fits now."""
         signed = signature(args)
         if signed is None:
@@ -159,16 +164,16 @@ class Matrix(NamedTuple):
     """A launch's argument that the copy engine is told of: a matrix, and (x) -> what stands in its place."""
 
     x: torch.Tensor
-    encode: Callable[[Any], tuple]
+    encode: Callable[[Any], tuple[Any, ...]]
 
 
-class _Recorder(_compat.TorchDispatchMode):
+class _Recorder(recordings.TorchDispatchMode):
     """Sees what an operation does; `reason` says why it cannot be replayed, if it cannot."""
 
     def __init__(self, inputs: list[torch.Tensor]):
         super().__init__()
         self.reason: str | None = None
-        self.launcher: Any = None
+        self.launcher: Launching | None = None
         # (step, places read, places written, whether it is needed for more than what it writes)
         self.steps: list[tuple[Step, set[int], set[int], bool]] = []
         self.tensors: list[torch.Tensor] = []
@@ -182,7 +187,7 @@ class _Recorder(_compat.TorchDispatchMode):
     def _add(self, x: torch.Tensor) -> int:
         place = self._places[id(x)] = len(self.tensors)
         self.tensors.append(x)
-        self._owners.setdefault(_compat.storage_of(x), place)
+        self._owners.setdefault(recordings.storage_of(x), place)
         return place
 
     def refuse(self, why: str) -> None:
@@ -192,14 +197,14 @@ class _Recorder(_compat.TorchDispatchMode):
     def place_of(self, x: torch.Tensor) -> int | None:
         return self._places.get(id(x))
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if self.reason is None:
             self.reason = self._see(func, args, kwargs, out)
         return out
 
-    def _see(self, func, args, kwargs, out) -> str | None:
+    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> str | None:
         """Add an operation; why it cannot be replayed, if it cannot."""
         if func.namespace != "aten" or torch.Tag.data_dependent_output in func.tags:
             return f"calls {func}"
@@ -220,15 +225,15 @@ class _Recorder(_compat.TorchDispatchMode):
 
     def _allocate(self, x: torch.Tensor) -> None:
         place, size, stride, dtype = self._add(x), tuple(x.shape), x.stride(), x.dtype
-        empty_strided = _compat.empty_strided_on(x.device)
+        empty_strided = recordings.empty_strided_on(x.device)
 
-        def step(tensors):
+        def step(tensors: Tensors) -> None:
             tensors[place] = empty_strided(size, stride, dtype)
 
         self.steps.append((step, set(), {place}, False))
 
-    def _call(self, func, args, kwargs, place: int, reads: set[int]) -> None:
-        def at(value):
+    def _call(self, func: Any, args: Any, kwargs: Any, place: int, reads: set[int]) -> None:
+        def at(value: Any) -> Any:
             """The value, or how to find the tensor that stands here."""
             if isinstance(value, torch.Tensor):
                 return _Place(self._places[id(value)])
@@ -238,31 +243,31 @@ class _Recorder(_compat.TorchDispatchMode):
 
         args, kwargs = at(args), {name: at(value) for name, value in kwargs.items()}
 
-        def step(tensors):
+        def step(tensors: Tensors) -> None:
             tensors[place] = func(*_filled(args, tensors), **{n: _filled(v, tensors) for n, v in kwargs.items()})
 
         self.steps.append((step, reads, {place}, not func.is_view))
         self.calls = self.calls or not func.is_view
 
-    def launched(self, launcher, run: Callable, grid: int, arguments: Sequence) -> None:
+    def launched(self, launcher: Launching, run: Callable[..., None], grid: int, arguments: Sequence[Any]) -> None:
         """Add a launch. arguments: tensors, for their addresses, `Matrix`, numbers and None."""
         self.launcher = launcher
         values: list[Any] = []
         addresses: list[tuple[int, int, int]] = []
-        matrices: list[tuple[int, int, int, Callable, dict]] = []
+        matrices: list[tuple[int, int, int, Callable[..., Any], dict[int, Any]]] = []
         reads: set[int] = set()
         for argument in arguments:
             x = argument.x if type(argument) is Matrix else argument
             if not isinstance(x, torch.Tensor):
                 values.append(x)
                 continue
-            owner = self._owners.get(_compat.storage_of(x))
+            owner = self._owners.get(recordings.storage_of(x))
             if owner is None:
                 self.refuse("launches a kernel on a tensor from elsewhere")
                 return
             reads.add(owner)
             held = self.tensors[owner]
-            behind = x.storage_offset() * x.itemsize - held.storage_offset() * held.itemsize
+            behind = int(x.storage_offset() * x.itemsize - held.storage_offset() * held.itemsize)
             if type(argument) is Matrix:
                 matrices.append((len(values), owner, behind, argument.encode, {}))
             else:
@@ -271,7 +276,7 @@ class _Recorder(_compat.TorchDispatchMode):
         matrices.reverse()
         current_stream, device = launcher.current_stream, launcher.current_device()
 
-        def step(tensors):
+        def step(tensors: Tensors) -> None:
             given = values[:]
             for i, owner, behind in addresses:
                 given[i] = tensors[owner].data_ptr() + behind
@@ -297,7 +302,7 @@ class _Address(int):
         return int(self)
 
 
-def _encoded(maps: dict, address: int, encode: Callable) -> tuple:
+def _encoded(maps: dict[int, Any], address: int, encode: Callable[[Any], tuple[Any, ...]]) -> Any:
     if len(maps) >= _MAX_MAPS:
         maps.clear()
     maps[address] = encode(_Address(address))
@@ -308,7 +313,7 @@ class _Place(int):
     """Which tensor stands here."""
 
 
-def _filled(value, tensors: list):
+def _filled(value: Any, tensors: Tensors) -> Any:
     if type(value) is _Place:
         return tensors[value]
     if type(value) in (list, tuple):
@@ -316,13 +321,13 @@ def _filled(value, tensors: list):
     return value
 
 
-def record(function: Callable, args: Sequence) -> tuple[Any, Any]:
+def record(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Recording | str]:
     """(function(*args), its recording or why there is none yet)."""
     inputs = list(_tensors(args))
     seen = _Recorder(inputs)
     _local.recorder = seen
     try:
-        with _compat.no_autocast(), seen:
+        with recordings.no_autocast(), seen:
             result = function(*args)
     finally:
         _local.recorder = None
@@ -338,7 +343,7 @@ def record(function: Callable, args: Sequence) -> tuple[Any, Any]:
 NOT_BUILT = "builds a kernel"
 
 
-def _tensors(values):
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The tensors in arguments or results, in order."""
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -352,7 +357,7 @@ class Recording:
 
     __slots__ = ("_behind", "_calls", "_device", "_kind", "_launcher", "_result", "_steps")
 
-    def __init__(self, seen: _Recorder, inputs: int, result):
+    def __init__(self, seen: _Recorder, inputs: int, result: Any):
         self._launcher, self._calls, self._kind = seen.launcher, seen.calls, seen.device.type
         self._device = None if seen.launcher is None else seen.launcher.current_device()
         constants: list[Any] = []
@@ -374,15 +379,15 @@ class Recording:
         launcher = self._launcher
         return launcher is None or (launcher.current_device() == self._device and not launcher.has_hooks())
 
-    def replay(self, tensors: list):
+    def replay(self, tensors: Tensors) -> Any:
         """The result; `tensors` are those of the arguments, and become all that there are on the way."""
         tensors += self._behind
         if self._calls and torch.is_autocast_enabled(self._kind):
-            with _compat.no_autocast():
+            with recordings.no_autocast():
                 return self._replay(tensors)
         return self._replay(tensors)
 
-    def _replay(self, tensors: list):
+    def _replay(self, tensors: Tensors) -> Any:
         for step, done in self._steps:
             step(tensors)
             for place in done:
@@ -390,10 +395,10 @@ class Recording:
         return self._result(tensors)
 
 
-def _maker(result, seen: _Recorder, constants: list) -> Callable[[list], Any]:
+def _maker(result: Any, seen: _Recorder, constants: list[Any]) -> Callable[[Tensors], Any]:
     """(tensors and behind them constants) -> a result like this one; adds to the constants."""
 
-    def place_of(x) -> int:
+    def place_of(x: Any) -> int:
         if isinstance(x, torch.Tensor):
             return seen._places[id(x)]
         constants.append(x)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, TypeAlias
+
 from torchao_blockwise.formats import BlockFormat, Operand
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
-def shards_on_blocks(x, dim: int, fmt: BlockFormat, columnwise: bool) -> bool:
+# A DTensorSpec. Rules get it in the place of each tensor, in operands too.
+Spec: TypeAlias = Any
+# (placements of what is returned, of what is given): an operation may run on shards that lie so.
+Rules: TypeAlias = "list[tuple[list[Placement], list[Placement | Operand | None]]]"
+
+
+def shards_on_blocks(x: Spec, dim: int, fmt: BlockFormat, columnwise: bool) -> bool:
     """Whether cutting the DTensorSpec `x` evenly on `dim` over its mesh cuts no block.
 
     Leading dims hold independent matrices; of the last two, blocks span fmt.block, swapped for a columnwise copy.
@@ -21,7 +31,7 @@ def shards_on_blocks(x, dim: int, fmt: BlockFormat, columnwise: bool) -> bool:
     return x.shape[dim] % (length * x.mesh.size()) == 0
 
 
-def placements_of(x: Operand, qdata, scale) -> Operand:
+def placements_of(x: Operand, qdata: Placement, scale: Placement) -> Operand:
     """The placements of an operand's parts, as a DTensor rule gives them; a global scale is on every rank."""
     from torch.distributed.tensor import Replicate
 

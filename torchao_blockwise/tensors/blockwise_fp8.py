@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from torchao_blockwise import _compat, ops
@@ -9,6 +11,9 @@ from torchao_blockwise.formats import FP8_128X128, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files, check_quantizable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class BlockwiseFP8Tensor(QuantizedTensor):
@@ -33,7 +38,7 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         dtype: torch.dtype,
         power_of_2_scales: bool = False,
         config: TrainingConfig | None = None,
-    ):
+    ) -> Self:
         check_attributes(cls.__name__, FP8_128X128, dtype, config)
         if not isinstance(power_of_2_scales, bool):
             raise TypeError(f"{cls.__name__}: power_of_2_scales must be True or False, got {power_of_2_scales!r}")
@@ -42,7 +47,14 @@ class BlockwiseFP8Tensor(QuantizedTensor):
             cls, qdata.shape, inner=qdata, strides=qdata.stride(), dtype=dtype, device=qdata.device
         )
 
-    def __init__(self, qdata, scale, dtype, power_of_2_scales=False, config=None):
+    def __init__(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        power_of_2_scales: bool = False,
+        config: TrainingConfig | None = None,
+    ):
         self.qdata = qdata
         self.scale = scale
         self.power_of_2_scales = power_of_2_scales
@@ -64,17 +76,24 @@ class BlockwiseFP8Tensor(QuantizedTensor):
     def fmt(self) -> BlockFormat:
         return FP8_128X128
 
-    def _check(self):
+    def _check(self) -> None:
         _check_parts(type(self).__name__, self.qdata, self.scale, self.global_scale)
 
-    def _make(self, qdata, scale, *, columns=None, dtype=None):
+    def _make(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        *,
+        columns: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
         return type(self)(qdata, scale, dtype or self.dtype, self.power_of_2_scales, self.config)
 
-    def _requantize(self, hp):
+    def _requantize(self, hp: torch.Tensor) -> BlockwiseFP8Tensor:
         return self.from_hp(hp, power_of_2_scales=self.power_of_2_scales, config=self.config)
 
 
-def _check_parts(name: str, qdata, scale, global_scale=None) -> None:
+def _check_parts(name: str, qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None = None) -> None:
     check_parts(name, FP8_128X128, qdata, scale, global_scale, getattr(qdata, "shape", ()))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from torchao.utils import TorchAOBaseTensor
 
 
-def stable_hash(x: torch.Tensor) -> str:
+def stable_hash(x: TorchAOBaseTensor) -> str:
     """Hash of all that a compiled graph may depend on: the type, its attributes, and its inner tensors.
 
     A config is an attribute, and its repr names all of its fields.
@@ -19,7 +20,7 @@ def stable_hash(x: torch.Tensor) -> str:
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
 
 
-def _described(inner: torch.Tensor) -> tuple:
+def _described(inner: torch.Tensor) -> tuple[object, ...]:
     own = inner._stable_hash_for_caching() if hasattr(inner, "_stable_hash_for_caching") else ""
     layout = inner.dtype, tuple(inner.shape), inner.stride(), inner.storage_offset(), str(inner.device)
     return type(inner).__qualname__, own, layout, inner.requires_grad, inner.is_inference()

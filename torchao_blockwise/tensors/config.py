@@ -34,7 +34,7 @@ class TrainingConfig(AOBaseConfig):
     backend: Backend | str = Backend.AUTO
     out_dtype: torch.dtype | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.save_activations:
             object.__setattr__(self, "save_activations", self.quantized_activations)
         object.__setattr__(self, "backend", get_backend(self.backend))
@@ -51,7 +51,7 @@ class TrainingConfig(AOBaseConfig):
                 f"got {self.out_dtype!r}"
             )
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: object) -> None:
         """What loads and copies set: fields, checked as those of a new config; those of other versions are left out."""
         if not isinstance(state, dict):
             raise TypeError(f"{type(self).__name__}: its state must be a dict of fields, got {type(state).__name__}")

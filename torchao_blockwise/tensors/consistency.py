@@ -6,6 +6,8 @@ copy too, and again where they become an operand: attributes can be set from out
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torchao.utils import TorchAOBaseTensor
 
@@ -15,7 +17,14 @@ from torchao_blockwise.tensors.config import TrainingConfig
 _REMEDY = "take all parts from one tensor, or make it with from_hp"
 
 
-def check_parts(name: str, fmt: BlockFormat, qdata, scale, global_scale, shape) -> None:
+def check_parts(
+    name: str,
+    fmt: BlockFormat,
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    shape: Sequence[int],
+) -> None:
     """Raise TypeError or ValueError unless these are parts, in `fmt`, of a tensor of the class `name`.
 
     shape: [.., N, K] of the tensor that the scales are of; qdata may be some rows of it.
@@ -52,7 +61,7 @@ def check_parts(name: str, fmt: BlockFormat, qdata, scale, global_scale, shape) 
         raise ValueError(f"{name}: a tensor {list(shape)} in {fmt.name} has {wanted}, got {got}; {_REMEDY}")
 
 
-def check_attributes(name: str, fmt: BlockFormat, dtype, config) -> None:
+def check_attributes(name: str, fmt: BlockFormat, dtype: torch.dtype, config: TrainingConfig | None) -> None:
     """Raise TypeError or ValueError unless a tensor in `fmt` can report `dtype` and train by `config`."""
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{name}: dtype must be bfloat16, float16 or float32, got {dtype}; dequantize() for others")

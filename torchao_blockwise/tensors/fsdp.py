@@ -16,7 +16,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -27,6 +27,12 @@ from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.quantized import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torchao_blockwise.tensors.master_weight import MasterWeightTensor
+
+# A weight, and the tensors in it that FSDP2 must free.
+Gathered: TypeAlias = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class ShardLayout:
     config: TrainingConfig
     quantized: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         sizes = (*self.shape, self.dim, self.rank, self.ranks) if isinstance(self.shape, tuple) else ("",)
         if not all(type(n) is int and n >= 0 for n in sizes) or not (
             self.dim < len(self.shape) and len(self.shape) >= 2 and self.rank < self.ranks
@@ -58,7 +64,7 @@ class ShardLayout:
             got = f"{type(self.config).__name__} and {self.dtype}"
             raise TypeError(f"ShardLayout: it needs a TrainingConfig and bfloat16, float16 or float32, got {got}")
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         """What loads and copies set: fields, checked as those of a new layout."""
         for field in fields(self):
             object.__setattr__(self, field.name, state[field.name])
@@ -127,15 +133,15 @@ class WeightShard:
     version: int | None = None
     ready: torch.cuda.Event | None = None
 
-    def __deepcopy__(self, memo) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a weight has no shard before a sync of its own."""
 
-    def attach(self, master) -> None:
+    def attach(self, master: MasterWeightTensor) -> None:
         """Be what gathers of `master` send, as long as its values do not change."""
         self.version = None if master.hp.is_inference() else _compat.version_of(master.hp)
         master.shard = self
 
-    def is_current(self, master) -> bool:
+    def is_current(self, master: MasterWeightTensor) -> bool:
         """Whether `master`, as far as PyTorch counts, still has the values that the payload was made of."""
         return self.version is None or self.version == _compat.version_of(master.hp)
 
@@ -146,7 +152,7 @@ def is_gathered_quantized(weight: torch.Tensor) -> bool:
     return shard is not None and shard.payload is not None
 
 
-def carry_shard(master, copy) -> None:
+def carry_shard(master: MasterWeightTensor, copy: MasterWeightTensor) -> None:
     """Let `copy`, `master` on another device, be gathered as it is: FSDP2 copies offloaded shards first."""
     shard = master.shard
     if shard is not None and copy.dtype == master.dtype and shard.is_current(master):
@@ -160,7 +166,7 @@ def check_installed(module: torch.nn.Module) -> None:
         raise RuntimeError(f"FSDP2 gathers a weight of {module}: {reason}")
 
 
-def pre_all_gather(master, module: torch.nn.Module) -> tuple[tuple[torch.Tensor], WeightShard]:
+def pre_all_gather(master: MasterWeightTensor, module: torch.nn.Module) -> tuple[tuple[torch.Tensor], WeightShard]:
     """What this rank sends of `master`, a parameter of `module`, and what turns all ranks' parts into the weight."""
     check_installed(module)
     shard = master.shard
@@ -201,8 +207,12 @@ def padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def post_all_gather(
-    master, outs: Sequence[torch.Tensor], shard: WeightShard, dtype: torch.dtype, out: torch.Tensor | None
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+    master: torch.Tensor,
+    outs: Sequence[torch.Tensor],
+    shard: WeightShard,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
+) -> Gathered | None:
     """The gathered weight and the tensors in it that FSDP2 must free; into `out`, an earlier result, where given.
 
     A quantised weight is a view of what was gathered, or, where codes came one a byte, packed memory of its own.
@@ -234,6 +244,8 @@ def _whole(gathered: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _quantized(qdata: torch.Tensor, shard: WeightShard, dtype: torch.dtype) -> QuantizedTensor:
     config, fmt = shard.layout.config, shard.layout.config.weight_format
+    assert shard.scale is not None
     if fmt is FP8_128X128:
         return BlockwiseFP8Tensor(qdata, shard.scale, dtype, config.power_of_2_scales, config)
+    assert shard.global_scale is not None
     return NVFP4Tensor(qdata, shard.scale, shard.global_scale, shard.layout.shape[-1], fmt.block, dtype, config)

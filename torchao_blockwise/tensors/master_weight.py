@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree, torch_fsdp
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
+from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.operations import Result, is_sum, result_of
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 from torchao_blockwise.tensors.weight_operands import kept_bytes, kept_weights, weight_operand
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from typing_extensions import Self
 
 aten = torch.ops.aten
 
@@ -34,7 +41,7 @@ class _CastOf:
     hp: of the weight, or None.
     """
 
-    hp: weakref.ref | None
+    hp: weakref.ref[torch.Tensor] | None
 
 
 class MasterWeightTensor(TorchAOBaseTensor):
@@ -54,7 +61,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
     tensor_attribute_names = ["config"]  # noqa: RUF012
 
     @staticmethod
-    def __new__(cls, hp: torch.Tensor, config: TrainingConfig):
+    def __new__(cls, hp: torch.Tensor, config: TrainingConfig) -> Self:
         return _compat.make_wrapper(
             cls,
             hp.shape,
@@ -108,22 +115,36 @@ class MasterWeightTensor(TorchAOBaseTensor):
         """Bytes of the quantized copies that `weights_unchanged` keeps now."""
         return kept_bytes(self.hp)
 
-    def quantized(self, *, columnwise: bool = False):
+    def quantized(self, *, columnwise: bool = False) -> Operand:
         """The operand that products use: `hp` quantized in `config.weight_format`, rowwise or columnwise."""
         config = self.config
         return weight_operand(
             self.hp, config.weight_format, columnwise=columnwise, power_of_2_scales=config.power_of_2_scales
         )
 
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor], fsdp.WeightShard]:
         """FSDP2 calls it for what this rank sends; see `tensors.fsdp`."""
         return fsdp.pre_all_gather(self, module)
 
-    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: fsdp.WeightShard,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> fsdp.Gathered | None:
         """FSDP2 calls it for the weight that layers use until it is sharded again: a quantised tensor."""
         return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         # Of no use in another model, and a link to a weight that is not saved with it.
         return {name: value for name, value in vars(self).items() if name not in ("layer", "_cast_of", "shard")}
 
@@ -134,7 +155,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
         # PyTorch formats the number of a plain tensor alone.
         return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"MasterWeightTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', "
@@ -142,7 +163,9 @@ class MasterWeightTensor(TorchAOBaseTensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
+    ) -> Any:
         if func is aten.cat.default and torch_fsdp.flattens_for_fsdp1():
             raise NotImplementedError(
                 "FullyShardedDataParallel (FSDP1) makes plain tensors of parameters: converted layers would train in "
@@ -163,7 +186,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
             return TransposedWeight(args[0])
         masters: list[MasterWeightTensor] = []
 
-        def unwrap(x):
+        def unwrap(x: MasterWeightTensor) -> torch.Tensor:
             masters.append(x)
             return x.hp
 
@@ -224,14 +247,14 @@ def _layers(masters: list[MasterWeightTensor]) -> str:
     return ", ".join(sorted({master.layer for master in masters if master.layer})) or "a converted weight"
 
 
-def _refusal_of_dtype(func, masters: list[MasterWeightTensor], dtype: torch.dtype) -> str:
+def _refusal_of_dtype(func: Operation, masters: list[MasterWeightTensor], dtype: torch.dtype) -> str:
     return (
         f"{func}: {_layers(masters)} can be bfloat16, float16 or float32, got {dtype}, which would multiply in high "
         "precision; use weight.hp for its values in another dtype, or unconvert(model)"
     )
 
 
-def _refusal(func, masters: list[MasterWeightTensor]) -> str:
+def _refusal(func: Operation, masters: list[MasterWeightTensor]) -> str:
     return (
         f"{func}: {_layers(masters)} would be used in high precision without being seen: only "
         "operations that are known to be no product may read a MasterWeightTensor; use torch.nn.functional.linear (or "
@@ -240,7 +263,7 @@ def _refusal(func, masters: list[MasterWeightTensor]) -> str:
     )
 
 
-def _stays_weight(func, args, masters: list[MasterWeightTensor]) -> bool:
+def _stays_weight(func: Operation, args: Args, masters: list[MasterWeightTensor]) -> bool:
     """Whether what an operation makes of a weight, in its shape, is to be used as one.
 
     Under `no_grad` no sum that begins with another tensor: optimizers compute there, and their `grad.add(w)` is no
@@ -251,7 +274,7 @@ def _stays_weight(func, args, masters: list[MasterWeightTensor]) -> bool:
     return not _compat.in_backward() and (pytree.tree_leaves(args)[0] is masters[0] or not is_sum(func))
 
 
-def _set_state(self, state):
+def _set_state(self: MasterWeightTensor, state: object) -> None:
     """What loads set: values and a config that fit the tensor, and whether it is a Parameter. Nothing else."""
     name, state = type(self).__name__, state if isinstance(state, dict) else {}
     hp = state.get("hp")
@@ -266,11 +289,11 @@ def _set_state(self, state):
 
 
 # torchao gives each class one that sets whatever a file names.
-MasterWeightTensor.__setstate__ = _set_state
+MasterWeightTensor.__setstate__ = _set_state  # type: ignore[method-assign, assignment]
 
 
-@MasterWeightTensor.implements_torch_function(torch.Tensor.data.__set__)
-def _set_data(func, types, args, kwargs):
+@MasterWeightTensor.implements_torch_function(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
     """`weight.data = x` takes over the values of `x`; either may be plain and the other a master weight."""
     weight, data = args
     if not isinstance(weight, MasterWeightTensor):
@@ -280,7 +303,7 @@ def _set_data(func, types, args, kwargs):
 
 
 @MasterWeightTensor.implements_torch_function(torch.Tensor.share_memory_)
-def _share_memory(func, types, args, kwargs):
+def _share_memory(func: Function, types: Types, args: Args, kwargs: Kwargs) -> MasterWeightTensor:
     """A wrapper has no storage that could be shared, its values have."""
     args[0].hp.share_memory_()
     return args[0]
@@ -302,7 +325,7 @@ def _cut_link(weight: MasterWeightTensor) -> None:
         weight._cast_of.hp = None
 
 
-def _change_shape(weight: MasterWeightTensor, func, args, kwargs) -> MasterWeightTensor:
+def _change_shape(weight: MasterWeightTensor, func: Operation, args: Args, kwargs: Kwargs) -> MasterWeightTensor:
     """`weight.t_()` and its like: as of a plain tensor, aliases keep the shape and strides that they have."""
     with _compat.counting_changes():
         hp = func(weight.hp.detach(), *args, **kwargs)
@@ -318,7 +341,7 @@ def _take_over(weight: MasterWeightTensor, new: MasterWeightTensor) -> None:
     weight.shard = None
 
 
-def _written(func, args, kwargs) -> list[MasterWeightTensor]:
+def _written(func: Operation, args: Args, kwargs: Kwargs) -> list[MasterWeightTensor]:
     """The master weights among the arguments that `func` changes."""
     arguments = _compat.schema_of(func).arguments
     names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -327,6 +350,6 @@ def _written(func, args, kwargs) -> list[MasterWeightTensor]:
     return [x for x in leaves if isinstance(x, MasterWeightTensor)]
 
 
-def _same_objects(out, args, kwargs):
+def _same_objects(out: Any, args: Args, kwargs: Kwargs) -> Any:
     """In-place operations return the tensor that they were given, and lists of them return nothing."""
     return kwargs.get("out", args[0]) if isinstance(out, torch.Tensor) else out

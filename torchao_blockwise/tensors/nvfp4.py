@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
 from torchao_blockwise import _compat, ops
@@ -10,7 +13,10 @@ from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files, check_quantizable
 
-_FORMATS = {fmt.block: fmt for fmt in (NVFP4_16X16, NVFP4_1X16)}
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_FORMATS: dict[tuple[int, ...], BlockFormat] = {fmt.block: fmt for fmt in (NVFP4_16X16, NVFP4_1X16)}
 
 
 class NVFP4Tensor(QuantizedTensor):
@@ -28,6 +34,8 @@ class NVFP4Tensor(QuantizedTensor):
     tensor_data_names = ["qdata", "scale", "global_scale"]  # noqa: RUF012  # torchao copies it as a list
     tensor_attribute_names = ["columns", "block_size", "dtype", "config"]  # noqa: RUF012
 
+    global_scale: torch.Tensor
+
     @staticmethod
     def __new__(
         cls,
@@ -38,7 +46,7 @@ class NVFP4Tensor(QuantizedTensor):
         block_size: tuple[int, int],
         dtype: torch.dtype,
         config: TrainingConfig | None = None,
-    ):
+    ) -> Self:
         fmt = _format_of(cls.__name__, block_size)
         check_attributes(cls.__name__, fmt, dtype, config)
         _check_parts(cls.__name__, fmt, qdata, scale, global_scale, columns)
@@ -48,7 +56,16 @@ class NVFP4Tensor(QuantizedTensor):
         layout = {"strides": apart} if apart else {}
         return _compat.make_wrapper(cls, shape, inner=qdata, dtype=dtype, device=qdata.device, **layout)
 
-    def __init__(self, qdata, scale, global_scale, columns, block_size, dtype, config=None):
+    def __init__(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        global_scale: torch.Tensor,
+        columns: int,
+        block_size: tuple[int, int],
+        dtype: torch.dtype,
+        config: TrainingConfig | None = None,
+    ):
         self.qdata = qdata
         self.scale = scale
         self.global_scale = global_scale
@@ -68,32 +85,47 @@ class NVFP4Tensor(QuantizedTensor):
         check_quantizable(w, cls.__name__)
         fmt = _format_of(f"{cls.__name__}.from_hp", block_size)
         q = ops.quantize(w.detach(), fmt).rowwise
+        assert q.global_scale is not None
         return cls(q.qdata, q.scale, q.global_scale, w.shape[-1], fmt.block, w.dtype, config)
 
     @property
     def fmt(self) -> BlockFormat:
         return _FORMATS[self.block_size]
 
-    def _check(self):
+    def _check(self) -> None:
         _check_parts(type(self).__name__, self.fmt, self.qdata, self.scale, self.global_scale, self.columns)
 
-    def _make(self, qdata, scale, *, columns=None, dtype=None):
+    def _make(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        *,
+        columns: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
         columns = self.columns if columns is None else columns
         return type(self)(qdata, scale, self.global_scale, columns, self.block_size, dtype or self.dtype, self.config)
 
-    def _requantize(self, hp):
+    def _requantize(self, hp: torch.Tensor) -> NVFP4Tensor:
         return self.from_hp(hp, block_size=self.block_size, config=self.config)
 
 
-def _format_of(name: str, block_size) -> BlockFormat:
-    fmt = _FORMATS.get(tuple(block_size)) if isinstance(block_size, (tuple, list)) else None  # type: ignore[call-overload]
+def _format_of(name: str, block_size: Sequence[int]) -> BlockFormat:
+    fmt = _FORMATS.get(tuple(block_size)) if isinstance(block_size, (tuple, list)) else None
     if fmt is None:
         sizes = " or ".join(map(str, _FORMATS))
         raise ValueError(f"{name}: block_size must be {sizes}, got {block_size!r}")
     return fmt
 
 
-def _check_parts(name: str, fmt: BlockFormat, qdata, scale, global_scale, columns) -> None:
+def _check_parts(
+    name: str,
+    fmt: BlockFormat,
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    columns: int,
+) -> None:
     if not isinstance(columns, (int, torch.SymInt)) or isinstance(columns, bool) or columns < 0:
         raise ValueError(f"{name}: columns must be the length of the last dim, got {columns!r}")
     check_parts(name, fmt, qdata, scale, global_scale, (*getattr(qdata, "shape", ())[:-1], columns))

@@ -18,6 +18,7 @@ import functools
 import torch
 
 from torchao_blockwise import _compat
+from torchao_blockwise._compat.torch_types import Operation
 
 
 class Result(enum.Enum):
@@ -83,18 +84,18 @@ def _is_pointwise(name: str) -> bool:
 
 
 @functools.cache
-def is_sum(func) -> bool:
+def is_sum(func: Operation) -> bool:
     """Whether `func` adds elements, multiples or products of them."""
     return _plain_name(func) in _SUMS
 
 
-def _plain_name(func) -> str:
+def _plain_name(func: Operation) -> str:
     """The name of an operation without what marks its in-place and `_foreach_` forms."""
     return _compat.operation_name(func).removeprefix("_foreach_").removesuffix("_")
 
 
 @functools.cache
-def result_of(func, dims: int = 2, first_alone: bool = False) -> Result:
+def result_of(func: Operation, dims: int = 2, first_alone: bool = False) -> Result:
     """What the operator overload `func` gives of master weights of `dims` dims, or that it is refused.
 
     first_alone: whether its first argument is the one master weight that it reads.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -32,10 +33,10 @@ class Original:
         self.changed = False
         self.awaits_cast = False
         self.given: GivenOut | None = None
-        self.last_given: weakref.ref | None = None
-        self._master_of: weakref.WeakMethod | None = None
+        self.last_given: weakref.ref[torch.Tensor] | None = None
+        self._master_of: weakref.WeakMethod[MasterOf] | None = None
 
-    def __deepcopy__(self, memo) -> Original:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Original:
         """A copy of the weight belongs to no optimizer."""
         return Original(copy.deepcopy(self.hp, memo))
 
@@ -49,7 +50,7 @@ class Original:
         master_of: a method that gives the whole master of a weight, or None where it has none.
         """
         hp, self.hp, self.changed = self.hp, None, False
-        self._master_of = weakref.WeakMethod(master_of)  # type: ignore[arg-type]  # any bound method
+        self._master_of = weakref.WeakMethod(master_of)
         return hp
 
     def free(self) -> None:

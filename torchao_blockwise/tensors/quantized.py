@@ -1,23 +1,30 @@
-"""What the quantised tensors share: metadata, copies, printing, and refusals that name a remedy; views are in `views`.
+"""What the quantized tensors share: metadata, files, printing, and refusals that name a remedy.
 
-A quantised tensor reports the shape and dtype of the high-precision tensor it stands for. Nothing here dequantises: an
-operation either has an exact meaning on the payload or raises.
+A quantized tensor reports the shape and dtype of the high-precision tensor it stands for. Nothing here dequantises: an
+operation either has an exact meaning on the payload or raises. Copies are in `copying`, views in `views`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
 import torch
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise._compat import torch_fsdp
+from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.original import Original
-from torchao_blockwise.tensors.state_values import plain_values, same_bits, settle
+from torchao_blockwise.tensors.state_values import settle
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 aten = torch.ops.aten
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class QuantizedTensor(TorchAOBaseTensor):
@@ -26,6 +33,9 @@ class QuantizedTensor(TorchAOBaseTensor):
     Subclasses define `fmt`, `_check()`, `_make(qdata, scale)` and `from_hp`.
     """
 
+    # Names for torchao, which flattens by them.
+    tensor_data_names: list[str]
+    tensor_attribute_names: list[str]
     config: TrainingConfig | None
     scale: torch.Tensor
     global_scale: torch.Tensor | None = None
@@ -46,7 +56,7 @@ class QuantizedTensor(TorchAOBaseTensor):
         self.__dict__["qdata"] = payload
 
     def _settle(self) -> None:
-        assert self.original is not None
+        assert self.original is not None and self.original.given is not None
         given, self.original.given = self.original.given, None
         settle(self, given)
 
@@ -68,11 +78,18 @@ class QuantizedTensor(TorchAOBaseTensor):
         """Raise TypeError or ValueError unless the parts fit each other, as the constructor does."""
         raise NotImplementedError
 
-    def _make(self, qdata: torch.Tensor, scale: torch.Tensor, *, columns: int | None = None, dtype=None):
+    def _make(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        *,
+        columns: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
         """A tensor like this one over other payload; `columns` is the logical last dim, default this one's."""
         raise NotImplementedError
 
-    def _requantize(self, hp: torch.Tensor):
+    def _requantize(self, hp: torch.Tensor) -> QuantizedTensor:
         """`hp` quantised as this tensor is."""
         raise NotImplementedError
 
@@ -102,7 +119,7 @@ class QuantizedTensor(TorchAOBaseTensor):
         copy = self.columnwise_operand()
         return copy.qdata, copy.scale
 
-    def transposed_view(self):
+    def transposed_view(self) -> Self:
         """[.., K, N] over the same memory, strided: exact for square blocks of unpacked elements.
 
         Raises ValueError for other blocks, NotImplementedError for packed elements.
@@ -134,21 +151,21 @@ class QuantizedTensor(TorchAOBaseTensor):
         return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]  # a property of PyTorch's too
         """Bytes at rest: payload and scales."""
         return sum(t.nbytes for t in self._tensors())
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Pickle payload and scales as bytes: plain pickle knows no fp8 storage."""
         names, attributes = self.__tensor_flatten__()
-        tensors = {name: (_bits(getattr(self, name)), getattr(self, name).dtype) for name in names}
+        tensors = {name: (as_bits(getattr(self, name)), getattr(self, name).dtype) for name in names}
         is_parameter = {"_is_param": True} if isinstance(self, torch.nn.Parameter) else {}
         return _rebuild, (type(self), tensors, attributes, is_parameter, self.requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
         return stable_hash(self)
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         rows, columns = self.fmt.block
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
@@ -157,7 +174,9 @@ class QuantizedTensor(TorchAOBaseTensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
+    ) -> Any:
         implementation = _OPS.get(func)
         if implementation is None and (result := _compat.decomposed(func, args, kwargs or {})) is not NotImplemented:
             return result
@@ -169,19 +188,19 @@ class QuantizedTensor(TorchAOBaseTensor):
         return implementation(func, *args, **(kwargs or {}))
 
 
-def _names(types, args, kwargs) -> str:
+def _names(types: Types, args: Args, kwargs: Kwargs | None) -> str:
     """The layers whose weights are among the arguments, or what kinds of tensors are."""
     leaves = _compat.pytree.tree_leaves((args, kwargs))
     layers = {x.layer for x in leaves if isinstance(x, QuantizedTensor) and x.layer}
     return ", ".join(sorted(layers) or [t.__name__ for t in types])
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def as_bits(x: torch.Tensor) -> torch.Tensor:
     """The same bytes as an integer tensor of the same element size."""
     return x.view(torch.uint8 if x.element_size() == 1 else torch.int32)
 
 
-def _rebuild(kind, tensors, attributes, others, requires_grad):
+def _rebuild(kind: object, tensors: Any, attributes: Any, others: object, requires_grad: object) -> QuantizedTensor:
     """What `__reduce_ex__` took apart. Files are not trusted: this sets what it knows, and the constructor checks it.
 
     kind: the class, or its name, which is what files loaded with weights_only=True have of it.
@@ -203,13 +222,13 @@ def _rebuild(kind, tensors, attributes, others, requires_grad):
     return x.requires_grad_(requires_grad)
 
 
-def _check_names(name: str, what: str, given, required: set[str], optional: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def _check_names(name: str, what: str, given: object, required: Set[str], optional: Set[str] = frozenset()) -> None:
     if not isinstance(given, dict) or not required <= given.keys() <= required | optional:
         got = sorted(map(str, given)) if isinstance(given, dict) else type(given).__name__
         raise ValueError(f"{name}: a file must have the {what} {sorted(required)} for it, got {got}; save it anew")
 
 
-def _from_bits(name: str, part: str, stored) -> torch.Tensor:
+def _from_bits(name: str, part: str, stored: object) -> torch.Tensor:
     """The inner tensor of (its bytes as integers, its dtype): memory of its own, plain, no entry twice."""
     x, dtype = stored if isinstance(stored, tuple) and len(stored) == 2 else (stored, None)
     if not isinstance(x, torch.Tensor) or hasattr(x, "__tensor_flatten__") or not isinstance(dtype, torch.dtype):
@@ -225,17 +244,19 @@ def _from_bits(name: str, part: str, stored) -> torch.Tensor:
     return x.view(dtype)
 
 
-_IN_FILES: dict[str, type] = {}
+_IN_FILES: dict[str, type[QuantizedTensor]] = {}
 
 
-def allow_in_files(cls: type) -> None:
+def allow_in_files(cls: type[QuantizedTensor]) -> None:
     """Let `torch.load(weights_only=True)` make tensors of `cls` through `_rebuild`, and by no other way.
 
     Where a file names the class, the loader hands out its name: of a class it would also make and change instances
     without a check.
     """
     _IN_FILES[cls.__name__] = cls
-    torch.serialization.add_safe_globals([(cls.__name__, f"{cls.__module__}.{cls.__qualname__}")])
+    name = cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
+    # PyTorch declares functions and classes alone, and hands out what it is given.
+    torch.serialization.add_safe_globals([name])  # type: ignore[list-item]
 
 
 torch.serialization.add_safe_globals([_rebuild])
@@ -251,11 +272,11 @@ def check_quantizable(hp: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}.from_hp: w must be [.., N, K], got shape {list(hp.shape)}; reshape it")
 
 
-_OPS: dict = {}
+_OPS: dict[Operation, Callable[..., Any]] = {}
 
 
-def _implements(*funcs):
-    def register(implementation):
+def implements(*funcs: Operation) -> Callable[[_F], _F]:
+    def register(implementation: _F) -> _F:
         for func in funcs:
             assert func not in _OPS, f"{func} is registered twice"
             _OPS[func] = implementation
@@ -264,134 +285,10 @@ def _implements(*funcs):
     return register
 
 
-def _map(x: QuantizedTensor, fn) -> QuantizedTensor:
+def map_tensors(x: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
     """A tensor like `x` with `fn` over all its inner tensors."""
     names, attributes = x.__tensor_flatten__()
     return type(x).__tensor_unflatten__({name: fn(getattr(x, name)) for name in names}, attributes, None, None)
-
-
-@_implements(
-    aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten._pin_memory.default
-)
-def _map_op(func, x, *args, **kwargs):
-    result = _map(x, lambda t: func(t, *args, **kwargs))
-    if func in (aten.detach.default, aten.alias.default):
-        result.original = x.original
-        if x.layer:
-            result.layer = x.layer
-    return result
-
-
-@_implements(aten.lift_fresh.default)
-def _same(func, x):
-    return x
-
-
-@_implements(aten.empty_like.default)
-def _empty_like(func, x, *, dtype=None, **kwargs):
-    kwargs.pop("memory_format", None)
-    empty = _map(x, lambda t: func(t, **kwargs))
-    empty = empty._make(empty.qdata, empty.scale, dtype=_float_dtype(func, x, dtype))
-    empty.original = x.original and Original()
-    return empty
-
-
-@_implements(aten._to_copy.default)
-def _to_copy(func, x, *, dtype=None, device=None, non_blocking=False, **kwargs):
-    moved = _map(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
-    moved = moved._make(moved.qdata, moved.scale, dtype=_float_dtype(func, x, dtype))
-    moved.original = x.original and x.original.moved(device)
-    return moved
-
-
-def _float_dtype(func, x, dtype):
-    """The dtype that a copy reports; its payload stays as it is."""
-    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
-        name = type(x).__name__
-        raise TypeError(f"{func}: a {name} can report bfloat16, float16 or float32, got {dtype}; dequantize() it first")
-    return x.dtype if dtype is None else dtype
-
-
-@_implements(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default)
-def _plain_like(func, x, *args, dtype=None, device=None, memory_format=None, **kwargs):
-    """Optimizer states and the like are plain tensors."""
-    plain = torch.empty(x.shape, dtype=dtype or x.dtype, device=device or x.device)
-    return func(plain, *args, **kwargs)
-
-
-@_implements(aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default)
-def _plain_new(func, x, size, *args, dtype=None, device=None, **kwargs):
-    like = torch.empty((), dtype=x.dtype, device=x.device)
-    return func(like, size, *args, dtype=dtype, device=device, **kwargs)
-
-
-@_implements(aten.copy_.default)
-def _copy_(func, x, src, non_blocking=False):
-    """From a tensor of the same kind: its bytes. From high precision: quantised as `x` is. Never to high precision."""
-    if not isinstance(x, QuantizedTensor):
-        # An FSDP2 that is not prepared copies parts of what it shards.
-        reason = torch_fsdp.why_not_installed()
-        raise NotImplementedError(
-            f"copy_: the source is a {type(src).__name__}, the target a plain tensor; copy from source.dequantize()"
-            + (f" (fully_shard: {reason})" if reason is not None else "")
-        )
-    src = _like("copy_", x, src)
-    # Layers save the payload for backward, and a change before that is to be refused.
-    with _compat.counting_changes():
-        for mine, theirs in zip(x._tensors(), src._tensors()):
-            mine.copy_(theirs, non_blocking=non_blocking)
-    return x
-
-
-def _like(op: str, x: QuantizedTensor, src: torch.Tensor) -> QuantizedTensor:
-    """`src`, about to be copied, as a tensor of the kind of `x`: quantised if it is not, another format refused."""
-    if x.shape != src.shape:
-        raise ValueError(f"{op}: the target has shape {list(x.shape)}, the source {list(src.shape)}")
-    hp = None if isinstance(src, QuantizedTensor) else src.to(x.device)
-    if hp is not None:
-        # Rounded to the reported dtype first, as masters are; what is no such dtype is refused.
-        src = x._requantize(hp.to(x.dtype) if hp.dtype in HIGH_PRECISION_DTYPES else hp)
-    if type(src) is not type(x) or src.fmt is not x.fmt:
-        raise ValueError(f"{op}: formats differ, {x.fmt.name} from {src.fmt.name}; copy from source.dequantize()")
-    if x.original is not None:
-        if hp is not None and x.original.is_owned and hp.dtype == x.dtype and same_bits(hp, plain_values(x)):
-            # What a state dict has of it: a checkpoint that comes after the optimizer's masters leaves those.
-            return x
-        x.original.note_copy(hp, zip(x._tensors(), src._tensors()))
-    return src
-
-
-@QuantizedTensor.implements_torch_function(torch.Tensor.data.__set__)
-def _set_data(func, types, args, kwargs):
-    """`x.data = src`: takes over the payload of a tensor of the same kind, or of high precision quantised as `x` is."""
-    x, src = args
-    src = _like("data", x, src)
-    names, attributes = x.__tensor_flatten__()
-    parts = {name: getattr(src, name) for name in names}
-    # Raises where these are no parts of a tensor with the attributes of `x`.
-    type(x).__tensor_unflatten__(parts, attributes, None, None)
-    with _compat.no_torch_function():
-        func(x, src)
-    vars(x).update(parts)
-
-
-@QuantizedTensor.implements_torch_function(torch.Tensor.share_memory_)
-def _share_memory(func, types, args, kwargs):
-    """A wrapper has no storage that could be shared, its inner tensors have."""
-    for t in args[0]._tensors():
-        t.share_memory_()
-    return args[0]
-
-
-@_implements(aten.equal.default)
-def _equal(func, x, y):
-    same_kind = type(x) is type(y) and x.shape == y.shape and x.fmt is y.fmt
-    return same_kind and all(func(_bits(a), _bits(b)) for a, b in zip(x._tensors(), y._tensors()))
-
-
-@_implements(aten.is_pinned.default)
-def _is_pinned(func, x, *args):
-    return x.qdata.is_pinned()
 
 
 _PRODUCTS = (
@@ -404,8 +301,8 @@ _PRODUCTS = (
 )
 
 
-@_implements(*_PRODUCTS)
-def _product(func, *args, **kwargs):
+@implements(*_PRODUCTS)
+def _product(func: Operation, *args: Any, **kwargs: Any) -> NoReturn:
     kinds = [type(x) for x in args if isinstance(x, QuantizedTensor)]
     raise NotImplementedError(
         f"{func} of {_names(kinds, args, kwargs)}: products with quantized weights go through "

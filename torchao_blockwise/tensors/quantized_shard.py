@@ -11,16 +11,23 @@ values that are copied in cannot be quantised by a rank alone; they wait for a c
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchao_blockwise import _compat, ops
+from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
 from torchao_blockwise.tensors.original import Original
 from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from typing_extensions import Self
 
 aten = torch.ops.aten
 
@@ -69,11 +76,18 @@ class QuantizedShard(QuantizedTensor):
         part: ShardLayout,
         dtype: torch.dtype,
         global_scale: torch.Tensor | None = None,
-    ):
+    ) -> Self:
         _check_parts(cls.__name__, qdata, scale, global_scale, part, dtype)
         return _compat.make_wrapper(cls, part.local_shape, dtype=dtype, device=qdata.device)
 
-    def __init__(self, qdata, scale, part, dtype, global_scale=None):
+    def __init__(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        part: ShardLayout,
+        dtype: torch.dtype,
+        global_scale: torch.Tensor | None = None,
+    ):
         self.qdata = qdata
         self.scale = scale
         self.part = part
@@ -142,20 +156,34 @@ class QuantizedShard(QuantizedTensor):
         """A shard of the same rows and of other values, which wait for a cast."""
         # accelerate, torchtitan and others shard on the meta device, and load after.
         is_meta = self.device.type == "meta"
-        other = torch.empty_like(self, device=values.device) if is_meta else self.detach().clone()
+        other: Any = torch.empty_like(self, device=values.device) if is_meta else self.detach().clone()
         other.original.take_over(values.to(other.device))
         return other
 
-    def _check(self):
+    def _check(self) -> None:
         _check_parts(type(self).__name__, self.qdata, self.scale, self.global_scale, self.part, self.dtype)
 
-    def _make(self, qdata, scale, *, columns=None, dtype=None):
+    def _make(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        *,
+        columns: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
         part = self.part
         if dtype is not None and part.dtype == self.dtype:
             part = dataclasses.replace(part, dtype=dtype)
         return type(self)(qdata, scale, part, dtype or self.dtype, self.global_scale)
 
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor], WeightShard]:
         """FSDP2 calls it for what this rank sends: the payload, and the scales beside it, which do not travel."""
         fsdp.check_installed(module)
         if self.original.awaits_cast:
@@ -167,7 +195,14 @@ class QuantizedShard(QuantizedTensor):
         self._refuse_written(f"FSDP2 gathers {module}")
         return (self._sent(),), WeightShard(self.part, scale=self.scale, global_scale=self.global_scale)
 
-    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: WeightShard,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> fsdp.Gathered | None:
         """FSDP2 calls it for the weight that layers use until it is sharded again: a quantised tensor."""
         return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
@@ -179,7 +214,9 @@ class QuantizedShard(QuantizedTensor):
         return fsdp.padded(payload, self.part.payload_shape)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
+    ) -> Any:
         if func is aten.copy_.default:
             return _copy_(*args, **(kwargs or {}))
         if func is aten.view.default and list(args[1]) == list(args[0].shape):
@@ -218,7 +255,14 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
     return x
 
 
-def _check_parts(name: str, qdata, scale, global_scale, part: ShardLayout, dtype) -> None:
+def _check_parts(
+    name: str,
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    part: ShardLayout,
+    dtype: torch.dtype,
+) -> None:
     if not isinstance(part, ShardLayout) or part.dim:
         raise TypeError(f"{name}: part must be a ShardLayout of rows, got {part!r}; shard with fully_shard")
     fmt = part.config.weight_format

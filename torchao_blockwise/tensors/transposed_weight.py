@@ -6,12 +6,18 @@ strided view of the values would be copied before it is quantized; this one lead
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree
+from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.tensors.caching import stable_hash
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 aten = torch.ops.aten
 
@@ -38,7 +44,7 @@ class TransposedWeight(TorchAOBaseTensor):
     tensor_attribute_names: list[str] = []  # noqa: RUF012
 
     @staticmethod
-    def __new__(cls, weight: torch.Tensor):
+    def __new__(cls, weight: torch.Tensor) -> Self:
         if not isinstance(weight, TorchAOBaseTensor) or weight.dim() != 3:
             got = f"a {type(weight).__name__} of shape {list(weight.shape)}"
             raise TypeError(f"TransposedWeight: weight must be experts [E, N, K] of ours, got {got}; use x.mT")
@@ -59,16 +65,18 @@ class TransposedWeight(TorchAOBaseTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values of a quantised weight as a plain tensor [E, K, N] of `dtype`, default the reported dtype."""
-        return self.weight.dequantize(dtype).transpose(-2, -1)  # type: ignore[attr-defined]
+        return self.weight.dequantize(dtype).transpose(-2, -1)  # type: ignore[call-arg]  # a subclass's
 
     def _stable_hash_for_caching(self) -> str:
         return stable_hash(self)
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"TransposedWeight(shape={tuple(self.shape)}, of {self.weight!r})"
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if (result := _compat.decomposed(func, args, kwargs)) is not NotImplemented:
             return result
@@ -87,7 +95,7 @@ class TransposedWeight(TorchAOBaseTensor):
         return args[0] if _compat.schema_of(func).is_mutable and isinstance(out, torch.Tensor) else out
 
 
-def swaps_last_dims(func, args) -> bool:
+def swaps_last_dims(func: Operation, args: Args) -> bool:
     """Whether the operation `func(*args)` swaps the last two dims of a tensor of three, and does nothing else."""
     if func is aten.transpose.int:
         x, dim0, dim1 = args

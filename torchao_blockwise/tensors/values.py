@@ -7,13 +7,18 @@ PyTorch's own `deepcopy` and `save` switch that off and see a wrapper without me
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
 
 from torchao_blockwise import _compat
+from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Types
 from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
+from torchao_blockwise.tensors.copying import source_for
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
+from torchao_blockwise.tensors.quantized import QuantizedTensor
 from torchao_blockwise.tensors.quantized_shard import QuantizedShard
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 
@@ -24,35 +29,55 @@ _QUANTIZED = (BlockwiseFP8Tensor, NVFP4Tensor, QuantizedShard)
 
 
 @MasterWeightTensor.implements_torch_function(Tensor.data_ptr)
-def _address_of_values(func, types, args, kwargs):
+def _address_of_values(func: Function, types: Types, args: Args, kwargs: Kwargs) -> int:
     # A weight is copied by its attributes: the wrapper has no storage.
     return 0 if _compat.copies_for_async_save() else args[0].hp.data_ptr()
 
 
 @MasterWeightTensor.implements_torch_function([Tensor.is_shared, *_READS, *_STATISTICS])
-def _of_values(func, types, args, kwargs):
+def _of_values(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
     """As of a plain tensor, which refuses `numpy()` where it requires a gradient."""
     weight, *others = args
     return func(weight.hp.detach().requires_grad_(weight.requires_grad), *others, **kwargs)
 
 
 @MasterWeightTensor.implements_torch_function(Tensor.apply_)
-def _apply_in_python(func, types, args, kwargs):
+def _apply_in_python(func: Function, types: Types, args: Args, kwargs: Kwargs) -> MasterWeightTensor:
     _of_values(func, types, args, kwargs)
     return args[0]
 
 
-def _address(func, types, args, kwargs):
+def _address(func: Function, types: Types, args: Args, kwargs: Kwargs) -> int:
     if _compat.copies_for_async_save():
         _refuse(func, types, args, kwargs)
     return args[0].qdata.data_ptr()
 
 
-def _is_shared(func, types, args, kwargs):
+def _is_shared(func: Function, types: Types, args: Args, kwargs: Kwargs) -> bool:
     return all(t.is_shared() for t in args[0]._tensors())
 
 
-def _refuse(func, types, args, kwargs):
+def _share_memory(func: Function, types: Types, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """A wrapper has no storage that could be shared, its inner tensors have."""
+    for t in args[0]._tensors():
+        t.share_memory_()
+    return args[0]
+
+
+def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
+    """`x.data = src`: takes over the payload of a tensor of the same kind, or of high precision quantized as `x` is."""
+    x: QuantizedTensor = args[0]
+    src = source_for("data", x, args[1])
+    names, attributes = x.__tensor_flatten__()
+    parts = {name: getattr(src, name) for name in names}
+    # Raises where these are no parts of a tensor with the attributes of `x`.
+    type(x).__tensor_unflatten__(parts, attributes, None, None)
+    with _compat.no_torch_function():
+        func(x, src)
+    vars(x).update(parts)
+
+
+def _refuse(func: Function, types: Types, args: Args, kwargs: Kwargs) -> NoReturn:
     # No NotImplementedError: safetensors takes that for a tensor without memory, and goes on by `data_ptr()`.
     raise TypeError(
         f"{func.__name__}: the memory of a {type(args[0]).__name__} holds {args[0].fmt.name} blocks, not its values; "
@@ -60,7 +85,7 @@ def _refuse(func, types, args, kwargs):
     )
 
 
-def _contiguous(func, types, args, kwargs):
+def _contiguous(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     """Itself or a clone, as PyTorch has it: torchao's own leaves autograd out, and the weight without a gradient."""
     with _compat.no_torch_function():
         return func(*args, **kwargs)
@@ -71,5 +96,7 @@ for _cls in (MasterWeightTensor, TransposedWeight, *_QUANTIZED):
 
 for _cls in _QUANTIZED:
     _cls.implements_torch_function(Tensor.data_ptr)(_address)
+    _cls.implements_torch_function(Tensor.data.__set__)(_set_data)  # type: ignore[attr-defined]
     _cls.implements_torch_function(Tensor.is_shared)(_is_shared)
+    _cls.implements_torch_function(Tensor.share_memory_)(_share_memory)
     _cls.implements_torch_function([*_READS, Tensor.apply_])(_refuse)

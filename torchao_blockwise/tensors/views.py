@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 
-from torchao_blockwise.tensors.quantized import _implements, _map
+from torchao_blockwise._compat.torch_types import Operation
+from torchao_blockwise.tensors.quantized import QuantizedTensor, implements, map_tensors
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 
 aten = torch.ops.aten
 
 
-@_implements(aten.slice.Tensor)
-def _slice(func, x, dim=0, start=None, end=None, step=1):
+@implements(aten.slice.Tensor)
+def _slice(
+    func: Operation, x: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> QuantizedTensor:
     dim = dim % x.dim()
     size = x.shape[dim]
     start, end, _ = slice(start, end).indices(size)
@@ -38,25 +42,25 @@ def _slice(func, x, dim=0, start=None, end=None, step=1):
     return x._make(qdata, scale, columns=end - start if axis == -1 else None)
 
 
-@_implements(aten.split.Tensor)
-def _split(func, x, size, dim=0):
+@implements(aten.split.Tensor)
+def _split(func: Operation, x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
     length = x.shape[dim]
     return [_slice(aten.slice.Tensor, x, dim, start, min(start + size, length)) for start in range(0, length, size)]
 
 
-@_implements(aten.split_with_sizes.default)
-def _split_with_sizes(func, x, sizes, dim=0):
+@implements(aten.split_with_sizes.default)
+def _split_with_sizes(func: Operation, x: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
     ends = list(itertools.accumulate(sizes))
     return [_slice(aten.slice.Tensor, x, dim, end - size, end) for size, end in zip(sizes, ends)]
 
 
-@_implements(aten.unbind.int)
-def _unbind(func, x, dim=0):
+@implements(aten.unbind.int)
+def _unbind(func: Operation, x: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
     return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
 
 
-@_implements(aten.select.int)
-def _select(func, x, dim, index):
+@implements(aten.select.int)
+def _select(func: Operation, x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     if dim % x.dim() >= x.dim() - 2:
         raise NotImplementedError(
             f"select: dim {dim} runs through blocks; slice on their borders or dequantize() first"
@@ -64,8 +68,8 @@ def _select(func, x, dim, index):
     return x._make(func(x.qdata, dim, index), func(x.scale, dim, index))
 
 
-@_implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(func, x, size):
+@implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     """Regroup leading dims; rows may join them where no block straddles, the last dim stays."""
     size = _infer_size(list(size), x.numel())
     rows, columns = x.shape[-2:]
@@ -88,32 +92,34 @@ def _infer_size(size: list[int], numel: int) -> list[int]:
     return size
 
 
-@_implements(aten.as_strided.default)
-def _as_strided(func, x, size, stride, storage_offset=None):
+@implements(aten.as_strided.default)
+def _as_strided(
+    func: Operation, x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> QuantizedTensor:
     """The same tensor again: FSDP2 asks for it. Other strides would cut blocks."""
     if list(size) != list(x.shape) or list(stride) != list(x.stride()) or storage_offset:
         raise NotImplementedError(
             f"as_strided: only with the tensor's own size {list(x.shape)} and strides {list(x.stride())}, got "
             f"{list(size)} and {list(stride)}; dequantize() first"
         )
-    return _map(x, lambda t: t.detach())
+    return map_tensors(x, lambda t: t.detach())
 
 
-@_implements(aten.unsqueeze.default)
-def _unsqueeze(func, x, dim):
+@implements(aten.unsqueeze.default)
+def _unsqueeze(func: Operation, x: QuantizedTensor, dim: int) -> QuantizedTensor:
     dim = dim % (x.dim() + 1)
     if dim > x.dim() - 2:
         raise ValueError(f"unsqueeze: dim {dim} lies inside the blocks; use a dim of at most {x.dim() - 2}")
     return x._make(func(x.qdata, dim), func(x.scale, dim))
 
 
-@_implements(aten.t.default)
-def _t(func, x):
+@implements(aten.t.default)
+def _t(func: Operation, x: QuantizedTensor) -> QuantizedTensor:
     return x.transposed_view()
 
 
-@_implements(aten.transpose.int)
-def _transpose(func, x, dim0, dim1):
+@implements(aten.transpose.int)
+def _transpose(func: Operation, x: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor | TransposedWeight:
     """A view with the last two dims swapped; of experts a `TransposedWeight`."""
     if swaps_last_dims(func, (x, dim0, dim1)):
         return TransposedWeight(x)
@@ -122,8 +128,8 @@ def _transpose(func, x, dim0, dim1):
     return x.transposed_view()
 
 
-@_implements(aten.permute.default)
-def _permute(func, x, dims):
+@implements(aten.permute.default)
+def _permute(func: Operation, x: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor | TransposedWeight:
     """What `.T` calls."""
     if [d % x.dim() for d in dims] != [*range(x.dim() - 2), x.dim() - 1, x.dim() - 2]:
         raise NotImplementedError(f"permute: only the last two dims can be swapped, got {list(dims)}")

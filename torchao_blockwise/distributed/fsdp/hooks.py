@@ -8,6 +8,7 @@ same on all ranks, says. What an earlier pass left gathered is let go of, and ga
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from torchao_blockwise import _compat
@@ -33,12 +34,12 @@ def sync_weight_scales(model: nn.Module) -> None:
     # Before the first forward pass no state knows its root: those go together.
     fresh = tuple(state for state in states if torch_fsdp.scope_of(state) is None)
     scopes = [torch_fsdp.scope_of(state) or (fresh[0], fresh) for state in states]
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for owner, below in dict.fromkeys(scopes):
         root_of(owner, below, names).sync()
 
 
-def _before_gathers(state) -> None:
+def _before_gathers(state: torch_fsdp.State) -> None:
     if not _compat.in_backward():
         root_of(*(torch_fsdp.scope_of(state) or (state, (state,)))).begin_pass()
 

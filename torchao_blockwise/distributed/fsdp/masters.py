@@ -8,7 +8,7 @@ from torch import nn
 from torchao_blockwise import ops
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed.cast import Part, Recipe
-from torchao_blockwise.ops.shards.partial_cast import CODES, ENTRIES
+from torchao_blockwise.ops.shards.flat import CODES, ENTRIES
 from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.tensors.fsdp import WeightShard, layout_of
 

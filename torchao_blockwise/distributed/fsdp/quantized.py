@@ -61,7 +61,7 @@ def cast_shards(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     shards: (Parameter, a DTensor around a QuantizedShard; this rank's values of it, flat). Bit for bit what quantising
         the whole weight gives.
     """
-    by_group: dict = {}
+    by_group: dict[tuple[dist.ProcessGroup | None, torch.device], list[tuple[Any, torch.Tensor]]] = {}
     for weight, values in shards:
         by_group.setdefault((shard_group(weight), weight.device), []).append((_compat.local_of(weight), values))
     for (group, _), members in by_group.items():

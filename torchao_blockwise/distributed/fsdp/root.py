@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
 
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed.agreement import check_same
@@ -26,10 +28,10 @@ class Root:
     scopes: those of `weights_unchanged` that were open at the last sync.
     """
 
-    def __init__(self, states, names: dict[torch.Tensor, str]):
+    def __init__(self, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str]):
         self.states = states
         self.scopes: list[Scope] = []
-        self.groups: dict[tuple, list[ShardedMaster]] = {}
+        self.groups: dict[tuple[dist.ProcessGroup | None, torch.device], list[ShardedMaster]] = {}
         self.quantized = []
         for parameter in torch_fsdp.parameters_of(states, names):
             if isinstance(parameter.local, MasterWeightTensor):
@@ -79,7 +81,9 @@ def sync_group(weights: list[ShardedMaster]) -> None:
         weight.publish(parts.get(weight), ready)
 
 
-def root_of(owner, states, names: dict[torch.Tensor, str] | None = None) -> Root:
+def root_of(
+    owner: object, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str] | None = None
+) -> Root:
     """The root of `states`, made once and kept with `owner`, which lives as long as they do."""
     notes = torch_fsdp.notes_of(owner)
     root = notes.get(_NOTE)
@@ -93,10 +97,10 @@ def root_of(owner, states, names: dict[torch.Tensor, str] | None = None) -> Root
     return root
 
 
-def _reshard_wholly(states) -> None:
+def _reshard_wholly(states: tuple[torch_fsdp.State, ...]) -> None:
     """FSDP2 refuses to gather what has hooks of its own, as master weights do, from shards among fewer ranks."""
     partial = torch_fsdp.partial_reshards(states)
-    modules: list[nn.Module] = [module for module, shards in partial if any(isinstance(x, _KINDS) for x in shards)]
+    modules: list[Any] = [module for module, shards in partial if any(isinstance(x, _KINDS) for x in shards)]
     for module in modules:
         module.set_reshard_after_forward(True, recurse=False)
     if modules:

@@ -58,7 +58,7 @@ def clip_gradients(
     wholes = [p for p in others if p.grad is not None]
     device = (masters or wholes)[0].device
     squares, square = (
-        torch.nn.utils.get_total_norm([p.grad for p in some]).to(device, torch.float32).square()
+        torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None]).to(device, torch.float32).square()
         for some in (masters, wholes)
     )
     dist.all_reduce(squares, group=group)
@@ -74,7 +74,7 @@ def _reduce_scatter(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup) 
     sent = torch.zeros(ranks, pieces.chunk, dtype=torch.float32, device=weights[0].weight.device)
     of_ranks = [pieces.of(buffer, rank) for rank, buffer in enumerate(sent)]
     for weight, *targets in zip(weights, *of_ranks):
-        flat = weight.weight.grad.reshape(-1)  # type: ignore[union-attr]
+        flat = weight.weight.grad.reshape(-1)
         for target, values in zip(targets, flat.split(weight.lengths)):
             target.copy_(values)
         weight.weight.grad = None
@@ -85,7 +85,7 @@ def _reduce_scatter(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup) 
         weight.master.grad = mean.clone() if weight.master.grad is None else weight.master.grad.add_(mean)
 
 
-def _check_agreement(subject: str, names: list[str], shapes: list, group: dist.ProcessGroup) -> None:
+def _check_agreement(subject: str, names: list[str], shapes: list[tuple[int, ...]], group: dist.ProcessGroup) -> None:
     """Once for a set of parameters: their gradients are summed by position."""
     entries = [f"a gradient of {name}" for name in names]
     entries += [f"a gradient of shape {list(shape)} of a parameter without a master" for shape in shapes]

@@ -21,7 +21,7 @@ def quantized_of(p: torch.Tensor) -> QuantizedTensor | None:
     return local if isinstance(local := _compat.local_of(p), QuantizedTensor) else None
 
 
-def as_groups(params: Iterable, what: str) -> list[dict[str, Any]]:
+def as_groups(params: Iterable[Any], what: str) -> list[dict[str, Any]]:
     """New groups with lists of parameters, without the quantised ones that are frozen.
 
     params: parameters, (name, parameter), or groups of either. what: who asks, for messages.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -67,11 +67,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self,
         optimizer_class: type[torch.optim.Optimizer],
         model: nn.Module,
-        params: Iterable | None = None,
+        params: Iterable[Any] | None = None,
         *,
         process_group: dist.ProcessGroup | None = None,
         shard: str | None = None,
-        **optimizer_kwargs,
+        **optimizer_kwargs: Any,
     ):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
             raise TypeError(f"{_NAME}: optimizer_class must be an optimizer's class, got {optimizer_class!r}")
@@ -79,7 +79,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._splits, self._reduces = shard is not None, shard == "zero2"
         self._averaged = False
         self._model = model
-        self._names = {p: name for name, p in model.named_parameters()}
+        self._names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._weights: list[PrimaryWeight] = []
         self._of: dict[torch.Tensor, PrimaryWeight] = {}
         groups = as_groups(model.parameters() if params is None else params, _NAME)
@@ -127,7 +127,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return weight.master.detach()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None):  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters with the gradients of the model, then quantise them into it; a collective under "zero1".
 
         closure: evaluates the model and returns the loss, as any optimizer takes it; sees the masters' values.
@@ -156,15 +156,15 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         With two ranks gradients are the bits of DistributedDataParallel's in f32, with more of another order of sums.
         Raises ValueError under no "zero2", or if ranks have gradients of different parameters.
         """
-        self._check_reduces("reduce_gradients")
-        reduce_gradients(self._weights, self._others(), self._group, _NAME)
+        group = self._reducing_group("reduce_gradients")
+        reduce_gradients(self._weights, self._others(), group, _NAME)
         self._averaged = True
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` under "zero2", over all ranks' parts; the norm before; a collective."""
-        self._check_reduces("clip_grad_norm_")
+        group = self._reducing_group("clip_grad_norm_")
         self._reduce_if_due()
-        return clip_gradients(self._weights, self._others(), self._group, max_norm)
+        return clip_gradients(self._weights, self._others(), group, max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those that masters have of `reduce_gradients`."""
@@ -243,7 +243,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         elements = max(sum(w.weight.numel() for w in self._weights), 1)
         return {key: count / elements for key, count in (*held.items(), ("total", sum(held.values())))}
 
-    def __getstate__(self):
+    def __getstate__(self) -> NoReturn:
         raise TypeError(f"{_NAME}: it belongs to its model and cannot be copied or pickled; save state_dict()")
 
     # --- masters ------------------------------------------------------------------------------------------------------
@@ -327,14 +327,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if not self._averaged or any(w.weight.grad is not None for w in self._weights):
             self.reduce_gradients()
 
-    def _check_reduces(self, what: str) -> None:
+    def _reducing_group(self, what: str) -> dist.ProcessGroup:
         if not self._reduces:
             raise ValueError(f'{_NAME}: {what} is for shard="zero2"; else use torch.nn.utils on the model\'s gradients')
+        assert self._group is not None
+        return self._group
 
     def _others(self) -> list[torch.Tensor]:
         return [p for p in self._parameters() if p not in self._of]
 
-    def _evaluate(self, closure: Callable[[], Any]):
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
         with torch.no_grad():
             # Optimizers such as L-BFGS evaluate several times.
             self._write()
@@ -345,7 +347,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return loss
 
     @staticmethod
-    def _pass_options(source, target) -> None:
+    def _pass_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:
         for theirs, mine in zip(source, target):
             mine.update(options_of(theirs))
 

@@ -98,4 +98,4 @@ def _placed_as(like: torch.Tensor, x: Any) -> Any:
         return x
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.dequantization import reference
 from torchao_blockwise.ops.op import define_op
 from torchao_blockwise.ops.operands import check_operand
-from torchao_blockwise.ops.sharding import placements_of
+from torchao_blockwise.ops.sharding import Rules, placements_of
 
 
 def dequantize(x: Operand, *, dtype: torch.dtype = torch.float32, columns: int | None = None) -> torch.Tensor:
@@ -30,7 +30,7 @@ def dequantize(x: Operand, *, dtype: torch.dtype = torch.float32, columns: int |
     return dequantize_op(x, columns, dtype)
 
 
-def _sharding(x: Operand, columns: int, dtype: torch.dtype):
+def _sharding(x: Operand, columns: int, dtype: torch.dtype) -> Rules:
     from torch.distributed.tensor import Replicate
 
     replicated = placements_of(x, Replicate(), Replicate())

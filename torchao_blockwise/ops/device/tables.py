@@ -69,7 +69,7 @@ class _Kept(NamedTuple):
     copied: torch.cuda.Event
 
 
-_tables: collections.OrderedDict[tuple, torch.Tensor | _Kept] = collections.OrderedDict()
+_tables: collections.OrderedDict[tuple[object, ...], torch.Tensor | _Kept] = collections.OrderedDict()
 # A captured graph reads its tables at every replay.
 _captured: dict[int, torch.Tensor] = {}
 
@@ -100,7 +100,7 @@ def make_table(rows: Iterable[tuple[int, ...]], device: torch.device) -> Table |
     return Table(_ready(kept), len(table), programs)
 
 
-def _new_table(table, device: torch.device) -> torch.Tensor | _Kept:
+def _new_table(table: list[tuple[int, ...]], device: torch.device) -> torch.Tensor | _Kept:
     if device.type != "cuda":
         return torch.tensor(table, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():

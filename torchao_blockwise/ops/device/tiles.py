@@ -1,6 +1,7 @@
 """What kernels share that compute a tile of values: its rowwise FP8 copy, made where it is, and plain stores."""
 
 import functools
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -16,7 +17,7 @@ _PLAIN, _ROWWISE = (16, 4), (32, 4)
 
 
 @functools.cache
-def options_of(fmt: BlockFormat, rowwise: bool, power_of_2_scales: bool) -> dict:
+def options_of(fmt: BlockFormat, rowwise: bool, power_of_2_scales: bool) -> dict[str, Any]:
     """Constants and options of a kernel that stores the rowwise copy, or plain values."""
     rows, warps = _ROWWISE if rowwise else _PLAIN
     return {

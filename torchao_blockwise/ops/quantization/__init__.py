@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from torchao_blockwise.formats import (
@@ -22,7 +24,10 @@ from torchao_blockwise.ops.op import define_op, with_global_scale, without_grad
 from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies, why_no_tiles
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.ops.quantization import reference
-from torchao_blockwise.ops.sharding import shards_on_blocks
+from torchao_blockwise.ops.sharding import Rules, Spec, shards_on_blocks
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 _KERNEL_FORMATS = {fmt.name for fmt in (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)}
 
@@ -72,7 +77,7 @@ def quantize_with(
         raise ValueError(f"quantize: x must have at least 2 dims [.., M, K], got shape {list(x.shape)}; reshape it")
     check_options("quantize", options)
     check_tensor_amax("quantize", options.fmt, tensor_amax)
-    (x,) = without_grad(x)
+    (x,) = without_grad(x)  # type: ignore[assignment]  # no None
     amax_bits = global_scale = None
     if options.fmt.has_global_scale:
         amax_bits = tensor_amax_bits_op(x) if tensor_amax is None else tensor_amax.view(torch.int32)
@@ -91,7 +96,7 @@ def amax_of(bits: torch.Tensor | None) -> torch.Tensor | None:
     return None if bits is None else bits.view(torch.float32)
 
 
-def why_no_quantizers(x, *args) -> str | None:
+def why_no_quantizers(x: torch.Tensor, *args: object) -> str | None:
     """Why Triton kernels cannot quantize `x` by the options behind it, or None if they can."""
     for arg in args:
         if isinstance(arg, CastOptions) and arg.fmt.name not in _KERNEL_FORMATS:
@@ -99,20 +104,20 @@ def why_no_quantizers(x, *args) -> str | None:
     return why_no_encoders(x)
 
 
-def _global_scale_sharding(amax_bits):
+def _global_scale_sharding(amax_bits: Spec) -> Rules:
     from torch.distributed.tensor import Replicate
 
     return [([Replicate()], [Replicate()])]
 
 
-def _amax_sharding(x):
+def _amax_sharding(x: Spec) -> Rules:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    rules = [([Replicate()], [Replicate()])]
-    return rules + [([Partial("max")], [Shard(dim)]) for dim in range(len(x.shape))]
+    sharded: Rules = [([Partial("max")], [Shard(dim)]) for dim in range(len(x.shape))]
+    return [([Replicate()], [Replicate()]), *sharded]
 
 
-def _copy_placements(x, fmt: BlockFormat, columnwise: bool, dim: int):
+def _copy_placements(x: Spec, fmt: BlockFormat, columnwise: bool, dim: int) -> list[Placement]:
     """Placements of (qdata, scale) where `x` is sharded on `dim`."""
     from torch.distributed.tensor import Shard
 
@@ -126,13 +131,14 @@ def _copy_placements(x, fmt: BlockFormat, columnwise: bool, dim: int):
     return [Shard(dim), Shard(scale_dim)]
 
 
-def _sharding(x, amax_bits, options: CastOptions, backend: Backend):
+def _sharding(x: Spec, amax_bits: Spec | None, options: CastOptions, backend: Backend) -> Rules:
     """x replicated, or sharded on a dim whose shards end on block borders; without an amax NVFP4 needs all of x."""
     from torch.distributed.tensor import Replicate, Shard
 
     copies = [columnwise for columnwise, asked in ((False, options.rowwise), (True, options.columnwise)) if asked]
     amax = None if amax_bits is None else Replicate()
-    rules = [([Replicate()] * 2 * len(copies), [Replicate(), amax, None, None])]
+    replicated: list[Placement] = [Replicate()]
+    rules: Rules = [(replicated * 2 * len(copies), [Replicate(), amax, None, None])]
     for dim in range(len(x.shape)):
         # A shard that is padded by itself is another one than in the whole.
         whole = not options.padded or dim != len(x.shape) - 2 or x.shape[dim] % (padded_size(1) * x.mesh.size()) == 0
@@ -160,7 +166,7 @@ def quantize_op(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOp
 def quantize_both_op(
     x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions, backend: Backend
 ) -> tuple[Operand, Operand]:
-    return new_copies(x, x.shape, options)  # type: ignore[return-value]  # which are two operands
+    return new_copies(x, x.shape, options)
 
 
 # Bits, because a MAX over ranks loses a NaN among floats; as integers magnitudes keep their order, NaN above all.
@@ -172,7 +178,7 @@ def tensor_amax_bits_op(x: torch.Tensor) -> torch.Tensor:
 
 
 @define_op(
-    (Implementation(Backend.REFERENCE, lambda amax_bits: global_scale_of(amax_of(amax_bits))),),
+    (Implementation(Backend.REFERENCE, lambda amax_bits: global_scale_of(amax_bits.view(torch.float32))),),
     sharding=_global_scale_sharding,
 )
 def global_scale_op(amax_bits: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ def entries_of(shards: Shards, into: str) -> tuple[list[int], bool]:
     return [shard_entries(x.start, x.x.numel(), x.shape[-1], shards.fmt)[0] for x in shards.each()], packed
 
 
-def place_blocks(op: str, counts: list[int], first_blocks) -> tuple[list[int], int]:
+def place_blocks(op: str, counts: list[int], first_blocks: Sequence[int] | None) -> tuple[list[int], int]:
     """(where each tensor's blocks begin, blocks that a buffer must have)."""
     if first_blocks is None:
         ends = list(itertools.accumulate(counts))
@@ -94,12 +94,20 @@ def place_blocks(op: str, counts: list[int], first_blocks) -> tuple[list[int], i
     return list(first_blocks), max((first + count for first, count in zip(first_blocks, counts)), default=0)
 
 
-def check_shards(op: str, tensors, starts, shapes, first_blocks, dtype, fmt: BlockFormat) -> tuple[Shards, int]:
+def check_shards(
+    op: str,
+    tensors: Sequence[torch.Tensor],
+    starts: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    first_blocks: Sequence[int] | None,
+    dtype: torch.dtype,
+    fmt: BlockFormat,
+) -> tuple[Shards, int]:
     """(the shards, blocks that a buffer must have); raises as `partial_block_amax` says."""
     for shape in shapes:
         if len(shape) < 2:
             raise ValueError(f"{op}: shapes must be [.., h, w], got {list(shape)}")
-    first_blocks, total = place_blocks(op, [block_count(shape, fmt) for shape in shapes], first_blocks)
+    places, total = place_blocks(op, [block_count(shape, fmt) for shape in shapes], first_blocks)
     if not len(tensors) == len(starts) == len(shapes):
         sizes = [len(x) for x in (tensors, starts, shapes)]
         raise ValueError(f"{op}: shards, starts and shapes must be as many, got {sizes}")
@@ -114,7 +122,7 @@ def check_shards(op: str, tensors, starts, shapes, first_blocks, dtype, fmt: Blo
             got = f"elements [{start}, {start + x.numel()})"
             raise ValueError(f"{op}: {got} do not lie in a tensor of shape {list(shape)}")
     flat = [size for *batch, rows, columns in shapes for size in (math.prod(batch), rows, columns)]
-    return Shards([x.detach() for x in tensors], list(starts), flat, first_blocks, dtype, fmt), total
+    return Shards([x.detach() for x in tensors], list(starts), flat, places, dtype, fmt), total
 
 
 def check_buffer(op: str, name: str, buffer: torch.Tensor, dtype: torch.dtype, blocks: int) -> None:
@@ -122,7 +130,7 @@ def check_buffer(op: str, name: str, buffer: torch.Tensor, dtype: torch.dtype, b
         raise ValueError(f"{op}: {name} must be {dtype} of at least {blocks} blocks, got {described(buffer)}")
 
 
-def check_devices(op: str, tensors) -> None:
+def check_devices(op: str, tensors: Sequence[torch.Tensor]) -> None:
     devices = {x.device for x in tensors}
     if len(devices) > 1:
         raise ValueError(f"{op}: all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}")

@@ -6,7 +6,7 @@ from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
 from torchao_blockwise.ops.op import define_op
 from torchao_blockwise.ops.operands import check_operand
-from torchao_blockwise.ops.sharding import placements_of, shards_on_blocks
+from torchao_blockwise.ops.sharding import Rules, placements_of, shards_on_blocks
 from torchao_blockwise.ops.transposition import reference
 
 
@@ -38,11 +38,11 @@ def check_transposable(op: str, name: str, x: Operand, columns: int | None) -> i
     return columns
 
 
-def _sharding(x: Operand, columns: int, backend: Backend):
+def _sharding(x: Operand, columns: int, backend: Backend) -> Rules:
     from torch.distributed.tensor import Replicate, Shard
 
     replicated = placements_of(x, Replicate(), Replicate())
-    rules = [([Replicate(), Replicate()], [replicated, None, None])]
+    rules: Rules = [([Replicate(), Replicate()], [replicated, None, None])]
     ndim = len(x.qdata.shape)
     for dim in range(ndim - 1):
         # `columns` counts the whole tensor, so only dims that leave it alone can be sharded.

@@ -37,7 +37,7 @@ def norm_statistics(x: torch.Tensor, kind: str, eps: float, *, backend: Backend 
     if kind not in _KINDS:
         raise ValueError(f"norm_statistics: kind must be one of {_KINDS}, got {kind!r}")
     _check_x("norm_statistics", x)
-    (x,) = without_grad(x)
+    (x,) = without_grad(x)  # type: ignore[assignment]  # no None
     *mean, rstd = norm_statistics_op(x, kind == "layer", eps, get_backend(backend))
     return NormStatistics(mean[0] if mean else None, rstd)
 
@@ -89,14 +89,21 @@ def norm_quantize(
     return norm_quantize_op(norm, options, backend)
 
 
-def _check_x(op: str, x) -> None:
+def _check_x(op: str, x: torch.Tensor) -> None:
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
     if x.dim() != 2:
         raise ValueError(f"{op}: x must be [M, K], got shape {list(x.shape)}; reshape it")
 
 
-def _norm_of(op: str, x, statistics, weight, bias, dtype) -> Norm:
+def _norm_of(
+    op: str,
+    x: torch.Tensor,
+    statistics: NormStatistics,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype | None,
+) -> Norm:
     _check_x(op, x)
     for name, size, t in (
         ("mean", x.shape[0], statistics[0]),

@@ -170,7 +170,9 @@ def swiglu_quantize_op(
     return new_copies(gate, gate.shape, options, groups)
 
 
-def _gradients_by_reference(dh, gate, up) -> tuple[torch.Tensor, torch.Tensor]:
+def _gradients_by_reference(
+    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     dgate, dup = reference.swiglu_backward(dh, gate, up)
     return dgate.contiguous(), dup.contiguous()
 
@@ -187,7 +189,9 @@ def swiglu_backward_op(
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
-def _copies_of_gradients_by_reference(dh, gate, up, options, groups) -> Copies:
+def _copies_of_gradients_by_reference(
+    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None
+) -> Copies:
     return _by_reference(torch.cat(reference.swiglu_backward(dh, gate, up), 1), options, groups)
 
 

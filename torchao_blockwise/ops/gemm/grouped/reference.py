@@ -50,7 +50,7 @@ def _operands_along_k(a: Operand, b: Operand, groups: Groups) -> Iterator[tuple[
     for g, start, end in _groups(padded_ends(groups.ends, tokens, block).clamp(max=tokens)):
         columns, blocks = slice(start // per_byte, end // per_byte), slice(start // block, end // block)
 
-        def part(x: Operand, columns=columns, blocks=blocks) -> Operand:
+        def part(x: Operand, columns: slice = columns, blocks: slice = blocks) -> Operand:
             scale = x.scale[blocks] if x.format.transposed_scales else x.scale[:, blocks]
             return x._replace(qdata=x.qdata[:, columns], scale=scale)
 

@@ -111,7 +111,9 @@ def _check_rows(op: str, name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{op}: {name} must be [rows, H], got shape {list(x.shape)}; reshape it")
 
 
-def _check_routing(op: str, tokens: int, device: torch.device, source, top_k: int, weights) -> None:
+def _check_routing(
+    op: str, tokens: int, device: torch.device, source: torch.Tensor, top_k: int, weights: torch.Tensor | None
+) -> None:
     if source.dtype != torch.int32:
         raise TypeError(f"{op}: source must be int32, as permute returns it, got {source.dtype}")
     if top_k < 1 or tuple(source.shape) != (tokens * top_k,):
@@ -137,18 +139,22 @@ def _check_permutation(op: str, source: torch.Tensor) -> None:
         raise ValueError(f"{op}: source must hold each of 0 .. {source.numel() - 1} once; pass what permute returned")
 
 
-def _check_source(y, source, top_k, weights) -> None:
+def _check_source(y: torch.Tensor, source: torch.Tensor, top_k: int, weights: torch.Tensor | None) -> None:
     _check_permutation("unpermute", source)
 
 
-def _check_gradient_source(grad_output, y, source, top_k, weights) -> None:
+def _check_gradient_source(
+    grad_output: torch.Tensor, y: torch.Tensor | None, source: torch.Tensor, top_k: int, weights: torch.Tensor | None
+) -> None:
     _check_permutation("unpermute_backward", source)
 
 
 _KERNELS = f"{__name__}.kernels_triton"
 
 
-def _permute(x, expert_ids, experts):
+def _permute(
+    x: torch.Tensor, expert_ids: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from torchao_blockwise.ops.groups.permutation import kernels_triton as kernels
 
     if experts <= kernels.MAX_EXPERTS and expert_ids.numel() <= kernels.MAX_ASSIGNMENTS:

@@ -69,7 +69,7 @@ def quantize_by(
     if x.dim() != 2:
         raise ValueError(f"{op}: x must be [M, K], got shape {list(x.shape)}; flatten its leading dims")
     check_tensor_amax(op, options.fmt, tensor_amax)
-    (x,) = without_grad(x)
+    (x,) = without_grad(x)  # type: ignore[assignment]  # no None
     amax_bits = global_scale = None
     if options.fmt.has_global_scale:
         amax_bits = grouped_amax_bits_op(x, groups.ends) if tensor_amax is None else tensor_amax.view(torch.int32)
@@ -78,11 +78,11 @@ def quantize_by(
     return copies if global_scale is None else with_global_scale(copies, global_scale)
 
 
-def _check_groups(x, amax_bits, options, groups) -> None:
+def _check_groups(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions, groups: Groups) -> None:
     check_groups("grouped_quantize", groups, x.shape[0], x.device, options.fmt.block[1])
 
 
-def _by_reference(x, amax_bits, options, groups) -> Copies:
+def _by_reference(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions, groups: Groups) -> Copies:
     return reference.quantize(x, groups.ends, options, amax_of(amax_bits))
 
 

@@ -53,26 +53,45 @@ def merge_shards_(
                 )
             end = start + n if n else end
     counts_of = [len(pieces) for pieces in shards]
-    flat = [list(itertools.chain.from_iterable(lists)) for lists in (shards, starts, lengths)]
-    check_devices(op, [*targets, *flat[0]])
+    flat = list(itertools.chain.from_iterable(shards))
+    numbers = [list(itertools.chain.from_iterable(lists)) for lists in (starts, lengths)]
+    check_devices(op, [*targets, *flat])
     if not targets:
         return
-    merge_shards_op(list(targets), *flat, counts_of, list(columns), fmt, get_backend(backend))
+    merge_shards_op(list(targets), flat, *numbers, counts_of, list(columns), fmt, get_backend(backend))
 
 
-def _of_targets(shards, starts, lengths, pieces) -> list[tuple]:
+def _of_targets(
+    shards: list[torch.Tensor], starts: list[int], lengths: list[int], pieces: list[int]
+) -> list[tuple[list[torch.Tensor], list[int], list[int]]]:
     """(shards, starts, lengths) of each target, of which so many pieces each come one after the other."""
     shards, ends = flat_bytes(shards), [0, *itertools.accumulate(pieces)]
     return [(shards[a:b], starts[a:b], lengths[a:b]) for a, b in itertools.pairwise(ends)]
 
 
-def _by_reference(targets, shards, starts, lengths, pieces, columns, fmt: BlockFormat) -> None:
+def _by_reference(
+    targets: list[torch.Tensor],
+    shards: list[torch.Tensor],
+    starts: list[int],
+    lengths: list[int],
+    pieces: list[int],
+    columns: list[int],
+    fmt: BlockFormat,
+) -> None:
     of_targets = _of_targets(shards, starts, lengths, pieces)
     for target, (pieces_of, firsts, counts), width in zip(flat_bytes(targets), of_targets, columns):
         reference.merge_shards_(target, pieces_of, firsts, counts, width, fmt)
 
 
-def _by_kernels(targets, shards, starts, lengths, pieces, columns, fmt: BlockFormat) -> None:
+def _by_kernels(
+    targets: list[torch.Tensor],
+    shards: list[torch.Tensor],
+    starts: list[int],
+    lengths: list[int],
+    pieces: list[int],
+    columns: list[int],
+    fmt: BlockFormat,
+) -> None:
     from torchao_blockwise.ops.shards.merge import kernels_triton
 
     of_targets = _of_targets(shards, starts, lengths, pieces)

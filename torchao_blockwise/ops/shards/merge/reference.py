@@ -8,7 +8,14 @@ from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.shards.partial_cast.reference import places_of, write_codes_
 
 
-def merge_shards_(target: torch.Tensor, shards, starts, lengths, columns: int, fmt: BlockFormat) -> None:
+def merge_shards_(
+    target: torch.Tensor,
+    shards: list[torch.Tensor],
+    starts: list[int],
+    lengths: list[int],
+    columns: int,
+    fmt: BlockFormat,
+) -> None:
     """Write the elements that each shard owns to the bytes of the whole payload."""
     for shard, start, n in zip(shards, starts, lengths):
         if n:

@@ -159,19 +159,27 @@ def partial_cast_(
 # --- operations -------------------------------------------------------------------------------------------------------
 
 
-def _scales_by_reference(encode, scales, global_scales, amax_bits, first_blocks, fmt, power_of_2_scales) -> None:
+def _scales_by_reference(
+    encode: torch.Tensor,
+    scales: list[torch.Tensor],
+    global_scales: list[torch.Tensor],
+    amax_bits: torch.Tensor,
+    first_blocks: list[int],
+    fmt: BlockFormat,
+    power_of_2_scales: bool,
+) -> None:
     for i, (scale, first) in enumerate(zip(scales, first_blocks)):
         blocks = slice(first, first + scale.numel())
         global_scale = global_scales[i] if fmt.has_global_scale else None
         reference.block_scales_(encode[blocks], scale, global_scale, amax_bits[blocks], fmt, power_of_2_scales)
 
 
-def _why_no_kernels(x, *args) -> str | None:
+def _why_no_kernels(x: torch.Tensor, *args: object) -> str | None:
     fmt = next(arg.fmt if isinstance(arg, Shards) else arg for arg in args if isinstance(arg, (BlockFormat, Shards)))
     return why_no_kernels(x) if fmt in _KERNEL_FORMATS else f"{fmt.name} has no kernel"
 
 
-def _why_no_casts(targets, shards: Shards, encode: torch.Tensor, into: str) -> str | None:
+def _why_no_casts(targets: list[torch.Tensor], shards: Shards, encode: torch.Tensor, into: str) -> str | None:
     reason = why_no_encoders(encode) if shards.fmt.element.per_byte == 1 else None
     return reason or _why_no_kernels(encode, shards)
 

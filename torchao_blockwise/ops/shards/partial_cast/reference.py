@@ -22,7 +22,12 @@ def partial_block_amax_(amax_bits: torch.Tensor, shards: Shards) -> None:
 
 
 def block_scales_(
-    encode, scale, global_scale, amax_bits: torch.Tensor, fmt: BlockFormat, power_of_2_scales: bool
+    encode: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    amax_bits: torch.Tensor,
+    fmt: BlockFormat,
+    power_of_2_scales: bool,
 ) -> None:
     """Write encode [blocks] f32, `scale` (the stored grid) and `global_scale` (a scalar or None) of one tensor."""
     tensor_amax = None
@@ -32,6 +37,7 @@ def block_scales_(
     encode.copy_(scales.encode)
     scale.view(-1).copy_(scales.scale)
     if global_scale is not None:
+        assert scales.global_scale is not None
         global_scale.copy_(scales.global_scale)
 
 
@@ -57,7 +63,9 @@ def _codes_of(shard: Shard, encode: torch.Tensor, shards: Shards) -> torch.Tenso
     return fmt.element.unpack(payload, n).view(torch.uint8)
 
 
-def write_codes_(target, codes: torch.Tensor, start: int, columns: int, fmt: BlockFormat, first_entry: int) -> None:
+def write_codes_(
+    target: torch.Tensor, codes: torch.Tensor, start: int, columns: int, fmt: BlockFormat, first_entry: int
+) -> None:
     """Write codes of elements [start, start + n) to a payload's bytes; what others own of a byte stays."""
     entries, position = places_of(start, codes.numel(), columns, fmt, codes.device)
     entries -= first_entry
@@ -72,7 +80,9 @@ def write_codes_(target, codes: torch.Tensor, start: int, columns: int, fmt: Blo
         target[at] &= ~(mask << bits * place) & 0xFF
 
 
-def places_of(start: int, n: int, columns: int, fmt: BlockFormat, device):
+def places_of(
+    start: int, n: int, columns: int, fmt: BlockFormat, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(payload entry, place in it) of each of the elements [start, start + n)."""
     flat = torch.arange(start, start + n, device=device)
     row, column = flat // columns, flat % columns

@@ -42,7 +42,9 @@ def transpose_many(
     return results
 
 
-def _by_reference(qdata, scales, columns, fmt: BlockFormat) -> list[torch.Tensor]:
+def _by_reference(
+    qdata: list[torch.Tensor], scales: list[torch.Tensor], columns: list[int], fmt: BlockFormat
+) -> list[torch.Tensor]:
     copies = [reference.transpose(Operand(q, s, None, fmt.name), width) for q, s, width in zip(qdata, scales, columns)]
     return [x.qdata for x in copies] + [x.scale for x in copies]
 

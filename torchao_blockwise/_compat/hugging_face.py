@@ -1,0 +1,25 @@
+"""Names that transformers and accelerate do not promise to keep; neither is imported."""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise import _compat
+
+
+def experts_implementation(module: torch.nn.Module) -> str | None:
+    """Which implementation transformers' experts run, "eager" for that of their class; None for other modules."""
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", "")
+    if not hasattr(type(module).forward, "__wrapped__") or chosen == "":
+        return None
+    return chosen or "eager"
+
+
+def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
+    """Whether accelerate puts plain values in the place of the module's weights on every use."""
+    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
+
+
+def transformers_quantizes() -> bool:
+    """Whether transformers has called `quantize_` while it loads a model, as a `TorchAoConfig` makes it do."""
+    return _compat.is_on_stack("transformers.integrations.torchao")
