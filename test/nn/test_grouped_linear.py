@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from helpers import FP8, NVFP4, both_formats, every_recipe, replace, weight, weight_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from products_by_hand import grouped_by_hand
 from rounding_noise import accumulation, assert_noise_is_expected, rounded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, ops
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 from torchao_blockwise.nn import grouped_linear
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, sqnr
 
@@ -43,21 +44,6 @@ def experts(config, e: int = 3, n: int = 40, k: int = 72, dtype=torch.float32, d
     return nn.Parameter(MasterWeightTensor(hp, config))
 
 
-def by_hand(x, hp, ends, dy, config):
-    """(output, grad_input, grad_weight), composed of the operations that the layer promises."""
-
-    def quantize(t, **kwargs):
-        options = {"power_of_2_scales": config.power_of_2_scales, **kwargs}
-        return ops.grouped_quantize(t, ends, config.activation_format, **options)
-
-    w = ops.quantize(hp, config.weight_format, power_of_2_scales=config.power_of_2_scales).rowwise
-    output = ops.grouped_matmul(quantize(x).rowwise, w, ends, out_dtype=config.out_dtype or x.dtype)
-    w_columnwise = ops.transpose(w, columns=hp.shape[2])
-    grad_input = ops.grouped_matmul(quantize(dy).rowwise, w_columnwise, ends, out_dtype=x.dtype)
-    columnwise = (quantize(t, rowwise=False, columnwise=True).columnwise for t in (dy, x))
-    return output, grad_input, ops.grouped_matmul(*columnwise, ends, along="k", out_dtype=hp.dtype)
-
-
 def run(call, x, w, ends, dy):
     """(output, grad_input, grad_weight) of one pass of `call(x, w, ends)` from fresh gradients."""
     w.grad, x = None, x.detach().requires_grad_()
@@ -78,7 +64,7 @@ def assert_by_hand(config, sizes, tail=0, call=grouped_linear, n=40, k=72, dtype
         # What no group has may hold anything.
         x[-tail:], dy[-tail:] = float("nan"), float("inf")
     got = run(call, x, w, ends, dy.to(config.out_dtype or dtype))
-    for name, a, b in zip(NAMES, got, by_hand(x, w.hp, ends, dy.to(config.out_dtype or dtype), config)):
+    for name, a, b in zip(NAMES, got, grouped_by_hand(x, w.hp, ends, dy.to(config.out_dtype or dtype), config)):
         assert_bitwise_equal(a, b, name)
     for result in got[:2]:
         assert not result[count - tail :].any()
@@ -124,7 +110,7 @@ def test_experts_stored_transposed(config, routing):
     w, ends = experts(config), ends_of(routing)
     stored = nn.Parameter(MasterWeightTensor(w.hp.mT.contiguous(), config))
     x, dy = tokens(sum(routing), 72), tokens(sum(routing), 40, seed=7)
-    expected = by_hand(x, w.hp, ends, dy, config)
+    expected = grouped_by_hand(x, w.hp, ends, dy, config)
     got = run(lambda x, w, ends: F.grouped_mm(x, w, offs=ends), x, stored, ends, dy)
     for name, a, b in zip(NAMES, (got[0], got[1], got[2].mT), expected):
         # The reference's products sum in another order along "k".
@@ -150,7 +136,7 @@ def test_the_dtype_that_is_asked_for_comes_first(config):
 def test_a_cast_weight_is_rounded_before_it_is_quantised(config):
     """As torchtitan does on every use; products read the weight itself, forward and backward."""
     w, x, dy, ends = experts(config), tokens(9, 72).bfloat16(), tokens(9, 40, seed=7).bfloat16(), ends_of([4, 0, 5])
-    expected = by_hand(x, w.hp.bfloat16(), ends, dy, config)
+    expected = grouped_by_hand(x, w.hp.bfloat16(), ends, dy, config)
     saved = []
     with weight_calls() as calls, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         for _ in range(3):
@@ -166,7 +152,7 @@ def test_a_cast_weight_is_rounded_before_it_is_quantised(config):
 def test_non_contiguous_inputs_and_expanded_gradients(config):
     w, x, ends = experts(config), tokens(72, 9), ends_of([4, 0, 5])
     got = run(grouped_linear, x.t(), w, ends, torch.ones(()).expand(9, 40))
-    for name, a, b in zip(NAMES, got, by_hand(x.t().contiguous(), w.hp, ends, torch.ones(9, 40), config)):
+    for name, a, b in zip(NAMES, got, grouped_by_hand(x.t().contiguous(), w.hp, ends, torch.ones(9, 40), config)):
         assert_bitwise_equal(a.contiguous(), b, name)
 
 
@@ -204,7 +190,7 @@ def test_autocast_is_a_cast_of_the_input(config):
         out = transposed_mm(x, w, ends)
         out.backward(dy)
     assert out.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
-    expected = by_hand(x.detach().bfloat16(), w.hp, ends, dy, config)
+    expected = grouped_by_hand(x.detach().bfloat16(), w.hp, ends, dy, config)
     for name, a, b in zip(NAMES, (out, x.grad, w.grad), expected):
         assert_bitwise_equal(a.detach(), b.to(a.dtype), name)
 
@@ -270,9 +256,9 @@ def test_one_weight_used_twice(config):
     w, x, ends = experts(config, n=72), tokens(9, 72).requires_grad_(), ends_of([4, 0, 5])
     twice = transposed_mm(transposed_mm(x, w, ends), w, ends)
     twice.sum().backward()
-    first = by_hand(x.detach(), w.hp, ends, torch.zeros(9, 72), config)[0]
-    _, dy, outer = by_hand(first, w.hp, ends, torch.ones(9, 72), config)
-    _, dx, inner = by_hand(x.detach(), w.hp, ends, dy, config)
+    first = grouped_by_hand(x.detach(), w.hp, ends, torch.zeros(9, 72), config)[0]
+    _, dy, outer = grouped_by_hand(first, w.hp, ends, torch.ones(9, 72), config)
+    _, dx, inner = grouped_by_hand(x.detach(), w.hp, ends, dy, config)
     assert_bitwise_equal(x.grad, dx)
     assert_bitwise_equal(w.grad, outer + inner)
 
@@ -281,7 +267,7 @@ def test_one_weight_used_twice(config):
 @pytest.mark.parametrize("needs", ("x", "weight", "none"))
 def test_only_the_gradients_that_are_needed(config, needs):
     w, x, dy, ends = experts(config), tokens(9, 72), tokens(9, 40, seed=7), ends_of([4, 0, 5])
-    expected = by_hand(x, w.hp, ends, dy, config)
+    expected = grouped_by_hand(x, w.hp, ends, dy, config)
     w.requires_grad_(needs == "weight")
     x.requires_grad_(needs == "x")
     saved = []
