@@ -13,17 +13,18 @@ import fsdp_change_checks as change
 import fsdp_checks as checks
 import fsdp_life_checks as life
 import primary_shard_checks as primary
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, config_of, shard, train
 from helpers import replace
+from machines import without_interpreter
 from ranks import device, gpus, join, leave
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat
 from torchao_blockwise.distributed import absence
-from torchao_blockwise.ops import backend
 
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
 BOTH = ("fp8", "nvfp4")
@@ -157,7 +158,7 @@ def may_run_on_gpus(case) -> bool:
 def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     """Run `chosen` cases on meshes of the first ranks, up to the first that raises; leaves what each raised or None."""
     # Optimizers cast by what AUTO finds: the same bits as Triton's interpreter, many times faster.
-    backend.interpreting = lambda: False
+    without_interpreter(pytest.MonkeyPatch())
     join(rank, ranks, port)
     kind = device().type
     meshes = {size: DeviceMesh(kind, list(range(size))) for size in range(1, ranks + 1)}

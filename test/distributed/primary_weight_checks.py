@@ -6,10 +6,12 @@ import copy
 import traceback
 
 import fsdp_models
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import FOR_LOOP, config_of
 from helpers import replace
+from machines import without_interpreter
 from ranks import device, join, leave
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import FqnToConfig, quantize_
 
 from torchao_blockwise.distributed import MasterWeightOptimizer
-from torchao_blockwise.ops import backend
 from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -382,7 +383,7 @@ CASES = {
 def run_cases(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     """Run the chosen cases in groups of the first ranks, up to one that fails; leaves what each raised, or None."""
     # As in other tests without the interpreter: the same bits, many times faster.
-    backend.interpreting = lambda: False
+    without_interpreter(pytest.MonkeyPatch())
     join(rank, ranks, port, seconds=300)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, ranks + 1)}
     raised: dict = {}

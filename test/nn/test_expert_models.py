@@ -83,7 +83,7 @@ def test_the_filter_finds_experts_and_leaves_routers(config, family):
 
 
 def train(model, loss_of, calls_a_step: tuple[int, int]) -> list[float]:
-    """The losses of four steps of two microbatches, each step with that many quantizations (all, columnwise) of weights."""
+    """The losses of four steps of two microbatches; each step quantizes weights that often (in all, columnwise)."""
     losses = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(4):

@@ -330,8 +330,8 @@ def test_choice_of_build():
     assert gluon.choose_build("m", 1, 8, 1, 64, 128, 132, 1).tile_m == 64
 
 
-def test_why_not(monkeypatch):
-    monkeypatch.setattr(gluon, "interpreting", lambda: False)
+def test_why_not(machine):
+    machine.runs_gluon()
     a, b = (64, 256), (4, 128, 256)
 
     def why_not(a_shape, b_shape, formats, along):
@@ -353,7 +353,7 @@ def test_why_not(monkeypatch):
         "the copy engine has no empty tensors, got payloads of shape [0, 256] and [4, 128, 256]",
         "the copy engine has no empty tensors, got payloads of shape [64, 256] and [4, 0, 256]",
     )
-    monkeypatch.setattr(gluon, "interpreting", lambda: True)
+    machine.runs_gluon(interprets=True)
     assert why_not(a, b, FORMATS["m"], "m") == "Triton's interpreter does not know Gluon"
 
 

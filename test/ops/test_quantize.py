@@ -148,17 +148,16 @@ def set_tables(monkeypatch, **tables) -> None:
     monkeypatch.setattr(kernels, "_build", functools.cache(kernels._build.__wrapped__))
 
 
-def test_both_copies_of_one_row_blocks_take_a_launch_each(monkeypatch, device):
+def test_both_copies_of_one_row_blocks_take_a_launch_each(monkeypatch, machine, device):
     kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
-    launches = []
-    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **options: launches.append((grid, options)))
+    launches = machine.launches_of(kernels, happen=False)
     set_tables(monkeypatch, _FP8_ROWWISE_TILE=(32, 128, 4, 16), _FP8_COLUMNWISE_TILE=(128, 128, 4, 16))
     x = torch.zeros(144, 272, dtype=torch.bfloat16, device=device)
     for fmt in (FP8_1X128, FP8_128X128):
         ops.quantize(x, fmt, columnwise=True, backend="triton")
     # 5 × 3 tiles of 32 rows, and 2 × 3 whole ones; of square blocks 2 × 3 tiles for both.
-    assert [grid for grid, _ in launches] == [15, 6, 6]
-    copies = [(options["ROWWISE"], options["COLUMNWISE"]) for _, options in launches]
+    assert [launch.grid for launch in launches] == [15, 6, 6]
+    copies = [(options["ROWWISE"], options["COLUMNWISE"]) for _, _, options in launches]
     assert copies == [(True, False), (False, True), (True, True)]
 
 
