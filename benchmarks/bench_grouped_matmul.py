@@ -3,7 +3,7 @@
 Products, each of all experts of one GPU together, for the weights [E, out, in] of both layers of their MLPs:
     output, grad_input     groups of rows: x · wᵀ, dy · w
     grad_weight            groups of the contraction: dyᵀ · x for each expert, from quantized operands
-    grad_weight_quantised  the same from bf16 dy and x: both columnwise quantizers and the product
+    grad_weight_quantized  the same from bf16 dy and x: both columnwise quantizers and the product
 Checks first: corners of the largest, the smallest and the last expert that has tokens, against the fp64 product of what
 the operands decode to, and zeros for those that have none. Times are of CUDA graph replays with a cold cache. Floor:
 the greater of bytes that must move over copy bandwidth, and operations over the rate of cuBLASLt's tensorwise fp8, both
@@ -37,7 +37,7 @@ from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat, Groups, Operand
 from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
 
-KINDS = ("output", "grad_input", "grad_weight", "grad_weight_quantised")
+KINDS = ("output", "grad_input", "grad_weight", "grad_weight_quantized")
 COLUMNS = (
     *("product", "shape", "weight", "routing", "recipe", "by", "us", "spread %", "TFLOP/s", "roofline us"),
     *("of roofline", "error"),
@@ -73,7 +73,7 @@ class GroupedProduct:
 
     @property
     def quantizes(self) -> bool:
-        return self.kind == "grad_weight_quantised"
+        return self.kind == "grad_weight_quantized"
 
     @property
     def formats(self) -> tuple[BlockFormat, BlockFormat]:

@@ -42,7 +42,7 @@ KINDS = {
     "attention": r"flash|fmha|sdpa|attention|softmax",
     "optimizer": r"adam|multi_tensor",
     "products": r"gemm|matmul|nvjet|xmma|cutlass|_mm\b|::mm|addmm|cublas|wgmma",
-    "quantise": r"quant|amax|fp8|nvfp4|float8",
+    "quantize": r"quant|amax|fp8|nvfp4|float8",
     "transpose": r"transpose",
     "compiled": r"^triton_",
 }

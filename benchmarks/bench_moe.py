@@ -5,7 +5,7 @@ The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, qu
     fp8_primary      the same with Parameters in FP8, whose cast is the optimizer step's and in no step here
     bf16             torch's grouped product, silu and multiply; bf16_compiled: the same by torch.compile
     torchao          the same with torchao's blockwise FP8 grouped product, which runs DeepGEMM
-Columns and stages as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantise %" is the
+Columns and stages as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantize %" is the
 share of device time in kernels that quantize, SwiGLU where it is fused with that.
 "memory MiB" is what a step has allocated at its peak, with weights and gradients, and without x and dy
 (step_memory.py; the JSON has the parts).
@@ -39,9 +39,9 @@ from torchao_blockwise.nn import SwiGLUExperts
 
 RECIPES = ("fp8", "fp8_primary", "bf16", "bf16_compiled", "torchao", "nvfp4")
 DEFAULT_RECIPES = RECIPES[:-1]
-COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantise %")
+COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantize %")
 # Kernels that quantize, among those that do not multiply.
-_QUANTIZERS, _PRODUCTS = (re.compile(x, re.IGNORECASE) for x in (KINDS["quantise"] + "|swiglu", KINDS["products"]))
+_QUANTIZERS, _PRODUCTS = (re.compile(x, re.IGNORECASE) for x in (KINDS["quantize"] + "|swiglu", KINDS["products"]))
 # Of two products, one on what the other gives.
 _BUDGETS = dict.fromkeys(RECIPES, 0.15) | {"nvfp4": 0.6, "bf16_compiled": 0.02}
 
@@ -84,7 +84,7 @@ def split(layer: Layer, inputs: tuple) -> dict:
     """The quantizers' share of a step's device time, of operators' host time on a CPU, and the longest kernels."""
     kernels = kernels_of(lambda: layer.step(*inputs), inputs[0].device)
     quantize = sum(us for name, us in kernels if _QUANTIZERS.search(name) and not _PRODUCTS.search(name))
-    return {"quantise %": 100 * quantize / sum(us for _, us in kernels), "kernels": longest(kernels)}
+    return {"quantize %": 100 * quantize / sum(us for _, us in kernels), "kernels": longest(kernels)}
 
 
 def work_of(shape: Experts, routing: str, device: torch.device) -> Work:

@@ -114,16 +114,16 @@ def casts() -> dict[str, Callable]:
     norm = Norm(x, torch.ones(COLUMNS, dtype=x.dtype), None, None, torch.ones(ROWS), x.dtype)
     # Of SwiGLU an element is one of h, which has two gradients.
     return {
-        "quantise 1×128 rowwise": lambda: quantize.quantize(x, None, rowwise),
-        "quantise 1×128 columnwise": lambda: one_read.quantize(x, None, columnwise),
-        "quantise 1×128, both copies": lambda: one_read.quantize(x, None, both),
-        "quantise 128×128": lambda: quantize.quantize(x, None, square),
-        "quantise 128×128, both copies": lambda: quantize.quantize(x, None, square._replace(columnwise=True)),
-        "quantise NVFP4 1×16 rowwise": lambda: quantize.quantize(x, amax_bits, CastOptions(NVFP4_1X16)),
+        "quantize 1×128 rowwise": lambda: quantize.quantize(x, None, rowwise),
+        "quantize 1×128 columnwise": lambda: one_read.quantize(x, None, columnwise),
+        "quantize 1×128, both copies": lambda: one_read.quantize(x, None, both),
+        "quantize 128×128": lambda: quantize.quantize(x, None, square),
+        "quantize 128×128, both copies": lambda: quantize.quantize(x, None, square._replace(columnwise=True)),
+        "quantize NVFP4 1×16 rowwise": lambda: quantize.quantize(x, amax_bits, CastOptions(NVFP4_1X16)),
         "transpose fp8": lambda: transpose.transpose(operand(FP8_128X128, ROWS, COLUMNS), COLUMNS),
-        "RMSNorm + quantise, both copies": lambda: norm_tiles.norm_quantize(norm, both),
-        "SwiGLU + quantise, both copies": lambda: swiglu_tiles.swiglu_quantize(x, x, both, None),
-        "SwiGLU backward + quantise, both copies": lambda: swiglu_tiles.swiglu_backward_quantize(x, x, x, both, None),
+        "RMSNorm + quantize, both copies": lambda: norm_tiles.norm_quantize(norm, both),
+        "SwiGLU + quantize, both copies": lambda: swiglu_tiles.swiglu_quantize(x, x, both, None),
+        "SwiGLU backward + quantize, both copies": lambda: swiglu_tiles.swiglu_backward_quantize(x, x, x, both, None),
     }
 
 

@@ -85,6 +85,20 @@ def fresh_dynamo():
 @pytest.fixture(scope="module")
 def no_interpreter():
     """AUTO on a CPU takes the reference, not Triton's interpreter: the same bits, many times faster."""
+    # Only now, when the environment says what Triton is to do.
+    from machines import without_interpreter
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchao_blockwise.ops.backend.interpreting", lambda: False)
+        without_interpreter(patch)
         yield
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """The machine that a test pretends to run on (test/machines.py)."""
+    from machines import Machine
+
+    made = Machine(monkeypatch)
+    yield made
+    monkeypatch.undo()
+    made.forget()

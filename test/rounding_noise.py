@@ -114,7 +114,7 @@ def assert_noise_is_expected(what: str, parts, accumulation: float = 0.0, bias: 
 
 
 def accumulation(device: str, k: int) -> float:
-    """The error of sums of K terms, relative to their magnitudes; as budgets of products have it (test_matmul.py).
+    """The error of sums of K terms, relative to their magnitudes; as budgets of products have it (product_budgets.py).
 
     fp32 drifts like √K roundings. Hopper's tensor cores keep 14 bits within each of a block's 4 steps of K = 32.
     """

@@ -75,7 +75,7 @@ def test_bytes_that_grouped_products_must_move():
     gradients = 3 * 256 * 128 * 2
     quantized = GroupedProduct("grad_weight", (5, 0, 3), 256, 128)
     assert quantized.nbytes() == FP8_1X128.nbytes(256, 8) + FP8_1X128.nbytes(128, 8) + gradients
-    assert GroupedProduct("grad_weight_quantised", (5, 0, 3), 256, 128).nbytes() == 8 * (256 + 128) * 2 + gradients
+    assert GroupedProduct("grad_weight_quantized", (5, 0, 3), 256, 128).nbytes() == 8 * (256 + 128) * 2 + gradients
 
 
 def test_bytes_that_an_expert_mlp_must_move():

@@ -128,7 +128,7 @@ def test_a_layer_has_a_row_for_each_recipe(bench, smoke):
     assert fp8["TFLOP/s"] == pytest.approx(flops / fp8["us"] / 1e6)
     assert left_out(content, "torchao") == ["needs sm_90, got cpu"]
     if bench is bench_moe:
-        assert 0 < fp8["quantise %"] < 100 and bf16["quantise %"] == 0
+        assert 0 < fp8["quantize %"] < 100 and bf16["quantize %"] == 0
 
 
 def test_layers_are_measured_ours_first_and_compiled_last():
@@ -251,7 +251,7 @@ KERNELS = {
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "products",
     "nvjet_hsh_128x256_64x4_2x1_v_bz_coopB_TNT": "products",
     "_matmul_fp8_kernel": "products",
-    "_quantize_fp8_kernel": "quantise",
+    "_quantize_fp8_kernel": "quantize",
     "_transpose_bytes_kernel": "transpose",
     "void pytorch_flash::flash_fwd_kernel<...>": "attention",
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention",

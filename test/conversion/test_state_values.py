@@ -130,7 +130,8 @@ def test_what_is_written_is_used_next(write, trains, backend, config):
     write(model.state_dict(), plain.state_dict())
     actual = run(batch()).detach()
     fresh = mlp(config, seed=3)
-    expected = (fresh if backend is None else torch.compile(fresh, backend=backend))(batch()).detach()
+    # Inductor alone may differ from eager in the last bits.
+    expected = (torch.compile(fresh) if backend == "inductor" else fresh)(batch()).detach()
     assert_bitwise_equal(actual, expected)
     assert torch.equal(model[0].weight, fresh[0].weight)
     if optimizer is not None:

@@ -11,9 +11,12 @@ from fsdp_models import (
     Counter,
     adamw,
     assert_gathers_exactly,
+    assert_same_norms,
     assert_trains_as_unsharded,
+    averages_exactly,
     batch,
     blocks,
+    mean_of_equal,
     shard,
     train,
 )
@@ -62,26 +65,26 @@ def gathers_special_values(mesh, config):
 
 def trains_as_unsharded(mesh, config):
     model, reference = blocks(config), blocks(config)
-    assert_trains_as_unsharded(shard(model, mesh), reference, config, exact=mesh.size() in (1, 2, 4))
+    assert_trains_as_unsharded(shard(model, mesh), reference, config, mesh)
 
 
 def trains_in_one_group(mesh, config):
     model, reference = blocks(config), blocks(config)
-    assert_trains_as_unsharded(fully_shard(model, mesh=mesh), reference, config, exact=mesh.size() in (1, 2, 4))
+    assert_trains_as_unsharded(fully_shard(model, mesh=mesh), reference, config, mesh)
 
 
 def shards_columns(mesh, config):
     """Shard(1), whose shards cut blocks along the contraction."""
     model, reference = blocks(config, hidden=144), blocks(config, hidden=144)
     shard(model, mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
-    assert_trains_as_unsharded(model, reference, config, exact=True)
+    assert_trains_as_unsharded(model, reference, config, mesh)
 
 
 def reshards_after_forward(mesh, config):
     for choice in (True, False):
         model, reference = blocks(config), blocks(config)
         shard(model, mesh, reshard_after_forward=choice)
-        assert_trains_as_unsharded(model, reference, config, exact=True)
+        assert_trains_as_unsharded(model, reference, config, mesh)
 
 
 def reshards_to_fewer_ranks(mesh, config):
@@ -90,7 +93,7 @@ def reshards_to_fewer_ranks(mesh, config):
     shard(model, mesh, reshard_after_forward=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert_trains_as_unsharded(model, reference, config, exact=True)
+        assert_trains_as_unsharded(model, reference, config, mesh)
     messages = [str(w.message) for w in caught if "reshard_after_forward as a number of ranks" in str(w.message)]
     assert len(messages) == 1 and "2 modules reshard to all ranks" in messages[0], messages
 
@@ -98,7 +101,7 @@ def reshards_to_fewer_ranks(mesh, config):
 def offloads(mesh, config):
     model, reference = blocks(config), blocks(config)
     shard(model, mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    assert_trains_as_unsharded(model, reference, config, exact=True)
+    assert_trains_as_unsharded(model, reference, config, mesh)
 
 
 def trains_in_mixed_precision(mesh, config):
@@ -111,8 +114,8 @@ def trains_in_mixed_precision(mesh, config):
     assert losses[0].item() == losses[1].item()
     for (name, p), q in zip(model.named_parameters(), reference.parameters()):
         assert p.dtype == p.grad.dtype == torch.float32 and type(p.grad.to_local()) is torch.Tensor
-        if mesh.size() in (1, 2, 4):
-            assert_bitwise_equal(p.grad.full_tensor(), q.grad.float(), name)
+        if averages_exactly(mesh):
+            assert_bitwise_equal(p.grad.full_tensor(), mean_of_equal(q.grad.float(), mesh.size()), name)
     adamw(model).step()
     assert_gathers_exactly(model, config, torch.bfloat16)
 
@@ -150,7 +153,7 @@ def leaves_frozen_weights(mesh, config):
         m[0].requires_grad_(False)
         m[1].up.weight.requires_grad_(False)
     shard(model, mesh)
-    assert_trains_as_unsharded(model, reference, config, exact=True)
+    assert_trains_as_unsharded(model, reference, config, mesh)
     assert not model[0].up.weight.requires_grad
 
 
@@ -212,8 +215,10 @@ def clips_and_steps(mesh, config):
     for options in ({"foreach": True}, {"foreach": False}, {"fused": True}):
         model, reference = shard(blocks(config), mesh), blocks(config)
         actual = train(model, adamw(model, **options), clip=0.05)
-        expected = train(reference, adamw(reference, **options), clip=0.05)
-        assert torch.allclose(torch.tensor(actual), torch.tensor(expected), rtol=1e-2), (options, actual, expected)
+        # The last bits of a norm depend on how many pieces its squares are summed in: both clip by the same.
+        expected = train(reference, adamw(reference, **options), clip=0.05, norms=actual[1::2])
+        assert actual[::2] == expected[::2], (options, actual, expected)
+        assert_same_norms(actual[1::2], expected[1::2], reference)
         assert_gathers_exactly(model, config)
 
 
@@ -223,7 +228,7 @@ def compiles_blocks(mesh, config):
         block.compile(backend="aot_eager", fullgraph=False)
     shard(model, mesh)
     actual, expected = train(model, adamw(model)), train(reference, adamw(reference))
-    assert torch.allclose(torch.tensor(actual), torch.tensor(expected), rtol=1e-3), (actual, expected)
+    assert actual == expected, (actual, expected)
     assert_gathers_exactly(model, config)
 
 
@@ -231,4 +236,4 @@ def shards_hybrid(mesh, config):
     """Two replicas of two shards: amaxes are reduced among the two ranks that share a weight."""
     model, reference = blocks(config), blocks(config)
     shard(model, mesh)
-    assert_trains_as_unsharded(model, reference, config, exact=True)
+    assert_trains_as_unsharded(model, reference, config, mesh)

@@ -13,17 +13,19 @@ import fsdp_change_checks as change
 import fsdp_checks as checks
 import fsdp_life_checks as life
 import primary_shard_checks as primary
+import primary_shard_life_checks as primary_life
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, config_of, shard, train
 from helpers import replace
+from machines import without_interpreter
 from ranks import device, gpus, join, leave
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat
 from torchao_blockwise.distributed import absence
-from torchao_blockwise.ops import backend
 
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
 BOTH = ("fp8", "nvfp4")
@@ -85,19 +87,19 @@ PRIMARY_CHECKS = (
     (primary.accumulates, (2,), BOTH),
     (primary.compiles_blocks, (2,), ("fp8",)),
     (primary.gathers_few_bytes, (3, 4), BOTH),
-    (primary.leaves_frozen_weights, (2,), BOTH),
-    (primary.loads, (3,), BOTH),
-    (primary.adopts_loads, (2,), BOTH),
-    (primary.casts_loads_between_microbatches, (2,), BOTH),
-    (primary.refuses_stale_values, (2,), ("fp8",)),
-    (primary.refuses_writes_into_state_dicts, (2,), BOTH),
-    (primary.starts_on_meta, (4,), BOTH),
-    (primary.refuses, (2,), BOTH),
-    (primary.reshards_to_fewer_ranks, (4,), ("fp8",)),
-    (primary.frees_what_it_gathers, (2,), BOTH),
-    (primary.resumes, (4,), ("nvfp4",)),
-    (primary.reshards, (4,), BOTH),
-    (primary.gives_full_state_dicts, (2,), BOTH),
+    (primary_life.leaves_frozen_weights, (2,), BOTH),
+    (primary_life.loads, (3,), BOTH),
+    (primary_life.adopts_loads, (2,), BOTH),
+    (primary_life.casts_loads_between_microbatches, (2,), BOTH),
+    (primary_life.refuses_stale_values, (2,), ("fp8",)),
+    (primary_life.refuses_writes_into_state_dicts, (2,), BOTH),
+    (primary_life.starts_on_meta, (4,), BOTH),
+    (primary_life.refuses, (2,), BOTH),
+    (primary_life.reshards_to_fewer_ranks, (4,), ("fp8",)),
+    (primary_life.frees_what_it_gathers, (2,), BOTH),
+    (primary_life.resumes, (4,), ("nvfp4",)),
+    (primary_life.reshards, (4,), BOTH),
+    (primary_life.gives_full_state_dicts, (2,), BOTH),
     (primary.shards_hybrid, ((2, 2),), BOTH),
 )
 EXPERT_CHECKS = (
@@ -120,7 +122,7 @@ BY_NAME = {name_of(check): check for check, _, _ in CHECKS + CHECKPOINT_CHECKS +
 
 
 # What resharding to a part of the ranks means shows on four of them.
-FOUR_ALONE = (checks.reshards_to_fewer_ranks, primary.reshards_to_fewer_ranks)
+FOUR_ALONE = (checks.reshards_to_fewer_ranks, primary_life.reshards_to_fewer_ranks)
 # A step on the CPU rounds otherwise than one on a GPU, so that training there has nothing to be compared with.
 CPU_ALONE = (checks.offloads,)
 
@@ -157,7 +159,7 @@ def may_run_on_gpus(case) -> bool:
 def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     """Run `chosen` cases on meshes of the first ranks, up to the first that raises; leaves what each raised or None."""
     # Optimizers cast by what AUTO finds: the same bits as Triton's interpreter, many times faster.
-    backend.interpreting = lambda: False
+    without_interpreter(pytest.MonkeyPatch())
     join(rank, ranks, port)
     kind = device().type
     meshes = {size: DeviceMesh(kind, list(range(size))) for size in range(1, ranks + 1)}

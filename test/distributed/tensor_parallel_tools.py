@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 
 import torch
@@ -159,11 +160,14 @@ def assert_grads_close(model, expected) -> None:
             assert_close(p.grad, q.grad, f"{name}.grad")
 
 
-def train(model, optimizer, steps: int = 3, microbatches: int = 2, clip: bool = False) -> list[float]:
+def train(model, optimizer, steps: int = 3, microbatches: int = 2, clip: bool = False, ulps: int = 0) -> list[float]:
+    """The losses, and norms of gradients where they are clipped. ulps: how far tokens are moved, some up, some down."""
     values = []
     for step in range(steps):
         for micro in range(microbatches):
-            loss = model(tokens(10 * step + micro)).square().mean()
+            x = tokens(10 * step + micro)
+            x = x * (1 + ulps * torch.finfo(x.dtype).eps * random_values(*x.shape, seed=1).sign())
+            loss = model(x).square().mean()
             loss.backward()
             values.append(loss.item())
         if clip:
@@ -182,14 +186,24 @@ def groups(model) -> list[dict]:
     return [{"params": parameters} for parameters in of_mesh.values()]
 
 
-def assert_trains_alike(model, expected, **options) -> None:
-    """Both train as far as sums in another order let them."""
+def assert_trains_alike(model, expected) -> None:
+    """The losses of the parts are no further from those of one device than these are from themselves.
+
+    The all-reduce after row-parallel layers sums in another order, which differs in the last bits; quantization makes
+    more of them where an element rounds the other way. What one device makes of tokens whose last bit differs is the
+    control: no bound follows from the formats.
+    """
+    control = copy.deepcopy(expected)
     # For DTensors optimizers choose foreach themselves on a GPU.
     rate = {"lr": 1e-3, "eps": 1e-3, "foreach": True}
-    actual = train(model, torch.optim.AdamW(groups(model), **rate), **options)
-    wanted = train(expected, torch.optim.AdamW(groups(expected), **rate), **options)
-    rtol = max(1e-3, close())
-    assert torch.allclose(torch.tensor(actual), torch.tensor(wanted), rtol=rtol), f"{actual}, {wanted}"
+    actual, wanted, other = (
+        torch.tensor(train(m, torch.optim.AdamW(groups(m), **rate), ulps=ulps), dtype=torch.float64)
+        for m, ulps in ((model, 0), (expected, 0), (control, 1))
+    )
+    if device().type == "cpu":
+        assert (actual - wanted).abs().max() <= (other - wanted).abs().max(), f"{actual}, {wanted}, {other}"
+    else:
+        torch.testing.assert_close(actual, wanted, rtol=close(), atol=0)
 
 
 @contextlib.contextmanager

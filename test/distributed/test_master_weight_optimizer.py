@@ -19,7 +19,7 @@ if not dist.is_available():
 
 from fsdp_models import CONFIGS
 from helpers import both_formats, mlp, replace
-from primary_weight_checks import adamw, assert_holds_masters, batch, net, primary, quantized, train
+from primary_weight_models import adamw, assert_holds_masters, batch, net, primary, quantized, train
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor

@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_checks import assert_plain_and_equal, die_while_saving, state_of
 from fsdp_models import CONFIGS, train
 from fsdp_run import PRIMARY_CHECKS, cases, run_checks, size_of
-from primary_shard_checks import master_adamw, primary, with_primary_weights
+from primary_shard_life_checks import with_primary_weights
+from primary_shard_models import master_adamw, primary
 from ranks import spawn, spawn_cases
 from test_fsdp import RANKS, case_id
 from torch.distributed.checkpoint import state_dict as dsd

@@ -23,7 +23,7 @@ if not dist.is_available():
 
 from fsdp_models import CONFIGS
 from helpers import RECIPES, Tied, both_formats, every_recipe, replace, saved_and_loaded
-from primary_weight_checks import adamw, assert_holds_masters, net, primary, quantized, train
+from primary_weight_models import adamw, assert_holds_masters, net, primary, quantized, train
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, is_linear, skip_fqns

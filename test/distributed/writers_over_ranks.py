@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import traceback
 
+import pytest
 import torch
 import torch.distributed as dist
 from helpers import FP8, NVFP4, replace
+from machines import without_interpreter
 from ranks import device, join, leave
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +19,6 @@ from torchao.quantization import quantize_
 from torchao_blockwise import MasterWeightTensor, _compat, linears_and_experts
 from torchao_blockwise.distributed import ExpertParallel
 from torchao_blockwise.nn import SwiGLUExperts
-from torchao_blockwise.ops import backend
 
 RECIPES = {"fp8": replace(FP8, backend="reference"), "nvfp4": replace(NVFP4, backend="reference")}
 
@@ -165,7 +166,7 @@ CASES |= {
 
 
 def run_writers(rank: int, ranks: int, port: int, file: str, chosen) -> None:
-    backend.interpreting = lambda: False
+    without_interpreter(pytest.MonkeyPatch())
     join(rank, ranks, port)
     raised: dict = dict.fromkeys(chosen, "not reached")
     for name in chosen:

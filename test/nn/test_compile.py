@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import FP8, Tied, both_formats, every_recipe, forward_backward, mlp, replace
+from helpers import FP8, Tied, both_formats, forward_backward, mlp, recipes_and_variants, replace
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchao.quantization import quantize_
@@ -43,8 +43,7 @@ VARIANTS = {
 }
 
 
-@every_recipe
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@recipes_and_variants(VARIANTS)
 def test_aot_eager_gives_eagers_bits_in_one_graph(config, variant):
     model, counter = mlp(replace(config, **variant)), CompileCounterWithBackend("aot_eager")
     expected = forward_backward(model, tokens(33))
@@ -84,7 +83,7 @@ def test_inductor_trains_a_model():
     assert_same((p.detach().hp for p in models[1].parameters()), (p.detach().hp for p in models[0].parameters()))
 
 
-@every_recipe
+@both_formats
 def test_token_counts_do_not_recompile(config):
     model, counter = mlp(config), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)

@@ -21,16 +21,13 @@ TOKENS, DIM, HIDDEN = 70, 32, 48
 
 
 @pytest.fixture
-def launches(monkeypatch) -> list:
-    """Names of the kernels that make tables, a launch each."""
-    names, launch = [], kernels.launch
+def launches(machine) -> list:
+    """Launches of the kernels that make tables."""
+    return machine.launches_of(kernels)
 
-    def record(kernel, *args, **options):
-        names.append(kernel.__name__)
-        return launch(kernel, *args, **options)
 
-    monkeypatch.setattr(kernels, "launch", record)
-    return names
+def names(launches) -> list[str]:
+    return [launch.kernel.__name__ for launch in launches]
 
 
 class OneProduct(nn.Module):
@@ -77,7 +74,7 @@ def test_a_step_makes_tables_once_and_gives_the_bits_of_a_step_without(
         config = replace(config, save_activations=save)
     module = converted(kind, config, device)
     got = step(module, device)
-    assert launches == ["_group_tables_kernel"]
+    assert names(launches) == ["_group_tables_kernel"]
     monkeypatch.setattr(ops, "make_groups", lambda ends, *args, **options: Groups(ends))
     assert_same(got, step(module, device))
     assert len(launches) > 2
@@ -92,7 +89,7 @@ def test_a_compiled_step_makes_tables_once_too(config, kind, launches, device):
     for tokens in (TOKENS, 101):
         launches.clear()
         got = step(module, device, compiled, tokens)
-        assert launches == ["_group_tables_kernel"]
+        assert names(launches) == ["_group_tables_kernel"]
         assert_same(got, step(module, device, tokens=tokens))
     assert counter.frame_count == 1
 
@@ -106,9 +103,9 @@ def test_operations_of_several_formats_make_their_own(launches, device):
 
 
 @pytest.mark.parametrize("backend", ("reference", "auto"))
-def test_the_reference_makes_none(backend, launches, monkeypatch):
+def test_the_reference_makes_none(backend, launches, machine, monkeypatch):
     if backend == "auto":
-        monkeypatch.setattr("torchao_blockwise.ops.backend.interpreting", lambda: False)
+        machine.without_interpreter()
     seen = []
     monkeypatch.setattr(ops, "make_groups", lambda *args, **options: seen.append(args))
     step(converted("experts", replace(FP8, backend=backend), "cpu"), "cpu")

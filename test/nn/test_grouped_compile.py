@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, every_recipe, replace, weight, weight_calls
+from helpers import FP8, NVFP4, both_formats, every_recipe, recipes_and_variants, replace, weight, weight_calls
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,9 +62,9 @@ def assert_same(got, expected) -> None:
         assert_bitwise_equal(a, b, str(index))
 
 
-@every_recipe
-@pytest.mark.parametrize("variant", ({}, {"save_activations": "high_precision"}, {"master_weights": False}),
-                         ids=("default", "high_precision", "quantized"))  # fmt: skip
+@recipes_and_variants(
+    {"default": {}, "high_precision": {"save_activations": "high_precision"}, "quantized": {"master_weights": False}}
+)
 def test_routing_and_token_counts_do_not_recompile(config, variant):
     module, counter = mlp(replace(config, **variant)), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True)
@@ -75,7 +75,7 @@ def test_routing_and_token_counts_do_not_recompile(config, variant):
     assert counter.frame_count == 1
 
 
-@every_recipe
+@both_formats
 @pytest.mark.parametrize("cast", (False, True), ids=("as_is", "cast"))
 def test_weights_are_quantized_where_products_read_them_also_compiled(config, cast):
     module, dtype = mlp(config, cast=cast), torch.bfloat16 if cast else torch.float32
@@ -127,7 +127,7 @@ def test_the_function_compiles_by_itself():
     assert_same(*grads)
 
 
-@every_recipe
+@both_formats
 def test_no_grad_and_inference_mode(config):
     module, sizes = mlp(config), torch.tensor(ROUTINGS[0])
     compiled, x = torch.compile(module, backend="aot_eager", fullgraph=True), tokens(300).detach()

@@ -1,89 +1,23 @@
-"""The grouped linear layer: its results bit by bit, every routing, dtypes, autocast, frozen parts, and refusals."""
+"""The grouped linear layer: its results bit by bit, every routing, dtypes, autocast, and refusals."""
 
 from __future__ import annotations
-
-import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, both_formats, every_recipe, replace, weight, weight_calls
+from grouped_layers import CALLS, NAMES, assert_by_hand, ends_of, every_routing, experts, run, tokens, transposed_mm
+from helpers import FP8, both_formats, every_recipe, replace, weight, weight_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from products_by_hand import grouped_by_hand
 from rounding_noise import accumulation, assert_noise_is_expected, rounded
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, ops
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 from torchao_blockwise.nn import grouped_linear
-from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, sqnr
+from torchao_blockwise.testing import assert_bitwise_equal, sqnr
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-
-NAMES = ("output", "grad_input", "grad_weight")
-# Sizes of the groups, and tokens after the last one.
-ROUTINGS = {
-    "one_block_each": ([128, 128, 128], 0), "ragged": ([5, 130, 41], 0), "empty_experts": ([0, 40, 0], 0),
-    "one_token_each": ([1, 1, 1], 0), "all_to_one": ([0, 0, 300], 0), "tail": ([10, 0, 7], 30),
-    "nothing_but_tail": ([0, 0, 0], 20), "no_tokens": ([0, 0, 0], 0), "one_token": ([0, 1, 0], 0),
-}  # fmt: skip
-every_routing = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-
-
-def tokens(*shape: int, dtype=torch.float32, seed: int = 3, device="cpu") -> torch.Tensor:
-    return random_tensor(1, *shape, dtype=dtype, seed=seed, device=device)[0] / 64
-
-
-def ends_of(sizes, device="cpu") -> torch.Tensor:
-    return torch.tensor(sizes, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
-
-
-def experts(config, e: int = 3, n: int = 40, k: int = 72, dtype=torch.float32, device="cpu") -> nn.Parameter:
-    hp = (weight(e, n, k, seed=1) / 64).to(device=device, dtype=dtype)
-    return nn.Parameter(MasterWeightTensor(hp, config))
-
-
-def by_hand(x, hp, ends, dy, config):
-    """(output, grad_input, grad_weight), composed of the operations that the layer promises."""
-
-    def quantize(t, **kwargs):
-        options = {"power_of_2_scales": config.power_of_2_scales, **kwargs}
-        return ops.grouped_quantize(t, ends, config.activation_format, **options)
-
-    w = ops.quantize(hp, config.weight_format, power_of_2_scales=config.power_of_2_scales).rowwise
-    output = ops.grouped_matmul(quantize(x).rowwise, w, ends, out_dtype=config.out_dtype or x.dtype)
-    w_columnwise = ops.transpose(w, columns=hp.shape[2])
-    grad_input = ops.grouped_matmul(quantize(dy).rowwise, w_columnwise, ends, out_dtype=x.dtype)
-    columnwise = (quantize(t, rowwise=False, columnwise=True).columnwise for t in (dy, x))
-    return output, grad_input, ops.grouped_matmul(*columnwise, ends, along="k", out_dtype=hp.dtype)
-
-
-def run(call, x, w, ends, dy):
-    """(output, grad_input, grad_weight) of one pass of `call(x, w, ends)` from fresh gradients."""
-    w.grad, x = None, x.detach().requires_grad_()
-    out = call(x, w, ends)
-    out.backward(dy)
-    return out.detach(), x.grad, w.grad
-
-
-def transposed_mm(x, w, ends):
-    return F.grouped_mm(x, w.transpose(-2, -1), offs=ends)
-
-
-def assert_by_hand(config, sizes, tail=0, call=grouped_linear, n=40, k=72, dtype=torch.float32, device="cpu") -> None:
-    count = sum(sizes) + tail
-    w, ends = experts(config, len(sizes), n, k, dtype, device), ends_of(sizes, device)
-    x, dy = (tokens(count, f, dtype=dtype, seed=s, device=device) for f, s in ((k, 3), (n, 7)))
-    if tail:
-        # What no group has may hold anything.
-        x[-tail:], dy[-tail:] = float("nan"), float("inf")
-    got = run(call, x, w, ends, dy.to(config.out_dtype or dtype))
-    for name, a, b in zip(NAMES, got, by_hand(x, w.hp, ends, dy.to(config.out_dtype or dtype), config)):
-        assert_bitwise_equal(a, b, name)
-    for result in got[:2]:
-        assert not result[count - tail :].any()
-    for size, grad in zip(sizes, got[2]):
-        assert size or not grad.any()
 
 
 @every_recipe
@@ -100,16 +34,6 @@ def test_any_shape(config, sizes, tail, n, k):
     assert_by_hand(config, sizes, tail, n=n, k=k)
 
 
-CALLS = {
-    "transpose": transposed_mm,
-    "mT": lambda x, w, ends: torch._grouped_mm(x, w.mT, ends),
-    "positional": lambda x, w, ends: torch._grouped_mm(x, w.permute(0, 2, 1), ends, None, None),
-    "cast_transposed": lambda x, w, ends: F.grouped_mm(x, w.mT.to(x.dtype), offs=ends),
-    "cast": lambda x, w, ends: F.grouped_mm(x, w.to(x.dtype).mT, offs=ends),
-    "view": lambda x, w, ends: F.grouped_mm(x, w.view_as(w).mT, offs=ends),
-}
-
-
 @every_recipe
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -124,7 +48,7 @@ def test_experts_stored_transposed(config, routing):
     w, ends = experts(config), ends_of(routing)
     stored = nn.Parameter(MasterWeightTensor(w.hp.mT.contiguous(), config))
     x, dy = tokens(sum(routing), 72), tokens(sum(routing), 40, seed=7)
-    expected = by_hand(x, w.hp, ends, dy, config)
+    expected = grouped_by_hand(x, w.hp, ends, dy, config)
     got = run(lambda x, w, ends: F.grouped_mm(x, w, offs=ends), x, stored, ends, dy)
     for name, a, b in zip(NAMES, (got[0], got[1], got[2].mT), expected):
         # The reference's products sum in another order along "k".
@@ -150,7 +74,7 @@ def test_the_dtype_that_is_asked_for_comes_first(config):
 def test_a_cast_weight_is_rounded_before_it_is_quantised(config):
     """As torchtitan does on every use; products read the weight itself, forward and backward."""
     w, x, dy, ends = experts(config), tokens(9, 72).bfloat16(), tokens(9, 40, seed=7).bfloat16(), ends_of([4, 0, 5])
-    expected = by_hand(x, w.hp.bfloat16(), ends, dy, config)
+    expected = grouped_by_hand(x, w.hp.bfloat16(), ends, dy, config)
     saved = []
     with weight_calls() as calls, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         for _ in range(3):
@@ -166,7 +90,7 @@ def test_a_cast_weight_is_rounded_before_it_is_quantised(config):
 def test_non_contiguous_inputs_and_expanded_gradients(config):
     w, x, ends = experts(config), tokens(72, 9), ends_of([4, 0, 5])
     got = run(grouped_linear, x.t(), w, ends, torch.ones(()).expand(9, 40))
-    for name, a, b in zip(NAMES, got, by_hand(x.t().contiguous(), w.hp, ends, torch.ones(9, 40), config)):
+    for name, a, b in zip(NAMES, got, grouped_by_hand(x.t().contiguous(), w.hp, ends, torch.ones(9, 40), config)):
         assert_bitwise_equal(a.contiguous(), b, name)
 
 
@@ -204,7 +128,7 @@ def test_autocast_is_a_cast_of_the_input(config):
         out = transposed_mm(x, w, ends)
         out.backward(dy)
     assert out.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
-    expected = by_hand(x.detach().bfloat16(), w.hp, ends, dy, config)
+    expected = grouped_by_hand(x.detach().bfloat16(), w.hp, ends, dy, config)
     for name, a, b in zip(NAMES, (out, x.grad, w.grad), expected):
         assert_bitwise_equal(a.detach(), b.to(a.dtype), name)
 
@@ -233,159 +157,6 @@ def test_noise_is_that_of_the_formats(config):
         products["grad_weight"].append((grad_weight[expert], *along_tokens))
     for name, parts in products.items():
         assert_noise_is_expected(name, parts, accumulation("cpu", 300))
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
-@every_recipe
-def test_gradients_accumulate(config):
-    w, parts = experts(config), [(tokens(9, 72, seed=s), ends_of(e)) for s, e in ((1, [4, 0, 5]), (2, [0, 9, 0]))]
-    parts = [(x.requires_grad_(), ends) for x, ends in parts]
-    grads = [run(transposed_mm, x, w, ends, torch.ones(9, 40))[2] for x, ends in parts]
-    w.grad = None
-    with weight_calls() as calls:
-        outputs = [transposed_mm(x, w, ends) for x, ends in parts]
-        for out in reversed(outputs):
-            out.backward(torch.ones_like(out))
-        grouped_linear(parts[0][0], w, parts[0][1])
-        F.grouped_mm(parts[0][0], w.detach().mT, offs=parts[0][1])
-    assert (calls.quantize, calls.columnwise, calls.transpose) == (6, 2, 0)
-    assert_bitwise_equal(w.grad, grads[1] + grads[0])
-
-
-@every_recipe
-def test_the_columnwise_copy_dies_with_its_product(config):
-    w, x, refs = experts(config), tokens(9, 72), []
-    with weight_calls() as calls:
-        calls.on_columnwise = lambda copy: refs.extend(weakref.ref(t) for t in copy.tensors if t is not None)
-        for _ in range(2):
-            run(transposed_mm, x, w, ends_of([4, 0, 5]), tokens(9, 40, seed=7))
-    assert len(refs) >= 4 and not any(ref() is not None for ref in refs)
-    assert w.quantized_bytes == 0
-
-
-@every_recipe
-def test_one_weight_used_twice(config):
-    w, x, ends = experts(config, n=72), tokens(9, 72).requires_grad_(), ends_of([4, 0, 5])
-    twice = transposed_mm(transposed_mm(x, w, ends), w, ends)
-    twice.sum().backward()
-    first = by_hand(x.detach(), w.hp, ends, torch.zeros(9, 72), config)[0]
-    _, dy, outer = by_hand(first, w.hp, ends, torch.ones(9, 72), config)
-    _, dx, inner = by_hand(x.detach(), w.hp, ends, dy, config)
-    assert_bitwise_equal(x.grad, dx)
-    assert_bitwise_equal(w.grad, outer + inner)
-
-
-@every_recipe
-@pytest.mark.parametrize("needs", ("x", "weight", "none"))
-def test_only_the_gradients_that_are_needed(config, needs):
-    w, x, dy, ends = experts(config), tokens(9, 72), tokens(9, 40, seed=7), ends_of([4, 0, 5])
-    expected = by_hand(x, w.hp, ends, dy, config)
-    w.requires_grad_(needs == "weight")
-    x.requires_grad_(needs == "x")
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
-        out = transposed_mm(x, w, ends)
-    assert_bitwise_equal(out.detach(), expected[0])
-    assert out.requires_grad == (needs != "none")
-    if needs == "none":
-        return
-    # For its own gradient a weight needs the copy of x along tokens, for that of x nothing of x.
-    assert (len(saved) > 2) == (needs == "weight") and x.shape not in saved
-    out.backward(dy)
-    for t, name, want in ((x, "x", expected[1]), (w, "weight", expected[2])):
-        assert (t.grad is not None) == (name == needs)
-        if name == needs:
-            assert_bitwise_equal(t.grad, want, name)
-
-
-@every_recipe
-@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode), ids=("no_grad", "inference_mode"))
-def test_without_gradients(config, mode):
-    w, x, ends = experts(config), tokens(9, 72), ends_of([4, 0, 5])
-    expected = transposed_mm(x, w, ends).detach()
-    with mode():
-        for call in (transposed_mm, lambda x, w, ends: torch._grouped_mm(x, w.mT, offs=ends), grouped_linear):
-            assert_bitwise_equal(call(x, w, ends), expected)
-
-
-@every_recipe
-@pytest.mark.parametrize("use_reentrant", (False, True), ids=("non_reentrant", "reentrant"))
-def test_checkpointing(config, use_reentrant):
-    w, x, dy, ends = experts(config), tokens(9, 72), tokens(9, 40, seed=7), ends_of([4, 0, 5])
-    expected = run(transposed_mm, x, w, ends, dy)
-    with weight_calls() as calls:
-        got = run(lambda *a: checkpoint(transposed_mm, *a, use_reentrant=use_reentrant), x, w, ends, dy)
-    assert (calls.quantize, calls.columnwise) == (3, 1)
-    for name, a, b in zip(NAMES, got, expected):
-        assert_bitwise_equal(a, b, name)
-
-
-QUANTIZED = {"fp8": (BlockwiseFP8Tensor, FP8), "nvfp4": (NVFP4Tensor, NVFP4)}
-kinds = pytest.mark.parametrize(("kind", "config"), QUANTIZED.values(), ids=QUANTIZED)
-
-
-@kinds
-@pytest.mark.parametrize("requires_grad", (True, False), ids=("trained", "frozen"))
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_quantised_parameter_trains_like_a_master_weight(kind, config, requires_grad, call):
-    if call is CALLS["view"] and kind is NVFP4Tensor:
-        call = transposed_mm
-    w, x, dy, ends = experts(config), tokens(9, 72), tokens(9, 40, seed=7), ends_of([4, 0, 5])
-    expected = run(grouped_linear, x, w, ends, dy)
-    quantised = nn.Parameter(kind.from_hp(w.hp), requires_grad=requires_grad)
-    got = run(call, x, quantised, ends, dy)
-    for name, a, b in zip(NAMES, got, expected):
-        assert a is None if name == "grad_weight" and not requires_grad else torch.equal(a, b), name
-
-
-@both_formats
-@pytest.mark.parametrize("stored", ("nk", "kn"))
-def test_main_grad_takes_the_gradients_of_all_microbatches(config, stored, device):
-    """Added in fp32, in place; `.grad` is left alone, and empty experts' gradients too."""
-    w = experts(config, device=device)
-    if stored == "kn":
-        w = nn.Parameter(MasterWeightTensor(w.hp.mT.contiguous(), config))
-
-    def call(x, w, ends):
-        return F.grouped_mm(x, w if stored == "kn" else w.mT, offs=ends)
-
-    total = torch.full(w.shape, 0.5, device=device)
-    parts = [(tokens(9, 72, seed=s, device=device), ends_of(e, device)) for s, e in ((1, [4, 0, 5]), (2, [9, 0, 0]))]
-    dy = tokens(9, 40, seed=7, device=device)
-    grads = [run(call, x, w, ends, dy)[1:] for x, ends in parts]
-    w.grad, w.main_grad = None, total.clone()
-    for (x, ends), (grad_x, grad_w) in zip(parts, grads):
-        got = run(call, x, w, ends, dy)
-        total += grad_w
-        assert torch.equal(got[1], grad_x) and got[2] is None
-    assert w.grad_added_to_main_grad and (w.main_grad[1] == 0.5).all()
-    torch.testing.assert_close(w.main_grad, total, rtol=1e-6, atol=1e-5)
-
-
-@both_formats
-@pytest.mark.parametrize("where", ("x", "weight", "dy"))
-def test_nan_stays_with_its_expert(config, where):
-    if config is NVFP4 and where != "weight":
-        pytest.skip("one NaN makes NVFP4's scale of the tensor NaN")
-    w, x, dy, ends = experts(config), tokens(9, 72), tokens(9, 40, seed=7), ends_of([4, 0, 5])
-    clean = run(transposed_mm, x, w, ends, dy)
-    if where == "weight":
-        with torch.no_grad():
-            w[1, 5, 3] = float("nan")
-    else:
-        {"x": x, "dy": dy}[where][1, 6] = float("nan")
-    output, grad_x, grad_w = run(transposed_mm, x, w, ends, dy)
-    if where == "weight" and config is FP8:
-        assert_bitwise_equal(output, clean[0])
-    elif where == "weight":
-        assert not output.isfinite().any()
-    else:
-        assert not (output[1] if where == "x" else grad_x[1]).isfinite().any() and not grad_w[0].isfinite().all()
-        assert_bitwise_equal(output[4:], clean[0][4:])
-        assert_bitwise_equal(grad_x[4:], clean[1][4:])
-        assert_bitwise_equal(grad_w[1:], clean[2][1:])
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

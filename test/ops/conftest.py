@@ -1,4 +1,4 @@
-"""Operations of tests: `define` makes one of annotations, in a namespace of its own."""
+"""Operations of tests, which `define` makes of annotations in a namespace of its own; and memory between guards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from defined_ops import NAMESPACE
 
+from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops import op as op_module
 from torchao_blockwise.ops.backend import Backend, Implementation
 
@@ -39,3 +40,29 @@ def define(namespace):
         return op_module.define_op(table, **options)(described)
 
     return define
+
+
+GUARD, POISON = 4096, 0xA5
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """Copies are allocated full of poison, between guards that must be whole at the end."""
+    buffers = []
+
+    def poisoned(x, shape, dtype):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        buffer = torch.full((size + 2 * GUARD,), POISON, dtype=torch.uint8, device=x.device)
+        buffers.append(buffer)
+        return buffer[GUARD : GUARD + size].view(dtype).view(shape)
+
+    def new_empty(fmt, x, *shape):
+        return (
+            poisoned(x, fmt.qdata_shape(*shape), fmt.element.storage_dtype),
+            poisoned(x, fmt.scale_shape(*shape), fmt.scale_dtype),
+        )
+
+    monkeypatch.setattr(BlockFormat, "new_empty", new_empty)
+    yield
+    for buffer in buffers:
+        assert (buffer[:GUARD] == POISON).all() and (buffer[-GUARD:] == POISON).all(), "written out of bounds"

@@ -9,8 +9,7 @@ import warnings
 import pytest
 import torch
 
-from torchao_blockwise import _compat, ops
-from torchao_blockwise.ops import backend as backend_module
+from torchao_blockwise import ops
 from torchao_blockwise.ops.backend import Backend, Implementation, choose, get_backend, why_no_triton
 
 CPU = torch.device("cpu")
@@ -18,11 +17,9 @@ NO_GPU = "Triton kernels run on CUDA devices, got cpu (TRITON_INTERPRET=1 interp
 
 
 @pytest.fixture(autouse=True)
-def forget_warnings():
+def forget_warnings(machine):
     """Every test may see the warning that is given once."""
-    backend_module._warned.clear()
-    yield
-    backend_module._warned.clear()
+    machine.warns_anew()
 
 
 def test_names():
@@ -131,8 +128,8 @@ def test_on_a_gpu_triton_is_expected():
         assert pick("auto", reasons, is_cuda=True) is Backend.REFERENCE
 
 
-def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch):
-    monkeypatch.setattr(_compat, "has_triton", lambda: True)
+def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch, machine):
+    machine.has_triton()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert why_no_triton(CPU) == NO_GPU
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -141,8 +138,8 @@ def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch):
     assert why_no_triton(CPU) is None
 
 
-def test_triton_must_be_installed(monkeypatch):
-    monkeypatch.setattr(_compat, "has_triton", lambda: False)
+def test_triton_must_be_installed(monkeypatch, machine):
+    machine.has_triton(False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert why_no_triton(CPU) == "triton is not installed (pip install triton)"
 
@@ -155,31 +152,28 @@ def test_triton_must_be_installed(monkeypatch):
     ),
     ids=("too old", "broken"),
 )
-def test_triton_must_be_one_that_can_build_the_kernels(triton, reason, monkeypatch):
-    monkeypatch.setattr(_compat, "has_triton", lambda: True)
+def test_triton_must_be_one_that_can_build_the_kernels(triton, reason, monkeypatch, machine):
+    machine.has_triton()
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    _compat.why_old_triton.cache_clear()
-    try:
-        with pytest.raises(ValueError, match=f"backend triton cannot run: .*{reason}"):
-            ops.quantize(torch.randn(16, 32), "nvfp4_16x16", backend="triton")
-        ops.quantize(torch.randn(16, 32), "nvfp4_16x16")
-    finally:
-        _compat.why_old_triton.cache_clear()
+    machine.forget()
+    with pytest.raises(ValueError, match=f"backend triton cannot run: .*{reason}"):
+        ops.quantize(torch.randn(16, 32), "nvfp4_16x16", backend="triton")
+    ops.quantize(torch.randn(16, 32), "nvfp4_16x16")
 
 
-def test_triton_needs_a_gpu_that_is_new_enough(monkeypatch):
-    monkeypatch.setattr(_compat, "has_triton", lambda: True)
+def test_triton_needs_a_gpu_that_is_new_enough(monkeypatch, machine):
+    machine.has_triton()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(backend_module, "compute_capability", lambda device: (8, 6))
+    machine.has_gpu_of((8, 6))
     gpu = torch.device("cuda:0")
     assert why_no_triton(gpu) is None
     assert why_no_triton(gpu, min_capability=(8, 6)) is None
     assert why_no_triton(gpu, min_capability=(8, 9)) == "the kernel needs sm_89 or newer, got sm_86"
 
 
-def test_without_triton_auto_computes_by_reference_on_a_cpu_in_silence(monkeypatch):
-    monkeypatch.setattr(_compat, "has_triton", lambda: False)
+def test_without_triton_auto_computes_by_reference_on_a_cpu_in_silence(machine):
+    machine.has_triton(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         a = ops.quantize(torch.randn(4, 32), "nvfp4_1x16").rowwise

@@ -36,7 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture
-def page(tmp_path, monkeypatch):
+def page(tmp_path, monkeypatch, machine):
     """The page's files can be imported; formats, backends and tables are afterwards as they were."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -45,7 +45,7 @@ def page(tmp_path, monkeypatch):
     before = dict(FORMATS)
     tables = [(op.table, list(op.table)) for op in (quantize_op, matmul_op, add_matmul_op)]
     monkeypatch.setattr(backend_module, "_BY_NAME", dict(backend_module._BY_NAME))
-    monkeypatch.setattr(backend_module, "_warned", set())
+    machine.warns_anew()
     backend_module._place.cache_clear()
     yield importlib.import_module
     for table, rows in tables:

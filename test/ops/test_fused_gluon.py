@@ -19,7 +19,6 @@ pytest.importorskip("triton")
 if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
-from torchao_blockwise.ops import operands
 from torchao_blockwise.ops.device import gluon_tiles
 from torchao_blockwise.ops.fused.norm import kernels_gluon as norm_gluon
 from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu_gluon
@@ -59,21 +58,16 @@ def assert_copies_equal(got, expected) -> None:
 
 
 @pytest.fixture
-def taken(monkeypatch):
+def taken(machine, monkeypatch):
     """(what settles it, its tensors) of each launch of a Gluon kernel, of which none happens; every machine will do."""
-    calls = []
 
-    def launch_of(tiles_m, columns, sizes, options, tiling):
-        settled = tiling.dtype, options.power_of_2_scales, dict(tiling.constants), tiling.warps
-        return lambda kernel, *tensors: calls.append((settled, [t[0] if type(t) is tuple else t for t in tensors]))
+    def settle(tiles_m, columns, sizes, options, tiling):
+        return tiling.dtype, options.power_of_2_scales, dict(tiling.constants), tiling.warps
 
-    monkeypatch.setattr(gluon_tiles, "_launch_of", launch_of)
     # What is quantized alone is not of them.
     monkeypatch.setattr(sys.modules[ops.quantize.__module__], "why_no_tiles", lambda options, x: "left out")
-    monkeypatch.setattr(gluon_tiles, "interpreting", lambda: False)
-    for module in (operands, gluon_tiles):
-        monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))
-    return calls
+    machine.runs_gluon()
+    return machine.launches_of_tiles(settle)
 
 
 def built_by(settled) -> tuple:
@@ -212,8 +206,8 @@ def test_by_name_other_inputs_are_refused(op, taken, device):
 
 @operations
 @rowwise_too
-def test_is_not_taken_where_triton_has_no_gluon(rowwise, op, taken, monkeypatch, device):
-    monkeypatch.setattr(_compat, "has_gluon", lambda: False)
+def test_is_not_taken_where_triton_has_no_gluon(rowwise, op, taken, machine, device):
+    machine.has_gluon(False)
     assert_not_taken(taken, op, *inputs_of(33, 48, device=device), rowwise=rowwise)
 
 
@@ -238,22 +232,12 @@ def special_inputs(rows, width, dtype):
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(machine):
     """Launches of Gluon kernels, which do happen."""
-    calls = []
-
-    def counted(launch_of):
-        def launch_and_count(*settled):
-            launch = launch_of(*settled)
-            return lambda *arguments: (calls.append(arguments), launch(*arguments))
-
-        return launch_and_count
-
-    monkeypatch.setattr(gluon_tiles, "_launch_of", counted(gluon_tiles._launch_of))
     reason = gluon_tiles.why_not(FP8_1X128, torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda"))
     if reason is not None:
         pytest.skip(reason)
-    return calls
+    return machine.counts_launches_of_tiles()
 
 
 @pytest.mark.gpu

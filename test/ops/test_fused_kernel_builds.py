@@ -1,4 +1,4 @@
-"""Kernels that quantize what they compute, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
+"""Kernels that quantize what they compute, built for the GPUs they are for, by kernel_builds.py: no GPU."""
 
 import functools
 import re
@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip("triton")
 
 sys.path.append(str(Path(__file__).parent))
-import test_kernel_builds as kernel_builds
+import kernel_builds
 
 TARGETS = (90, 100)
 # Sums and products too: without ".rn" ptxas may contract two of them. And estimates.
 _INSTRUCTIONS = re.compile(
-    kernel_builds._INSTRUCTIONS.pattern + r"|(?:add|sub|mul)\.(?:[\w.]+\.)?f32(?:x2)?|\S*\.approx\S*"
+    kernel_builds.INSTRUCTIONS.pattern + r"|(?:add|sub|mul)\.(?:[\w.]+\.)?f32(?:x2)?|\S*\.approx\S*"
 )
 COPIES = {"columnwise": (False, True), "rowwise+columnwise": (True, True)}
 
@@ -174,7 +174,7 @@ needs_gluon = pytest.mark.skipif(not _has_gluon(), reason="needs Gluon of Triton
 
 
 def rows_of(builds, target, *ops):
-    return [row for op in ops for row in kernel_builds._of(builds[target], op)]
+    return [row for op in ops for row in kernel_builds.of(builds[target], op)]
 
 
 def assert_each_step_is_rounded_by_itself(row) -> None:
@@ -232,7 +232,7 @@ def test_payload_is_stored_16_bytes_at_a_time(builds, target):
 @ops
 def test_only_scales_are_stored_by_less_than_16_bytes_in_gluon(builds, target, op):
     """One a thread of each copy: of both gradients, where a program makes both."""
-    for row in kernel_builds._of(builds[target], op, "gluon"):
+    for row in kernel_builds.of(builds[target], op, "gluon"):
         scales = 2 if "rowwise+columnwise" in row["label"] else 1
         if op == "swiglu_backward_quantize" and "x1024" in row["label"]:
             scales *= 2
@@ -246,7 +246,7 @@ def test_only_scales_are_stored_by_less_than_16_bytes_in_gluon(builds, target, o
 def test_token_counts_make_two_builds(builds, target, op):
     shapes = ("512x1024", "528x1024", "531x1024", "533x1024")
     words = (op, "triton", "bfloat16", "rowwise")
-    rows = [kernel_builds._of(builds[target], *words, shape)[0] for shape in shapes]
+    rows = [kernel_builds.of(builds[target], *words, shape)[0] for shape in shapes]
     assert len({row["build"] for row in rows}) == 2
 
 
@@ -259,7 +259,7 @@ def test_token_counts_make_one_build_in_gluon(builds, target, op):
     for of in ("rms",) if op == "norm_quantize" else ("ungrouped", "E8"):
         for width in (1024,) if op == "norm_quantize" else (1024, 1040):
             words = (op, "gluon", of, "bfloat16", "rowwise+columnwise")
-            rows = [kernel_builds._of(builds[target], *words, f"{m}x{width}") for m in tokens]
+            rows = [kernel_builds.of(builds[target], *words, f"{m}x{width}") for m in tokens]
             rows = [row for found in rows for row in found if "power_of_2" not in row["label"]]
             assert len(rows) == len(tokens)
             kinds[of, width] = {row["build"] for row in rows}
@@ -270,5 +270,4 @@ def test_token_counts_make_one_build_in_gluon(builds, target, op):
 
 
 if __name__ == "__main__":
-    kernel_builds._cases, kernel_builds._INSTRUCTIONS = _cases, _INSTRUCTIONS
-    kernel_builds._main(*sys.argv[1:])
+    kernel_builds.main(_cases, *sys.argv[1:], instructions=_INSTRUCTIONS)

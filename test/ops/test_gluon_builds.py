@@ -1,4 +1,4 @@
-"""The Hopper kernels of products, plain and grouped, built as test_kernel_builds.py builds others: no GPU."""
+"""The Hopper kernels of products, plain and grouped, built by kernel_builds.py: no GPU."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ if not _compat.has_gluon():
     pytest.skip("needs Gluon, which Triton has from 3.6 on", allow_module_level=True)
 
 sys.path.append(str(Path(__file__).parent))
-import test_kernel_builds as kernel_builds
+import kernel_builds
 
 TARGET = 90
 
@@ -43,7 +43,7 @@ def _plain_cases(build, b_fmt):
     gluon.multiprocessors = lambda device: 132
 
     def case(m, n, k, out_dtype, bias=None):
-        a, b = kernel_builds._operand(FP8_1X128, m, k), kernel_builds._operand(b_fmt, n, k)
+        a, b = kernel_builds.operand(FP8_1X128, m, k), kernel_builds.operand(b_fmt, n, k)
         label = f"plain {_tile(build)} {b_fmt.name} {m}x{n}x{k} {str(out_dtype)[6:]}" + " bias" * (bias is not None)
         return label, lambda: gluon.matmul(a, b, out_dtype, bias, build)
 
@@ -54,7 +54,7 @@ def _plain_cases(build, b_fmt):
     yield case(528, 512, 1024, torch.bfloat16)
     yield case(531, 512, 1003, torch.bfloat16)
     yield case(512, 509, 1024, torch.bfloat16)
-    a, b = kernel_builds._operand(FP8_1X128, 512, 1024), kernel_builds._operand(b_fmt, 512, 1024)
+    a, b = kernel_builds.operand(FP8_1X128, 512, 1024), kernel_builds.operand(b_fmt, 512, 1024)
     out = torch.zeros(512, 512)
     label = f"plain {_tile(build)} {b_fmt.name} adding"
     yield label, lambda: gluon.add_matmul(out, a, b, build)
@@ -74,10 +74,10 @@ def _grouped_cases(build):
         dtype = "adding" if accumulate else str(out_dtype)[6:]
         label = f"grouped_{along} {_tile(build)} {m}x{n}x{k} E{groups} {dtype}"
         if along == "m":
-            a, b = kernel_builds._operand(FP8_1X128, m, k), kernel_builds._operand(FP8_128X128, groups, n, k)
+            a, b = kernel_builds.operand(FP8_1X128, m, k), kernel_builds.operand(FP8_128X128, groups, n, k)
         else:
             columns = padded_tokens(m, groups, FP8_1X128.block[1])
-            a, b = (kernel_builds._operand(FP8_1X128, size, columns) for size in (n, k))
+            a, b = (kernel_builds.operand(FP8_1X128, size, columns) for size in (n, k))
         if accumulate:
             return label, lambda: gluon.add_grouped_matmul(torch.zeros(groups, n, k), a, b, ends, build)
         return label, lambda: gluon.grouped_matmul(a, b, ends, along, out_dtype, build)
@@ -97,7 +97,7 @@ def builds():
 
 
 def products(builds, *words):
-    return [row for row in kernel_builds._of(builds, *words) if row["kernel"].endswith("matmul_fp8_kernel")]
+    return [row for row in kernel_builds.of(builds, *words) if row["kernel"].endswith("matmul_fp8_kernel")]
 
 
 KINDS = ("plain", "grouped_m", "grouped_k")
@@ -151,11 +151,10 @@ def test_token_counts_do_not_rebuild_grouped_products_or_schedules(builds, along
         rows = [
             row
             for m in (1024, 1040, 1043)
-            for row in kernel_builds._of(builds, kind, tile, f"{m}x512x1024", "E4", "bfloat16")
+            for row in kernel_builds.of(builds, kind, tile, f"{m}x512x1024", "E4", "bfloat16")
         ]
         assert len({row["build"] for row in rows}) == len({row["kernel"] for row in rows}) == 2
 
 
 if __name__ == "__main__":
-    kernel_builds._cases = _cases
-    kernel_builds._main(*sys.argv[1:])
+    kernel_builds.main(_cases, *sys.argv[1:])

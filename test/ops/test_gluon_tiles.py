@@ -38,10 +38,9 @@ REFUSED = {
 
 
 @pytest.fixture
-def on_hopper(monkeypatch):
+def on_hopper(machine):
     """Every machine is one whose GPU has sm_90, and compiles kernels."""
-    monkeypatch.setattr(gluon_tiles, "interpreting", lambda: False)
-    monkeypatch.setattr(gluon_tiles, "compute_capability", lambda device: (9, 0))
+    machine.runs_gluon((9, 0))
 
 
 @pytest.mark.parametrize("x", TAKEN.values(), ids=TAKEN)
@@ -64,15 +63,14 @@ def test_inputs_have_one_dtype(on_hopper):
     assert gluon_tiles.why_not(FP8_1X128, TAKEN["one run"], TAKEN["f16"]) == reason
 
 
-def test_needs_a_gpu_with_its_instructions(monkeypatch):
+def test_needs_a_gpu_with_its_instructions(machine):
     x = TAKEN["one run"]
-    monkeypatch.setattr(gluon_tiles, "interpreting", lambda: False)
     for capability, reason in (
         ((8, 9), "the kernel needs sm_90 or newer, got sm_89"),
         ((9, 0), None),
         ((10, 0), None),
     ):
-        monkeypatch.setattr(gluon_tiles, "compute_capability", lambda device, capability=capability: capability)
+        machine.runs_gluon(capability)
         assert gluon_tiles.why_not(FP8_1X128, x) == reason
-    monkeypatch.setattr(gluon_tiles, "interpreting", lambda: True)
+    machine.runs_gluon((9, 0), interprets=True)
     assert gluon_tiles.why_not(FP8_1X128, x) == "Triton's interpreter does not know Gluon"

@@ -227,13 +227,9 @@ def assert_same(got, expected) -> None:
 
 
 @pytest.fixture
-def made(monkeypatch) -> list:
+def made(machine) -> list:
     """Launches of the kernel."""
-    calls, launch = [], kernels.launch
-    monkeypatch.setattr(
-        kernels, "launch", lambda kernel, *args, **options: calls.append(kernel) or launch(kernel, *args, **options)
-    )
-    return calls
+    return machine.launches_of(kernels)
 
 
 @every_quantizer

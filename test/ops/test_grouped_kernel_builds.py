@@ -1,4 +1,4 @@
-"""Grouped products and tables of groups, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
+"""Grouped products and tables of groups, built for the GPUs they are for, by kernel_builds.py: no GPU."""
 
 import re
 import sys
@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("triton")
 
 sys.path.append(str(Path(__file__).parent))
-import test_kernel_builds as kernel_builds
+import kernel_builds
 
 TARGETS = (80, 90, 100)
 # Copies to shared memory that do not pass through registers: "cg" of 16 bytes, "ca" of 4 or 8.
-_INSTRUCTIONS = re.compile(kernel_builds._INSTRUCTIONS.pattern + r"|cp\.async\.c[ag]")
+_INSTRUCTIONS = re.compile(kernel_builds.INSTRUCTIONS.pattern + r"|cp\.async\.c[ag]")
 
 
 def _cases(target: int):
@@ -33,10 +33,10 @@ def _cases(target: int):
         label = f"grouped_{along} {a_fmt.name}·{b_fmt.name} {m}x{n}x{k} E{groups} {dtype}"
         ends = Groups(torch.zeros(groups, dtype=torch.int32))
         if along == "m":
-            a, b = kernel_builds._operand(a_fmt, m, k), kernel_builds._operand(b_fmt, groups, n, k)
+            a, b = kernel_builds.operand(a_fmt, m, k), kernel_builds.operand(b_fmt, groups, n, k)
         else:
             tokens = padded_tokens(m, groups, a_fmt.block[1])
-            a, b = kernel_builds._operand(a_fmt, n, tokens), kernel_builds._operand(b_fmt, k, tokens)
+            a, b = kernel_builds.operand(a_fmt, n, tokens), kernel_builds.operand(b_fmt, k, tokens)
         if accumulate:
             out = torch.zeros(groups, n, k)
             return label, lambda: grouped.add_grouped_matmul(out, a, b, ends)
@@ -99,7 +99,7 @@ TENSOR_CORES = {
 @pytest.mark.parametrize("along", ALONG)
 @pytest.mark.parametrize("element", ("fp8", "nvfp4"))
 def test_products_run_on_tensor_cores(builds, target, along, element):
-    rows = [row for row in kernel_builds._of(builds[target], along) if row["label"].split()[1].startswith(element)]
+    rows = [row for row in kernel_builds.of(builds[target], along) if row["label"].split()[1].startswith(element)]
     for row in rows:
         # Tiles of 16 rows are too low for the wide instructions.
         low = any(word in row["label"] for word in ((" 128x", "E300") if along == "grouped_m" else ("x1x",)))
@@ -110,7 +110,7 @@ def test_products_run_on_tensor_cores(builds, target, along, element):
 @targets
 @pytest.mark.parametrize("along", ALONG)
 def test_fp8_payload_is_copied_16_bytes_at_a_time(builds, target, along):
-    for row in kernel_builds._of(builds[target], along):
+    for row in kernel_builds.of(builds[target], along):
         if " fp8" in row["label"]:
             assert "cp.async.cg" in row["instructions"], row["label"]
             # On Blackwell scales are copied so, too.
@@ -122,7 +122,7 @@ def test_fp8_payload_is_copied_16_bytes_at_a_time(builds, target, along):
 @pytest.mark.parametrize("pair", ("fp8_1x128·fp8_1x128", "nvfp4_1x16·nvfp4_1x16"))
 def test_token_counts_do_not_recompile(builds, target, along, pair):
     shapes = (f"{m}x512x1024" for m in (4096, 4112, 4099))
-    rows = [kernel_builds._of(builds[target], along, pair, shape, "E8", "bfloat16")[0] for shape in shapes]
+    rows = [kernel_builds.of(builds[target], along, pair, shape, "E8", "bfloat16")[0] for shape in shapes]
     assert len({row["build"] for row in rows}) == 1
 
 
@@ -130,10 +130,9 @@ def test_token_counts_do_not_recompile(builds, target, along, pair):
 @pytest.mark.parametrize("fmt", ("fp8_1x128", "nvfp4_1x16"))
 @pytest.mark.parametrize("groups", (1, 8, 300))
 def test_tables_of_any_number_of_tokens_are_one_build(builds, target, groups, fmt):
-    rows = kernel_builds._of(builds[target], "tables", fmt, f"E{groups}")
+    rows = kernel_builds.of(builds[target], "tables", fmt, f"E{groups}")
     assert len(rows) == 4 and len({row["build"] for row in rows}) == 1
 
 
 if __name__ == "__main__":
-    kernel_builds._cases, kernel_builds._INSTRUCTIONS = _cases, _INSTRUCTIONS
-    kernel_builds._main(*sys.argv[1:])
+    kernel_builds.main(_cases, *sys.argv[1:], instructions=_INSTRUCTIONS)

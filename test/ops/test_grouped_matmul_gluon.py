@@ -1,4 +1,4 @@
-"""The Hopper kernels of grouped products: simulated on any machine, and as they are on the GPU."""
+"""The Hopper kernels of grouped products, simulated on any machine."""
 
 from __future__ import annotations
 
@@ -11,55 +11,17 @@ from typing import NamedTuple
 import gluon_simulator as simulator
 import pytest
 import torch
-from gpu_steps import capture
-from grouped_cases import FORMATS, OPERANDS, ROUTINGS, TOLERANCE, ends_of, relative_error
+from grouped_cases import FORMATS, OPERANDS, TOLERANCE, ends_of, relative_error
+from grouped_gluon import BUILDS, add_product, every_build, every_routing, pipeline, product, simulate, tables, tiles
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, Groups, Operand
-from torchao_blockwise.ops.gemm.builds import BUILDS as ALL_BUILDS
-from torchao_blockwise.ops.groups.ends import as_groups, clamped_ends
-
-gluon = pytest.importorskip("torchao_blockwise.ops.gemm.grouped.kernels_gluon")
-pipeline = pytest.importorskip("torchao_blockwise.ops.gemm.gluon_pipeline")
-tiles = pytest.importorskip("torchao_blockwise.ops.gemm.gluon_order")
-tables = pytest.importorskip("torchao_blockwise.ops.groups.tables.kernels_triton")
-
-every_routing = pytest.mark.parametrize("routing", ROUTINGS)
-BUILDS = dict(zip(("256x128-pair", "256x128", "128x128", "64x64"), ALL_BUILDS))
-every_build = pytest.mark.parametrize("build", BUILDS)
-
-
-def product(a, b, groups, along: str, dtype=torch.float32, build=None):
-    return gluon.grouped_matmul(a, b, as_groups(groups), along, dtype, build)
-
-
-def add_product(out, a, b, groups, build) -> None:
-    gluon.add_grouped_matmul(out, a, b, as_groups(groups), build)
+from torchao_blockwise.formats import FP8_1X128
+from torchao_blockwise.ops.groups.ends import clamped_ends
 
 
 @pytest.fixture
 def simulated(monkeypatch):
     return simulate(monkeypatch)
-
-
-def simulate(monkeypatch, kernel=pipeline.grouped_matmul_fp8_kernel) -> simulator.Launcher:
-    launcher = simulator.Launcher(kernel, output=6)
-    monkeypatch.setattr(gluon, "grouped_matmul_fp8_kernel", launcher)
-    monkeypatch.setattr(gluon, "multiprocessors", launcher.multiprocessors)
-    for name in ("row_schedule", "group_schedule"):
-        monkeypatch.setattr(gluon, name, scheduled_by(getattr(tables, name)))
-    return launcher
-
-
-def scheduled_by(function):
-    """Where there is a GPU, Triton's kernels run there, and the simulator here."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def scheduled(groups, *sizes):
-        tensors = (None if t is None else t.to(device) for t in groups)
-        return function(Groups(*tensors), *sizes).cpu()
-
-    return scheduled
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -315,149 +277,3 @@ def test_the_simulator_sees(monkeypatch, tmp_path, fault):
     faulty = simulator.with_fault(tiles if in_tiles else pipeline, old, new, tmp_path)
     with contextlib.suppress(simulator.SimulationError):
         assert trial.differs(monkeypatch, faulty)
-
-
-# --- choices ----------------------------------------------------------------------------------------------------------
-
-
-def test_choice_of_build():
-    """High tiles where groups are long, low ones where most of a high tile would be empty."""
-    for along, sizes in (("m", (32768, 2048, 7168)), ("k", (2048, 7168, 1024))):
-        build = gluon.choose_build(along, 32768, 32, *sizes, 132, 1)
-        assert (build.tile_m, build.tile_n) == (256, 128)
-        assert gluon.choose_build(along, 32768, 32, *sizes, 132, 2).ctas == 2
-    assert gluon.choose_build("m", 4096, 256, 4096, 2048, 7168, 132, 1).tile_m == 128
-    assert gluon.choose_build("m", 1, 8, 1, 64, 128, 132, 1).tile_m == 64
-
-
-def test_why_not(monkeypatch):
-    monkeypatch.setattr(gluon, "interpreting", lambda: False)
-    a, b = (64, 256), (4, 128, 256)
-
-    def why_not(a_shape, b_shape, formats, along):
-        shapes = zip((a_shape, b_shape), formats)
-        operands = (Operand(torch.empty(shape, device="meta"), None, None, fmt.name) for shape, fmt in shapes)
-        return gluon.why_not(*operands, along)
-
-    assert why_not(a, b, FORMATS["m"], "m") is None
-    assert why_not(a, b[1:], FORMATS["k"], "k") is None
-    reasons = (
-        why_not(a, b, FORMATS["k"], "m"),
-        why_not(a, b, (NVFP4_1X16, NVFP4_1X16), "k"),
-        why_not((0, 256), b, FORMATS["m"], "m"),
-        why_not(a, (4, 0, 256), FORMATS["m"], "m"),
-    )
-    assert reasons == (
-        'along "m" the kernels multiply fp8_1x128 · fp8_128x128, got fp8_1x128 · fp8_1x128',
-        'along "k" the kernels multiply fp8_1x128 · fp8_1x128, got nvfp4_1x16 · nvfp4_1x16',
-        "the copy engine has no empty tensors, got payloads of shape [0, 256] and [4, 128, 256]",
-        "the copy engine has no empty tensors, got payloads of shape [64, 256] and [4, 0, 256]",
-    )
-    monkeypatch.setattr(gluon, "interpreting", lambda: True)
-    assert why_not(a, b, FORMATS["m"], "m") == "Triton's interpreter does not know Gluon"
-
-
-def test_backend_by_name_says_why_it_cannot_run():
-    group_ends, tokens = ends_of("aligned")
-    a, b = OPERANDS["m"](group_ends, tokens, 128, 128)
-    with pytest.raises(ValueError, match="gluon cannot run: the kernels are for Hopper GPUs"):
-        ops.grouped_matmul(a, b, group_ends, out_dtype=torch.bfloat16, backend="gluon")
-
-
-# --- on the GPU -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-
-
-GPU_BUILDS = [name for name, build in BUILDS.items() if build.ctas <= gluon.MAX_CTAS]
-GPU_ROUTINGS = {
-    **ROUTINGS,
-    "mixed": ((1000, 0, 3, 517, 2048, 128, 64, 1), 300),
-    "90 experts": ((1, 0, 130) * 30, 5),
-}
-
-
-def gpu_operands(along: str, group_ends: torch.Tensor, tokens: int, n: int, k: int):
-    quantized = OPERANDS[along](group_ends, tokens, n, k)
-    return [x._replace(qdata=x.qdata.cuda(), scale=x.scale.cuda()) for x in quantized]
-
-
-@pytest.fixture(params=GPU_ROUTINGS)
-def gpu_routing(request, monkeypatch):
-    """(group_ends, tokens), the ends on the GPU."""
-    monkeypatch.setitem(ROUTINGS, request.param, GPU_ROUTINGS[request.param])
-    group_ends, tokens = ends_of(request.param)
-    return group_ends.cuda(), tokens
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("along", FORMATS)
-@pytest.mark.parametrize("build", GPU_BUILDS)
-@pytest.mark.parametrize("n, k", [(256, 512), (130, 400), (576, 1100)], ids=str)
-def test_product_on_the_gpu(hopper, gpu_routing, n, k, build, along):
-    """Against the reference, within what wgmma's 14 bits a block leave: 2^-13 of the magnitudes a step of K = 32."""
-    ends, tokens = gpu_routing
-    a, b = gpu_operands(along, ends.cpu(), tokens, n, k)
-    for dtype in (torch.float32, torch.bfloat16):
-        # What the kernel leaves out shows as what was there before.
-        torch.full((ends.numel() * n * k + tokens * n,), float("nan"), device="cuda")
-        out = product(a, b, ends, along, dtype, BUILDS[build])
-        assert relative_error(out, a, b, ends, along) < 4 * 2**-13 + TOLERANCE[dtype]
-        if along == "m":
-            assert not out[ends[-1] :].float().view(torch.int32).any()
-
-
-@pytest.mark.gpu
-def test_backend_by_name_agrees_with_triton_on_the_gpu(hopper, gpu_routing):
-    ends, tokens = gpu_routing
-    a, b = gpu_operands("m", ends.cpu(), tokens, 576, 1100)
-    out, again, triton = (
-        ops.grouped_matmul(a, b, ends, out_dtype=torch.float32, backend=backend)
-        for backend in ("gluon", "gluon", "triton")
-    )
-    assert torch.equal(out, again)
-    for x in (out, triton):
-        assert relative_error(x, a, b, ends, "m") < 4 * 2**-13 + TOLERANCE[torch.float32]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("build", GPU_BUILDS)
-def test_adding_to_gradients_on_the_gpu(hopper, gpu_routing, build):
-    ends, tokens = gpu_routing
-    a, b = gpu_operands("k", ends.cpu(), tokens, 264, 272)
-    start = 100 * torch.randn(ends.numel(), 264, 272, device="cuda")
-    out = start.clone()
-    add_product(out, a, b, ends, BUILDS[build])
-    empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-    assert torch.equal(out[empty], start[empty])
-    assert relative_error(out, a, b, ends, "k", start) < 4 * 2**-13 + TOLERANCE[torch.float32]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("along", FORMATS)
-@pytest.mark.parametrize("ends", [(200, 100, 300), (-5, 130, 131), (60, 2**31 - 1, 0), (-(2**31), -1, -7)], ids=str)
-def test_malformed_ends_on_the_gpu(hopper, ends, along):
-    """Run this one under compute-sanitizer too."""
-    malformed = torch.tensor(ends, dtype=torch.int32)
-    meant = clamped_ends(malformed, 300)
-    a, b = gpu_operands(along, meant, 300, 130, 257)
-    out = product(a, b, malformed.cuda(), along)
-    assert relative_error(out, a, b, meant.cuda(), along) < 4 * 2**-13 + TOLERANCE[torch.float32]
-
-
-@pytest.mark.gpu
-def test_a_captured_product_follows_the_ends(hopper):
-    """Another routing in the same memory: a replay reads the ends anew, without a host sync."""
-    group_ends, tokens = ends_of("tail")
-    a, b = gpu_operands("m", group_ends, tokens, 136, 256)
-    # Ones in the rows of no group too, for they come into one.
-    a.qdata.view(torch.uint8).fill_(0x38), a.scale.fill_(1.0)
-    ends = group_ends.cuda()
-    graph, out = capture(lambda: product(a, b, ends, "m"))
-    ends.copy_(torch.tensor([100, 120, 121]))
-    graph.replay()
-    assert relative_error(out, a, b, ends, "m") < 4 * 2**-13 + TOLERANCE[torch.float32]

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from grouped_products import PAIRS, Case
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_16X16
-
-sys.path.append(str(Path(__file__).parent))
-from test_grouped_matmul import PAIRS, Case
 
 
 def quantized(*shape, fmt=FP8_1X128, device="cpu"):

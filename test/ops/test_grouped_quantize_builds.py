@@ -1,4 +1,4 @@
-"""Kernels that quantize tokens in groups, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
+"""Kernels that quantize tokens in groups, built for the GPUs they are for, by kernel_builds.py: no GPU."""
 
 import sys
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("triton")
 
 sys.path.append(str(Path(__file__).parent))
+import kernel_builds
 import test_fused_kernel_builds as fused_builds
-import test_kernel_builds as kernel_builds
 
 TARGETS = (90, 100)
 COPIES = {"rowwise": (True, False), "columnwise": (False, True)}
@@ -87,7 +87,7 @@ QUANTIZERS = (
 
 
 def rows_of(builds, target, *words, kernels=QUANTIZERS):
-    return [row for row in kernel_builds._of(builds[target], *words) if row["kernel"] in kernels]
+    return [row for row in kernel_builds.of(builds[target], *words) if row["kernel"] in kernels]
 
 
 @targets
@@ -144,5 +144,4 @@ def test_token_counts_do_not_recompile(builds, target):
 
 
 if __name__ == "__main__":
-    kernel_builds._cases, kernel_builds._INSTRUCTIONS = _cases, fused_builds._INSTRUCTIONS
-    kernel_builds._main(*sys.argv[1:])
+    kernel_builds.main(_cases, *sys.argv[1:], instructions=fused_builds._INSTRUCTIONS)

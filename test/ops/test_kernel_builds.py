@@ -1,61 +1,16 @@
-"""Every Triton kernel compiles for the GPUs it is for: no spills, the right instructions, few builds. Needs no GPU.
+"""Every Triton kernel compiles for the GPUs it is for: no spills, the right instructions, few builds. Needs no GPU."""
 
-A subprocess (without the interpreter, which Triton picks once a process) runs the launchers on CPU tensors with a
-driver that names a GPU but has none: kernels are built as a GPU would build them, and never launched.
-"""
-
-import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
-import traceback
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-TARGETS = (80, 90, 100)
-
-
-def _record_builds(target: int):
-    """Make Triton build for `target` and launch nothing; returns the list that builds are appended to."""
-    import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.jit import JITFunction
-
-    class Driver:
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", target, 32))
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device=0: 0)
-        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
-
-    builds = []
-    run = JITFunction.run
-
-    def build(self, *args, grid, warmup, **kwargs):
-        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
-        builds.append((self.fn.__name__, compiled))
-        # No build to launch the next time: each launch comes here.
-        return None
-
-    JITFunction.run = build
-    triton.runtime.driver.set_active(Driver())
-    return builds
-
-
-def _operand(fmt, *shape: int):
-    import torch
-
-    from torchao_blockwise.formats import Operand
-
-    qdata = torch.zeros(fmt.qdata_shape(*shape), dtype=torch.uint8).view(fmt.element.storage_dtype)
-    scale = torch.zeros(fmt.scale_shape(*shape)).to(fmt.scale_dtype)
-    return Operand(qdata, scale, torch.ones(()) if fmt.has_global_scale else None, fmt.name)
+sys.path.append(str(Path(__file__).parent))
+import kernel_builds
+from kernel_builds import TARGETS
 
 
 def _cases(target: int):
@@ -108,14 +63,14 @@ def _cases(target: int):
 
     def matmul_case(a_fmt, b_fmt, m, n, k, out_dtype, bias=None):
         label = f"matmul {a_fmt.name}·{b_fmt.name} {m}x{n}x{k} {str(out_dtype)[6:]}"
-        a, b = _operand(a_fmt, m, k), _operand(b_fmt, n, k)
+        a, b = kernel_builds.operand(a_fmt, m, k), kernel_builds.operand(b_fmt, n, k)
         return label, lambda: matmul.matmul(a, b, out_dtype, bias)
 
     def transpose_case(fmt, m, k, tiles=None):
         def launch():
             before = transpose._QUADS_TILES
             transpose._QUADS_TILES = tiles or before
-            transpose.transpose(_operand(fmt, m, k), k)
+            transpose.transpose(kernel_builds.operand(fmt, m, k), k)
             transpose._QUADS_TILES = before
 
         return f"transpose {fmt.name} {m}x{k}" + " large" * bool(tiles), launch
@@ -185,7 +140,7 @@ def _shard_cases(target: int):
         global_scales = [torch.zeros(())] * count if fmt.has_global_scale else []
         pieces = [([whole[:50], whole[60:90]], [3, 9], [6, 40])] * count
         operand_rows, operand_columns = shape[1:] if alignment == "aligned" else (301, 501)
-        operand = _operand(fmt, operand_rows, operand_columns)
+        operand = kernel_builds.operand(fmt, operand_rows, operand_columns)
         launch = {
             "partial_block_amax": lambda: partial_cast.partial_block_amax_(amax_bits, shards),
             "partial_cast": lambda: partial_cast.partial_cast_([target] * count, shards, encode, into),
@@ -216,102 +171,9 @@ def _shard_cases(target: int):
             yield case(fmt, "merge_shards", "aligned", *pairs[0], count)
 
 
-def _resources(cubin: bytes) -> dict[str, int]:
-    """What ptxas gave a kernel: REG, STACK, .. ; a spilled register lies on the stack."""
-    import triton
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", output)}
-
-
-_INSTRUCTIONS = re.compile(
-    r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync|cvt\.rn\.satfinite|div(?=\.\w+\.f32)|fma|st\.global)\.[\w.:]*"
-    r"|\S*\.ftz\S*"
-)
-
-
-def _half_defined_words(ptx: str) -> list[str]:
-    """Words of which one half was never written. ptxas 12.8 lost other bytes beside such halves of e4m3 pairs."""
-    defined = set()
-    for line in ptx.splitlines():
-        operands = re.match(r"\s*(?:@!?%p\d+ )?(?!st)[a-z][\w.:]*\s+(\{[^}]*\}|[^,;{]+)", line)
-        defined.update(re.findall(r"%rs\d+", operands.group(1)) if operands else ())
-    words = re.findall(r"(mov\.b32 \s*%r\d+, \{(%rs\d+), (%rs\d+)\})", ptx)
-    return [word for word, *halves in words if not defined.issuperset(halves)]
-
-
-def _loads_in_loops(ttgir: str) -> list[int]:
-    """Of each partition of a kernel how many loads from memory are in its loops."""
-    partitions = re.split(r"^\s*(?:default \{|partition\d+\()", ttgir, flags=re.M)[1:]
-    loops = (re.split(r"scf\.(?:for|while)", partition, maxsplit=1)[1:] for partition in partitions)
-    return [len(re.findall(r"tt\.load", *loop)) if loop else 0 for loop in loops]
-
-
-def _rows(target: int) -> list[dict]:
-    """What each build for `target` is like."""
-    builds = _record_builds(target)
-    rows, resources = [], {}
-    for label, launch in _cases(target):
-        launch()
-        for kernel, compiled in builds:
-            if compiled.hash not in resources:
-                resources[compiled.hash] = _resources(compiled.asm["cubin"])
-            # How many there are of each.
-            instructions = Counter(_INSTRUCTIONS.findall(compiled.asm["ptx"]))
-            row = {"label": label, "kernel": kernel, "build": compiled.hash, "instructions": instructions}
-            row["SHARED"] = compiled.metadata.shared
-            row["loads_in_loops"] = _loads_in_loops(compiled.asm["ttgir"])
-            row["half_defined_words"] = _half_defined_words(compiled.asm["ptx"])
-            rows.append(resources[compiled.hash] | row)
-        builds.clear()
-    return rows
-
-
-def _main(folder: str, *targets: str) -> None:
-    """Leave the rows of each target as JSON in `folder`: children that share what is imported compile side by side."""
-    import triton
-
-    import torchao_blockwise
-
-    assert triton and torchao_blockwise
-    children = []
-    for target in targets:
-        child = os.fork()
-        if child == 0:
-            try:
-                Path(folder, target).write_text(json.dumps(_rows(int(target))))
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        children.append(child)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    sys.exit(any(statuses))
-
-
-def built_for(script: str, targets) -> dict[int, list]:
-    """{target: the rows that `script` leaves for it}."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, script, folder, *map(str, targets)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        return {target: json.loads(Path(folder, str(target)).read_text()) for target in targets}
-
-
 @pytest.fixture(scope="module")
 def builds():
-    return built_for(__file__, TARGETS)
-
-
-def _of(rows, *words):
-    found = [row for row in rows if all(word in row["label"].split() for word in words)]
-    assert found, words
-    return found
+    return kernel_builds.built_for(__file__, TARGETS)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -325,7 +187,7 @@ def test_nothing_spills(builds, target):
     [(90, r"wgmma\.mma_async\S*e4m3\.e4m3"), (100, r"tcgen05\.mma\S*kind::f8f6f4")],
 )
 def test_fp8_products_run_on_fp8_tensor_cores(builds, target, instruction):
-    for row in _of(builds[target], "matmul"):
+    for row in kernel_builds.of(builds[target], "matmul"):
         if "fp8" in row["label"] and " 16x" not in row["label"]:
             assert any(re.match(instruction, i) for i in row["instructions"]), row["label"]
 
@@ -333,7 +195,7 @@ def test_fp8_products_run_on_fp8_tensor_cores(builds, target, instruction):
 @pytest.mark.parametrize("target", TARGETS[1:])
 def test_quantize_rounds_as_the_reference_does(builds, target):
     """Division rounded correctly, conversions to e4m3 in hardware, subnormals kept, no contraction."""
-    for row in _of(builds[target], "quantize"):
+    for row in kernel_builds.of(builds[target], "quantize"):
         names = row["instructions"]
         assert {i for i in names if i.startswith("div")} == {"div.rn.f32"}, row["label"]
         assert ("cvt.rn.satfinite.e4m3x2.f32" in names) == ("fp8" in row["label"]), row["label"]
@@ -344,26 +206,26 @@ def test_quantize_rounds_as_the_reference_does(builds, target):
 def test_token_counts_do_not_rebuild_the_one_read(builds, target):
     shapes = ("512x1024", "528x2064", "531x1024", "1x1024")
     for words in (("one_read", "bfloat16", "8"), ("columnwise_read",)):
-        rows = [_of(builds[target], shape, *words)[0] for shape in shapes]
+        rows = [kernel_builds.of(builds[target], shape, *words)[0] for shape in shapes]
         assert len({row["build"] for row in rows}) == 1
 
 
 @pytest.mark.parametrize("target", TARGETS[1:])
 def test_quantize_leaves_no_half_of_a_word_undefined(builds, target):
-    for row in _of(builds[target], "quantize"):
+    for row in kernel_builds.of(builds[target], "quantize"):
         assert row["half_defined_words"] == [], row["label"]
 
 
 @pytest.mark.parametrize("target", TARGETS[1:])
 def test_payload_is_stored_16_bytes_at_a_time(builds, target):
-    for row in _of(builds[target], "quantize") + _of(builds[target], "transpose"):
+    for row in kernel_builds.of(builds[target], "quantize") + kernel_builds.of(builds[target], "transpose"):
         if "512x1024" in row["label"] or "transpose fp8_128x128 528x1040" in row["label"]:
             assert "st.global.v4.b32" in row["instructions"], row["label"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_transpose_of_fp8_moves_four_bytes_at_a_time_in_one_build_a_tile(builds, target):
-    rows = _of(builds[target], "transpose", "fp8_128x128")
+    rows = kernel_builds.of(builds[target], "transpose", "fp8_128x128")
     rows = [row for row in rows if "quads" in row["kernel"]]
     assert [row["label"].split()[2:] for row in rows] == [["512x1024"], ["528x1040"], ["512x1024", "large"]]
     assert rows[0]["build"] == rows[1]["build"] != rows[2]["build"]
@@ -373,7 +235,7 @@ def test_a_transpose_of_fp8_moves_four_bytes_at_a_time_in_one_build_a_tile(build
 @pytest.mark.parametrize("target", TARGETS[1:])
 def test_payload_of_any_number_of_tokens_is_stored_16_bytes_at_a_time(builds, target):
     """Scales of NVFP4 are bytes; but for them nothing is stored a byte at a time."""
-    rows = _of(builds[target], "quantize", "531x1024")
+    rows = kernel_builds.of(builds[target], "quantize", "531x1024")
     assert {row["kernel"] for row in rows} == {
         "_quantize_fp8_kernel", "_quantize_nvfp4_kernel", "_quantize_kernel"
     }  # fmt: skip
@@ -386,7 +248,7 @@ def test_payload_of_any_number_of_tokens_is_stored_16_bytes_at_a_time(builds, ta
 def test_shards_are_cast_as_the_whole_is(builds, target):
     """As for quantizing; and 16 bytes at a time where shards lie so."""
     for op in ("partial_block_amax", "partial_cast", "block_scales"):
-        for row in _of(builds[target], op):
+        for row in kernel_builds.of(builds[target], op):
             names = row["instructions"]
             assert {i for i in names if i.startswith("div")} <= {"div.rn.f32"}, row["label"]
             assert not [i for i in names if ".ftz" in i or i.startswith("fma")], row["label"]
@@ -398,23 +260,25 @@ def test_shards_are_cast_as_the_whole_is(builds, target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_longer_lists_of_shards_do_not_recompile(builds, target):
     for ragged in ("aligned", "ragged"):
-        rows = _of(builds[target], "partial_cast", "nvfp4_16x16", ragged, "float32", "bfloat16")
+        rows = kernel_builds.of(builds[target], "partial_cast", "nvfp4_16x16", ragged, "float32", "bfloat16")
         rows = [row for row in rows if not row["label"].endswith("codes")]
         assert len(rows) == 2 and len({row["build"] for row in rows}) == 1
-    assert len({row["build"] for row in _of(builds[target], "merge_shards")}) == 1
+    assert len({row["build"] for row in kernel_builds.of(builds[target], "merge_shards")}) == 1
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_token_counts_do_not_recompile(builds, target):
     for pair in ("fp8_1x128·fp8_128x128", "fp8_1x128·fp8_1x128", "nvfp4_1x16·nvfp4_16x16"):
         shapes = ("512x512x1024", "528x512x1024", "531x512x1024", "528x512x1000", "528x512x1003")
-        rows = [_of(builds[target], pair, shape, "bfloat16")[0] for shape in shapes]
+        rows = [kernel_builds.of(builds[target], pair, shape, "bfloat16")[0] for shape in shapes]
         assert len({row["build"] for row in rows}) == 1
     if target >= 89:
         # The columnwise launch, the second one: multiples of 16 and all others.
-        rows = [_of(builds[target], "fp8_1x128", f"{m}x1024", "rowwise+columnwise")[1] for m in (528, 531, 533)]
+        rows = [
+            kernel_builds.of(builds[target], "fp8_1x128", f"{m}x1024", "rowwise+columnwise")[1] for m in (528, 531, 533)
+        ]
         assert len({row["build"] for row in rows}) == 2
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    kernel_builds.main(_cases, *sys.argv[1:])

@@ -106,7 +106,7 @@ class Launches:
 def _kernel_cases():
     """Every variant of every kernel that takes no descriptors, as test_kernel_builds.py lists them."""
     path = Path(__file__).with_name("test_kernel_builds.py")
-    spec = importlib.util.spec_from_file_location("kernel_builds", path)
+    spec = importlib.util.spec_from_file_location("test_kernel_builds", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return list(module._cases(TARGET))

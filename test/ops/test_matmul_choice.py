@@ -13,7 +13,6 @@ from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops import Backend, backend, op
 from torchao_blockwise.ops.backend import Implementation, choose
-from torchao_blockwise.ops.gemm.plain import cublas
 
 MATMUL = sys.modules["torchao_blockwise.ops.gemm.plain"]
 GPU = torch.device("cuda:0")
@@ -21,19 +20,16 @@ SQUARE, ONE_ROW, NVFP4 = (FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """The compute capability that GPUs have here, to be changed, and no reason why a kernel could not run on it."""
+def gpu(machine):
+    """A machine with a Hopper GPU, to be changed, and no reason why a kernel could not run on it."""
     pytest.importorskip("torchao_blockwise.ops.gemm.plain.kernels_gluon")
-    capability = {"of": (9, 0)}
-    for module in (backend, MATMUL, cublas):
-        monkeypatch.setattr(module, "compute_capability", lambda device: capability["of"])
-    monkeypatch.setattr("torchao_blockwise._compat.has_gluon", lambda: True)
-    monkeypatch.setattr("torchao_blockwise._compat.has_triton", lambda: True)
-    monkeypatch.setattr("torchao_blockwise._compat.why_old_triton", lambda: None)
-    monkeypatch.setattr(backend, "interpreting", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(backend, "_warned", set())
-    return capability
+    machine.has_gpu_of((9, 0))
+    machine.has_cuda("13.0")
+    machine.has_triton()
+    machine.has_gluon()
+    machine.without_interpreter()
+    machine.warns_anew()
+    return machine
 
 
 def choice(m, n, k, pair=SQUARE, out_dtype=torch.bfloat16, adds=False):
@@ -87,7 +83,7 @@ def test_on_hopper_one_row_blocks_go_by_their_tokens(tokens, chosen, gpu):
     ids=lambda x: x if isinstance(x, str) else "_".join(getattr(part, "name", str(part)) for part in x),
 )
 def test_elsewhere_gluon_is_none(capability, pair, chosen, gpu):
-    gpu["of"] = capability
+    gpu.has_gpu_of(capability)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choice(4096, 2048, 7168, pair) == chosen
@@ -99,15 +95,15 @@ def test_elsewhere_gluon_is_none(capability, pair, chosen, gpu):
 @pytest.mark.parametrize("capability", ((8, 9), (9, 0), (10, 0)), ids=str)
 @pytest.mark.filterwarnings("ignore:.*auto uses")
 def test_what_adds_to_a_sum_is_chosen_like_a_product_of_float32(capability, pair, tokens, n, gpu):
-    gpu["of"] = capability
+    gpu.has_gpu_of(capability)
     product = choice(2048, n, tokens, pair, torch.float32)
     assert choice(2048, n, tokens, pair, adds=True) is product
 
 
-def test_what_cannot_run_is_left_for_the_next_with_a_warning(gpu, monkeypatch):
+def test_what_cannot_run_is_left_for_the_next_with_a_warning(gpu):
     with pytest.warns(UserWarning, match="auto uses gluon instead of cublas: out_dtype must be"):
         assert choice(2048, 7168, 4096, ONE_ROW, torch.float16) is Backend.GLUON
-    monkeypatch.setattr("torchao_blockwise._compat.has_gluon", lambda: False)
+    gpu.has_gluon(False)
     with pytest.warns(UserWarning, match="auto uses cublas instead of gluon: they need Gluon"):
         assert choice(4096, 2048, 7168) is Backend.CUBLAS
     with pytest.warns(UserWarning, match="auto uses triton instead of gluon: they need Gluon"):

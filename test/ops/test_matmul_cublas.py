@@ -71,13 +71,13 @@ KNOWN = "fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16"
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 
 
-def why_not(monkeypatch, product, pair=FP8_PAIR, capability=HOPPER, cuda="12.9", out_dtype=torch.bfloat16):
+def why_not(machine, product, pair=FP8_PAIR, capability=HOPPER, cuda="12.9", out_dtype=torch.bfloat16):
     """`cublas.why_not` for payloads [M, K] and [N, K] bytes as if on such a GPU."""
     m, n, k = product
-    monkeypatch.setattr(cublas, "compute_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
+    machine.has_gpu_of(capability)
+    machine.has_cuda(cuda)
     for fmt in pair:
-        monkeypatch.setitem(FORMATS, fmt.name, fmt)
+        machine.patch.setitem(FORMATS, fmt.name, fmt)
     payloads = (SimpleNamespace(shape=shape, device=torch.device("cuda:0")) for shape in ((m, k), (n, k)))
     a, b = (Operand(qdata, None, None, fmt.name) for qdata, fmt in zip(payloads, pair))
     return cublas.why_not(a, b, out_dtype, None)
@@ -114,19 +114,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", ADMITTED.values(), ids=ADMITTED)
-def test_admits(case, monkeypatch):
-    assert why_not(monkeypatch, **case) is None
+def test_admits(case, machine):
+    assert why_not(machine, **case) is None
 
 
 @pytest.mark.parametrize(("reason", "case"), REFUSED.items(), ids=REFUSED)
-def test_says_why_not(reason, case, monkeypatch):
-    assert why_not(monkeypatch, **{"product": (128, 128, 128), **case}) == reason
+def test_says_why_not(reason, case, machine):
+    assert why_not(machine, **{"product": (128, 128, 128), **case}) == reason
 
 
-def test_a_pytorch_that_has_no_such_product_is_a_reason(monkeypatch):
+def test_a_pytorch_that_has_no_such_product_is_a_reason(monkeypatch, machine):
     monkeypatch.delattr(torch, "_scaled_mm_v2")
     cublas._why_never.cache_clear()
-    reason = why_not(monkeypatch, (128, 128, 128))
+    reason = why_not(machine, (128, 128, 128))
     cublas._why_never.cache_clear()
     assert reason == f"PyTorch {torch.__version__} has no torch._scaled_mm_v2"
 
@@ -134,7 +134,7 @@ def test_a_pytorch_that_has_no_such_product_is_a_reason(monkeypatch):
 @pytest.mark.parametrize("b_fmt", (FP8_128X128, FP8_1X128), ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("bias", (False, True), ids=("plain", "bias"))
 @pytest.mark.parametrize("product", ((1, 16, 1), (4, 16, 16), (6, 32, 25), (130, 144, 400)), ids=shape_id)
-def test_operands_are_padded_as_it_wants_them(monkeypatch, product, bias, b_fmt):
+def test_operands_are_padded_as_it_wants_them(machine, product, bias, b_fmt):
     """A stand-in for the library that checks what it asks for, and multiplies what it is given."""
     m, n, k = product
     a = ops.quantize(random_tensor(m, k, seed=1), FP8_1X128, backend="reference").rowwise
@@ -155,7 +155,7 @@ def test_operands_are_padded_as_it_wants_them(monkeypatch, product, bias, b_fmt)
         padded = Operand(a, a_scale.t(), None, FP8_1X128.name), Operand(b.t(), b_scale, None, b_fmt.name)
         return ops.matmul(*padded, out_dtype=out_dtype, backend="reference")
 
-    monkeypatch.setattr("torchao_blockwise._compat.scaled_mm", scaled_mm)
+    machine.multiplies_by(scaled_mm)
     options = torch.float32, torch.randn(n) if bias else None
     got = cublas.matmul(a, b, *options)
     expected = ops.matmul(a, b, out_dtype=options[0], bias=options[1], backend="reference")

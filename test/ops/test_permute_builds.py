@@ -1,4 +1,4 @@
-"""The kernels of permute, built for the GPUs they are for, as test_kernel_builds.py does: no GPU."""
+"""The kernels of permute, built for the GPUs they are for, by kernel_builds.py: no GPU."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 sys.path.append(str(Path(__file__).parent))
-import test_kernel_builds as kernel_builds
+import kernel_builds
 
 targets = pytest.mark.parametrize("target", kernel_builds.TARGETS)
 
@@ -78,14 +78,14 @@ def test_rows_move_16_bytes_at_a_time(builds, target):
 @targets
 @pytest.mark.parametrize("case", ("permute", "backward", "sum", "unpermute"))
 def test_token_counts_do_not_rebuild(builds, target, case):
-    rows = [kernel_builds._of(builds[target], case, f"{n}x2048", "bfloat16") for n in (512, 528, 531, 1)]
+    rows = [kernel_builds.of(builds[target], case, f"{n}x2048", "bfloat16") for n in (512, 528, 531, 1)]
     for launches in zip(*rows, strict=True):
         assert len({row["build"] for row in launches}) == 1
 
 
 @targets
 def test_numbers_of_assignments_do_not_rebuild(builds, target):
-    rows = [kernel_builds._of(builds[target], "route", f"{n}", "256", "int64") for n in (2**15, 2**15 + 16, 1025)]
+    rows = [kernel_builds.of(builds[target], "route", f"{n}", "256", "int64") for n in (2**15, 2**15 + 16, 1025)]
     for launches in zip(*rows, strict=True):
         assert len({row["build"] for row in launches}) == 1
 
@@ -93,11 +93,10 @@ def test_numbers_of_assignments_do_not_rebuild(builds, target):
 @targets
 def test_counts_are_on_their_way_before_they_are_summed(builds, target):
     """Three tiles of 16 KiB in shared memory besides that in use."""
-    rows = [row for n in (64, 256, 512) for row in kernel_builds._of(builds[target], "route", "32768", str(n))]
+    rows = [row for n in (64, 256, 512) for row in kernel_builds.of(builds[target], "route", "32768", str(n))]
     rows = [row for row in rows if row["kernel"] == "_place_kernel"]
     assert len(rows) == 3 and all(row["SHARED"] >= 3 * 2**14 for row in rows)
 
 
 if __name__ == "__main__":
-    kernel_builds._cases = _cases
-    kernel_builds._main(*sys.argv[1:])
+    kernel_builds.main(_cases, *sys.argv[1:])

@@ -1,4 +1,4 @@
-"""ops.quantize: kernels against the reference, invariants, special values, torchao's own reference, refusals."""
+"""ops.quantize: kernels against the reference, invariants, special values, any number of tokens."""
 
 from __future__ import annotations
 
@@ -8,63 +8,31 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quantize_cases import (
+    SQUARE,
+    backends,
+    canonical,
+    check_against_reference,
+    columnwise_of,
+    dtypes,
+    formats,
+    fp8_formats,
+    nvfp4_formats,
+    rowwise_of,
+    shapes,
+    special_input,
+)
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, BlockFormat, Operand
 from torchao_blockwise.ops.gemm.rows import aligned_rows
 from torchao_blockwise.testing import (
-    SHAPES,
     assert_bitwise_equal,
     assert_operands_equal,
     random_tensor,
     relative_error,
     shape_id,
-    with_special_values,
 )
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SQUARE = (FP8_128X128, NVFP4_16X16)
-formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-fp8_formats = pytest.mark.parametrize("fmt", (FP8_1X128, FP8_128X128), ids=lambda f: f.name)
-nvfp4_formats = pytest.mark.parametrize("fmt", (NVFP4_1X16, NVFP4_16X16), ids=lambda f: f.name)
-shapes = pytest.mark.parametrize("shape", (*SHAPES, (2, 3, 130), (2, 17, 33), (2, 0, 16)), ids=shape_id)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-backends = pytest.mark.parametrize("backend", ("reference", "triton"))
-
-
-def special_input(shape, fmt: BlockFormat, dtype, device: str) -> torch.Tensor:
-    """Random values of many magnitudes with a zero, a subnormal, a huge and a negative zero block."""
-    return with_special_values(random_tensor(*shape, dtype=dtype, device=device), fmt)
-
-
-def canonical(q: Operand) -> Operand:
-    """The operand with one bit pattern for every fp32 NaN: an fp32 NaN's payload is the hardware's choice."""
-    parts = (t if t is None or t.dtype != torch.float32 else t.masked_fill(t.isnan(), float("nan")) for t in q.tensors)
-    return Operand(*parts, q.format_name)
-
-
-def rowwise_of(x: torch.Tensor, fmt: BlockFormat, **options) -> Operand:
-    copies = ops.quantize(x, fmt, **options)
-    assert copies.columnwise is None
-    return copies.rowwise
-
-
-def columnwise_of(x: torch.Tensor, fmt: BlockFormat, **options) -> Operand:
-    copies = ops.quantize(x, fmt, rowwise=False, columnwise=True, **options)
-    assert copies.rowwise is None
-    return copies.columnwise
-
-
-def check_against_reference(x: torch.Tensor, fmt: BlockFormat, backend: str, **options) -> None:
-    """Rowwise, columnwise and both together give the bits of the reference's rowwise on `x` and its transpose."""
-    rowwise = canonical(rowwise_of(x, fmt, backend="reference", **options))
-    columnwise = canonical(rowwise_of(x.mT.contiguous(), fmt, backend="reference", **options))
-    both = ops.quantize(x, fmt, columnwise=True, backend=backend, **options)
-    assert_operands_equal(canonical(rowwise_of(x, fmt, backend=backend, **options)), rowwise)
-    assert_operands_equal(canonical(columnwise_of(x, fmt, backend=backend, **options)), columnwise)
-    assert_operands_equal(canonical(both.rowwise), rowwise)
-    assert_operands_equal(canonical(both.columnwise), columnwise)
-
 
 # --- one result, whatever computes it ---------------------------------------------------------------------------------
 
@@ -148,17 +116,16 @@ def set_tables(monkeypatch, **tables) -> None:
     monkeypatch.setattr(kernels, "_build", functools.cache(kernels._build.__wrapped__))
 
 
-def test_both_copies_of_one_row_blocks_take_a_launch_each(monkeypatch, device):
+def test_both_copies_of_one_row_blocks_take_a_launch_each(monkeypatch, machine, device):
     kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
-    launches = []
-    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **options: launches.append((grid, options)))
+    launches = machine.launches_of(kernels, happen=False)
     set_tables(monkeypatch, _FP8_ROWWISE_TILE=(32, 128, 4, 16), _FP8_COLUMNWISE_TILE=(128, 128, 4, 16))
     x = torch.zeros(144, 272, dtype=torch.bfloat16, device=device)
     for fmt in (FP8_1X128, FP8_128X128):
         ops.quantize(x, fmt, columnwise=True, backend="triton")
     # 5 × 3 tiles of 32 rows, and 2 × 3 whole ones; of square blocks 2 × 3 tiles for both.
-    assert [grid for grid, _ in launches] == [15, 6, 6]
-    copies = [(options["ROWWISE"], options["COLUMNWISE"]) for _, options in launches]
+    assert [launch.grid for launch in launches] == [15, 6, 6]
+    copies = [(options["ROWWISE"], options["COLUMNWISE"]) for _, _, options in launches]
     assert copies == [(True, False), (False, True), (True, True)]
 
 
@@ -327,139 +294,3 @@ def test_tensors_that_require_grad_give_the_same_bits(fmt, backend, device):
     with torch.no_grad():
         q = rowwise_of(x.clone().requires_grad_(), fmt, backend=backend)
     assert_operands_equal(q, rowwise_of(x, fmt, backend="reference"))
-
-
-# --- torchao's own reference ------------------------------------------------------------------------------------------
-
-TORCHAO_SHAPES = pytest.mark.parametrize("shape", ((128, 128), (256, 384), (384, 128)), ids=shape_id)
-
-
-def torchao_input(shape) -> torch.Tensor:
-    x = random_tensor(*shape, seed=4)
-    x[:, :128] = 0.0
-    x[:, 64] = 3e-13
-    x[0, 0] = 1e30
-    return x
-
-
-def torchao_reference(name: str):
-    from torchao.prototype.blockwise_fp8_training import kernels
-
-    return getattr(kernels, name)
-
-
-@TORCHAO_SHAPES
-def test_rowwise_1x128_is_torchaos(shape):
-    x = torchao_input(shape)
-    qdata, scale = torchao_reference("torch_blockwise_scale_act_quant_lhs")(x)
-    ours = rowwise_of(x, FP8_1X128, backend="reference")
-    assert_bitwise_equal(ours.qdata, qdata, "qdata")
-    assert_bitwise_equal(ours.scale, scale.mT, "scale")
-
-
-@TORCHAO_SHAPES
-def test_columnwise_1x128_is_torchaos(shape):
-    x = torchao_input(shape)
-    qdata, scale = torchao_reference("torch_blockwise_scale_act_quant_rhs")(x)
-    ours = columnwise_of(x, FP8_1X128, backend="reference")
-    assert_bitwise_equal(ours.qdata, qdata.mT, "qdata")
-    assert_bitwise_equal(ours.scale, scale, "scale")
-
-
-@TORCHAO_SHAPES
-def test_rowwise_128x128_is_torchaos(shape):
-    x = torchao_input(shape)
-    qdata, scale = torchao_reference("torch_blockwise_scale_weight_quant")(x)
-    ours = rowwise_of(x, FP8_128X128, backend="reference")
-    assert_bitwise_equal(ours.qdata, qdata, "qdata")
-    assert_bitwise_equal(ours.scale, scale, "scale")
-
-
-# --- meta tensors and refusals ----------------------------------------------------------------------------------------
-
-
-@shapes
-@formats
-def test_meta_tensors_have_the_shapes_of_the_result(fmt, shape):
-    meta = ops.quantize(torch.empty(shape, device="meta"), fmt, columnwise=True)
-    real = ops.quantize(torch.ones(shape), fmt, columnwise=True, backend="reference")
-    for m, r in zip(meta, real):
-        assert type(m) is type(r) is Operand and m.format_name == r.format_name
-        for part, expected in zip(m.tensors, r.tensors):
-            assert (part is None) == (expected is None)
-            if part is not None:
-                assert (part.device.type, part.shape, part.dtype) == ("meta", expected.shape, expected.dtype)
-                assert part.is_contiguous() and expected.is_contiguous()
-
-
-X = torch.ones(2, 32)
-TYPE_REFUSALS = {
-    dtype: f"quantize: x must be bfloat16, float16 or float32, got {dtype}; cast it first"
-    for dtype in (torch.int32, torch.uint8, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn)
-}
-NO_KERNEL_DEVICE = "Triton kernels run on CUDA devices, got cpu (TRITON_INTERPRET=1 interprets them on a CPU)"
-REFUSALS = {
-    "1-D": (
-        lambda: ops.quantize(torch.ones(32), FP8_1X128),
-        "quantize: x must have at least 2 dims [.., M, K], got shape [32]; reshape it",
-    ),
-    "unknown format": (
-        lambda: ops.quantize(X, "fp8"),
-        "no block format 'fp8'; the formats are fp8_1x128, fp8_128x128, nvfp4_1x16, nvfp4_16x16",
-    ),
-    "nothing asked": (
-        lambda: ops.quantize(X, FP8_1X128, rowwise=False),
-        "quantize: nothing to compute; ask for rowwise, columnwise or both",
-    ),
-    "power_of_2 on nvfp4": (
-        lambda: ops.quantize(X, NVFP4_1X16, power_of_2_scales=True),
-        "quantize: nvfp4_1x16 has no power_of_2_scales; its block scales are torch.float8_e4m3fn",
-    ),
-    "tensor_amax on fp8": (
-        lambda: ops.quantize(X, FP8_1X128, tensor_amax=torch.tensor(1.0)),
-        "quantize: fp8_1x128 has no tensor scale; leave tensor_amax out",
-    ),
-    "tensor_amax of one element": (
-        lambda: ops.quantize(X, NVFP4_1X16, tensor_amax=torch.ones(1)),
-        "quantize: tensor_amax must be a float32 scalar, got torch.float32 of shape [1]",
-    ),
-    "tensor_amax in bf16": (
-        lambda: ops.quantize(X, NVFP4_1X16, tensor_amax=torch.tensor(1.0, dtype=torch.bfloat16)),
-        "quantize: tensor_amax must be a float32 scalar, got torch.bfloat16 of shape []",
-    ),
-    "unknown backend": (
-        lambda: ops.quantize(X, FP8_1X128, backend="cuda"),
-        "no backend 'cuda'; the backends are auto, reference, triton, cublas, gluon",
-    ),
-    "backend without an implementation": (
-        lambda: ops.quantize(X, FP8_1X128, backend="cublas"),
-        "quantize: backend cublas has no implementation; choose one of gluon, triton, reference, or auto",
-    ),
-}
-
-
-@pytest.mark.parametrize("dtype", TYPE_REFUSALS, ids=lambda d: str(d)[6:])
-def test_refuses_dtype(dtype):
-    with pytest.raises(TypeError) as error:
-        ops.quantize(torch.ones(2, 32).to(dtype), FP8_1X128)
-    assert str(error.value) == TYPE_REFUSALS[dtype]
-
-
-@pytest.mark.parametrize(("call", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_refuses(call, message):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert str(error.value) == message
-
-
-def test_a_named_backend_that_cannot_run_raises(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError) as error:
-        ops.quantize(X, FP8_1X128, backend="triton")
-    assert str(error.value) == f"quantize: backend triton cannot run: {NO_KERNEL_DEVICE}; choose another, or auto"
-
-
-@pytest.mark.parametrize("columnwise", (False, True))
-def test_messages_name_the_function(columnwise):
-    with pytest.raises(ValueError, match=r"^quantize: backend cublas has no implementation"):
-        ops.quantize(torch.ones(4, 128), FP8_1X128, columnwise=columnwise, backend="cublas")

@@ -18,26 +18,20 @@ pytest.importorskip("triton")
 if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
-from torchao_blockwise.ops import operands
 from torchao_blockwise.ops.device import gluon_tiles
 from torchao_blockwise.ops.quantization import kernels_gluon as gluon
 
 
 @pytest.fixture
-def taken(monkeypatch):
+def taken(machine):
     """[(what settles a launch of the kernel, its tensors)], launching nothing; every device will do."""
-    calls = []
 
-    def launch_of(tiles_m, columns, sizes, options, tiling):
-        settled = tiles_m, *sizes, tiling.dtype, options.fmt, options.power_of_2_scales, tiling.columns, tiling.warps
+    def settle(tiles_m, columns, sizes, options, tiling):
         assert sizes[1] == columns and tiling.constants == (("COLUMNS", tiling.columns),)
-        return lambda kernel, *tensors: calls.append((settled, tensors))
+        return tiles_m, *sizes, tiling.dtype, options.fmt, options.power_of_2_scales, tiling.columns, tiling.warps
 
-    monkeypatch.setattr(gluon_tiles, "_launch_of", launch_of)
-    monkeypatch.setattr(gluon_tiles, "interpreting", lambda: False)
-    for module in (operands, gluon_tiles):
-        monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))
-    return calls
+    machine.runs_gluon()
+    return machine.launches_of_tiles(settle)
 
 
 def bf16(*shape, device) -> torch.Tensor:
@@ -45,9 +39,8 @@ def bf16(*shape, device) -> torch.Tensor:
 
 
 def assert_same_memory(got, *expected) -> None:
-    """Of the kernel's pointers, which may be (tensor, dtype to see it as) or None."""
-    addresses = [None if t is None else (t[0] if isinstance(t, tuple) else t).data_ptr() for t in got]
-    assert addresses == [None if t is None else t.data_ptr() for t in expected]
+    """Of the kernel's pointers, which may be None."""
+    assert [t is not None and t.data_ptr() for t in got] == [t is not None and t.data_ptr() for t in expected]
 
 
 def assert_copies_equal(got, expected) -> None:
@@ -92,7 +85,7 @@ def test_the_columnwise_copy_is_padded_if_asked_and_cut_otherwise(taken, device)
         columnwise = ops.quantize(x, FP8_1X128, rowwise=False, columnwise=True, padded=padded).columnwise
         settled, tensors = taken.pop()
         assert settled[:5] == (1, 33, 48, 64, 48) and columnwise.qdata.shape == (48, tokens)
-        assert (tensors[3][0].data_ptr() == columnwise.qdata.data_ptr()) == padded
+        assert (tensors[3].data_ptr() == columnwise.qdata.data_ptr()) == padded
 
 
 def test_is_not_taken_for_the_rowwise_copy_alone(taken, device):

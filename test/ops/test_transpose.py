@@ -76,17 +76,9 @@ def test_any_shape(backend, fmt, rows, columns, device):
 
 
 @pytest.fixture
-def launches(monkeypatch):
-    """[(kernel, launch options)], as kernels are launched."""
-    kernels = pytest.importorskip("torchao_blockwise.ops.transposition.kernels_triton")
-    seen, launch = [], kernels.launch
-
-    def record(kernel, grid, *args, **options):
-        seen.append((kernel, options))
-        return launch(kernel, grid, *args, **options)
-
-    monkeypatch.setattr(kernels, "launch", record)
-    return seen
+def launches(machine):
+    """Launches of the kernels."""
+    return machine.launches_of(pytest.importorskip("torchao_blockwise.ops.transposition.kernels_triton"))
 
 
 def random_operand(fmt, *shape, device) -> Operand:
@@ -109,19 +101,18 @@ def test_rows_on_16_bytes_move_four_bytes_at_a_time(shape, least, device, launch
     monkeypatch.setattr(kernels, "_QUADS_TILES", {0: kernels._QUADS_TILES[least]})
     q = random_operand(FP8_128X128, *shape, device=device)
     assert_transposed(ops.transpose(q, backend="triton"), q, shape[-1])
-    assert [kernel for kernel, _ in launches] == [kernels._transpose_quads_kernel]
+    assert [launch.kernel for launch in launches] == [kernels._transpose_quads_kernel]
 
 
 @pytest.mark.parametrize(
     ("rows", "columns", "tile"), ((8192, 8176, (256, 128, 4)), (8192, 8192, (256, 256, 8))), ids=("below", "from")
 )
-def test_tiles_are_large_from_64_mi_elements_on(rows, columns, tile, monkeypatch):
+def test_tiles_are_large_from_64_mi_elements_on(rows, columns, tile, machine):
     kernels = pytest.importorskip("torchao_blockwise.ops.transposition.kernels_triton")
-    seen = []
-    monkeypatch.setattr(kernels, "launch", lambda *_, **options: seen.append(options))
+    launches = machine.launches_of(kernels, happen=False)
     empty = FP8_128X128.new_empty(torch.empty(0), rows, columns)
     kernels.transpose(Operand(*empty, None, FP8_128X128.name), columns)
-    (options,) = seen
+    ((_, _, options),) = launches
     assert (options["TILE_M"], options["TILE_K"], options["num_warps"]) == tile
 
 
@@ -141,7 +132,7 @@ def test_payload_may_begin_anywhere(offset, device, launches):
     moved = memory[offset : offset + q.qdata.numel()].view(48, 272).copy_(q.qdata.view(torch.uint8))
     moved = q._replace(qdata=moved.view(q.qdata.dtype))
     assert_transposed(ops.transpose(moved, backend="triton"), q, 272)
-    assert ("quads" in launches[0][0].fn.__name__) == (offset == 16)
+    assert ("quads" in launches[0].kernel.fn.__name__) == (offset == 16)
 
 
 @backends

@@ -1,4 +1,4 @@
-"""What every quantised tensor lets users do: copies, moves, exact views, and refusals that name a remedy."""
+"""What every quantized tensor lets users do: copies, moves, casts, and refusals that name a remedy."""
 
 from __future__ import annotations
 
@@ -9,32 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import QUANTIZERS, every_kind, saved_and_loaded, weight
+from quantized_tensors import CONFIG, assert_same, shapes, with_config
 from torch import nn
 
-from torchao_blockwise import BlockwiseFP8Tensor, BlockwiseFP8TrainingConfig, MasterWeightTensor, NVFP4TrainingConfig
-from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-
-CONFIG = BlockwiseFP8TrainingConfig(master_weights=False)
-CONFIGS = {"e4m3": CONFIG, "e2m1": NVFP4TrainingConfig(master_weights=False)}
-SHAPES = ((256, 384), (2, 128, 256), (3, 2, 16, 16), (129, 127), (1, 1), (0, 128), (128, 0), (2, 0, 16))
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-
-
-def with_config(from_hp, w):
-    return from_hp(w, config=CONFIGS[from_hp(w).fmt.element.name])
-
-
-def assert_same(a, b, *, is_parameter: bool | None = None) -> None:
-    """Two tensors of one kind with the same payload and metadata."""
-    assert type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype and a.fmt is b.fmt and a.config == b.config
-    assert a.requires_grad == b.requires_grad
-    if is_parameter is not None:
-        assert isinstance(a, nn.Parameter) == is_parameter
-    for x, y in zip(a._tensors(), b._tensors()):
-        assert_bitwise_equal(x, y)
 
 
 @every_kind
@@ -230,97 +211,6 @@ def test_nan_and_inf_never_decode_to_finite_numbers(from_hp, bad, dtype):
         assert decoded[:128].isfinite().all() and decoded[128:256, 128:].isfinite().all()
 
 
-def slice_cases(fmt):
-    rows, columns = fmt.block
-    return [
-        ((slice(rows, None),), "tail"), ((slice(0, rows),), "first"), ((slice(2 * rows, 3 * rows),), "middle"),
-        ((slice(None), slice(columns, 2 * columns)), "columns"), ((slice(rows, rows),), "empty"),
-        ((slice(-rows if 300 % rows == 0 else rows, None), slice(0, columns)), "both"), ((slice(None),), "all"),
-        ((slice(300 // rows * rows, 9999),), "ragged"), ((..., slice(0, columns)), "ellipsis"),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", QUANTIZERS)
-@pytest.mark.parametrize("case", range(9), ids=[name for _, name in slice_cases(FP8_128X128)])
-def test_slices_on_block_borders_are_exact(kind, case):
-    q = QUANTIZERS[kind](weight(300, 272))
-    index = slice_cases(q.fmt)[case][0]
-    part = q[index]
-    assert type(part) is type(q)
-    assert_bitwise_equal(part.dequantize(), q.dequantize()[index].contiguous())
-
-
-@pytest.mark.parametrize(
-    ("kind", "index", "message"),
-    [
-        (
-            "fp8",
-            (slice(1, None),),
-            r"slice: \[1:300\] of dim 0 \(size 300\) cuts blocks of 128; slice on multiples of 128",
-        ),
-        ("fp8", (slice(0, 100),), r"cuts blocks of 128"),
-        ("fp8", (slice(None), slice(0, 16)), r"of dim 1 \(size 272\) cuts blocks of 128"),
-        ("nvfp4", (slice(8, 24),), r"cuts blocks of 16; slice on multiples of 16, or dequantize\(\) first"),
-        ("nvfp4_1x16", (slice(None), slice(0, 17)), r"cuts blocks of 16"),
-        ("fp8", (slice(None, None, 2),), r"steps other than 1 cut blocks, got step=2; dequantize\(\) first"),
-        ("fp8", (0,), r"select: dim 0 runs through blocks; slice on their borders or dequantize\(\) first"),
-        ("nvfp4", (slice(None), 3), r"select: dim 1 runs through blocks"),
-    ],
-)
-def test_slices_off_block_borders_are_refused(kind, index, message):
-    with pytest.raises((ValueError, NotImplementedError), match=message):
-        QUANTIZERS[kind](weight(300, 272))[index]
-
-
-@every_kind
-def test_split_chunk_narrow_select_unbind(from_hp):
-    q = from_hp(weight(4, 256, 128))
-    expected = q.dequantize()
-    pieces = {
-        "split": (q.split(128, dim=1), expected.split(128, dim=1)),
-        "split_sizes": (q.split([1, 3]), expected.split([1, 3])),
-        "split_rows": (q.split([128, 128], dim=-2), expected.split([128, 128], dim=-2)),
-        "chunk": (q.chunk(2, dim=1), expected.chunk(2, dim=1)),
-        "narrow": ((q.narrow(1, 128, 128),), (expected.narrow(1, 128, 128),)),
-        "select": ((q[2], q.select(0, -1)), (expected[2], expected[-1])),
-        "unbind": (q.unbind(0), expected.unbind(0)),
-        "unsqueeze": ((q[None],), (expected[None],)),
-    }
-    for name, (parts, wanted) in pieces.items():
-        assert len(parts) == len(wanted), name
-        for part, want in zip(parts, wanted):
-            assert_bitwise_equal(part.dequantize(), want.contiguous(), name)
-
-
-@every_kind
-@pytest.mark.parametrize(
-    ("shape", "new"),
-    [((2, 128, 64), (256, 64)), ((256, 64), (2, 128, 64)), ((2, 3, 130, 64), (6, 130, 64)), ((130, 64), (1, 130, 64)),
-     ((4, 128, 64), (-1, 64)), ((4, 128, 64), (2, -1, 64)), ((130, 71), (130, 71))],
-    ids=str,
-)  # fmt: skip
-def test_views_are_exact(from_hp, shape, new):
-    q = from_hp(weight(*shape))
-    for viewed in (q.view(new), q.reshape(new)):
-        assert type(viewed) is type(q)
-        assert_bitwise_equal(viewed.dequantize(), q.dequantize().view(new))
-
-
-def test_flatten_needs_whole_blocks():
-    assert BlockwiseFP8Tensor.from_hp(weight(2, 256, 64)).flatten(0, 1).shape == (512, 64)
-    with pytest.raises(
-        ValueError, match="would cut blocks of 128x128; keep the last dim, and rows in multiples of 128"
-    ):
-        BlockwiseFP8Tensor.from_hp(weight(2, 100, 64)).flatten(0, 1)
-
-
-@every_kind
-@pytest.mark.parametrize("new", ((-1,), (64, 256), (256, 32, 2), (2, 128, 32)), ids=str)
-def test_views_that_cut_blocks_are_refused(from_hp, new):
-    with pytest.raises((ValueError, RuntimeError), match=r"would cut blocks|is invalid for input of size"):
-        from_hp(weight(256, 64)).view(new)
-
-
 INEXACT = {
     "add": lambda q: q + 1,
     "mul_": lambda q: q.mul_(2),
@@ -386,29 +276,3 @@ def test_what_cannot_be_exact_raises_with_a_remedy(from_hp, op):
 def test_from_hp_refuses(from_hp, w, error, message):
     with pytest.raises(error, match=message):
         from_hp(w)
-
-
-def test_columnwise_is_the_quantised_transpose():
-    for kind, fmt in (("fp8", FP8_128X128), ("nvfp4", NVFP4_16X16)):
-        for shape in ((256, 384), (2, 130, 72), (129, 127), (0, 128)):
-            w = weight(*shape)
-            q, transposed = QUANTIZERS[kind](w), QUANTIZERS[kind](w.mT.contiguous())
-            qdata, scale = q.columnwise()
-            assert q.fmt is fmt and qdata.is_contiguous() and scale.is_contiguous()
-            assert_bitwise_equal(qdata, transposed.qdata, f"{kind} {shape}")
-            assert_bitwise_equal(scale, transposed.scale, f"{kind} {shape}")
-    with pytest.raises(
-        ValueError, match="columnwise: NVFP4Tensor with 1x16 blocks has no exact transpose; quantise with"
-    ):
-        QUANTIZERS["nvfp4_1x16"](weight(16, 16)).columnwise()
-
-
-@pytest.mark.parametrize("kind", QUANTIZERS)
-def test_a_part_of_columns_is_known_to_lie_apart(kind):
-    """What sends its bytes asks for a contiguous copy first."""
-    q = QUANTIZERS[kind](weight(32, 512))
-    part = q[:, :256]
-    assert q.is_contiguous() and not part.is_contiguous()
-    copy = part.contiguous()
-    assert copy.is_contiguous() and copy.qdata.is_contiguous()
-    assert_bitwise_equal(copy.qdata, q.qdata[:, : copy.qdata.shape[1]].contiguous())

@@ -1,0 +1,115 @@
+"""Products of groups for tests of ops.grouped_matmul: operands, routings, and each group alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from product_budgets import accumulation_unit, assert_within_budget, pair_id
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
+from torchao_blockwise.ops.groups.ends import padded_tokens
+from torchao_blockwise.testing import random_tensor
+
+PAIRS = {
+    "m": ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16)),
+    "k": ((FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_1X16)),
+}
+# name: (sizes of the groups, tokens after the last one)
+ROUTINGS = {
+    "one_group": ([130], 0),
+    "one_group_and_a_tail": ([37], 3),
+    "empty_first_middle_and_last": ([0, 5, 0, 0, 129, 1, 0], 0),
+    "ragged_and_a_tail": ([130, 1, 64, 17], 70),
+    "all_to_the_second": ([0, 200, 0, 0], 0),
+    "multiples_of_every_block": ([128, 256, 128], 128),
+    "nobody": ([0, 0, 0], 21),
+    "no_tokens": ([0, 0], 0),
+    "more_groups_than_tokens": ([1, 0, 0, 0, 0, 0, 2], 1),
+    # As many tiles as there can be.
+    "tiles_of_one_token": ([1, 1, 1], 1),
+}
+N, K = 40, 200
+routings = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+backends = pytest.mark.parametrize("backend", ("reference", "triton"))
+along_and_pairs = pytest.mark.parametrize(
+    ("along", "pair"),
+    [(along, pair) for along, pairs in PAIRS.items() for pair in pairs],
+    ids=[f"{along}-{pair_id(pair)}" for along, pairs in PAIRS.items() for pair in pairs],
+)
+pairs_along_k = pytest.mark.parametrize("pair", PAIRS["k"], ids=pair_id)
+
+
+class Case:
+    """Operands of a grouped product and, group by group, of the products that it stands for."""
+
+    def __init__(self, along, pair, routing, device, n: int = N, k: int = K):
+        sizes, tail = routing
+        self.along, self.pair, self.device, self.n, self.k = along, pair, device, n, k
+        self.sizes, self.tokens = sizes, sum(sizes) + tail
+        self.ends = torch.tensor(sizes).cumsum(0).to(device, torch.int32)
+        if along == "m":
+            self.a = quantize(values(self.tokens, k, 1), pair[0], device)
+            self.b = quantize(random_tensor(len(sizes), n, k, seed=2) * 2.0**-6, pair[1], device)
+        else:
+            self.a, self.b = (
+                quantize(self.padded(values(self.tokens, columns, seed)).mT, fmt, device)
+                for columns, seed, fmt in ((n, 1, pair[0]), (k, 2, pair[1]))
+            )
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, ..] with each group padded to whole blocks: what a columnwise copy is quantized from."""
+        block, rows = self.pair[0].block[1], x[: sum(self.sizes)]
+        out = x.new_zeros(padded_tokens(self.tokens, len(self.sizes), block), x.shape[1])
+        at = 0
+        for group in rows.split(self.sizes):
+            out[at : at + len(group)] = group
+            at += -(-len(group) // block) * block
+        return out
+
+    def groups(self):
+        """(index of the output, a, b) of each group's plain product."""
+        row = block = 0
+        for g, size in enumerate(self.sizes):
+            if self.along == "m":
+                end = row + size
+                scale = self.a.scale[:, row:end] if self.a.format.transposed_scales else self.a.scale[row:end]
+                a = self.a._replace(qdata=self.a.qdata[row:end], scale=scale)
+                yield slice(row, end), a, self.b._replace(qdata=self.b.qdata[g], scale=self.b.scale[g])
+                row = end
+            else:
+                end = block - (-size // self.a.format.block[1])
+                yield g, *(columns(x, block, end) for x in (self.a, self.b))
+                block = end
+
+    def run(self, out_dtype=torch.float32, **options) -> torch.Tensor:
+        return ops.grouped_matmul(self.a, self.b, self.ends, along=self.along, out_dtype=out_dtype, **options)
+
+    def add(self, out, **options) -> torch.Tensor:
+        return ops.add_grouped_matmul_(out, self.a, self.b, self.ends, **options)
+
+
+def values(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return random_tensor(rows, columns, seed=seed) * 2.0**-6
+
+
+def quantize(x: torch.Tensor, fmt, device):
+    return ops.quantize(x.to(device), fmt, backend="reference").rowwise
+
+
+def columns(q, first: int, end: int):
+    """Blocks [first, end) of an operand's contraction."""
+    width = q.format.block[1] // q.format.element.per_byte
+    scale = q.scale[first:end] if q.format.transposed_scales else q.scale[:, first:end]
+    return q._replace(qdata=q.qdata[:, first * width : end * width], scale=scale)
+
+
+def assert_close_to_each_group(case: Case, out: torch.Tensor, backend: str) -> None:
+    """Within the plain product's budget in each group, and exactly zero where no group is."""
+    rest = torch.ones_like(out, dtype=torch.bool)
+    for index, a, b in case.groups():
+        contraction = a.qdata.shape[1] * a.format.element.per_byte
+        if contraction:
+            assert_within_budget(out[index], a, b, contraction, accumulation_unit(backend, a.format, case.device))
+            rest[index] = False
+    assert (out[rest] == 0).all()

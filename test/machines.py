@@ -1,0 +1,135 @@
+"""The machine that tests pretend to run on: its GPU, its Triton, its CUDA.
+
+Also the one place that knows how to see launches of kernels, and how warnings that are given once are given again.
+Tests ask for the fixture `machine`, and ranks and worker processes for `without_interpreter`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from torchao_blockwise import _compat
+from torchao_blockwise.ops import backend, operands
+from torchao_blockwise.ops.groups import ends
+
+
+def without_interpreter(patch: pytest.MonkeyPatch) -> None:
+    """AUTO on a CPU takes the reference, not Triton's interpreter: the same bits, many times faster."""
+    patch.setattr(backend, "interpreting", lambda: False)
+
+
+class Launched(NamedTuple):
+    """A launch of a Triton kernel."""
+
+    kernel: Any
+    grid: Any
+    options: dict
+
+
+class Machine:
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.patch = patch
+
+    def forget(self) -> None:
+        """What the package remembers of the machine, which was another one."""
+        backend.compute_capability.cache_clear()
+        _compat.why_old_triton.cache_clear()
+
+    def has_gpu_of(self, capability: tuple[int, int]) -> None:
+        """CUDA devices have this compute capability. No tensor is on one."""
+        self.patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        self.forget()
+
+    def has_cuda(self, version: str) -> None:
+        self.patch.setattr(torch.version, "cuda", version)
+
+    def has_triton(self, has: bool = True) -> None:
+        self.patch.setattr(_compat, "has_triton", lambda: has)
+
+    def has_gluon(self, has: bool = True) -> None:
+        """Gluon is there where Triton is, unless that is too old."""
+        self.patch.setattr(_compat, "has_gluon", lambda: has)
+        if has:
+            self.patch.setattr(_compat, "why_old_triton", _with_cache(lambda: None))
+
+    def without_interpreter(self) -> None:
+        without_interpreter(self.patch)
+
+    def runs_gluon(self, capability: tuple[int, int] = (9, 0), interprets: bool = False) -> None:
+        """Each device, the CPU too, has this compute capability to Gluon's kernels, which are compiled there.
+
+        Triton's kernels run where they ran before. `launches_of_tiles` sees that nothing is really launched.
+        """
+        from torchao_blockwise.ops.device import gluon_tiles
+        from torchao_blockwise.ops.gemm.grouped import kernels_gluon
+
+        for module in (operands, gluon_tiles):
+            self.patch.setattr(module, "compute_capability", lambda device: capability)
+        for module in (gluon_tiles, kernels_gluon):
+            self.patch.setattr(module, "interpreting", lambda: interprets)
+
+    def multiplies_by(self, scaled_mm) -> None:
+        """cuBLASLt's product with block scales, which CPUs do not have, is this function."""
+        self.patch.setattr(_compat, "scaled_mm", scaled_mm)
+
+    def captures_a_graph(self) -> None:
+        """All that runs is captured in a CUDA graph."""
+        self.patch.setattr(_compat, "is_capturing", lambda x: True)
+
+    def reads_no_group_ends(self) -> None:
+        """As on a GPU, the host looks at no value of the ends of groups."""
+        self.patch.setattr(ends, "_check_values", lambda *args: None)
+
+    def warns_anew(self) -> None:
+        """Warnings that are given once are given again, and afterwards as if they never were."""
+        self.patch.setattr(backend, "_warned", set())
+
+    def launches_of(self, kernels, happen: bool = True) -> list[Launched]:
+        """The launches of the kernels of a module from now on. happen: whether they really happen."""
+        seen: list[Launched] = []
+        launch = kernels.launch
+
+        def record(kernel, grid, *args, **options):
+            seen.append(Launched(kernel, grid, options))
+            return launch(kernel, grid, *args, **options) if happen else None
+
+        self.patch.setattr(kernels, "launch", record)
+        return seen
+
+    def launches_of_tiles(self, settle) -> list[tuple]:
+        """(settle(..), tensors) of launches of Gluon's kernels of FP8 tiles, none of which happens.
+
+        settle: of what a launch depends on but for its tensors, what the test looks at.
+        """
+        from torchao_blockwise.ops.device import gluon_tiles
+
+        seen: list[tuple] = []
+
+        def launch_of(*settled):
+            kept = settle(*settled)
+            # A pointer may be (tensor, dtype to see it as).
+            return lambda kernel, *tensors: seen.append((kept, [t[0] if type(t) is tuple else t for t in tensors]))
+
+        self.patch.setattr(gluon_tiles, "_launch_of", launch_of)
+        return seen
+
+    def counts_launches_of_tiles(self) -> list[tuple]:
+        """The tensors of launches of Gluon's kernels of FP8 tiles, which do happen."""
+        from torchao_blockwise.ops.device import gluon_tiles
+
+        seen, original = [], gluon_tiles._launch_of
+
+        def launch_of(*settled):
+            launch = original(*settled)
+            return lambda *arguments: (seen.append(arguments), launch(*arguments))
+
+        self.patch.setattr(gluon_tiles, "_launch_of", launch_of)
+        return seen
+
+
+def _with_cache(function):
+    function.cache_clear = lambda: None
+    return function

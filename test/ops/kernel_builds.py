@@ -1,0 +1,151 @@
+"""Kernels built for GPUs that are not there, and what the builds are like: registers, spills, instructions.
+
+A subprocess (without the interpreter, which Triton picks once a process) runs the launchers on CPU tensors with a
+driver that names a GPU but has none: kernels are built as a GPU would build them, and never launched.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from pathlib import Path
+
+# Compute capabilities: Ampere, Hopper, Blackwell.
+TARGETS = (80, 90, 100)
+
+
+def _record_builds(target: int):
+    """Make Triton build for `target` and launch nothing; returns the list that builds are appended to."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    class Driver:
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", target, 32))
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device=0: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+
+    builds = []
+    run = JITFunction.run
+
+    def build(self, *args, grid, warmup, **kwargs):
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        builds.append((self.fn.__name__, compiled))
+        # No build to launch the next time: each launch comes here.
+        return None
+
+    JITFunction.run = build
+    triton.runtime.driver.set_active(Driver())
+    return builds
+
+
+def operand(fmt, *shape: int):
+    import torch
+
+    from torchao_blockwise.formats import Operand
+
+    qdata = torch.zeros(fmt.qdata_shape(*shape), dtype=torch.uint8).view(fmt.element.storage_dtype)
+    scale = torch.zeros(fmt.scale_shape(*shape)).to(fmt.scale_dtype)
+    return Operand(qdata, scale, torch.ones(()) if fmt.has_global_scale else None, fmt.name)
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """What ptxas gave a kernel: REG, STACK, .. ; a spilled register lies on the stack."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", output)}
+
+
+INSTRUCTIONS = re.compile(
+    r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync|cvt\.rn\.satfinite|div(?=\.\w+\.f32)|fma|st\.global)\.[\w.:]*"
+    r"|\S*\.ftz\S*"
+)
+
+
+def _half_defined_words(ptx: str) -> list[str]:
+    """Words of which one half was never written. ptxas 12.8 lost other bytes beside such halves of e4m3 pairs."""
+    defined = set()
+    for line in ptx.splitlines():
+        operands = re.match(r"\s*(?:@!?%p\d+ )?(?!st)[a-z][\w.:]*\s+(\{[^}]*\}|[^,;{]+)", line)
+        defined.update(re.findall(r"%rs\d+", operands.group(1)) if operands else ())
+    words = re.findall(r"(mov\.b32 \s*%r\d+, \{(%rs\d+), (%rs\d+)\})", ptx)
+    return [word for word, *halves in words if not defined.issuperset(halves)]
+
+
+def _loads_in_loops(ttgir: str) -> list[int]:
+    """Of each partition of a kernel how many loads from memory are in its loops."""
+    partitions = re.split(r"^\s*(?:default \{|partition\d+\()", ttgir, flags=re.M)[1:]
+    loops = (re.split(r"scf\.(?:for|while)", partition, maxsplit=1)[1:] for partition in partitions)
+    return [len(re.findall(r"tt\.load", *loop)) if loop else 0 for loop in loops]
+
+
+def _rows(cases, target: int, instructions: re.Pattern) -> list[dict]:
+    """What each build for `target` is like."""
+    builds = _record_builds(target)
+    rows, resources = [], {}
+    for label, launch in cases(target):
+        launch()
+        for kernel, compiled in builds:
+            if compiled.hash not in resources:
+                resources[compiled.hash] = _resources(compiled.asm["cubin"])
+            # How many there are of each.
+            counts = Counter(instructions.findall(compiled.asm["ptx"]))
+            row = {"label": label, "kernel": kernel, "build": compiled.hash, "instructions": counts}
+            row["SHARED"] = compiled.metadata.shared
+            row["loads_in_loops"] = _loads_in_loops(compiled.asm["ttgir"])
+            row["half_defined_words"] = _half_defined_words(compiled.asm["ptx"])
+            rows.append(resources[compiled.hash] | row)
+        builds.clear()
+    return rows
+
+
+def main(cases, folder: str, *targets: str, instructions: re.Pattern = INSTRUCTIONS) -> None:
+    """Leave the rows of each target as JSON in `folder`: children that share what is imported compile side by side.
+
+    cases: of a target, (label, call of a launcher) of what is built. instructions: which of them are counted.
+    """
+    import triton
+
+    import torchao_blockwise
+
+    assert triton and torchao_blockwise
+    children = []
+    for target in targets:
+        child = os.fork()
+        if child == 0:
+            try:
+                Path(folder, target).write_text(json.dumps(_rows(cases, int(target), instructions)))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    sys.exit(any(statuses))
+
+
+def built_for(script: str, targets) -> dict[int, list]:
+    """{target: the rows that `script` leaves for it}."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, script, folder, *map(str, targets)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return {target: json.loads(Path(folder, str(target)).read_text()) for target in targets}
+
+
+def of(rows, *words):
+    found = [row for row in rows if all(word in row["label"].split() for word in words)]
+    assert found, words
+    return found

@@ -1,0 +1,57 @@
+"""How far products may be from the fp64 product of what their operands decode to: worked out, not measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import E4M3
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def pair_id(pair) -> str:
+    return "-".join(fmt.name for fmt in pair)
+
+
+out_dtypes = pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=lambda d: str(d)[6:])
+
+
+def decoded(q, k: int) -> torch.Tensor:
+    """fp64 [rows, K] with an exact product of element and scales."""
+    ones = torch.ones_like(q.global_scale) if q.format.has_global_scale else None
+    x = ops.dequantize(q._replace(global_scale=ones), columns=k, dtype=torch.float64)
+    return x if ones is None else x * q.global_scale.double()
+
+
+def accumulation_unit(backend: str, fmt, device: str) -> float:
+    """Rounding of one step of the accumulation, relative to the sum of magnitudes.
+
+    Hopper's FP8 tensor cores keep about 14 bits within the 128 terms that are summed before promotion to fp32
+    (DeepSeek-V3 report §3.3.2); for bf16 operands they truncate to fp32's 24 bits instead of rounding.
+    """
+    if backend == "reference" or device == "cpu":
+        return 2.0**-24
+    return 2.0**-13 if fmt.element is E4M3 else 2.0**-22
+
+
+OUT_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+OUT_TINY = {torch.bfloat16: 0.0, torch.float16: 2.0**-25, torch.float32: 0.0}
+
+
+def assert_within_budget(out, a, b, k: int, unit: float, bias=None) -> None:
+    """|out - exact| ≤ (√K + 6) · unit · (|a| · |b|ᵀ + |bias|) + half an ulp of the output.
+
+    A sum of K terms rounded at each step drifts like √K steps (worst case K); 6 more are the roundings of a block's two
+    scales, of the two global scales' product and its use, of decoded FP8 scale products and of the bias.
+    """
+    a, b = decoded(a, k), decoded(b, k)
+    exact, magnitude = a @ b.mT, a.abs() @ b.abs().mT
+    if bias is not None:
+        exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+    accumulation = (k**0.5 + 6) * unit * magnitude
+    rounding = OUT_UNIT[out.dtype] * (exact.abs() + accumulation) + OUT_TINY[out.dtype]
+    excess = (out.double() - exact).abs() - (accumulation + rounding)
+    assert out.shape == exact.shape
+    assert not (excess > 0).any(), f"{int((excess > 0).sum())} of {out.numel()} outside, by up to {excess.max():.3g}"
