@@ -68,6 +68,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def nothing_recorded():
+    """What a test changes under operations is seen by them, whatever was recorded before."""
+    from torchao_blockwise.ops import replay
+
+    replay.forget()
+
+
 @pytest.fixture
 def device() -> str:
     """The device that tests run on: the GPU if there is one."""
