@@ -402,6 +402,32 @@ def test_tensors_go_when_they_were_used(replays):
     assert seen == [True, False, False] and type(recording) is replay.Recording
 
 
+def test_what_is_recorded_is_not_held(replays):
+    """Neither while it is recorded, nor afterwards in a cycle that waits for the collector."""
+    alive: list[list[bool]] = []
+
+    def work(x):
+        first = x + 1
+        ref = weakref.ref(first)
+        second = first.view(-1) * 2
+        del first
+        third = second + 1
+        refs.append(weakref.ref(third))
+        alive.append([ref() is not None])
+        return third.view(2, 2)
+
+    refs: list[weakref.ref] = []
+    gc.collect()
+    gc.disable()
+    try:
+        outs = called(work, [(torch.ones(2, 2),) for _ in range(2)])
+        assert alive == [[False], [False]] and all(torch.equal(out, torch.full((2, 2), 5.0)) for out in outs)
+        del outs
+        assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_results_are_the_callers(replays):
     """No call's results are overwritten by a later one."""
     x = torch.randn(64, 128)

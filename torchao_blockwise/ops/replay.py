@@ -19,10 +19,12 @@ from __future__ import annotations
 import functools
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import recordings
@@ -176,18 +178,28 @@ class _Recorder(recordings.TorchDispatchMode):
         self.launcher: Launching | None = None
         # (step, places read, places written, whether it is needed for more than what it writes)
         self.steps: list[tuple[Step, set[int], set[int], bool]] = []
-        self.tensors: list[torch.Tensor] = []
+        # How many tensors there were, each at its place; those that live are known by identity. None is held here: what
+        # an operation frees on its way goes while it is recorded, too.
+        self.count = 0
         self._places: dict[int, int] = {}
-        # The place whose storage this is; tensors here are kept, so that nothing else gets their identity.
-        self._owners: dict[int, int] = {}
+        self._alive: list[weakref.ref[torch.Tensor]] = []
+        # storage -> (the first place that has it, where that begins). While a weak reference is held no other storage
+        # gets the identity.
+        self._owners: dict[int, tuple[int, int]] = {}
+        self._storages: list[StorageWeakRef] = []
         self.device, self.calls = inputs[0].device, False
         for x in inputs:
             self._add(x)
 
     def _add(self, x: torch.Tensor) -> int:
-        place = self._places[id(x)] = len(self.tensors)
-        self.tensors.append(x)
-        self._owners.setdefault(recordings.storage_of(x), place)
+        place, places, key = self.count, self._places, id(x)
+        self.count += 1
+        places[key] = place
+        self._alive.append(weakref.ref(x, lambda _: places.pop(key, None)))
+        storage = recordings.storage_of(x)
+        if storage not in self._owners:
+            self._owners[storage] = place, int(x.storage_offset() * x.itemsize)
+            self._storages.append(StorageWeakRef(x.untyped_storage()))
         return place
 
     def refuse(self, why: str) -> None:
@@ -261,13 +273,12 @@ class _Recorder(recordings.TorchDispatchMode):
             if not isinstance(x, torch.Tensor):
                 values.append(x)
                 continue
-            owner = self._owners.get(recordings.storage_of(x))
+            owner, begins = self._owners.get(recordings.storage_of(x), (None, 0))
             if owner is None:
                 self.refuse("launches a kernel on a tensor from elsewhere")
                 return
             reads.add(owner)
-            held = self.tensors[owner]
-            behind = int(x.storage_offset() * x.itemsize - held.storage_offset() * held.itemsize)
+            behind = int(x.storage_offset() * x.itemsize) - begins
             if type(argument) is Matrix:
                 matrices.append((len(values), owner, behind, argument.encode, {}))
             else:
@@ -372,7 +383,7 @@ class Recording:
             steps.append((step, tuple((reads | writes) - read)))
             read |= reads | writes
         self._steps = steps[::-1]
-        self._behind = [*[None] * (len(seen.tensors) - inputs), *constants]
+        self._behind = [*[None] * (seen.count - inputs), *constants]
 
     def fits(self) -> bool:
         """Whether nothing around forbids it now: another current device, hooks on launches."""
@@ -402,7 +413,7 @@ def _maker(result: Any, seen: _Recorder, constants: list[Any]) -> Callable[[Tens
         if isinstance(x, torch.Tensor):
             return seen._places[id(x)]
         constants.append(x)
-        return len(seen.tensors) + len(constants) - 1
+        return seen.count + len(constants) - 1
 
     if isinstance(result, torch.Tensor):
         return operator.itemgetter(place_of(result))
