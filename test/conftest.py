@@ -77,6 +77,22 @@ def nothing_recorded():
 
 
 @pytest.fixture
+def replays(monkeypatch):
+    """() -> how many calls were replays so far. A CPU's operations are replayed too: all they do there is PyTorch's."""
+    from torchao_blockwise.ops import replay
+
+    counted, by_itself = [0], replay.Recording.replay
+
+    def counting(self, tensors):
+        counted[0] += 1
+        return by_itself(self, tensors)
+
+    monkeypatch.setattr(replay.Recording, "replay", counting)
+    monkeypatch.setattr(replay, "serves", lambda device: True)
+    return lambda: counted[0]
+
+
+@pytest.fixture
 def device() -> str:
     """The device that tests run on: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 
 from torchao_blockwise._compat import triton_launcher
-from torchao_blockwise.ops import replay
+from torchao_blockwise.ops.recording import NOT_BUILT, Matrix, recorder
 
 # Every pointer and stride that Triton calls divisible is a multiple of this.
 _ALIGNMENT_MASK = 15
@@ -131,12 +131,12 @@ def _launch(kernel, grid: int, args: tuple, more: tuple, options: dict, parts: l
     key = tuple(parts)
     build = _builds.get(key)
     if build is None:
-        why = "launches through Triton" if key in _builds else replay.NOT_BUILT
+        why = "launches through Triton" if key in _builds else NOT_BUILT
         compiled = _launch_by_triton(kernel, grid, (*args, *more), options, why)
         if compiled is not None:
             _builds[key] = triton.launcher_of(compiled, kernel, len(args) + len(more))
         return None
-    seen = replay.recorder()
+    seen = recorder()
     if seen is not None:
         seen.launched(triton, build.run, grid, (*_as_recorded(args, build.encoders), *more))
     if build.encoders:
@@ -190,13 +190,13 @@ def _as_recorded(args, encoders: tuple) -> Iterator[Any]:
     for arg in args:
         x, form = arg if type(arg) is tuple else (arg, None)
         if type(form) is Tile:
-            yield replay.Matrix(x, functools.partial(next(following), shape=x.shape, strides=_strides(x)))
+            yield Matrix(x, functools.partial(next(following), shape=x.shape, strides=_strides(x)))
         else:
             yield x
 
 
 def _launch_by_triton(kernel, grid: int, args, options, why: str = "launches through Triton"):
-    seen = replay.recorder()
+    seen = recorder()
     if seen is not None:
         seen.refuse(why)
     tensors = (arg[0] if type(arg) is tuple else arg for arg in args)

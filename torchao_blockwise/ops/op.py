@@ -25,6 +25,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups, Operand, get_format
 from torchao_blockwise.ops import replay
 from torchao_blockwise.ops.backend import Backend, Choice, Implementation, choose, get_backend
+from torchao_blockwise.ops.recording import recorder
 
 NAMESPACE = "torchao_blockwise"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -133,6 +134,8 @@ def define_op(
     sharding: DTensor rule, as `torch.distributed.tensor.experimental.register_sharding` takes it, of whole values:
         specs in the places of tensors, and placements in those that it answers for inputs.
     said: the name in messages, where it is another than the operation's.
+    replayed: (all arguments) -> whether they alone decide what it does, so that it may be recorded and replayed, as
+        ops/replay.py says; by default on devices where anything is. None: never.
     What makes operands by `CastOptions` returns `Copies`, without global scales; other operands are returned as their
     tensors (qdata, scale, ..). Raises TypeError for an annotation that no schema has.
     """
@@ -156,7 +159,7 @@ def define_op(
         recordings = replay.Replays()
 
         def compute(args: Sequence):
-            if replayed is not None and replay.recorder() is None and replayed(*args):
+            if replayed is not None and recorder() is None and replayed(*args):
                 return recordings.call(compute_anew, args)
             return compute_anew(*args)
 
@@ -197,7 +200,7 @@ def define_op(
 
 def is_watched() -> bool:
     """Whether something wants to see operations, but for what records them."""
-    return torch.compiler.is_compiling() or (_compat.is_watched() and replay.recorder() is None)
+    return torch.compiler.is_compiling() or (_compat.is_watched() and recorder() is None)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))

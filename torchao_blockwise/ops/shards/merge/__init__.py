@@ -102,7 +102,9 @@ def _by_kernels(
     (
         Implementation(Backend.TRITON, _by_kernels, why_no_kernels),
         Implementation(Backend.REFERENCE, _by_reference),
-    )
+    ),
+    # Tables of addresses lead the kernels.
+    replayed=None,
 )
 def merge_shards_op(
     targets: ChangedList,
