@@ -196,23 +196,23 @@ _warned: set[tuple[str, Backend, Backend | None]] = set()
 
 def _kernels_on_gpus(*args) -> Backend | None:
     """Triton where an operation's arguments are on a GPU."""
-    x = _first_tensor(args)
+    x = first_tensor(args)
     return Backend.TRITON if x is not None and x.is_cuda else None
 
 
 def why_no_kernels(*args) -> str | None:
     """Why Triton kernels cannot compute these arguments of an operation, or None if they can."""
-    x = _first_tensor(args)
+    x = first_tensor(args)
     return "there is nothing to compute" if x is None else why_no_triton(x.device)
 
 
 def why_no_encoders(*args) -> str | None:
     """`why_no_kernels`, of those that round to e4m3: below sm_89 there is no such conversion in hardware."""
-    x = _first_tensor(args)
+    x = first_tensor(args)
     return "there is nothing to compute" if x is None else why_no_triton(x.device, min_capability=(8, 9))
 
 
-def _first_tensor(x) -> torch.Tensor | None:
+def first_tensor(x) -> torch.Tensor | None:
     """The first tensor of an operation's arguments, which begin with a tensor, an operand or a list of either."""
     while isinstance(x, (tuple, list)):
         if not x:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from torchao_blockwise.formats import BlockFormat, CastOptions
-from torchao_blockwise.ops.backend import Backend
+from torchao_blockwise.ops.backend import Backend, first_tensor
 from torchao_blockwise.ops.recording import NOT_BUILT, Recording, record
 
 # Of one operation. Where shapes never come again, what is remembered must not grow without end.
@@ -40,12 +40,8 @@ def serves(device: torch.device) -> bool:
 
 def on_device(*args: Any) -> bool:
     """Whether the first tensor of these arguments lies where operations are replayed."""
-    x: Any = args
-    while isinstance(x, (tuple, list)):
-        if not x:
-            return False
-        x = x[0]
-    return isinstance(x, torch.Tensor) and serves(x.device)
+    x = first_tensor(args)
+    return x is not None and serves(x.device)
 
 
 def signature(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
