@@ -27,6 +27,17 @@ class Launched(NamedTuple):
     kernel: Any
     grid: Any
     options: dict
+    args: tuple
+
+    @property
+    def tensors(self) -> list:
+        """Those among its arguments, and None where one is left out. A pointer may be (tensor, dtype to see it as)."""
+        given = [arg[0] if type(arg) is tuple else arg for arg in self.args]
+        return [x for x in given if x is None or isinstance(x, torch.Tensor)]
+
+    @property
+    def numbers(self) -> list[int]:
+        return [arg for arg in self.args if type(arg) is int]
 
 
 class Machine:
@@ -93,40 +104,10 @@ class Machine:
         launch = kernels.launch
 
         def record(kernel, grid, *args, **options):
-            seen.append(Launched(kernel, grid, options))
+            seen.append(Launched(kernel, grid, options, args))
             return launch(kernel, grid, *args, **options) if happen else None
 
         self.patch.setattr(kernels, "launch", record)
-        return seen
-
-    def launches_of_tiles(self, settle) -> list[tuple]:
-        """(settle(..), tensors) of launches of Gluon's kernels of FP8 tiles, none of which happens.
-
-        settle: of what a launch depends on but for its tensors, what the test looks at.
-        """
-        from torchao_blockwise.ops.device import gluon_tiles
-
-        seen: list[tuple] = []
-
-        def launch_of(*settled):
-            kept = settle(*settled)
-            # A pointer may be (tensor, dtype to see it as).
-            return lambda kernel, *tensors: seen.append((kept, [t[0] if type(t) is tuple else t for t in tensors]))
-
-        self.patch.setattr(gluon_tiles, "_launch_of", launch_of)
-        return seen
-
-    def counts_launches_of_tiles(self) -> list[tuple]:
-        """The tensors of launches of Gluon's kernels of FP8 tiles, which do happen."""
-        from torchao_blockwise.ops.device import gluon_tiles
-
-        seen, original = [], gluon_tiles._launch_of
-
-        def launch_of(*settled):
-            launch = original(*settled)
-            return lambda *arguments: (seen.append(arguments), launch(*arguments))
-
-        self.patch.setattr(gluon_tiles, "_launch_of", launch_of)
         return seen
 
 

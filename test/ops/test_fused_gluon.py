@@ -59,22 +59,18 @@ def assert_copies_equal(got, expected) -> None:
 
 @pytest.fixture
 def taken(machine, monkeypatch):
-    """(what settles it, its tensors) of each launch of a Gluon kernel, of which none happens; every machine will do."""
-
-    def settle(tiles_m, columns, sizes, options, tiling):
-        return tiling.dtype, options.power_of_2_scales, dict(tiling.constants), tiling.warps
-
+    """Launches of Gluon kernels, of which none happens; every machine will do."""
     # What is quantized alone is not of them.
     monkeypatch.setattr(sys.modules[ops.quantize.__module__], "why_no_tiles", lambda options, x: "left out")
     machine.runs_gluon()
-    return machine.launches_of_tiles(settle)
+    return machine.launches_of(gluon_tiles, happen=False)
 
 
-def built_by(settled) -> tuple:
+def built_by(launch) -> tuple:
     """(dtype, power of 2, parts, warps) of a launch, none of which lets two roundings become one."""
-    dtype, power_of_2, constants, warps = settled
-    assert constants["enable_fp_fusion"] is False
-    return dtype, power_of_2, constants["PARTS"], warps
+    options = launch.options
+    assert options["enable_fp_fusion"] is False
+    return options["DTYPE"], options["POWER_OF_2"], options["PARTS"], options["num_warps"]
 
 
 def assert_same_memory(got, expected) -> None:
@@ -104,10 +100,11 @@ def test_swiglu_is_taken(shape, power_of_2, dtype, rowwise, taken, device):
         ("swiglu_backward_quantize", inputs, 2 * width, swiglu_gluon.BACKWARD),
     ):
         call(op, *inputs, rowwise=rowwise, power_of_2_scales=power_of_2)
-        ((settled, (*got, q, s, qt, st, blocks)),) = taken
+        (launch,) = taken
+        *got, q, s, qt, st, blocks = launch.tensors
         assert_same_memory(got, tensors)
         assert_copies_of((q, s, qt, st), (rows, padded), columns, rowwise)
-        assert built_by(settled) == (dtype, power_of_2, *build) and blocks is None
+        assert built_by(launch) == (gluon_tiles.DTYPES[dtype], power_of_2, *build) and blocks is None
         taken.clear()
 
 
@@ -117,7 +114,7 @@ def test_swiglu_is_taken_for_tokens_in_groups(rowwise, taken, device):
     ends = torch.tensor([5, 15], dtype=torch.int32, device=device)
     for op, columns in (("swiglu_quantize", 48), ("swiglu_backward_quantize", 96)):
         call(op, *inputs, rowwise=rowwise, groups=ends)
-        ((_, (*_, q, s, qt, st, blocks)),) = taken
+        ((*_, q, s, qt, st, blocks),) = (launch.tensors for launch in taken)
         assert_copies_of((q, s, qt, st), (17, 256), columns, rowwise)
         # The tokens as a whole; each group; those of no group.
         assert blocks.tolist() == [[0, 15, 17, 0], [0, 5, 5, 0], [5, 15, 15, 0], [15, 15, 17, 0]]
@@ -134,9 +131,11 @@ def test_a_norm_is_taken(kind, out, dtype, rowwise, taken, device):
     weight, bias = torch.ones(96, device=device)[::2], torch.ones(48, dtype=torch.bfloat16, device=device)
     statistics = ops.norm_statistics(x, kind, EPS, backend="reference")
     ops.norm_quantize(x, CastOptions(FP8_1X128, rowwise, True), statistics, weight, bias, dtype=out)
-    ((settled, (got, *vectors, q, s, qt, st)),) = taken
+    (launch,) = taken
+    got, *vectors, q, s, qt, st = launch.tensors
     assert_same_memory([got], [x])
-    assert built_by(settled) == (out, False, *norm_gluon.BUILD) and settled[2]["X_DTYPE"] is dtype
+    dtypes = gluon_tiles.DTYPES
+    assert built_by(launch) == (dtypes[out], False, *norm_gluon.BUILD) and launch.options["X_DTYPE"] is dtypes[dtype]
     assert_copies_of((q, s, qt, st), (33, 64), 48, rowwise)
     assert all(t is None or t.is_contiguous() for t in vectors)
     for vector, expected in zip(vectors, (*statistics, weight, bias), strict=True):
@@ -237,7 +236,7 @@ def launched(machine):
     reason = gluon_tiles.why_not(FP8_1X128, torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda"))
     if reason is not None:
         pytest.skip(reason)
-    return machine.counts_launches_of_tiles()
+    return machine.launches_of(gluon_tiles)
 
 
 @pytest.mark.gpu

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -112,8 +110,6 @@ def set_tables(monkeypatch, **tables) -> None:
     kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
     for name, value in tables.items():
         monkeypatch.setattr(kernels, name, value)
-    # What is kept was built from the tables as they were, and must not outlive those of this test.
-    monkeypatch.setattr(kernels, "_build", functools.cache(kernels._build.__wrapped__))
 
 
 def test_both_copies_of_one_row_blocks_take_a_launch_each(monkeypatch, machine, device):
@@ -125,7 +121,7 @@ def test_both_copies_of_one_row_blocks_take_a_launch_each(monkeypatch, machine, 
         ops.quantize(x, fmt, columnwise=True, backend="triton")
     # 5 × 3 tiles of 32 rows, and 2 × 3 whole ones; of square blocks 2 × 3 tiles for both.
     assert [launch.grid for launch in launches] == [15, 6, 6]
-    copies = [(options["ROWWISE"], options["COLUMNWISE"]) for _, _, options in launches]
+    copies = [(launch.options["ROWWISE"], launch.options["COLUMNWISE"]) for launch in launches]
     assert copies == [(True, False), (False, True), (True, True)]
 
 

@@ -24,14 +24,16 @@ from torchao_blockwise.ops.quantization import kernels_gluon as gluon
 
 @pytest.fixture
 def taken(machine):
-    """[(what settles a launch of the kernel, its tensors)], launching nothing; every device will do."""
-
-    def settle(tiles_m, columns, sizes, options, tiling):
-        assert sizes[1] == columns and tiling.constants == (("COLUMNS", tiling.columns),)
-        return tiles_m, *sizes, tiling.dtype, options.fmt, options.power_of_2_scales, tiling.columns, tiling.warps
-
+    """Launches of the kernel, none of which happens; every device will do."""
     machine.runs_gluon()
-    return machine.launches_of_tiles(settle)
+    return machine.launches_of(gluon_tiles, happen=False)
+
+
+def settled(launch) -> tuple:
+    """What settles a launch but for its tensors: grid, sizes, power of 2, columns and warps, of bf16."""
+    options = launch.options
+    assert options["DTYPE"] is gluon_tiles.DTYPES[torch.bfloat16] and options["BLOCK"] == FP8_1X128.block[1]
+    return launch.grid, *launch.numbers, options["POWER_OF_2"], options["COLUMNS"], options["num_warps"]
 
 
 def bf16(*shape, device) -> torch.Tensor:
@@ -63,9 +65,9 @@ def test_is_taken_where_it_can(backend, taken, monkeypatch, device):
     monkeypatch.setattr(gluon, "BOTH", (128, 8))
     x = bf16(32, 48, device=device)
     rowwise, columnwise = ops.quantize(x, FP8_1X128, columnwise=True, power_of_2_scales=True, backend=backend)
-    ((settled, tensors),) = taken
-    assert settled == (1, 32, 48, 32, 48, torch.bfloat16, FP8_1X128, True, 128, 8)
-    assert_same_memory(tensors, x, *rowwise.tensors[:2], *columnwise.tensors[:2], None)
+    (launch,) = taken
+    assert settled(launch) == (1, 32, 48, 32, 48, True, 128, 8)
+    assert_same_memory(launch.tensors, x, *rowwise.tensors[:2], *columnwise.tensors[:2], None)
 
 
 @pytest.mark.parametrize("backend", ("auto", "gluon"))
@@ -74,18 +76,18 @@ def test_is_taken_for_the_columnwise_copy_alone(backend, taken, monkeypatch, dev
     x = bf16(32, 48, device=device)
     options = {"rowwise": False, "columnwise": True, "power_of_2_scales": True, "backend": backend}
     columnwise = ops.quantize(x, FP8_1X128, **options).columnwise
-    ((settled, tensors),) = taken
-    assert settled == (1, 32, 48, 32, 48, torch.bfloat16, FP8_1X128, True, 64, 2)
-    assert_same_memory(tensors, x, None, None, *columnwise.tensors[:2], None)
+    (launch,) = taken
+    assert settled(launch) == (1, 32, 48, 32, 48, True, 64, 2)
+    assert_same_memory(launch.tensors, x, None, None, *columnwise.tensors[:2], None)
 
 
 def test_the_columnwise_copy_is_padded_if_asked_and_cut_otherwise(taken, device):
     x = bf16(33, 48, device=device)
     for padded, tokens in ((True, 64), (False, 33)):
         columnwise = ops.quantize(x, FP8_1X128, rowwise=False, columnwise=True, padded=padded).columnwise
-        settled, tensors = taken.pop()
-        assert settled[:5] == (1, 33, 48, 64, 48) and columnwise.qdata.shape == (48, tokens)
-        assert (tensors[3].data_ptr() == columnwise.qdata.data_ptr()) == padded
+        launch = taken.pop()
+        assert settled(launch)[:5] == (1, 33, 48, 64, 48) and columnwise.qdata.shape == (48, tokens)
+        assert (launch.tensors[3].data_ptr() == columnwise.qdata.data_ptr()) == padded
 
 
 def test_is_not_taken_for_the_rowwise_copy_alone(taken, device):
@@ -111,8 +113,9 @@ def test_is_taken_for_tokens_in_groups(taken, device):
     ends = torch.tensor([5, 15], dtype=torch.int32, device=device)
     for rowwise, build in ((True, gluon.BOTH), (False, gluon.COLUMNWISE)):
         copies = ops.grouped_quantize(x, ends, FP8_1X128, rowwise=rowwise, columnwise=True)
-        settled, (*tensors, blocks) = taken.pop()
-        assert settled == (3, 17, 16, 256, 16, torch.bfloat16, FP8_1X128, False, *build)
+        launch = taken.pop()
+        assert settled(launch) == (3, 17, 16, 256, 16, False, *build)
+        *tensors, blocks = launch.tensors
         parts = [None, None] if copies.rowwise is None else copies.rowwise.tensors[:2]
         assert_same_memory(tensors, x, *parts, *copies.columnwise.tensors[:2])
         assert copies.columnwise.qdata.shape == (16, 256)

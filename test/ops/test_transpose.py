@@ -112,7 +112,8 @@ def test_tiles_are_large_from_64_mi_elements_on(rows, columns, tile, machine):
     launches = machine.launches_of(kernels, happen=False)
     empty = FP8_128X128.new_empty(torch.empty(0), rows, columns)
     kernels.transpose(Operand(*empty, None, FP8_128X128.name), columns)
-    ((_, _, options),) = launches
+    (launch,) = launches
+    options = launch.options
     assert (options["TILE_M"], options["TILE_K"], options["num_warps"]) == tile
 
 

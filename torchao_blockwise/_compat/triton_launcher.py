@@ -24,14 +24,14 @@ _KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 # (grid, stream, values): launches a build.
 Run: TypeAlias = Callable[[int, int, Iterable[Any]], None]
-# (matrix, its shape, its strides) -> what stands in the place of its descriptor.
-Encoder: TypeAlias = Callable[[torch.Tensor, Sequence[int], Sequence[int]], tuple[Any, ...]]
+# (shape of a matrix, its strides, the matrix) -> what stands in the place of its descriptor.
+Encoder: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.Tensor], tuple[Any, ...]]
 
 
 class Launcher(NamedTuple):
     """What launches a build: run(grid, stream, values), one value for each run-time argument.
 
-    encoders: for each argument that is a descriptor a function (x, shape, strides), which gives the values that stand
+    encoders: for each argument that is a descriptor a function (shape, strides, x), which gives the values that stand
         in its place: what the copy engine is told of the matrix `x` (a tensor map), shape and strides.
     """
 
@@ -116,7 +116,7 @@ class Launching:
         from triton.backends.nvidia import driver
 
         encode, more = driver.make_tensordesc_arg, (None,) if self._version >= (3, 8) else ()
-        return lambda x, shape, strides: tuple(encode(_Descriptor(x, shape, strides), description, *more))
+        return lambda shape, strides, x: tuple(encode(_Descriptor(x, shape, strides), description, *more))
 
 
 # Kept until the process ends, when it is removed.

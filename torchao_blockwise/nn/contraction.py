@@ -202,9 +202,9 @@ def master_matmul(
     return _product(a, b, out_dtype, bias, groups, products_by)
 
 
-def _has_no_scope(a, hp, fmt, *_) -> bool:
+def _has_no_scope(*args: Any) -> bool:
     """Whether arguments alone decide what `master_matmul` does: no scope keeps copies, no ranks share the weight."""
-    return replay.on_device(a) and not kept_weights and not is_split(hp, fmt)
+    return replay.on_device(*args) and not kept_weights and not is_split(*args)
 
 
 # One operation from the master's values to the product: the quantized copy is never a value of a compiled graph, which

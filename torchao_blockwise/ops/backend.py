@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from enum import Enum
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,14 +31,14 @@ class Backend(str, Enum):
     GLUON = "gluon"
 
     @classmethod
-    def _missing_(cls, value):
+    def _missing_(cls, value: object) -> Backend | None:
         """Those of `register_backend`: pickles and copies look a member up by its value."""
         return _BY_NAME.get(value)
 
     # Reads as its value in messages on every Python version.
     __str__ = str.__str__
     # An enum's own goes through Python, 0.4 µs of every operation.
-    value = property(operator.attrgetter("_value_"))  # type: ignore[assignment]
+    value = property(operator.attrgetter("_value_"))
 
 
 # Looking an enum's member up by value takes 0.5 µs, and every operation asks several times.
@@ -122,15 +122,15 @@ class Implementation(NamedTuple):
     """
 
     backend: Backend
-    run: Callable | str
+    run: Callable[..., Any] | str
     why_not: Callable[..., str | None] | None = None
 
-    def reason(self, args: Sequence) -> str | None:
+    def reason(self, args: Sequence[Any]) -> str | None:
         """Why it cannot compute these arguments, or None if it can."""
         return None if self.why_not is None else self.why_not(*args)
 
     @property
-    def function(self) -> Callable:
+    def function(self) -> Callable[..., Any]:
         if type(self.run) is not str:
             return self.run  # type: ignore[return-value]
         module, name = _place(self.run)
@@ -150,7 +150,7 @@ def choose(
     op: str,
     table: Sequence[Implementation],
     backend: Backend,
-    args: Sequence,
+    args: Sequence[Any],
     first: Choice | None = None,
     expected: Choice | None = None,
 ) -> Implementation:
@@ -194,25 +194,25 @@ def choose(
 _warned: set[tuple[str, Backend, Backend | None]] = set()
 
 
-def _kernels_on_gpus(*args) -> Backend | None:
+def _kernels_on_gpus(*args: Any) -> Backend | None:
     """Triton where an operation's arguments are on a GPU."""
     x = first_tensor(args)
     return Backend.TRITON if x is not None and x.is_cuda else None
 
 
-def why_no_kernels(*args) -> str | None:
+def why_no_kernels(*args: Any) -> str | None:
     """Why Triton kernels cannot compute these arguments of an operation, or None if they can."""
     x = first_tensor(args)
     return "there is nothing to compute" if x is None else why_no_triton(x.device)
 
 
-def why_no_encoders(*args) -> str | None:
+def why_no_encoders(*args: Any) -> str | None:
     """`why_no_kernels`, of those that round to e4m3: below sm_89 there is no such conversion in hardware."""
     x = first_tensor(args)
     return "there is nothing to compute" if x is None else why_no_triton(x.device, min_capability=(8, 9))
 
 
-def first_tensor(x) -> torch.Tensor | None:
+def first_tensor(x: Any) -> torch.Tensor | None:
     """The first tensor of an operation's arguments, which begin with a tensor, an operand or a list of either."""
     while isinstance(x, (tuple, list)):
         if not x:

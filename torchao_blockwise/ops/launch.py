@@ -10,35 +10,29 @@ specialises it on:
     option      its value: constexprs, num_warps, ..
 
 The key here is finer than Triton's where that is cheaper, so that two keys may lead to one build, never one to two.
-
-What the copy engine is told about a matrix (a tensor map) depends on its address, shape and strides, and on the build.
-Memory is given out again at the same addresses step by step, so maps are kept by just these; a map that is kept too
-long is right all the same.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from torchao_blockwise._compat import triton_launcher
 from torchao_blockwise.ops.recording import NOT_BUILT, Matrix, recorder
 
+if TYPE_CHECKING:
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
+
 # Every pointer and stride that Triton calls divisible is a multiple of this.
 _ALIGNMENT_MASK = 15
 _ONE = "one"
-# Some 10 MB. Where shapes never come again, maps that are kept must not grow without end.
-_MAX_MAPS = 1 << 14
 
 # (options, kernel, device, arguments) -> what launches the build
-_builds: dict[tuple, Any] = {}
-# (kinds of numbers, options) -> what stands for them in keys
-_parts: dict[tuple, object] = {}
-# (encoder of a build's descriptor, address, shape, strides) -> the arguments that stand in the descriptor's place
-_maps: dict[tuple, tuple] = {}
+_builds: dict[tuple[Any, ...], triton_launcher.Launcher | None] = {}
 
 
 class Tile:
@@ -46,7 +40,7 @@ class Tile:
 
     __slots__ = ("layout", "shape")
 
-    def __init__(self, shape: tuple[int, int], layout):
+    def __init__(self, shape: tuple[int, int], layout: Any):
         self.shape, self.layout = shape, layout
 
 
@@ -56,32 +50,49 @@ class Tile:
 TensorArgument: TypeAlias = torch.Tensor | tuple[torch.Tensor, Tile | torch.dtype] | None
 
 
-def launch(kernel, grid: int, *args: TensorArgument | int, **options) -> None:
+def launch(kernel: JITFunction[Any], grid: int, *args: TensorArgument | int, **options: Any) -> None:
     """`kernel[(grid,)](*args, **options)` on the device of its tensors, on the current stream.
 
     args: what the kernel takes at run time, in order; all constexprs come behind them.
     options: its constexprs, and how it is built (num_warps, num_stages, ..).
     """
-    _launch(kernel, grid, args, (), options, [*options, *options.values()])
-
-
-class Launch:
-    """`launch` of which everything but tensors is settled: `Launch(grid, *numbers, **options)(kernel, *tensors)`.
-
-    For launches that recur, to be kept by what settles them: what numbers and options add to a key is one object. The
-    kernel takes its tensors first, then numbers, then constexprs.
-    """
-
-    __slots__ = ("_part", "grid", "numbers", "options")
-
-    def __init__(self, grid: int, *numbers: int | None, **options):
-        self.grid, self.numbers, self.options = grid, numbers, options
-        settled = tuple(map(_kind_of, numbers)), tuple(options.items())
-        # The same object for numbers that Triton tells apart no further.
-        self._part = _parts.setdefault(settled, object())
-
-    def __call__(self, kernel, *tensors: TensorArgument) -> None:
-        _launch(kernel, self.grid, tensors, self.numbers, self.options, [self._part])
+    triton = triton_launcher.launching()
+    if triton is None or triton.is_watched(kernel):
+        _launch_by_triton(kernel, grid, args, options)
+        return
+    device = triton.current_device()
+    parts: list[Any] = [*options, *options.values(), kernel.fn, device]
+    for arg in args:
+        x, form = arg if isinstance(arg, tuple) else (arg, None)
+        if x is None or type(x) is int:
+            parts.append(_kind_of(x))
+        elif not isinstance(x, torch.Tensor) or x.get_device() != device:
+            _launch_by_triton(kernel, grid, args, options)
+            return
+        elif isinstance(form, Tile):
+            parts += (x.dtype, form)
+        else:
+            parts += (form or x.dtype, x.data_ptr() & _ALIGNMENT_MASK == 0)
+    key = tuple(parts)
+    build = _builds.get(key)
+    if build is None:
+        why = "launches through Triton" if key in _builds else NOT_BUILT
+        compiled = _launch_by_triton(kernel, grid, args, options, why)
+        if compiled is not None:
+            _builds[key] = triton.launcher_of(compiled, kernel, len(args))
+        return
+    arguments = list(_as_launched(args, build.encoders))
+    seen = recorder()
+    if seen is not None:
+        seen.launched(triton, build.run, grid, arguments)
+    values: list[Any] = []
+    for x in arguments:
+        if isinstance(x, Matrix):
+            values += x.encode(x.x)
+        else:
+            # The address, which the launcher takes as it is: it asks the driver about each tensor that it is given.
+            values.append(x.data_ptr() if isinstance(x, torch.Tensor) else x)
+    build.run(grid, triton.current_stream(device), values)
 
 
 def ceil_div(x: int, length: int) -> int:
@@ -92,76 +103,6 @@ def ceil_div(x: int, length: int) -> int:
 def _kind_of(number: int | None) -> int | str | None:
     """What Triton specialises a build on."""
     return _ONE if number == 1 else None if number is None else number >> 31 << 4 | number & _ALIGNMENT_MASK
-
-
-def _launch(kernel, grid: int, args: tuple, more: tuple, options: dict, parts: list) -> None:
-    """Launch with arguments `args` and `more`; the build's key are `parts` and what these, device and kernel add."""
-    triton = triton_launcher.launching()
-    if triton is None or triton.is_watched(kernel):
-        return _launch_by_triton(kernel, grid, (*args, *more), options)
-    device = triton.current_device()
-    parts += (kernel.fn, device)
-    # Addresses, which the launcher takes as they are: it asks the driver about each tensor that it is given.
-    values: list[Any] = []
-    for arg in args:
-        kind = type(arg)
-        if kind is tuple:
-            x, form = arg
-            if x.get_device() != device:
-                return _launch_by_triton(kernel, grid, (*args, *more), options)
-            if type(form) is Tile:
-                parts += (x.dtype, form)
-                values.append(x)
-            else:
-                address = x.data_ptr()
-                parts += (form, address & _ALIGNMENT_MASK == 0)
-                values.append(address)
-        elif kind is int:
-            parts.append(_kind_of(arg))
-            values.append(arg)
-        elif arg is None:
-            parts.append(None)
-            values.append(None)
-        elif not isinstance(arg, torch.Tensor) or arg.get_device() != device:
-            return _launch_by_triton(kernel, grid, (*args, *more), options)
-        else:
-            address = arg.data_ptr()
-            parts += (arg.dtype, address & _ALIGNMENT_MASK == 0)
-            values.append(address)
-    key = tuple(parts)
-    build = _builds.get(key)
-    if build is None:
-        why = "launches through Triton" if key in _builds else NOT_BUILT
-        compiled = _launch_by_triton(kernel, grid, (*args, *more), options, why)
-        if compiled is not None:
-            _builds[key] = triton.launcher_of(compiled, kernel, len(args) + len(more))
-        return None
-    seen = recorder()
-    if seen is not None:
-        seen.launched(triton, build.run, grid, (*_as_recorded(args, build.encoders), *more))
-    if build.encoders:
-        values = _encoded(values, build.encoders)
-    build.run(grid, triton.current_stream(device), (*values, *more))
-    return None
-
-
-def _encoded(values: list, encoders: tuple) -> list:
-    """`values` with matrices as the launcher takes them."""
-    encoded: list[Any] = []
-    following = iter(encoders)
-    for x in values:
-        if not isinstance(x, torch.Tensor):
-            encoded.append(x)
-            continue
-        encoder = next(following)
-        key = (encoder, x.data_ptr(), x.shape, x.stride())
-        arguments = _maps.get(key)
-        if arguments is None:
-            if len(_maps) >= _MAX_MAPS:
-                _maps.clear()
-            arguments = _maps[key] = encoder(x, x.shape, _strides(x))
-        encoded += arguments
-    return encoded
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:
@@ -176,7 +117,7 @@ def _strides(x: torch.Tensor) -> tuple[int, int]:
     return stride, 1
 
 
-def _in_form(x: torch.Tensor, form: Tile | torch.dtype):
+def _in_form(x: torch.Tensor, form: Tile | torch.dtype) -> Any:
     """What Triton itself takes for (x, form)."""
     if not isinstance(form, Tile):
         return x.view(form)
@@ -185,17 +126,24 @@ def _in_form(x: torch.Tensor, form: Tile | torch.dtype):
     return TensorDescriptor(x, list(x.shape), list(_strides(x)), list(form.shape), form.layout)
 
 
-def _as_recorded(args, encoders: tuple) -> Iterator[Any]:
+def _as_launched(args: Iterable[Any], encoders: Sequence[triton_launcher.Encoder]) -> Iterator[Any]:
+    """Tensors, numbers, and in the place of each descriptor its `Matrix`."""
     following = iter(encoders)
     for arg in args:
-        x, form = arg if type(arg) is tuple else (arg, None)
-        if type(form) is Tile:
-            yield Matrix(x, functools.partial(next(following), shape=x.shape, strides=_strides(x)))
+        x, form = arg if isinstance(arg, tuple) else (arg, None)
+        if isinstance(form, Tile):
+            yield Matrix(x, functools.partial(next(following), x.shape, _strides(x)))
         else:
             yield x
 
 
-def _launch_by_triton(kernel, grid: int, args, options, why: str = "launches through Triton"):
+def _launch_by_triton(
+    kernel: JITFunction[Any],
+    grid: int,
+    args: Iterable[Any],
+    options: dict[str, Any],
+    why: str = "launches through Triton",
+) -> CompiledKernel | None:
     seen = recorder()
     if seen is not None:
         seen.refuse(why)

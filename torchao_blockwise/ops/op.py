@@ -40,16 +40,20 @@ class _Kind(NamedTuple):
     """How a value of one annotation travels through a schema: the parts there, {} for its name, and both ways."""
 
     schema: tuple[str, ...]
-    apart: Callable[[Any], Sequence]
-    together: Callable[[Iterator], Any]
+    apart: Callable[[Any], Sequence[Any]]
+    together: Callable[[Iterator[Any]], Any]
 
 
-def _groups(parts: Iterator) -> Groups | None:
+def _groups(parts: Iterator[Any]) -> Groups | None:
     ends, tables = next(parts), next(parts)
     return None if ends is None else Groups(ends, tables)
 
 
-def _kind(*schema: str, apart=lambda value: (value,), together=next) -> _Kind:
+def _kind(
+    *schema: str,
+    apart: Callable[[Any], Sequence[Any]] = lambda value: (value,),
+    together: Callable[[Iterator[Any]], Any] = next,
+) -> _Kind:
     return _Kind(schema, apart, together)
 
 
@@ -117,10 +121,10 @@ def define_op(
     first: Choice | None = None,
     expected: Choice | None = None,
     check: Callable[..., None] | None = None,
-    sharding: Callable | None = None,
+    sharding: Callable[..., Any] | None = None,
     said: str | None = None,
     replayed: Callable[..., bool] | None = replay.on_device,
-) -> Callable[[Callable], Callable]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define the operation that a function `<name>_op` describes; what is returned calls it, by position.
 
     It is `torchao_blockwise::<name>`, and `<name>_` where it changes arguments, as PyTorch names these. A call takes
@@ -134,39 +138,41 @@ def define_op(
     sharding: DTensor rule, as `torch.distributed.tensor.experimental.register_sharding` takes it, of whole values:
         specs in the places of tensors, and placements in those that it answers for inputs.
     said: the name in messages, where it is another than the operation's.
-    replayed: (all arguments) -> whether they alone decide what it does, so that it may be recorded and replayed, as
-        ops/replay.py says; by default on devices where anything is. None: never.
+    replayed: (all arguments, whole or as their parts) -> whether they alone decide what it does, so that it may be
+        recorded and replayed, as ops/replay.py says; by default on devices where anything is. None: never.
     What makes operands by `CastOptions` returns `Copies`, without global scales; other operands are returned as their
     tensors (qdata, scale, ..). Raises TypeError for an annotation that no schema has.
     """
 
-    def define(fake: Callable) -> Callable:
+    def define(fake: Callable[..., Any]) -> Callable[..., Any]:
         name, kinds, result, schema = _read(fake)
         rows = table if isinstance(table, list) else list(table)
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         takes_backend = "backend" in inspect.signature(fake).parameters
 
-        def whole(parts: Sequence) -> list:
+        def whole(parts: Iterable[Any]) -> list[Any]:
             flat = iter(parts)
             return [kind.together(flat) for kind in kinds]
 
-        def compute_anew(*given):
+        def compute(*given: Any) -> Any:
             *args, backend = given if takes_backend else (*given, Backend.AUTO)
             if check is not None:
                 check(*args)
             return choose(said or name, rows, backend, args, first, expected).function(*args)
 
-        recordings = replay.Replays()
+        def compute_parts(*parts: Any) -> Any:
+            return result(compute(*whole(parts)))
 
-        def compute(args: Sequence):
-            if replayed is not None and recorder() is None and replayed(*args):
-                return recordings.call(compute_anew, args)
-            return compute_anew(*args)
+        def may_replay(args: Sequence[Any]) -> bool:
+            return replayed is not None and recorder() is None and replayed(*args)
 
-        def run(*parts):
-            return result(compute(whole(parts)))
+        # Of whole values and of their parts: what is replayed need not be put together.
+        replays, replays_of_parts = replay.Replays(), replay.Replays()
 
-        def shapes(*parts):
+        def run(*parts: Any) -> Any:
+            return replays_of_parts.call(compute_parts, parts) if may_replay(parts) else compute_parts(*parts)
+
+        def shapes(*parts: Any) -> Any:
             args = whole(parts)
             if check is not None:
                 check(*(args[:-1] if takes_backend else args))
@@ -185,9 +191,10 @@ def define_op(
         options = [i for i, kind in enumerate(kinds) if gives_operands and kind is _KINDS[CastOptions]]
 
         @functools.wraps(fake)
-        def call(*args):
+        def call(*args: Any) -> Any:
             if is_direct and not is_watched() and _are_plain([args[i] for i in holders]):
-                return compute(args) if options else result(compute(args))
+                out = replays.call(compute, args) if may_replay(args) else compute(*args)
+                return out if options else result(out)
             given = overload(*[part for kind, value in zip(kinds, args, strict=True) for part in kind.apart(value)])
             return copies_of(given, args[options[0]]) if options else given
 
@@ -206,7 +213,7 @@ def is_watched() -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 
 
-def _are_plain(values: Sequence) -> bool:
+def _are_plain(values: Sequence[Any]) -> bool:
     """Whether tensors, operands and groups hold plain values alone that no gradient is asked of."""
     wants_grad = torch.is_grad_enabled()
     for value in values:
@@ -216,7 +223,7 @@ def _are_plain(values: Sequence) -> bool:
     return True
 
 
-def _read(fake: Callable) -> tuple[str, list[_Kind], Callable, str]:
+def _read(fake: Callable[..., Any]) -> tuple[str, list[_Kind], Callable[[Any], Any], str]:
     """An operation's name, the kinds of its arguments, what makes its result PyTorch's, and its schema."""
     hints = typing.get_type_hints(fake, include_extras=True)
     returned = hints.pop("return")
@@ -227,7 +234,7 @@ def _read(fake: Callable) -> tuple[str, list[_Kind], Callable, str]:
     aliases = iter("abcdefgh")
     arguments = [part.format(argument) for argument, hint in hints.items() for part in _KINDS[hint].schema]
     arguments = [part.replace("!", f"{next(aliases)}!") if "!" in part else part for part in arguments]
-    results: dict[Any, Callable] = {
+    results: dict[Any, Callable[[Any], Any]] = {
         type(None): lambda _: None,
         Operand: lambda x: _tensors(x if isinstance(x, Copies) else (x,)),
         tuple[Operand, Operand]: _tensors,
@@ -267,15 +274,17 @@ def without_grad(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [t.detach() if t is not None and t.requires_grad else t for t in tensors]
 
 
-def _flat_rule(sharding: Callable, kinds: list[_Kind], whole: Callable) -> Callable:
+def _flat_rule(
+    sharding: Callable[..., Any], kinds: list[_Kind], whole: Callable[[Iterable[Any]], list[Any]]
+) -> Callable[..., Any]:
     """The rule of whole values as PyTorch takes it, of their parts; None stands for all parts of a value."""
 
-    def flat(kind: _Kind, placed) -> tuple:
+    def flat(kind: _Kind, placed: Any) -> tuple[Any, ...]:
         if placed is None:
             return (None,) * len(kind.schema)
         return placed if isinstance(placed, tuple) else (placed,)
 
-    def rule(*specs):
+    def rule(*specs: Any) -> list[tuple[Any, list[Any]]]:
         return [
             (outputs, [part for kind, placed in zip(kinds, inputs, strict=True) for part in flat(kind, placed)])
             for outputs, inputs in sharding(*whole(specs))

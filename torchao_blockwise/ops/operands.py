@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size, without_padding
 
 
-def check_operand(op: str, name: str, x) -> None:
+def check_operand(op: str, name: str, x: object) -> None:
     """Raise TypeError unless `x` is a quantized operand, ValueError for a format that is not registered."""
     if not isinstance(x, Operand):
         raise TypeError(f"{op}: {name} must be a result of quantize, got {type(x).__name__}; quantize it first")
@@ -83,7 +84,7 @@ def _gluon_tiles() -> ModuleType:
     return importlib.import_module("torchao_blockwise.ops.device.gluon_tiles")
 
 
-def pointers(copies: Copies) -> list:
+def pointers(copies: Copies) -> list[Any]:
     """What kernels take for (rowwise qdata, scale, columnwise qdata, scale): bytes as uint8, None for what is not."""
     parts = [part for copy in copies for part in ((None, None) if copy is None else (copy.qdata, copy.scale))]
     return [None if t is None else (t, torch.uint8) if t.itemsize == 1 else t for t in parts]

@@ -268,13 +268,10 @@ class Recording:
 
     def replay(self, tensors: Tensors) -> Any:
         """The result; `tensors` are those of the arguments, and become all that there are on the way."""
-        tensors += self._behind
         if self._calls and torch.is_autocast_enabled(self._kind):
             with recordings.no_autocast():
-                return self._replay(tensors)
-        return self._replay(tensors)
-
-    def _replay(self, tensors: Tensors) -> Any:
+                return self.replay(tensors)
+        tensors += self._behind
         for step, done in self._steps:
             step(tensors)
             for place in done:

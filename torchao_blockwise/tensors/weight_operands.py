@@ -151,9 +151,9 @@ def split_over(hp: torch.Tensor, *groups: torch.distributed.ProcessGroup) -> Non
     _splits[hp] = group_names(groups)
 
 
-def is_split(hp: torch.Tensor, fmt: BlockFormat) -> bool:
-    """Whether `hp` is quantized in `fmt` with an amax over ranks, because `split_over` said so."""
-    return fmt.has_global_scale and hp in _splits
+def is_split(*values: object) -> bool:
+    """Whether tensors among these are quantized with an amax over ranks, because `split_over` said so."""
+    return bool(_splits) and any(isinstance(x, torch.Tensor) and x in _splits for x in values)
 
 
 def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:

@@ -18,9 +18,6 @@ not fill those of the columnwise copy, zeros do (ops/padding.py). Of tokens in g
 
 from __future__ import annotations
 
-import functools
-import itertools
-import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +29,7 @@ from torchao_blockwise.ops.backend import compute_capability, interpreting
 from torchao_blockwise.ops.device.elements import encode_e4m3
 from torchao_blockwise.ops.device.scales import fp8_scales
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
-from torchao_blockwise.ops.launch import Launch, ceil_div
+from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
 
 # Its name moved in Triton 3.7.
@@ -238,11 +235,7 @@ class Tiling(NamedTuple):
     dtype: torch.dtype  # of the matrix, before it is quantized
     columns: int  # that a program computes
     warps: int
-    constants: tuple[tuple[str, Any], ...] = ()  # of this kernel alone; a dtype as PyTorch has it
-
-
-# Faster than a comprehension, as `zip` below is.
-_row_stride = operator.methodcaller("stride", 0)
+    constants: dict[str, Any]  # of this kernel alone; a dtype as PyTorch has it
 
 
 def make_copies(
@@ -266,22 +259,16 @@ def make_copies(
     if x.numel() > 0:
         blocks = None if groups is None else block_table(groups, M, fmt)
         tiles_m = ceil_div(M, fmt.block[1]) if blocks is None else blocks.shape[0] - 1
-        sizes = M, columns, copies.columnwise.qdata.shape[1], *map(_row_stride, inputs)
-        launch = _launch_of(tiles_m, shape[1], sizes, options, tiling)
         behind = (*pointers(copies), blocks) if vectors is None else (*vectors, *pointers(copies))
-        launch(kernel, *zip(inputs, itertools.repeat(torch.int32)), *behind)
+        launch(
+            kernel, tiles_m * ceil_div(shape[1], tiling.columns),
+            *((x, torch.int32) for x in inputs), *behind,
+            M, columns, copies.columnwise.qdata.shape[1], *(x.stride(0) for x in inputs),
+            DTYPE=DTYPES[tiling.dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax,
+            POWER_OF_2=options.power_of_2_scales, BLOCK=fmt.block[1], WARPS=tiling.warps, num_warps=tiling.warps,
+            **{name: DTYPES.get(value, value) for name, value in tiling.constants.items()},
+        )  # fmt: skip
     return copies if padded else as_asked(copies, M, options)
-
-
-@functools.lru_cache(maxsize=4096)
-def _launch_of(tiles_m: int, columns: int, sizes: tuple[int, ...], options: CastOptions, tiling: Tiling) -> Launch:
-    fmt, warps = options.fmt, tiling.warps
-    return Launch(
-        tiles_m * ceil_div(columns, tiling.columns), *sizes,
-        DTYPE=DTYPES[tiling.dtype], ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax,
-        POWER_OF_2=options.power_of_2_scales, BLOCK=fmt.block[1], WARPS=warps, num_warps=warps,
-        **{name: DTYPES.get(value, value) for name, value in tiling.constants},
-    )  # fmt: skip
 
 
 def why_not(fmt: BlockFormat, *inputs: torch.Tensor) -> str | None:

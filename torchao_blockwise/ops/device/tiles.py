@@ -1,6 +1,5 @@
 """What kernels share that compute a tile of values: its rowwise FP8 copy, made where it is, and plain stores."""
 
-import functools
 from typing import Any
 
 import triton
@@ -16,7 +15,6 @@ from torchao_blockwise.ops.quantization.kernels_triton import _load_tile, _store
 _PLAIN, _ROWWISE = (16, 4), (32, 4)
 
 
-@functools.cache
 def options_of(fmt: BlockFormat, rowwise: bool, power_of_2_scales: bool) -> dict[str, Any]:
     """Constants and options of a kernel that stores the rowwise copy, or plain values."""
     rows, warps = _ROWWISE if rowwise else _PLAIN

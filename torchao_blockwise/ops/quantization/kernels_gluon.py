@@ -6,8 +6,6 @@ A launch each reads `x` twice; one launch that keeps the tile in registers holds
 columnwise copy alone the rows are left out, and tiles may be narrower.
 """
 
-import functools
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -78,9 +76,6 @@ def quantize(
     build: (columns of a tile, warps); with a rowwise copy tiles are blocks.
     """
     columns, warps = (BOTH if options.rowwise else COLUMNWISE) if build is None else build
-    return make_copies(_quantize_kernel, (x,), x.shape, options, groups, _tiling(x.dtype, columns, warps))
-
-
-@functools.cache
-def _tiling(dtype: torch.dtype, columns: int, warps: int) -> Tiling:
-    return Tiling(dtype, columns, warps, (("COLUMNS", columns),))
+    return make_copies(
+        _quantize_kernel, (x,), x.shape, options, groups, Tiling(x.dtype, columns, warps, {"COLUMNS": columns})
+    )

@@ -23,8 +23,6 @@ group is zeros. Of the copy that is padded M is the padded size; its blocks read
 anywhere, and still write on multiples of 16.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -316,9 +314,8 @@ def _launch(
         launch(_quantize_fp8_kernel, grid, x, *tensors, blocks, M, K, width_qt, *strides, **constants)
 
 
-@functools.cache
 def _build(fmt: BlockFormat, rowwise: bool, columnwise: bool, power_of_2_scales: bool, ragged: bool):
-    """(tile rows, tile columns, options), put together once, not in every launch (2 µs)."""
+    """(tile rows, tile columns, options)."""
     if fmt.element is E2M1:
         tile_m, tile_k, *warps = _NVFP4_TILE
         options = {"SCALE_MAX": fmt.scale_max, "BLOCK": fmt.block[1]}

@@ -92,7 +92,7 @@ def norm_quantize(norm: Norm, options: CastOptions) -> Copies:
     """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
     x, vectors = norm.x, (norm.mean, norm.rstd, norm.weight, norm.bias)
     parts, warps = BUILD
-    constants = ("X_DTYPE", x.dtype), ("PARTS", parts), ("enable_fp_fusion", False)
+    constants = {"X_DTYPE": x.dtype, "PARTS": parts, "enable_fp_fusion": False}
     tiling = Tiling(norm.dtype, options.fmt.block[1], warps, constants)
     vectors = tuple(None if t is None else t.contiguous() for t in vectors)
     return make_copies(_norm_quantize_kernel, (x,), x.shape, options, None, tiling, vectors)

@@ -146,7 +146,7 @@ def _swiglu_backward_kernel(
 def swiglu_quantize(gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None) -> Copies:
     """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
     parts, warps = FORWARD
-    tiling = Tiling(gate.dtype, options.fmt.block[1], warps, (("PARTS", parts), ("enable_fp_fusion", False)))
+    tiling = Tiling(gate.dtype, options.fmt.block[1], warps, {"PARTS": parts, "enable_fp_fusion": False})
     return make_copies(_swiglu_kernel, (gate, up), gate.shape, options, groups, tiling)
 
 
@@ -156,7 +156,7 @@ def swiglu_backward_quantize(
     """Arguments and result as in the op, bit for bit, within what `gluon_tiles.why_not` admits."""
     (M, H), block, (parts, warps) = gate.shape, options.fmt.block[1], BACKWARD
     whole = H % block == 0
-    constants = ("WHOLE_BLOCKS", whole), ("PARTS", parts), ("enable_fp_fusion", False)
+    constants = {"WHOLE_BLOCKS": whole, "PARTS": parts, "enable_fp_fusion": False}
     # A block of dgate and one of dup, or one of the merged gradient.
     tiling = Tiling(gate.dtype, 2 * block if whole else block, warps, constants)
     return make_copies(_swiglu_backward_kernel, (dh, gate, up), (M, 2 * H), options, groups, tiling)

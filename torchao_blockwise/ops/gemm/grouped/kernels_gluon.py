@@ -21,7 +21,7 @@ from torchao_blockwise.ops.gemm.plain.kernels_gluon import copies_out, in_tiles,
 from torchao_blockwise.ops.gemm.rows import aligned_rows
 from torchao_blockwise.ops.groups.tables.kernels_triton import group_schedule, row_schedule
 from torchao_blockwise.ops.groups.tables.layout import count_rows
-from torchao_blockwise.ops.launch import Launch, ceil_div
+from torchao_blockwise.ops.launch import ceil_div, launch
 
 _PAIRS = {"m": (FP8_1X128, FP8_128X128), "k": (FP8_1X128, FP8_1X128)}
 
@@ -82,7 +82,7 @@ def _launch_along_m(out: torch.Tensor, a: Operand, b: Operand, groups: Groups, b
     qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata.reshape(experts * N, -1))
     K = qa.shape[1]
     build = choose_build("m", M, experts, M, N, K, available) if build is None else build
-    build = _complete(build, block=fmt.block[1], along="m", b_square=True, copy_out=copies_out(N, out.dtype))
+    build = replace(build, block=fmt.block[1], along="m", b_square=True, copy_out=copies_out(N, out.dtype))
     schedule = row_schedule(groups, M, fmt, build.tile_m)
     # As many as there may be: how many there are, the schedule says.
     tiles = count_rows(M, experts, build.tile_m) * ceil_div(N, build.width)
@@ -98,7 +98,7 @@ def _launch_along_k(
     build = choose_build("k", padded, experts, M, N, mean, available) if build is None else build
     # The copy engine ends where the tensor does; a tile that runs on into the next group's rows is stored.
     copy_out = not accumulate and copies_out(N, out.dtype) and M % build.tile_m == 0
-    build = _complete(build, block=block, along="k", accumulate=accumulate, copy_out=copy_out)
+    build = replace(build, block=block, along="k", accumulate=accumulate, copy_out=copy_out)
     schedule = group_schedule(groups, padded, fmt)
     tiles = experts * ceil_div(M, build.tile_m) * ceil_div(N, build.width)
     operands = aligned_rows(a.qdata), a.scale, aligned_rows(b.qdata), b.scale
@@ -108,22 +108,15 @@ def _launch_along_k(
 def _launch(operands: tuple, schedule, out, sizes: tuple[int, int, int], programs: int, build: Build) -> None:
     """operands: a [M, K] and b [N, K], of aligned rows, each before its scales. out: a matrix."""
     tiles = tiles_of(build)
-    _launch_of(build, programs, sizes, multiprocessors(out.device))(
+    launch(
         grouped_matmul_fp8_kernel,
+        min(programs, multiprocessors(out.device) // build.ctas),
         *in_tiles(*operands, tiles),
         schedule,
         out if tiles.out is None else (out, tiles.out),
         out,
+        *sizes,
+        B=build,
+        num_warps=WARPGROUP,
+        num_ctas=build.ctas,
     )
-
-
-@functools.cache
-def _complete(build: Build, **decided) -> Build:
-    """`build` with what the operands decide: one object for each, made once and not in every launch (4 µs)."""
-    return replace(build, **decided)
-
-
-@functools.lru_cache(maxsize=4096)
-def _launch_of(build: Build, programs: int, sizes: tuple[int, int, int], available: int) -> Launch:
-    grid = min(programs, available // build.ctas)
-    return Launch(grid, *sizes, B=build, num_warps=WARPGROUP, num_ctas=build.ctas)

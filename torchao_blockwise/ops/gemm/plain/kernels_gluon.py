@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from triton.experimental.gluon import language as gl
 
-from torchao_blockwise.formats import BlockFormat, Operand
+from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.gemm.builds import WAVE_ROWS, Build, choose_build
 from torchao_blockwise.ops.gemm.gluon_pipeline import MAX_CTAS, WARPGROUP, matmul_fp8_kernel
 from torchao_blockwise.ops.gemm.rows import aligned_rows
-from torchao_blockwise.ops.launch import Launch, Tile, ceil_div
+from torchao_blockwise.ops.launch import Tile, ceil_div, launch
 from torchao_blockwise.ops.padding import ROW_BYTES
 
 # Bytes of the widest swizzle, which is also a block of K.
@@ -44,17 +44,33 @@ def add_matmul(out: torch.Tensor, a: Operand, b: Operand, build: Build | None = 
 def _launch(
     out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, accumulate: bool, build: Build | None
 ) -> torch.Tensor:
-    available, has_bias = multiprocessors(out.device), bias is not None
-    build, tiles, launch = _plan(
-        build, out.shape, a.qdata.shape[1], b.format, out.dtype, has_bias, accumulate, available
-    )
+    (M, N), K = out.shape, a.qdata.shape[1]
+    available, block = multiprocessors(out.device), b.format.block[1]
+    build = choose_build(M, N, K, block, available, MAX_CTAS) if build is None else build
     splits = build.splits
-    target = out.new_empty((splits, *out.shape), dtype=torch.float32) if splits > 1 else out
+    build = replace(
+        build,
+        block=block,
+        b_square=b.format.is_square,
+        has_bias=bias is not None and splits == 1,
+        accumulate=accumulate and splits == 1,
+        copy_out=splits == 1 and not accumulate and copies_out(N, out.dtype),
+    )
+    tiles = tiles_of(build)
+    programs = ceil_div(M, build.tile_m) * ceil_div(N, build.width) * splits
+    target = out.new_empty((splits, M, N), dtype=torch.float32) if splits > 1 else out
     launch(
         matmul_fp8_kernel,
+        min(programs, available // build.ctas),
         *in_tiles(aligned_rows(a.qdata), a.scale, aligned_rows(b.qdata), b.scale, tiles),
-        bias.contiguous() if build.has_bias else out,
+        bias.contiguous() if bias is not None and build.has_bias else out,
         target if tiles.out is None else (target, tiles.out),
+        M,
+        N,
+        K,
+        B=build,
+        num_warps=WARPGROUP,
+        num_ctas=build.ctas,
     )
     if splits > 1:
         product = target.sum(0)
@@ -74,34 +90,6 @@ class TilesOf(NamedTuple):
     b: Tile
     b_scale: Tile | None
     out: Tile | None
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    build: Build | None,
-    shape: tuple[int, int],
-    K: int,
-    b_fmt: BlockFormat,
-    out_dtype: torch.dtype,
-    has_bias: bool,
-    accumulate: bool,
-    available: int,
-) -> tuple[Build, TilesOf, Launch]:
-    """All that a product's operands settle beside their addresses, which would take each launch 10 µs."""
-    (M, N), block = shape, b_fmt.block[1]
-    build = choose_build(M, N, K, block, available, MAX_CTAS) if build is None else build
-    split = build.splits > 1
-    build = replace(
-        build,
-        block=block,
-        b_square=b_fmt.is_square,
-        has_bias=has_bias and not split,
-        accumulate=accumulate and not split,
-        copy_out=not (split or accumulate) and copies_out(N, out_dtype),
-    )
-    programs = ceil_div(M, build.tile_m) * ceil_div(N, build.width) * build.splits
-    grid = min(programs, available // build.ctas)
-    return build, tiles_of(build), Launch(grid, M, N, K, B=build, num_warps=WARPGROUP, num_ctas=build.ctas)
 
 
 def copies_out(columns: int, dtype: torch.dtype) -> bool:

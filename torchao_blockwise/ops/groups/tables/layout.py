@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -33,22 +32,12 @@ class Layout(NamedTuple):
 
 def layout_of(tokens: int, groups: int, block: int) -> Layout:
     """The layout of `ops.make_groups` for a format whose blocks are `block` long. Numbers may be symbolic."""
-    if type(tokens) is type(groups) is int:
-        return _remembered(tokens, groups, block)
-    return _layout(tokens, groups, block)
-
-
-def _layout(tokens: int, groups: int, block: int) -> Layout:
     rows = 1 + groups
     of_rows = 1 + count_rows(tokens, groups, HEIGHTS[-1])
     blocks = rows + len(HEIGHTS) * of_rows
     # The tokens of no group are a group more.
     of_blocks = 1 + padded_tokens(tokens, groups + 1, block) // block
     return Layout(rows, of_rows, blocks, of_blocks, blocks + of_blocks)
-
-
-# Every operation asks, all of a layer for the same.
-_remembered = functools.lru_cache(maxsize=4096)(_layout)
 
 
 def count_rows(tokens: int, groups: int, tile: int) -> int:
