@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchao_blockwise.formats import Groups, Operand, get_format
-from torchao_blockwise.nn import contraction
+from torchao_blockwise.nn import weight_products
 from torchao_blockwise.ops import get_backend
 
 _MASTER_MATMUL = torch.ops.torchao_blockwise.master_matmul.default
@@ -67,7 +67,7 @@ def _master_matmul(qdata, scale, global_scale, format_name, hp, fmt, *rest) -> t
     """The operation's implementation, of what a mode sees of its arguments."""
     *recipe, bias, ends, tables, backend = rest
     a, groups = Operand(qdata, scale, global_scale, format_name), None if ends is None else Groups(ends, tables)
-    return contraction.master_matmul(a, hp, get_format(fmt), *recipe, bias, groups, get_backend(backend))
+    return weight_products.master_matmul(a, hp, get_format(fmt), *recipe, bias, groups, get_backend(backend))
 
 
 def _plain(x) -> list[torch.Tensor]:

@@ -15,7 +15,9 @@ from torchao.quantization import quantize_
 from torchao_blockwise import NormLinear
 from torchao_blockwise.conversion import linears_and_experts
 from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP, grouped_linear, swiglu_linear
-from torchao_blockwise.nn.contraction import AmaxGroups, Contraction, weight_comes_first
+from torchao_blockwise.nn.contraction import weight_comes_first
+from torchao_blockwise.nn.sharded_linear import AmaxGroups
+from torchao_blockwise.nn.weight_products import Contraction
 from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size
 

@@ -10,43 +10,24 @@ saves; all else is here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups, Operand
-from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups
-from torchao_blockwise.ops import replay
+from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand
+from torchao_blockwise.nn.sharded_linear import WHOLE
+from torchao_blockwise.nn.weight_products import (
+    Contraction,
+    Recipe,
+    WeightValues,
+    decided_by_arguments,
+    weight_product,
+)
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.op import define_op
-from torchao_blockwise.tensors import (
-    BlockwiseFP8TrainingConfig,
-    MasterWeightTensor,
-    NVFP4TrainingConfig,
-    QuantizedTensor,
-)
-from torchao_blockwise.tensors.weight_operands import amax_over, is_split, kept_weights, weight_operand
-
-
-class Contraction(NamedTuple):
-    """How the products of one weight are computed.
-
-    config: of the weight.
-    groups: of experts, whose weight is [E, N, K]: which rows of an activation belong to each; without bias.
-    split: the process groups over which each tensor is split that is given here in parts.
-    rounded_to: the dtype that a master weight is rounded to first, if another than its own.
-    transposed: whether the weight lies as [.., K, N] in memory.
-    """
-
-    config: Any
-    groups: Groups | None = None
-    split: AmaxGroups = WHOLE
-    rounded_to: torch.dtype | None = None
-    transposed: bool = False
-
-
-replay.settle(AmaxGroups, BlockwiseFP8TrainingConfig, NVFP4TrainingConfig)
+from torchao_blockwise.ops.operands import new_copies
+from torchao_blockwise.tensors import QuantizedTensor
+from torchao_blockwise.tensors.weight_operands import amax_over
 
 
 def cast_options(config, rowwise: bool, columnwise: bool) -> CastOptions:
@@ -69,12 +50,29 @@ def quantize(x: torch.Tensor, how: Contraction, *, rowwise: bool, columnwise: bo
 
 def output(x: Operand, weight, how: Contraction, dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] · wᵀ (+ bias) = [T, N] of `dtype`."""
-    return _product_of(x, weight, how, how.transposed, dtype, bias)
+    return weight_product(x, weight, how, how.transposed, dtype, bias)
+
+
+def quantized_output(
+    x: torch.Tensor,
+    weight,
+    how: Contraction,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    columnwise: bool,
+) -> tuple[torch.Tensor, Operand | None]:
+    """(`output` of x [T, K] in high precision, its columnwise copy if asked for)."""
+    if _is_one_op(how):
+        out, *copy = quantized_output_op(x, _parts_of(weight, how), bias, how.groups, columnwise, _recipe(how), dtype)
+        return out, _operand(copy, how)
+    copies = quantize(x, how, rowwise=True, columnwise=columnwise, over=how.split.x)
+    return output(copies.rowwise, weight, how, dtype, bias), copies.columnwise
 
 
 def grad_input(dy: Operand, weight, how: Contraction, dtype: torch.dtype) -> torch.Tensor:
     """dy [T, N] · w = [T, K] of `dtype`."""
-    return _product_of(dy, weight, how, not how.transposed, dtype, None)
+    return weight_product(dy, weight, how, not how.transposed, dtype, None)
 
 
 def grad_weight(dy: Operand, x: Operand, weight, how: Contraction, dtype: torch.dtype) -> torch.Tensor | None:
@@ -103,16 +101,6 @@ def main_grad_of(weight) -> torch.Tensor | None:
     return None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
 
 
-def values_of(weight):
-    """What products read of a weight: a master weight's values, else the weight itself.
-
-    Compiled, the weight: its values would be an input of the graph beside it, which sees no change inside.
-    """
-    if isinstance(weight, MasterWeightTensor) and not torch.compiler.is_compiling():
-        return weight.hp
-    return weight
-
-
 def gradients(
     dy: list[Operand | None],
     x_columnwise: Callable[[], Operand],
@@ -129,6 +117,10 @@ def gradients(
     dtypes: of the two gradients. weight_first: which product comes first; see `weight_comes_first`.
     """
     columnwise, rowwise = dy.pop(), dy.pop()
+    if _is_one_op(how) and not (rowwise is columnwise is None):
+        x = None if columnwise is None else x_columnwise()
+        both = gradients_op(_parts_of(weight, how), rowwise, columnwise, x, how.groups, _recipe(how), *dtypes)
+        return None if rowwise is None else both[0], None if columnwise is None else both[-1]
     grads: dict[str, torch.Tensor | None] = {"input": None, "weight": None}
     for product in ("weight", "input") if weight_first else ("input", "weight"):
         if product == "input" and rowwise is not None:
@@ -152,95 +144,95 @@ def weight_comes_first(dy: torch.Tensor, how: Contraction) -> bool:
     return not torch.compiler.is_compiling() and how.split == WHOLE and tokens > features
 
 
-# --- a product with the weight ----------------------------------------------------------------------------------------
+# --- passes of a layer as operations of a compiled graph --------------------------------------------------------------
+# Each operation there costs the host a call through PyTorch's dispatcher, so that what is done in a row is one:
+# quantize and multiply, and the two products of backward. The gradient's copies are made outside, so that it can go.
 
 
-def _product_of(a: Operand, weight, how: Contraction, columnwise: bool, dtype, bias) -> torch.Tensor:
-    """a · wᵀ, or with the columnwise copy of the weight a · w, whatever carries the weight: its `values_of` do too.
-
-    The quantized copy of a master weight dies inside this call, outside of `weights_unchanged`.
-    """
-    config, groups = how.config, how.groups
-    if not isinstance(weight, QuantizedTensor):
-        recipe = config.weight_format, config.power_of_2_scales, columnwise, how.split.weight, how.rounded_to
-        return master_matmul_op(a, values_of(weight), *recipe, dtype, bias, groups, config.backend)
-    if weight.original is not None and not torch.compiler.is_compiling():
-        weight.original.free()
-    # PyTorch 2.11 may trace a layer by autograd, where nothing is compiling, and tensors are not plain.
-    if not columnwise or torch.compiler.is_compiling() or type(a.qdata) is not torch.Tensor:
-        # Not `weight.operand()`: compilers take only tensors from a method, and do not always know `fmt`.
-        fmt = config.weight_format if torch.compiler.is_compiling() else weight.fmt
-        qdata, scale, global_scale = weight.operand_tensors()
-        b = Operand(qdata, scale, global_scale, fmt.name)
-        if columnwise:
-            return transposed_matmul_op(a, b, weight.shape[-1], dtype, groups, config.backend)
-    else:
-        b = weight.columnwise_operand(backend=ops.casting_backend(config.backend))
-    return _product(a, b, dtype, bias, groups, config.backend)
+def _is_one_op(how: Contraction) -> bool:
+    """Whether passes are traced as one operation. What ranks exchange on the way stays visible to compilers."""
+    return torch.compiler.is_compiling() and how.split == WHOLE
 
 
-def _product(a: Operand, b: Operand, out_dtype, bias, groups: Groups | None, backend: Backend) -> torch.Tensor:
-    if groups is None:
-        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
-    assert bias is None, "grouped products have no bias"
-    return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
-
-
-def master_matmul(
-    a, hp, fmt, power_of_2_scales, columnwise, amax_groups, rounded_to, out_dtype, bias, groups, products_by
-) -> torch.Tensor:
-    """Arguments as in the op."""
-    b = weight_operand(
-        hp,
-        fmt,
-        columnwise=columnwise,
-        power_of_2_scales=power_of_2_scales,
-        backend=ops.casting_backend(products_by),
-        amax_groups=amax_groups,
-        rounded_to=rounded_to,
+def _recipe(how: Contraction) -> Recipe:
+    config = how.config
+    return Recipe(
+        config.activation_format, config.weight_format, config.power_of_2_scales, how.transposed, config.backend
     )
-    return _product(a, b, out_dtype, bias, groups, products_by)
 
 
-def _has_no_scope(*args: Any) -> bool:
-    """Whether arguments alone decide what `master_matmul` does: no scope keeps copies, no ranks share the weight."""
-    return replay.on_device(*args) and not kept_weights and not is_split(*args)
+def _parts_of(weight, how: Contraction) -> WeightValues:
+    if isinstance(weight, QuantizedTensor):
+        return WeightValues(*weight.operand_tensors(), how.config.weight_format.name, weight.shape[-1], None)
+    return WeightValues(weight, None, None, "", weight.shape[-1], how.rounded_to)
 
 
-# One operation from the master's values to the product: the quantized copy is never a value of a compiled graph, which
-# could hold it from forward to backward, and a scope that keeps it is asked when the graph runs. It serves experts too:
-# checkpoint policies name one operation.
-@define_op((Implementation(Backend.AUTO, master_matmul),), replayed=_has_no_scope)
-def master_matmul_op(
-    a: Operand,
-    hp: torch.Tensor,
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
-    columnwise: bool,
-    amax_groups: str,
-    rounded_to: torch.dtype | None,
-    out_dtype: torch.dtype,
+def _contraction(weight: WeightValues, groups: Groups | None, recipe: Recipe) -> Contraction:
+    return Contraction(recipe, groups, rounded_to=weight.rounded_to, transposed=recipe.transposed)
+
+
+def _compute_output(x, weight, bias, groups, columnwise, recipe, out_dtype) -> list[torch.Tensor]:
+    how = _contraction(weight, groups, recipe)
+    out, copy = quantized_output(x, weight, how, out_dtype, bias, columnwise=columnwise)
+    return [out, *_present(copy)]
+
+
+@define_op((Implementation(Backend.AUTO, _compute_output),), replayed=decided_by_arguments)
+def quantized_output_op(
+    x: torch.Tensor,
+    weight: WeightValues,
     bias: torch.Tensor | None,
     groups: Groups | None,
-    products_by: Backend,
-) -> torch.Tensor:
-    return a.qdata.new_empty((a.qdata.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
-
-
-def _transposed_matmul(a, weight, columns, out_dtype, groups, products_by) -> torch.Tensor:
-    b = ops.transpose(weight, columns=columns, backend=ops.casting_backend(products_by))
-    return _product(a, b, out_dtype, None, groups, products_by)
-
-
-# One operation in graphs, for the same reason: PyTorch's partitioner would as soon hold the transposed copy as the
-# payload, and would not see that the payload changed.
-@define_op((Implementation(Backend.AUTO, _transposed_matmul),))
-def transposed_matmul_op(
-    a: Operand,
-    weight: Operand,
-    columns: int,
+    columnwise: bool,
+    recipe: Recipe,
     out_dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    columns = weight.columns if recipe.transposed else weight.values.shape[-2]
+    out = x.new_empty((x.shape[0], columns), dtype=out_dtype)
+    if not columnwise:
+        return [out]
+    fmt = recipe.activation_format
+    options = CastOptions(fmt, False, True, recipe.power_of_2_scales, padded=True)
+    copy = new_copies(x, tuple(x.shape), options, groups).columnwise
+    return [out, copy.qdata, copy.scale, *([x.new_empty((), dtype=torch.float32)] if fmt.has_global_scale else [])]
+
+
+def _compute_gradients(
+    weight, dy_rowwise, dy_columnwise, x_columnwise, groups, recipe, input_dtype, weight_dtype
+) -> list[torch.Tensor]:
+    how, dtypes = _contraction(weight, groups, recipe), (input_dtype, weight_dtype)
+    both = gradients([dy_rowwise, dy_columnwise], lambda: x_columnwise, weight, how, dtypes, weight_first=False)
+    return [grad for grad in both if grad is not None]
+
+
+@define_op((Implementation(Backend.AUTO, _compute_gradients),), replayed=decided_by_arguments)
+def gradients_op(
+    weight: WeightValues,
+    dy_rowwise: Operand | None,
+    dy_columnwise: Operand | None,
+    x_columnwise: Operand | None,
     groups: Groups | None,
-    products_by: Backend,
-) -> torch.Tensor:
-    return a.qdata.new_empty((a.qdata.shape[0], columns), dtype=out_dtype)
+    recipe: Recipe,
+    input_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    grads = []
+    if dy_rowwise is not None:
+        columns = weight.values.shape[-2] if recipe.transposed else weight.columns
+        grads.append(dy_rowwise.qdata.new_empty((dy_rowwise.qdata.shape[0], columns), dtype=input_dtype))
+    if dy_columnwise is not None:
+        shape = *weight.values.shape[:-1], weight.columns
+        grads.append(dy_columnwise.qdata.new_empty(shape, dtype=weight_dtype))
+    return grads
+
+
+def _operand(tensors: list[torch.Tensor], how: Contraction) -> Operand | None:
+    """The copy of an activation that `_present` took apart."""
+    if not tensors:
+        return None
+    qdata, scale, *rest = tensors
+    return Operand(qdata, scale, rest[0] if rest else None, how.config.activation_format.name)
+
+
+def _present(copy: Operand | None) -> list[torch.Tensor]:
+    return [] if copy is None else [x for x in copy.tensors if x is not None]

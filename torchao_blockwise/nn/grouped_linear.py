@@ -12,7 +12,7 @@ import torch
 
 from torchao_blockwise import _compat
 from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.contraction import Contraction, gradients, output, quantize
+from torchao_blockwise.nn.contraction import Contraction, gradients, quantize, quantized_output
 from torchao_blockwise.nn.weights import WEIGHTS, check_transposable, check_x, config_of
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -91,11 +91,11 @@ class _GroupedLinear(torch.autograd.Function):
         groups = steps.groups_of(group_ends, x.shape[0], config)
         assert groups is not None
         how = Contraction(config, groups, rounded_to=rounded_to, transposed=not contracts_columns)
-        rowwise, columnwise = quantize(x, how, rowwise=True, columnwise=save_quantized)
-        out = output(rowwise, stored, how, out_dtype or config.out_dtype or x.dtype)
-        saved_x = x if needs_weight and not save_quantized else None
+        dtype = out_dtype or config.out_dtype or x.dtype
+        out, columnwise = steps.run_on((stored,), _forward, x, how, dtype, save_quantized)
+        saved_x = columnwise.tensors if save_quantized else (x,) if needs_weight else ()
         saved_weight = stored if rounded_to is None else stored.hp
-        steps.save_for_backward(ctx, (saved_weight,), *groups, saved_x, *steps.fields(columnwise))
+        steps.save_for_backward(ctx, (saved_weight,), *groups, *saved_x)
         ctx.config, ctx.rounded_to, ctx.contracts_columns = config, rounded_to, contracts_columns
         ctx.dtypes, ctx.is_transposed = (x.dtype, weight.dtype), isinstance(weight, TransposedWeight)
         return out
@@ -104,28 +104,31 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         steps.refuse_second_order("grouped_linear")
         config, rounded_to = ctx.config, ctx.rounded_to
-        weight, group_ends, tables, x, saved = steps.take_saved(ctx, 4)
+        weight, group_ends, tables, saved_x = steps.take_saved(ctx, 3)
         groups = steps.saved_groups(group_ends, tables)
         how = Contraction(config, groups, rounded_to=rounded_to, transposed=not ctx.contracts_columns)
         weight = weight if rounded_to is None else MasterWeightTensor(weight, config)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-
-        def x_columnwise():
-            if x is None:
-                return steps.operand_of(steps.taken(saved), config)
-            return quantize(x, how, rowwise=False, columnwise=True).columnwise
-
-        grad_x, grad_weight = gradients(
-            [*quantize(grad_output, how, rowwise=needs_x, columnwise=needs_weight)],
-            x_columnwise,
-            weight,
-            how,
-            ctx.dtypes,
-            weight_first=False,
-        )
+        args = saved_x, how, (needs_x, needs_weight), ctx.dtypes
+        grad_x, grad_weight = steps.run_on((weight,), _backward, grad_output, *args)
         if grad_weight is not None and ctx.is_transposed:
             grad_weight = grad_weight.transpose(-2, -1)
         return grad_x, grad_weight, None, None, None
+
+
+def _forward(weight, x, how: Contraction, dtype: torch.dtype, save_quantized: bool):
+    """(x · wᵀ, the columnwise copy of x or None)."""
+    return quantized_output(x, weight, how, dtype, columnwise=save_quantized)
+
+
+def _backward(weight, grad_output, saved_x: list, how: Contraction, needs, dtypes):
+    """(grad_input, grad_weight), those that are needed."""
+
+    def anew(x):
+        return quantize(x, how, rowwise=False, columnwise=True).columnwise
+
+    dy = [*quantize(grad_output, how, rowwise=needs[0], columnwise=needs[1])]
+    return gradients(dy, steps.columnwise_of(saved_x, how.config, anew), weight, how, dtypes, weight_first=False)
 
 
 def _take(functions: list) -> None:

@@ -10,10 +10,8 @@ from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.contraction import (
     Contraction,
     gradients,
-    main_grad_of,
-    output,
     quantize,
-    values_of,
+    quantized_output,
     weight_comes_first,
 )
 from torchao_blockwise.nn.sharded_linear import WHOLE, sharded_linear
@@ -56,7 +54,7 @@ class _Linear(torch.autograd.Function):
         how = Contraction(config, split=split)
         needs_weight = ctx.needs_input_grad[1]
         save_quantized = needs_weight and config.saves_quantized_activations
-        out, columnwise = steps.run(_forward, x, values_of(weight), bias, how, save_quantized)
+        out, columnwise = steps.run_on((weight,), _forward, x, bias, how, save_quantized)
         # The columnwise copy (qdata, scale, global_scale), or the input itself, or nothing.
         saved_x = columnwise.tensors if save_quantized else (x,) if needs_weight else ()
         steps.save_for_backward(ctx, (weight,), *saved_x)
@@ -70,31 +68,25 @@ class _Linear(torch.autograd.Function):
         steps.refuse_second_order("linear")
         weight, saved_x = steps.take_saved(ctx, 1)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        rest = saved_x, ctx.how, (needs_x, needs_weight), ctx.x_shape, ctx.dtypes
-        if main_grad_of(weight) is None:
-            grads = steps.run(_backward, grad_output, values_of(weight), *rest)
-        else:
-            # What it adds to counts its changes, which no recording does.
-            grads = _backward(grad_output, weight, *rest)
+        args = saved_x, ctx.how, (needs_x, needs_weight), ctx.x_shape, ctx.dtypes
+        grads = steps.run_on((weight,), _backward, grad_output, *args)
         grad_bias = steps.grad_bias(steps.as_rows(grad_output), ctx.bias_dtype) if needs_bias else None
         return *grads, grad_bias, None, None
 
 
-def _forward(x, weight, bias, how: Contraction, save_quantized: bool):
+def _forward(weight, x, bias, how: Contraction, save_quantized: bool):
     """(x · wᵀ + bias, the columnwise copy of x or None)."""
-    x2d = steps.as_rows(x)
-    rowwise, columnwise = quantize(x2d, how, rowwise=True, columnwise=save_quantized, over=how.split.x)
-    out = output(rowwise, weight, how, how.config.out_dtype or x.dtype, bias)
+    dtype = how.config.out_dtype or x.dtype
+    out, columnwise = quantized_output(steps.as_rows(x), weight, how, dtype, bias, columnwise=save_quantized)
     return steps.as_shape_of(out, x), columnwise
 
 
-def _backward(grad_output, weight, saved_x: list, how: Contraction, needs, x_shape, dtypes):
+def _backward(weight, grad_output, saved_x: list, how: Contraction, needs, x_shape, dtypes):
     """(grad_input, grad_weight), those that are needed."""
     needs_x, needs_weight = needs
     dy = steps.as_rows(grad_output)
 
-    def anew():
-        (x,) = steps.taken(saved_x)
+    def anew(x):
         return quantize(steps.as_rows(x), how, rowwise=False, columnwise=True, over=how.split.x).columnwise
 
     grad_x, grad_weight = gradients(

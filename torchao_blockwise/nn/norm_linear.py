@@ -8,6 +8,8 @@ What is saved: x, the statistics and one byte an element of y.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -95,56 +97,69 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, weight, bias, kind, eps, dtype):
         config = config_of(weight)
-        backend = ops.casting_backend(config.backend)
         x2d = steps.as_rows(x)
         needs_norm, needs_weight = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         save_quantized = needs_weight and config.saves_quantized_activations
-        statistics = ops.norm_statistics(x2d, kind, eps, backend=backend)
-        options = cast_options(config, True, save_quantized)
-        rowwise, columnwise = ops.norm_quantize(
-            x2d, options, statistics, norm_weight, norm_bias, dtype=dtype, backend=backend
-        )
-        out = output(rowwise, weight, Contraction(config), config.out_dtype or dtype, bias)
+        args = x2d, (kind, eps, norm_weight, norm_bias), bias, Contraction(config), dtype, save_quantized
+        out, statistics, columnwise = steps.run_on((weight,), _forward, *args)
         needs_x = needs_norm or (needs_weight and not save_quantized)
         saved = (x2d, *statistics, norm_weight, norm_bias) if needs_x else (None,) * 5
-        steps.save_for_backward(ctx, (weight,), *saved, *steps.fields(columnwise))
-        ctx.config, ctx.save_quantized, ctx.dtype, ctx.x_shape = config, save_quantized, dtype, x.shape
+        steps.save_for_backward(ctx, (weight,), *saved, *(columnwise.tensors if save_quantized else ()))
+        ctx.config, ctx.dtype, ctx.x_shape = config, dtype, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return steps.as_shape_of(out, x)
 
     @staticmethod
     def backward(ctx, grad_output):
         steps.refuse_second_order("NormLinear")
-        config, how, dtype, save_quantized = ctx.config, Contraction(ctx.config), ctx.dtype, ctx.save_quantized
-        weight, x, mean, rstd, norm_weight, norm_bias, saved = steps.take_saved(ctx, 6)
+        weight, *norm, copy = steps.take_saved(ctx, 6)
         *needs, needs_weight, needs_bias = ctx.needs_input_grad[:5]
         dy = steps.as_rows(grad_output)
-
-        def y_columnwise():
-            if save_quantized:
-                return steps.operand_of(steps.taken(saved), config)
-            statistics, backend = ops.NormStatistics(mean, rstd), ops.casting_backend(config.backend)
-            return ops.norm_quantize(
-                x, cast_options(config, False, True), statistics, norm_weight, norm_bias, dtype=dtype, backend=backend
-            ).columnwise
-
-        grad_y, grad_weight = gradients(
-            [*quantize(dy, how, rowwise=any(needs), columnwise=needs_weight)],
-            y_columnwise,
-            weight,
-            how,
-            (dtype, weight.dtype),
-            weight_first=True,
-        )
-        grads: list[torch.Tensor | None] = [None] * 3
-        if grad_y is not None:
-            grads = norm_backward(grad_y, x, mean, rstd, norm_weight, norm_bias, needs)
-            grads[0] = None if grads[0] is None else grads[0].view(ctx.x_shape)
+        args = tuple(norm), copy, Contraction(ctx.config), (*needs, needs_weight), (ctx.dtype, weight.dtype)
+        *grads, grad_weight = steps.run_on((weight,), _backward, dy, *args)
+        grads[0] = None if grads[0] is None else grads[0].view(ctx.x_shape)
         grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         return *grads, grad_weight, grad_bias, None, None, None
 
 
-def norm_backward(dy, x, mean, rstd, weight, bias, needs: list[bool]) -> list[torch.Tensor | None]:
+def _forward(weight, x, norm: tuple, bias, how: Contraction, dtype: torch.dtype, columnwise: bool):
+    """(output, statistics of the norm, the columnwise copy of y or None). norm: kind, eps, weight and bias."""
+    kind, eps, norm_weight, norm_bias = norm
+    backend = ops.casting_backend(how.config.backend)
+    statistics = ops.norm_statistics(x, kind, eps, backend=backend)
+    options = cast_options(how.config, True, columnwise)
+    y = ops.norm_quantize(x, options, statistics, norm_weight, norm_bias, dtype=dtype, backend=backend)
+    return output(y.rowwise, weight, how, how.config.out_dtype or dtype, bias), statistics, y.columnwise
+
+
+def _backward(weight, dy, norm: tuple, y_copy: list, how: Contraction, needs, dtypes):
+    """Gradients of x, of the norm's weight and bias, and of the weight, those that are needed.
+
+    norm: x, mean, rstd, the norm's weight and bias. dtypes: of y, of the weight.
+    """
+    *needs_norm, needs_weight = needs
+    x, mean, rstd, norm_weight, norm_bias = norm
+
+    def anew():
+        options, statistics = cast_options(how.config, False, True), ops.NormStatistics(mean, rstd)
+        backend = ops.casting_backend(how.config.backend)
+        vectors = norm_weight, norm_bias
+        return ops.norm_quantize(x, options, statistics, *vectors, dtype=dtypes[0], backend=backend).columnwise
+
+    grad_y, grad_weight = gradients(
+        [*quantize(dy, how, rowwise=any(needs_norm), columnwise=needs_weight)],
+        steps.columnwise_of(y_copy, how.config, anew),
+        weight,
+        how,
+        dtypes,
+        weight_first=True,
+    )
+    if grad_y is None:
+        return None, None, None, grad_weight
+    return *norm_backward(grad_y, *norm, needs_norm), grad_weight
+
+
+def norm_backward(dy, x, mean, rstd, weight, bias, needs: Sequence[bool]) -> list[torch.Tensor | None]:
     """Gradients of x, weight and bias of a norm over the rows of `x` [T, K], those that are needed; the others None.
 
     By PyTorch's own kernels. They take tensors of one dtype, on a CPU of fp32 with fp32 statistics, so all is fp32

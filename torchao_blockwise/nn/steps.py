@@ -9,6 +9,8 @@ import torch
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import Groups, Operand
+from torchao_blockwise.nn.contraction import main_grad_of
+from torchao_blockwise.nn.weight_products import values_of
 from torchao_blockwise.ops import replay
 from torchao_blockwise.ops.backend import may_have_kernels
 from torchao_blockwise.ops.op import is_watched
@@ -61,6 +63,17 @@ def run(work: Callable, *args):
     return _recordings[work].call(work, args)
 
 
+def run_on(weights: tuple, work: Callable, *args):
+    """`run(work, *values, *args)` with what products read of the weights.
+
+    Where a product adds to a weight's `main_grad`, `work` has the weights themselves and is not replayed: what it adds
+    to counts its changes, which no recording does.
+    """
+    if any(main_grad_of(weight) is not None for weight in weights):
+        return work(*weights, *args)
+    return run(work, *map(values_of, weights), *args)
+
+
 def save_for_backward(ctx, weights: tuple, *tensors: torch.Tensor | None) -> None:
     """Keep `weights` and what else backward reads, so that a weight which changes before is refused there.
 
@@ -84,11 +97,6 @@ def take_saved(ctx, named: int) -> tuple:
     return *saved[:named], list(saved[named:])
 
 
-def fields(copy: Operand | None) -> tuple:
-    """An operand as tensors to save for backward; nothing in the place of each where there is none."""
-    return (None, None, None) if copy is None else copy.tensors
-
-
 def taken(saved: list) -> tuple:
     """What is in the list, which is empty then: it lives on in the caller alone."""
     held = tuple(saved)
@@ -97,14 +105,23 @@ def taken(saved: list) -> tuple:
 
 
 def operand_of(saved: tuple, config) -> Operand:
-    """The operand of an activation that `fields` took apart."""
+    """The operand of an activation from its `tensors`."""
     qdata, scale, global_scale = saved
     return Operand(qdata, scale, global_scale, config.activation_format.name)
 
 
-def columnwise_of(saved: list, config, anew: Callable[[], Operand]) -> Callable[[], Operand]:
-    """What gives the columnwise copy of an activation: that which was saved, as `fields` took it apart, or `anew`."""
-    return (lambda: operand_of(taken(saved), config)) if len(saved) == 3 else anew
+def columnwise_of(saved: list, config, anew: Callable[..., Operand]) -> Callable[[], Operand]:
+    """What gives the columnwise copy of an activation: that which was saved, or `anew` of what was saved in its place.
+
+    saved: the copy's `tensors`, or another number of them. It is emptied.
+    """
+
+    def columnwise() -> Operand:
+        is_copy = len(saved) == 3
+        held = taken(saved)
+        return operand_of(held, config) if is_copy else anew(*held)
+
+    return columnwise
 
 
 def saved_groups(group_ends: torch.Tensor | None, tables: torch.Tensor | None) -> Groups | None:

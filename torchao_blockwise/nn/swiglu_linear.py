@@ -16,7 +16,7 @@ from torch import nn
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import Copies, Groups, Operand
 from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.contraction import Contraction, cast_options, gradients, output, quantize
+from torchao_blockwise.nn.contraction import Contraction, cast_options, gradients, output, quantize, quantized_output
 from torchao_blockwise.nn.sharded_linear import AmaxGroups
 from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight
 
@@ -102,16 +102,15 @@ class SwiGLUMLP(nn.Module):
 class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, weight, bias):
-        config = config_of(weight)
+        how = Contraction(config_of(weight))
         needs_inputs, needs_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
-        save_quantized = needs_weight and config.saves_quantized_activations
+        save_quantized = needs_weight and how.config.saves_quantized_activations
         gate2d, up2d = map(steps.as_rows, (gate, up))
-        rowwise, columnwise = _quantized_swiglu((gate2d, up2d), Contraction(config), True, save_quantized)
-        out = output(rowwise, weight, Contraction(config), config.out_dtype or gate.dtype, bias)
+        out, columnwise = steps.run_on((weight,), _linear_forward, gate2d, up2d, bias, how, save_quantized)
         needs_both = needs_inputs or (needs_weight and not save_quantized)
         saved = (gate2d, up2d) if needs_both else (None, None)
-        steps.save_for_backward(ctx, (weight,), *saved, *steps.fields(columnwise))
-        ctx.config, ctx.save_quantized, ctx.shape = config, save_quantized, gate.shape
+        steps.save_for_backward(ctx, (weight,), *saved, *(columnwise.tensors if save_quantized else ()))
+        ctx.how, ctx.shape = how, gate.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.dtypes = gate.dtype, weight.dtype
         return steps.as_shape_of(out, gate)
@@ -119,24 +118,34 @@ class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         steps.refuse_second_order("swiglu_linear")
-        how = Contraction(ctx.config)
-        weight, gate, up, saved = steps.take_saved(ctx, 3)
+        weight, gate, up, copy = steps.take_saved(ctx, 3)
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
-        dy = steps.as_rows(grad_output)
-        dh, grad_weight = gradients(
-            [*quantize(dy, how, rowwise=needs_gate or needs_up, columnwise=needs_weight)],
-            _h_columnwise(how, saved if ctx.save_quantized else None, [gate, up]),
-            weight,
-            how,
-            ctx.dtypes,
-            weight_first=True,
-        )
-        dgate = dup = None
-        if dh is not None:
-            both = ops.swiglu_backward(dh, gate, up, backend=ops.casting_backend(ctx.config.backend))
-            dgate, dup = (g.view(ctx.shape) if need else None for g, need in zip(both, (needs_gate, needs_up)))
+        dy, needs = steps.as_rows(grad_output), (needs_gate or needs_up, needs_weight)
+        both, grad_weight = steps.run_on((weight,), _linear_backward, dy, gate, up, copy, ctx.how, needs, ctx.dtypes)
+        dgate, dup = (g.view(ctx.shape) if need else None for g, need in zip(both, (needs_gate, needs_up)))
         grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         return dgate, dup, grad_weight, grad_bias
+
+
+def _linear_forward(weight, gate, up, bias, how: Contraction, columnwise: bool):
+    """(output, the columnwise copy of h or None)."""
+    h = _quantized_swiglu((gate, up), how, True, columnwise)
+    return output(h.rowwise, weight, how, how.config.out_dtype or gate.dtype, bias), h.columnwise
+
+
+def _linear_backward(weight, dy, gate, up, h_copy: list, how: Contraction, needs, dtypes):
+    """((gradient of gate, of up), gradient of the weight), those that are needed."""
+    dh, grad_weight = gradients(
+        [*quantize(dy, how, rowwise=needs[0], columnwise=needs[1])],
+        _h_columnwise(how, h_copy, [gate, up]),
+        weight,
+        how,
+        dtypes,
+        weight_first=True,
+    )
+    if dh is None:
+        return (None, None), grad_weight
+    return ops.swiglu_backward(dh, gate, up, backend=ops.casting_backend(how.config.backend)), grad_weight
 
 
 class SwiGLUFunction(torch.autograd.Function):
@@ -149,79 +158,91 @@ class SwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate_up_weight, down_weight, down_bias, group_ends, configs, amax_groups):
-        x2d = steps.as_rows(x)
+        x2d, weights = steps.as_rows(x), (gate_up_weight, down_weight)
         groups = steps.groups_of(group_ends, x2d.shape[0], *configs)
-        inner, outer = _contractions(configs, amax_groups, groups)
+        inner, outer = both = _contractions(configs, amax_groups, groups)
         needs_x, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         save_x = needs_gate_up and inner.config.saves_quantized_activations
         save_h = needs_down and outer.config.saves_quantized_activations
-        x_rowwise, x_columnwise = quantize(x2d, inner, rowwise=True, columnwise=save_x)
-        gate_up = output(x_rowwise, gate_up_weight, inner, inner.config.out_dtype or x.dtype)
-        del x_rowwise
-        h_rowwise, h_columnwise = _quantized_swiglu(gate_up.chunk(2, 1), outer, True, save_h)
-        out = output(h_rowwise, down_weight, outer, outer.config.out_dtype or x.dtype, down_bias)
+        out, gate_up, x_copy, h_copy = steps.run_on(weights, _mlp_forward, x2d, down_bias, both, save_x, save_h)
         steps.save_for_backward(
             ctx,
-            (gate_up_weight, down_weight),
+            weights,
             *(groups or (None, None)),
             x2d if needs_gate_up and not save_x else None,
             gate_up if needs_x or needs_gate_up or (needs_down and not save_h) else None,
-            *steps.fields(x_columnwise),
-            *steps.fields(h_columnwise),
+            *(x_copy.tensors if save_x else ()),
+            *(h_copy.tensors if save_h else ()),
         )
         ctx.configs, ctx.amax_groups = configs, amax_groups
-        ctx.save_x, ctx.save_h, ctx.x_shape, ctx.x_dtype = save_x, save_h, x.shape, x.dtype
+        ctx.save_x, ctx.x_shape, ctx.x_dtype = save_x, x.shape, x.dtype
         ctx.bias_dtype = None if down_bias is None else down_bias.dtype
         return steps.as_shape_of(out, x)
 
     @staticmethod
     def backward(ctx, grad_output):
-        gate_up_weight, down_weight, group_ends, tables, x, gate_up, copies = steps.take_saved(ctx, 6)
+        *weights, group_ends, tables, x, gate_up, copies = steps.take_saved(ctx, 6)
         steps.refuse_second_order("SwiGLUMLP" if group_ends is None else "swiglu_experts")
-        inner, outer = _contractions(ctx.configs, ctx.amax_groups, steps.saved_groups(group_ends, tables))
-        needs_x, needs_gate_up, needs_down, needs_bias, *_ = ctx.needs_input_grad
+        both = _contractions(ctx.configs, ctx.amax_groups, steps.saved_groups(group_ends, tables))
+        *needs, needs_bias = ctx.needs_input_grad[:4]
         dy = steps.as_rows(grad_output)
-        x_saved, h_saved, save_x = copies[:3], copies[3:], ctx.save_x
-        del copies
-        both = [None, None] if gate_up is None else [*gate_up.chunk(2, 1)]
-        dtype = dy.dtype if gate_up is None else gate_up.dtype
-        del gate_up
-
-        def x_columnwise():
-            if save_x:
-                return steps.operand_of(steps.taken(x_saved), inner.config)
-            return quantize(x, inner, rowwise=False, columnwise=True).columnwise
-
-        dh, grad_down = gradients(
-            [*quantize(dy, outer, rowwise=needs_x or needs_gate_up, columnwise=needs_down)],
-            _h_columnwise(outer, h_saved if ctx.save_h else None, both),
-            down_weight,
-            outer,
-            (dtype, down_weight.dtype),
-            weight_first=True,
-        )
-        grad_x = grad_gate_up = None
-        if dh is not None:
-            options, backend = cast_options(inner.config, needs_x, needs_gate_up), inner.config.backend
-            gate, up = steps.taken(both)
-            dgate_up = [
-                *ops.swiglu_backward_quantize(
-                    dh, gate, up, options, groups=inner.groups, backend=ops.casting_backend(backend)
-                )
-            ]
-            del dh, gate, up
-            # The gradient of gate_up comes last, beside two copies in low precision: with dx last a columnwise copy of
-            # gate_up would be there too, with the gradient of down last the copies of dy and h all the time.
-            dtypes = ctx.x_dtype, gate_up_weight.dtype
-            grad_x, grad_gate_up = gradients(dgate_up, x_columnwise, gate_up_weight, inner, dtypes, weight_first=False)
+        x_saved, h_saved = ([x], copies) if not ctx.save_x else (copies[:3], copies[3:])
+        halves = [] if gate_up is None else [*gate_up.chunk(2, 1)]
+        dtypes = ctx.x_dtype, dy.dtype if gate_up is None else gate_up.dtype, *(weight.dtype for weight in weights)
+        del copies, gate_up
+        args = x_saved, halves, h_saved, both, tuple(needs), dtypes
+        grad_x, *grads = steps.run_on(tuple(weights), _mlp_backward, dy, *args)
         grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         grad_x = None if grad_x is None else grad_x.view(ctx.x_shape)
-        return grad_x, grad_gate_up, grad_down, grad_bias, None, None, None
+        return grad_x, *grads, grad_bias, None, None, None
 
 
-def _contractions(configs, amax_groups, groups: Groups | None) -> list[Contraction]:
+def _mlp_forward(gate_up_weight, down_weight, x, bias, both: tuple[Contraction, Contraction], save_x, save_h):
+    """(output, gate_up(x), the columnwise copies of x and of h or None)."""
+    inner, outer = both
+    gate_up, x_copy = quantized_output(x, gate_up_weight, inner, inner.config.out_dtype or x.dtype, columnwise=save_x)
+    h = _quantized_swiglu(gate_up.chunk(2, 1), outer, True, save_h)
+    out = output(h.rowwise, down_weight, outer, outer.config.out_dtype or x.dtype, bias)
+    return out, gate_up, x_copy, h.columnwise
+
+
+def _mlp_backward(gate_up_weight, down_weight, dy, x_saved: list, gate_and_up: list, h_copy: list, both, needs, dtypes):
+    """Gradients of x, of gate_up's weight and of down's, those that are needed.
+
+    dtypes: of x, of gate_up(x), of the weights. What is in the lists goes when it was used.
+    """
+    inner, outer = both
+    needs_x, needs_gate_up, needs_down = needs
+    x_dtype, dtype, gate_up_dtype, down_dtype = dtypes
+
+    def x_anew(x):
+        return quantize(x, inner, rowwise=False, columnwise=True).columnwise
+
+    dh, grad_down = gradients(
+        [*quantize(dy, outer, rowwise=needs_x or needs_gate_up, columnwise=needs_down)],
+        _h_columnwise(outer, h_copy, gate_and_up),
+        down_weight,
+        outer,
+        (dtype, down_dtype),
+        weight_first=True,
+    )
+    if dh is None:
+        return None, None, grad_down
+    options, backend = cast_options(inner.config, needs_x, needs_gate_up), ops.casting_backend(inner.config.backend)
+    gate, up = steps.taken(gate_and_up)
+    dgate_up = [*ops.swiglu_backward_quantize(dh, gate, up, options, groups=inner.groups, backend=backend)]
+    del dh, gate, up
+    # The gradient of gate_up comes last, beside two copies in low precision: with dx last a columnwise copy of gate_up
+    # would be there too, with the gradient of down last the copies of dy and h all the time.
+    x_columnwise = steps.columnwise_of(x_saved, inner.config, x_anew)
+    grads = gradients(dgate_up, x_columnwise, gate_up_weight, inner, (x_dtype, gate_up_dtype), weight_first=False)
+    return *grads, grad_down
+
+
+def _contractions(configs, amax_groups, groups: Groups | None) -> tuple[Contraction, Contraction]:
     """Of gate_up and of down."""
-    return [Contraction(config, groups, AmaxGroups(weight=over)) for config, over in zip(configs, amax_groups)]
+    inner, outer = (Contraction(config, groups, AmaxGroups(weight=over)) for config, over in zip(configs, amax_groups))
+    return inner, outer
 
 
 def _quantized_swiglu(gate_and_up, how: Contraction, rowwise: bool, columnwise: bool) -> Copies:
@@ -231,12 +252,6 @@ def _quantized_swiglu(gate_and_up, how: Contraction, rowwise: bool, columnwise: 
     return ops.swiglu_quantize(gate, up, options, groups=how.groups, backend=backend)
 
 
-def _h_columnwise(how: Contraction, saved: list | None, gate_and_up: list) -> Callable[[], Operand]:
-    """What gives the columnwise copy of h: the saved one, or made again from what was saved in its place."""
-
-    def h_columnwise():
-        if saved is not None:
-            return steps.operand_of(steps.taken(saved), how.config)
-        return _quantized_swiglu(gate_and_up, how, False, True).columnwise
-
-    return h_columnwise
+def _h_columnwise(how: Contraction, saved: list, gate_and_up: list) -> Callable[[], Operand]:
+    """What gives the columnwise copy of h: the saved one, or one made again; gate and up are needed afterwards."""
+    return steps.columnwise_of(saved, how.config, lambda: _quantized_swiglu(gate_and_up, how, False, True).columnwise)

@@ -80,6 +80,14 @@ _KINDS: dict[Any, _Kind] = {
         apart=lambda x: x,
         together=lambda parts: Operand(*itertools.islice(parts, 4)),
     ),
+    Operand | None: _kind(
+        "Tensor? {}",
+        "Tensor? {}_scale",
+        "Tensor? {}_global",
+        "str {}_format",
+        apart=lambda x: (None, None, None, "") if x is None else x,
+        together=lambda parts: x if (x := Operand(*itertools.islice(parts, 4))).qdata is not None else None,
+    ),
     Groups: _kind("Tensor {}_ends", "Tensor? {}_tables", apart=lambda groups: groups, together=_groups),
     Groups | None: _kind(
         "Tensor? {}_ends", "Tensor? {}_tables", apart=lambda groups: groups or (None, None), together=_groups

@@ -1,0 +1,181 @@
+"""A product with a weight, whatever carries it: a master weight, a quantized one, or their parts in a compiled graph.
+
+The quantized copy of a master weight dies inside the product. In a compiled graph it is no value, so that nothing can
+hold it from forward to backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import BlockFormat, Groups, Operand
+from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups
+from torchao_blockwise.ops import replay
+from torchao_blockwise.ops.backend import Backend, Implementation
+from torchao_blockwise.ops.op import define_op, travels
+from torchao_blockwise.tensors import (
+    BlockwiseFP8TrainingConfig,
+    MasterWeightTensor,
+    NVFP4TrainingConfig,
+    QuantizedTensor,
+)
+from torchao_blockwise.tensors.weight_operands import is_split, kept_weights, weight_operand
+
+
+class Contraction(NamedTuple):
+    """How the products of one weight are computed.
+
+    config: of the weight.
+    groups: of experts, whose weight is [E, N, K]: which rows of an activation belong to each; without bias.
+    split: the process groups over which each tensor is split that is given here in parts.
+    rounded_to: the dtype that a master weight is rounded to first, if another than its own.
+    transposed: whether the weight lies as [.., K, N] in memory.
+    """
+
+    config: Any
+    groups: Groups | None = None
+    split: AmaxGroups = WHOLE
+    rounded_to: torch.dtype | None = None
+    transposed: bool = False
+
+
+replay.settle(AmaxGroups, BlockwiseFP8TrainingConfig, NVFP4TrainingConfig)
+
+
+@travels
+class Recipe(NamedTuple):
+    """What of a config, and of how a weight lies, decides products, as a compiled graph says it."""
+
+    activation_format: BlockFormat
+    weight_format: BlockFormat
+    power_of_2_scales: bool
+    transposed: bool
+    backend: Backend
+
+
+@travels
+class WeightValues(NamedTuple):
+    """What products read of a weight.
+
+    values: of a master weight, high precision [.., N, K]; of a quantized one its payload, with `scale`, `global_scale`
+        and the name of its format. columns: K. rounded_to: as in `Contraction`.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    format_name: str
+    columns: int
+    rounded_to: torch.dtype | None
+
+
+def values_of(weight):
+    """What products read of a weight: a master weight's values, else the weight itself.
+
+    Compiled, the weight: its values would be an input of the graph beside it, which sees no change inside.
+    """
+    if isinstance(weight, MasterWeightTensor) and not torch.compiler.is_compiling():
+        return weight.hp
+    return weight
+
+
+def weight_product(a: Operand, weight, how: Contraction, columnwise: bool, dtype, bias) -> torch.Tensor:
+    """a · wᵀ, or with the columnwise copy of the weight a · w, whatever carries the weight: its `values_of` do too.
+
+    The quantized copy of a master weight dies inside this call, outside of `weights_unchanged`.
+    """
+    config, groups = how.config, how.groups
+    if isinstance(weight, WeightValues):
+        b = Operand(weight.values, weight.scale, weight.global_scale, weight.format_name)
+        if weight.scale is None:
+            weight = weight.values
+        elif columnwise:
+            return transposed_matmul_op(a, b, weight.columns, dtype, groups, config.backend)
+        else:
+            return _product(a, b, dtype, bias, groups, config.backend)
+    if not isinstance(weight, QuantizedTensor):
+        recipe = config.weight_format, config.power_of_2_scales, columnwise, how.split.weight, how.rounded_to
+        return master_matmul_op(a, values_of(weight), *recipe, dtype, bias, groups, config.backend)
+    if weight.original is not None and not torch.compiler.is_compiling():
+        weight.original.free()
+    # PyTorch 2.11 may trace a layer by autograd, where nothing is compiling, and tensors are not plain.
+    if not columnwise or torch.compiler.is_compiling() or type(a.qdata) is not torch.Tensor:
+        # Not `weight.operand()`: compilers take only tensors from a method, and do not always know `fmt`.
+        fmt = config.weight_format if torch.compiler.is_compiling() else weight.fmt
+        qdata, scale, global_scale = weight.operand_tensors()
+        b = Operand(qdata, scale, global_scale, fmt.name)
+        if columnwise:
+            return transposed_matmul_op(a, b, weight.shape[-1], dtype, groups, config.backend)
+    else:
+        b = weight.columnwise_operand(backend=ops.casting_backend(config.backend))
+    return _product(a, b, dtype, bias, groups, config.backend)
+
+
+def _product(a: Operand, b: Operand, out_dtype, bias, groups: Groups | None, backend: Backend) -> torch.Tensor:
+    if groups is None:
+        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
+    assert bias is None, "grouped products have no bias"
+    return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
+
+
+def master_matmul(
+    a, hp, fmt, power_of_2_scales, columnwise, amax_groups, rounded_to, out_dtype, bias, groups, products_by
+) -> torch.Tensor:
+    """Arguments as in the op."""
+    b = weight_operand(
+        hp,
+        fmt,
+        columnwise=columnwise,
+        power_of_2_scales=power_of_2_scales,
+        backend=ops.casting_backend(products_by),
+        amax_groups=amax_groups,
+        rounded_to=rounded_to,
+    )
+    return _product(a, b, out_dtype, bias, groups, products_by)
+
+
+def decided_by_arguments(*args: Any) -> bool:
+    """Whether arguments alone decide what `master_matmul` does: no scope keeps copies, no ranks share the weight."""
+    return replay.on_device(*args) and not kept_weights and not is_split(*args)
+
+
+# One operation from the master's values to the product: the quantized copy is never a value of a compiled graph, which
+# could hold it from forward to backward, and a scope that keeps it is asked when the graph runs. It serves experts too:
+# checkpoint policies name one operation.
+@define_op((Implementation(Backend.AUTO, master_matmul),), replayed=decided_by_arguments)
+def master_matmul_op(
+    a: Operand,
+    hp: torch.Tensor,
+    fmt: BlockFormat,
+    power_of_2_scales: bool,
+    columnwise: bool,
+    amax_groups: str,
+    rounded_to: torch.dtype | None,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    groups: Groups | None,
+    products_by: Backend,
+) -> torch.Tensor:
+    return a.qdata.new_empty((a.qdata.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
+
+
+def _transposed_matmul(a, weight, columns, out_dtype, groups, products_by) -> torch.Tensor:
+    b = ops.transpose(weight, columns=columns, backend=ops.casting_backend(products_by))
+    return _product(a, b, out_dtype, None, groups, products_by)
+
+
+# One operation in graphs, for the same reason: PyTorch's partitioner would as soon hold the transposed copy as the
+# payload, and would not see that the payload changed.
+@define_op((Implementation(Backend.AUTO, _transposed_matmul),))
+def transposed_matmul_op(
+    a: Operand,
+    weight: Operand,
+    columns: int,
+    out_dtype: torch.dtype,
+    groups: Groups | None,
+    products_by: Backend,
+) -> torch.Tensor:
+    return a.qdata.new_empty((a.qdata.shape[0], columns), dtype=out_dtype)
