@@ -156,7 +156,7 @@ def _backward(weight, dy, norm: tuple, y_copy: list, how: Contraction, needs, dt
     )
     if grad_y is None:
         return None, None, None, grad_weight
-    return *norm_backward(grad_y, *norm, needs_norm), grad_weight
+    return *norm_backward(grad_y, x, mean, rstd, norm_weight, norm_bias, needs_norm), grad_weight
 
 
 def norm_backward(dy, x, mean, rstd, weight, bias, needs: Sequence[bool]) -> list[torch.Tensor | None]:
