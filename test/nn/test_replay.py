@@ -11,7 +11,7 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, weights_unchanged
 from torchao_blockwise.conversion import experts
-from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP
+from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
 from torchao_blockwise.ops import replay
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -169,3 +169,13 @@ def test_wrong_input_is_refused_where_recordings_are_known(replays):
         linear(torch.zeros(8, 96, dtype=torch.int64))
     with pytest.raises(ValueError, match="weight"):
         F.linear(torch.randn(8, 96, device="meta"), linear.weight)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm_and_its_linear_train_alike(device, kind, replays, monkeypatch):
+    def layer():
+        layer = NormLinear(96, 80, norm=kind, bias=True, device=device)
+        quantize_(layer, CONFIGS["fp8"])
+        return layer
+
+    assert_trains_alike(layer, lambda: (values(device, 3, 20, 96),), replays, monkeypatch)

@@ -21,14 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from torchao_blockwise._compat import triton_launcher
-from torchao_blockwise.ops.recording import NOT_BUILT, Matrix, recorder
+from torchao_blockwise.ops.recording import ALIGNMENT_MASK, NOT_BUILT, Matrix, recorder
 
 if TYPE_CHECKING:
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 
-# Every pointer and stride that Triton calls divisible is a multiple of this.
-_ALIGNMENT_MASK = 15
 _ONE = "one"
 
 # (options, kernel, device, arguments) -> what launches the build
@@ -72,7 +70,7 @@ def launch(kernel: JITFunction[Any], grid: int, *args: TensorArgument | int, **o
         elif isinstance(form, Tile):
             parts += (x.dtype, form)
         else:
-            parts += (form or x.dtype, x.data_ptr() & _ALIGNMENT_MASK == 0)
+            parts += (form or x.dtype, x.data_ptr() & ALIGNMENT_MASK == 0)
     key = tuple(parts)
     build = _builds.get(key)
     if build is None:
@@ -102,7 +100,7 @@ def ceil_div(x: int, length: int) -> int:
 
 def _kind_of(number: int | None) -> int | str | None:
     """What Triton specialises a build on."""
-    return _ONE if number == 1 else None if number is None else number >> 31 << 4 | number & _ALIGNMENT_MASK
+    return _ONE if number == 1 else None if number is None else number >> 31 << 4 | number & ALIGNMENT_MASK
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:
@@ -111,9 +109,9 @@ def _strides(x: torch.Tensor) -> tuple[int, int]:
     stride = x.stride(0)
     if rows == 1:
         # Of a lone row it may be anything, and the copy engine wants whole 16 bytes.
-        stride = ((columns * x.itemsize | _ALIGNMENT_MASK) + 1) // x.itemsize
+        stride = ((columns * x.itemsize | ALIGNMENT_MASK) + 1) // x.itemsize
     assert rows > 0 and columns > 0 and (columns == 1 or x.stride(1) == 1)
-    assert (x.data_ptr() | stride * x.itemsize) & _ALIGNMENT_MASK == 0
+    assert (x.data_ptr() | stride * x.itemsize) & ALIGNMENT_MASK == 0
     return stride, 1
 
 

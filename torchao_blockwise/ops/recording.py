@@ -28,6 +28,9 @@ Step: TypeAlias = "Callable[[Tensors], None]"
 
 # Why there is no recording yet: a kernel that is built now can be launched by the build next time.
 NOT_BUILT = "builds a kernel"
+# Addresses are told apart by whether they are multiples of 16 bytes, as Triton's builds are.
+ALIGNMENT_MASK = 15
+_RESULTS = (torch.Tensor, type(None))
 _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 
 
@@ -101,19 +104,19 @@ class Recorder(recordings.TorchDispatchMode):
         """Add an operation; why it cannot be replayed, if it cannot."""
         if func.namespace != "aten" or torch.Tag.data_dependent_output in func.tags:
             return f"calls {func}"
-        if torch.Tag.dynamic_output_shape in func.tags or not isinstance(out, torch.Tensor):
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        if torch.Tag.dynamic_output_shape in func.tags or not all(isinstance(x, _RESULTS) for x in outs):
             return f"calls {func}"
+        made = [x for x in outs if x is not None]
         reads = [x for x in _compat.pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if any(id(x) not in self._places for x in reads):
             return f"calls {func} on a tensor from elsewhere"
-        if out.device != self.device:
-            return f"calls {func} for values that the host reads or writes, on {out.device}"
+        if any(x.device != self.device for x in made):
+            return f"calls {func} for values that the host reads or writes, on {made[0].device}"
         if _compat.schema_of(func).name in _EMPTY:
             self._allocate(out)
             return None
-        places = {self._places[id(x)] for x in reads}
-        is_new = id(out) not in self._places
-        self._call(func, args, kwargs, self._add(out) if is_new else self._places[id(out)], places)
+        self._call(func, args, kwargs, out, {self._places[id(x)] for x in reads})
         return None
 
     def _allocate(self, x: torch.Tensor) -> None:
@@ -125,7 +128,7 @@ class Recorder(recordings.TorchDispatchMode):
 
         self.steps.append((step, set(), {place}, False))
 
-    def _call(self, func: Any, args: Any, kwargs: Any, place: int, reads: set[int]) -> None:
+    def _call(self, func: Any, args: Any, kwargs: Any, out: Any, reads: set[int]) -> None:
         def at(value: Any) -> Any:
             """The value, or how to find the tensor that stands here."""
             if isinstance(value, torch.Tensor):
@@ -135,11 +138,17 @@ class Recorder(recordings.TorchDispatchMode):
             return value
 
         args, kwargs = at(args), {name: at(value) for name, value in kwargs.items()}
+        # What changes an argument gives that one.
+        is_one = isinstance(out, torch.Tensor)
+        made = [(i, x) for i, x in enumerate((out,) if is_one else out) if x is not None]
+        places = [(i, self._places[id(x)] if id(x) in self._places else self._add(x)) for i, x in made]
 
         def step(tensors: Tensors) -> None:
-            tensors[place] = func(*_filled(args, tensors), **{n: _filled(v, tensors) for n, v in kwargs.items()})
+            results = func(*_filled(args, tensors), **{n: _filled(v, tensors) for n, v in kwargs.items()})
+            for i, place in places:
+                tensors[place] = results if is_one else results[i]
 
-        self.steps.append((step, reads, {place}, not func.is_view))
+        self.steps.append((step, reads, {place for _, place in places}, not func.is_view))
         self.calls = self.calls or not func.is_view
 
     def launched(self, launcher: Launching, run: Callable[..., None], grid: int, arguments: Sequence[Any]) -> None:

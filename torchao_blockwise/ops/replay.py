@@ -23,11 +23,10 @@ import torch
 
 from torchao_blockwise.formats import BlockFormat, CastOptions
 from torchao_blockwise.ops.backend import Backend, first_tensor
-from torchao_blockwise.ops.recording import NOT_BUILT, Recording, record
+from torchao_blockwise.ops.recording import ALIGNMENT_MASK, NOT_BUILT, Recording, record
 
 # Of one operation. Where shapes never come again, what is remembered must not grow without end.
 _MAX_SIGNATURES = 4096
-_ALIGNMENT_MASK = 15
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SETTLED: set[type] = {type(None), bool, int, float, str, torch.dtype, torch.Size, Backend, BlockFormat, CastOptions}
 _SEEN, _NEVER = "seen", "never"
@@ -55,7 +54,7 @@ def signature(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor]]
     for arg in args:
         if type(arg) in _PLAIN:
             tensors.append(arg)
-            key += (arg.shape, arg.stride(), arg.dtype, arg.get_device(), arg.data_ptr() & _ALIGNMENT_MASK)
+            key += (arg.shape, arg.stride(), arg.dtype, arg.get_device(), arg.data_ptr() & ALIGNMENT_MASK)
         elif type(arg) in _SETTLED:
             key.append(arg)
         elif isinstance(arg, (tuple, list)):
@@ -63,7 +62,7 @@ def signature(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor]]
             for x in arg:
                 if type(x) in _PLAIN:
                     tensors.append(x)
-                    key += (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & _ALIGNMENT_MASK)
+                    key += (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & ALIGNMENT_MASK)
                 elif type(x) in _SETTLED:
                     key.append(x)
                 elif (inner := signature((x,))) is not None:
