@@ -75,7 +75,7 @@ def test_on_hopper_one_row_blocks_go_by_their_tokens(tokens, chosen, gpu):
     (
         ((8, 0), SQUARE, "triton"),
         ((8, 9), ONE_ROW, "triton"),
-        ((9, 0), NVFP4, "triton"),
+        ((9, 0), NVFP4, "cublas"),
         ((10, 0), SQUARE, "triton"),
         ((10, 0), NVFP4, "cublas"),
         ((12, 0), NVFP4, "cublas"),
@@ -87,6 +87,15 @@ def test_elsewhere_gluon_is_none(capability, pair, chosen, gpu):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choice(4096, 2048, 7168, pair) == chosen
+
+
+@pytest.mark.parametrize("capability", ((8, 0), (9, 0)), ids=str)
+@pytest.mark.parametrize(("rows", "chosen"), ((1, "triton"), (256, "triton"), (257, "cublas"), (65536, "cublas")))
+def test_nvfp4_is_decoded_first_where_there_are_many_rows(rows, chosen, capability, gpu):
+    gpu.has_gpu_of(capability)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choice(rows, 2048, 7168, NVFP4) == chosen
 
 
 @pytest.mark.parametrize("n", (2048, 2040))

@@ -19,7 +19,7 @@ from torchao_blockwise.formats import (
     get_format,
     global_scale_of,
 )
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders
+from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
 from torchao_blockwise.ops.op import define_op, with_global_scale, without_grad
 from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies, why_no_tiles
 from torchao_blockwise.ops.padding import padded_size
@@ -171,14 +171,21 @@ def quantize_both_op(
 
 # Bits, because a MAX over ranks loses a NaN among floats; as integers magnitudes keep their order, NaN above all.
 @define_op(
-    (Implementation(Backend.REFERENCE, lambda x: reference.tensor_amax(x).view(torch.int32)),), sharding=_amax_sharding
+    (
+        Implementation(Backend.TRITON, f"{__name__}.kernels_amax:tensor_amax_bits", why_no_kernels),
+        Implementation(Backend.REFERENCE, lambda x: reference.tensor_amax(x).view(torch.int32)),
+    ),
+    sharding=_amax_sharding,
 )
 def tensor_amax_bits_op(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((), dtype=torch.int32)
 
 
 @define_op(
-    (Implementation(Backend.REFERENCE, lambda amax_bits: global_scale_of(amax_bits.view(torch.float32))),),
+    (
+        Implementation(Backend.TRITON, f"{__name__}.kernels_amax:global_scale", why_no_kernels),
+        Implementation(Backend.REFERENCE, lambda amax_bits: global_scale_of(amax_bits.view(torch.float32))),
+    ),
     sharding=_global_scale_sharding,
 )
 def global_scale_op(amax_bits: torch.Tensor) -> torch.Tensor:

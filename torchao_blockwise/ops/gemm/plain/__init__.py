@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import (
+    E2M1,
     E4M3,
     FP8_1X128,
     FP8_128X128,
@@ -34,6 +35,8 @@ KERNEL_PAIRS = _GLUON_PAIRS | {
 }
 # Up to so many tokens AUTO takes Gluon for `grad_weight`.
 _GLUON_TOKENS = 256
+# Up to so many rows AUTO takes Triton for NVFP4 where there are no FP4 tensor cores.
+_DECODED_ROWS = 256
 
 
 def matmul(
@@ -138,13 +141,28 @@ def _why_no_triton(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.T
     return reason
 
 
+def _why_not_decoded(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
+    """Why cuBLAS does not multiply what was decoded to bf16 before, or None if it does."""
+    device = a.qdata.device
+    if a.format.element is not E2M1 or device.type != "cuda" or compute_capability(device) >= (10, 0):
+        # What is multiplied as it is; `cublas.why_not` says why that cannot be.
+        return cublas.why_not(a, b, out_dtype, bias)
+    return "there is nothing to multiply" if 0 in (*a.qdata.shape, b.qdata.shape[0]) else why_no_kernels(a)
+
+
 def _first(a: Operand, b: Operand, *_) -> Backend | None:
-    """Gluon where AUTO asks it before cuBLASLt; GPUs other than Hopper have at most one of the two.
+    """The backend that AUTO asks before those above it in the table.
+
+    In NVFP4 without FP4 tensor cores Triton up to 256 rows: it reads 4 bits an element, and with so few rows that is
+    what counts. Else Gluon before cuBLASLt; GPUs other than Hopper have at most one of the two.
 
     Two rules for the two kinds of FP8 products: with square blocks in b (`output`, `grad_input`) Gluon, with one-row
     blocks (`grad_weight`, where K counts tokens) Gluon up to 256 tokens. docs/design.md says what they cost.
     """
-    if compute_capability(a.qdata.device) != (9, 0) or a.format.element is not E4M3:
+    capability = compute_capability(a.qdata.device)
+    if a.format.element is E2M1 and (0, 0) < capability < (10, 0):
+        return Backend.TRITON if a.qdata.shape[0] <= _DECODED_ROWS else None
+    if capability != (9, 0) or a.format.element is not E4M3:
         return None
     return Backend.GLUON if b.format.block[0] > 1 or a.qdata.shape[1] <= _GLUON_TOKENS else None
 
@@ -181,6 +199,7 @@ def _sharding(a: Operand, b: Operand, out_dtype, bias, backend):
 
 _TABLE = (
     Implementation(Backend.CUBLAS, cublas.matmul, cublas.why_not),
+    Implementation(Backend.CUBLAS, f"{__name__}.kernels_decode:matmul", _why_not_decoded),
     Implementation(Backend.GLUON, f"{__name__}.kernels_gluon:matmul", _why_no_gluon),
     Implementation(Backend.TRITON, f"{__name__}.kernels_triton:matmul", _why_no_triton),
     Implementation(Backend.REFERENCE, reference.matmul),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, CastOptions, Copies, Groups, get_format
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
+from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
 from torchao_blockwise.ops.groups.ends import as_groups, check_group_ends, check_row_blocks
 from torchao_blockwise.ops.groups.quantization import reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
@@ -88,6 +88,7 @@ def _by_reference(x: torch.Tensor, amax_bits: torch.Tensor | None, options: Cast
 
 # The kernels of `quantize`, led by a table of blocks.
 _TRITON, _GLUON = (f"torchao_blockwise.ops.quantization.kernels_{name}:quantize" for name in ("triton", "gluon"))
+_AMAX = "torchao_blockwise.ops.quantization.kernels_amax:grouped_amax_bits"
 
 
 @define_op(
@@ -109,7 +110,10 @@ def _check_ends(x: torch.Tensor, ends: torch.Tensor) -> None:
 
 
 @define_op(
-    (Implementation(Backend.REFERENCE, lambda x, ends: reference.tensor_amax(x, ends).view(torch.int32)),),
+    (
+        Implementation(Backend.TRITON, _AMAX, why_no_kernels),
+        Implementation(Backend.REFERENCE, lambda x, ends: reference.tensor_amax(x, ends).view(torch.int32)),
+    ),
     check=_check_ends,
 )
 def grouped_amax_bits_op(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
