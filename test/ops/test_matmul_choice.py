@@ -90,7 +90,7 @@ def test_elsewhere_gluon_is_none(capability, pair, chosen, gpu):
 
 
 @pytest.mark.parametrize("capability", ((8, 0), (9, 0)), ids=str)
-@pytest.mark.parametrize(("rows", "chosen"), ((1, "triton"), (256, "triton"), (257, "cublas"), (65536, "cublas")))
+@pytest.mark.parametrize(("rows", "chosen"), ((1, "triton"), (64, "triton"), (65, "cublas"), (65536, "cublas")))
 def test_nvfp4_is_decoded_first_where_there_are_many_rows(rows, chosen, capability, gpu):
     gpu.has_gpu_of(capability)
     with warnings.catch_warnings():

@@ -36,7 +36,7 @@ KERNEL_PAIRS = _GLUON_PAIRS | {
 # Up to so many tokens AUTO takes Gluon for `grad_weight`.
 _GLUON_TOKENS = 256
 # Up to so many rows AUTO takes Triton for NVFP4 where there are no FP4 tensor cores.
-_DECODED_ROWS = 256
+_DECODED_ROWS = 64
 
 
 def matmul(
@@ -153,7 +153,7 @@ def _why_not_decoded(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch
 def _first(a: Operand, b: Operand, *_) -> Backend | None:
     """The backend that AUTO asks before those above it in the table.
 
-    In NVFP4 without FP4 tensor cores Triton up to 256 rows: it reads 4 bits an element, and with so few rows that is
+    In NVFP4 without FP4 tensor cores Triton up to 64 rows: it reads 4 bits an element, and with so few rows that is
     what counts. Else Gluon before cuBLASLt; GPUs other than Hopper have at most one of the two.
 
     Two rules for the two kinds of FP8 products: with square blocks in b (`output`, `grad_input`) Gluon, with one-row

@@ -17,7 +17,7 @@ from torchao_blockwise.ops.device.elements import decode_e2m1, decode_e4m3, from
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 # Rows and bytes of a tile of payload, and warps; elements of the output that a program scales, and warps.
-_TILE, _TILE_WARPS = (16, 128), 4
+_TILE, _TILE_WARPS = (16, 256), 2
 _CHUNK, _CHUNK_WARPS = 2048, 4
 # decode_e2m1 gives f16 times 2^-14.
 _E2M1_FACTOR = tl.constexpr(2.0**14)
