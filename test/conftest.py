@@ -9,6 +9,7 @@ With one, and many cores, where ranks and what needs one GPU are better kept apa
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import warnings
@@ -71,6 +72,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    # What was imported and collected stays: collections that tests and benchmarks ask for need not look through it.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
