@@ -109,8 +109,8 @@ def run(
             except Exception as error:
                 for name in names:
                     results.leave_out(name, where, error)
-            gc.collect()
             if results.device.type == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
     finally:
         results.write(Path(results.arguments["out"]), picture(results) if picture and results.rows else None)

@@ -24,9 +24,8 @@ import torch
 from llm import checkpoint, products, report
 from llm.config import PRESETS, RunConfig, UsageError, override
 from llm.data import Corpus, read_corpus
-from llm.memory import require_memory
 from llm.recipes import RECIPES
-from llm.training import Result, seconds_to_train, train
+from llm.training import Result, train
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _GUARANTEES = """\
@@ -93,7 +92,6 @@ def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, train every recipe, report."""
     device = pick_device(args.device)
     config = config_from(args, device)
-    require_memory(config, device)
     for folder in (args.out, *([RESULTS] if args.results else ())):
         prepare_folder(folder)
     recipes = list(dict.fromkeys(args.recipes))
@@ -104,8 +102,6 @@ def run(args: argparse.Namespace) -> int:
     print(opening_line(config, corpus, device, recipes))
     if recipes != ["bf16"] or config.experts:
         import_torchao()
-    if not (args.resume or config.compile):
-        print(estimate(recipes, config, corpus, device))
     results = [
         train(r, config, corpus, device, args.out, checkpoint_every=args.checkpoint_every, resume=args.resume)
         for r in recipes
@@ -169,13 +165,6 @@ def opening_line(config: RunConfig, corpus: Corpus, device: torch.device, recipe
     work = f"{config.steps:,} steps of {config.tokens_per_step:,} tokens in each of {', '.join(recipes)}"
     emulated = " | bf16 products in fp32, which is faster here" * (config.products == "fp32")
     return f"{environment.device_name(device)} | {size} | {text} | {work}{emulated}"
-
-
-def estimate(recipes: list[str], config: RunConfig, corpus: Corpus, device: torch.device) -> str:
-    """How long all recipes will take, in one line, after a few steps of each."""
-    seconds = [seconds_to_train(recipe, config, corpus, device) for recipe in recipes]
-    each = ", ".join(f"{recipe} {report.duration(s)}" for recipe, s in zip(recipes, seconds))
-    return f"about {report.duration(sum(seconds))} for {len(recipes)} recipe{'s' * (len(recipes) > 1)}: {each}"
 
 
 def write_results(

@@ -8,6 +8,8 @@ With one, and many cores, where ranks and what needs one GPU are better kept apa
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import sys
 import warnings
@@ -22,6 +24,10 @@ sys.path.append(str(Path(__file__).parent))
 if not torch.cuda.is_available():
     # Before anything imports Triton, which reads it once.
     os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ImportError):
+        import interpreter
+
+        interpreter.install()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores; threads of several would wait for each other, and so would inductor's compilers.
@@ -66,6 +72,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    # What was imported and collected stays: collections that tests and benchmarks ask for need not look through it.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

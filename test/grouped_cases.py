@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from torchao_blockwise import ops
@@ -68,13 +70,26 @@ def reference(a, b, group_ends, along):
     return ops.grouped_matmul(a, b, group_ends, along=along, out_dtype=torch.float32, backend="reference")
 
 
-def relative_error(out, a, b, group_ends, along: str, start=0.0):
-    """Largest error of an element, relative to the sum of the magnitudes that it is the sum of; Inf for a NaN."""
+class Expected(NamedTuple):
+    """A product, and of each element the sum of the magnitudes that it is the sum of."""
 
-    def magnitude(x):
-        return x._replace(qdata=x.qdata.float().abs().to(x.qdata.dtype))
+    product: torch.Tensor
+    magnitudes: torch.Tensor
 
-    wanted = reference(a, b, group_ends, along) + start
-    magnitudes = reference(magnitude(a), magnitude(b), group_ends, along) + abs(torch.as_tensor(start))
-    error = ((out.float() - wanted).abs() - SMALLEST[out.dtype] / 2).clamp_min(0) / magnitudes.clamp_min(1e-30)
-    return error.nan_to_num(nan=float("inf")).max().item()
+    @classmethod
+    def of(cls, a, b, group_ends, along: str, start=0.0) -> Expected:
+        def magnitude(x):
+            return x._replace(qdata=x.qdata.float().abs().to(x.qdata.dtype))
+
+        product = reference(a, b, group_ends, along) + start
+        magnitudes = reference(magnitude(a), magnitude(b), group_ends, along) + abs(torch.as_tensor(start))
+        return cls(product, magnitudes.clamp_min(1e-30))
+
+    def error(self, out) -> float:
+        """Largest error of an element, relative to its magnitudes; Inf for a NaN."""
+        error = ((out.float() - self.product).abs() - SMALLEST[out.dtype] / 2).clamp_min(0) / self.magnitudes
+        return error.nan_to_num(nan=float("inf")).max().item()
+
+
+def relative_error(out, a, b, group_ends, along: str, start=0.0) -> float:
+    return Expected.of(a, b, group_ends, along, start).error(out)

@@ -15,15 +15,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from machines import without_interpreter
 
 _SWITCH = "TORCHAO_BLOCKWISE_TEST_DEVICE"
 # NVLink multicast is off on shared hosts, whose other GPUs it can put out of service.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 # On a GPU ranks wait for each other while kernels are compiled, each when it is used first.
 _LEAST_SECONDS_ON_GPUS = 180
+# What takes seconds to import, in each of four ranks.
+_IMPORTED_BY_RANKS = [
+    "torchao_blockwise",
+    "torchao_blockwise.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "pytest",
+]
 _device = torch.device("cpu")
 
 
@@ -72,10 +84,19 @@ def spawn(worker, ranks: int, folder: Path, *args, device_type: str = "cpu") -> 
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device_type == "cpu" else {}
     try:
         with mock.patch.dict(os.environ, hidden):
-            mp.spawn(_start, args=(worker, ranks, store.port, files, device_type, args), nprocs=ranks)
+            given = worker, ranks, store.port, files, device_type, args
+            mp.start_processes(_start, given, nprocs=ranks, start_method=_start_method())
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
         print(e)
     return [torch.load(file, weights_only=True) if file.exists() else None for file in files]
+
+
+def _start_method() -> str:
+    """By forks of a server that has imported what ranks import; by new processes where CUDA must not be forked."""
+    if torch.cuda.is_available():
+        return "spawn"
+    mp.set_forkserver_preload(_IMPORTED_BY_RANKS)
+    return "forkserver"
 
 
 def _start(rank: int, worker, ranks: int, port: int, files: list[Path], device_type: str, args) -> None:
@@ -87,6 +108,8 @@ def _start(rank: int, worker, ranks: int, port: int, files: list[Path], device_t
             os.environ.update(_NO_MULTICAST)
             _device = torch.device("cuda", rank)
             torch.cuda.set_device(_device)
+        else:
+            without_interpreter(pytest.MonkeyPatch())
         worker(rank, ranks, port, str(files[rank]), *args)
     except BaseException:
         traceback.print_exc()

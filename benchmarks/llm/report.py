@@ -77,13 +77,6 @@ def footnotes(config: RunConfig, corpus: Corpus, device: torch.device) -> str:
     return "\n".join(notes)
 
 
-def duration(seconds: float) -> str:
-    """In words: 41 s, 3 min, 2.5 h."""
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"
-
-
 def write_json(path: Path, config: RunConfig, corpus: Corpus, device: torch.device, results: list[Result]) -> None:
     """Everything about the run: configuration, data, environment, table and curves."""
     curves = {r.recipe: {"loss": [_finite(x) for x in r.losses], "seconds": r.seconds} for r in results}

@@ -27,8 +27,6 @@ FINAL_LR = 0.1  # of the peak
 # Reading a loss waits for the GPU; on a CPU it costs nothing.
 _STEPS_A_READ = {"cuda": 10}
 _STEPS_NOT_TIMED = 5
-_REHEARSED_STEPS = 3
-_EVALUATION = 1 / 3  # of the time that training takes for as much text
 
 
 @dataclass
@@ -125,22 +123,6 @@ def _train(recipe, config, corpus, device, folder, checkpoint_every, resume) -> 
     if not result.diverged:
         result.held_out_loss = evaluate(model, config, corpus, device)
     return result
-
-
-def seconds_to_train(recipe: str, config: RunConfig, corpus: Corpus, device: torch.device) -> float:
-    """About how long `train` will take, by the fastest of the first steps of a model of its own."""
-    _allocated(device)
-    model = build(config, device)
-    convert(model, recipe)
-    optimizer = make_optimizer(model, config, device)
-    steps = []
-    with products.computed_in(config.products):
-        for step in range(_REHEARSED_STEPS):
-            start = time.perf_counter()
-            train_step(model, optimizer, config, corpus, device, step).item()
-            steps.append(time.perf_counter() - start)
-    evaluation = _EVALUATION * corpus.held_out[:, 1:].numel() / config.tokens_per_step
-    return (config.steps + evaluation) * min(steps)
 
 
 def _allocated(device: torch.device) -> int:

@@ -13,7 +13,6 @@ import bench_moe
 import bench_permute
 import bench_quantize
 import pytest
-import tune_quantize
 from layers import OURS
 
 pytestmark = pytest.mark.gpu
@@ -55,9 +54,3 @@ def test_memory_of_steps_on_the_gpu(tmp_path):
         assert 0 <= got["weights"] - weights < 2 * rounding, (recipe, got)
         assert 0 <= got["gradients"] - high - 2 * 128 * 4096 < 2 * rounding, (recipe, got)
     assert memory["fp8_primary"]["step"] < memory["fp8"]["step"]
-
-
-def test_ways_to_quantize_have_the_references_bits(capsys):
-    assert tune_quantize.main(["--smoke", "--shapes", "512x1024"]) == 0
-    printed = capsys.readouterr().out
-    assert "| columnwise |" in printed and "WRONG" not in printed

@@ -14,12 +14,10 @@ import fsdp_checks as checks
 import fsdp_life_checks as life
 import primary_shard_checks as primary
 import primary_shard_life_checks as primary_life
-import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, config_of, shard, train
 from helpers import replace
-from machines import without_interpreter
 from ranks import device, gpus, join, leave
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
@@ -158,8 +156,6 @@ def may_run_on_gpus(case) -> bool:
 
 def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     """Run `chosen` cases on meshes of the first ranks, up to the first that raises; leaves what each raised or None."""
-    # Optimizers cast by what AUTO finds: the same bits as Triton's interpreter, many times faster.
-    without_interpreter(pytest.MonkeyPatch())
     join(rank, ranks, port)
     kind = device().type
     meshes = {size: DeviceMesh(kind, list(range(size))) for size in range(1, ranks + 1)}

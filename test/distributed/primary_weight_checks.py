@@ -6,11 +6,9 @@ import copy
 import traceback
 
 import fsdp_models
-import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import FOR_LOOP, config_of
-from machines import without_interpreter
 from primary_weight_models import (
     Net,
     adamw,
@@ -289,8 +287,6 @@ CASES = {
 
 def run_cases(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     """Run the chosen cases in groups of the first ranks, up to one that fails; leaves what each raised, or None."""
-    # As in other tests without the interpreter: the same bits, many times faster.
-    without_interpreter(pytest.MonkeyPatch())
     join(rank, ranks, port, seconds=300)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, ranks + 1)}
     raised: dict = {}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import traceback
 
-import pytest
 import torch
 import torch.distributed as dist
 from helpers import FP8, NVFP4, replace
-from machines import without_interpreter
 from ranks import device, join, leave
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -166,7 +164,6 @@ CASES |= {
 
 
 def run_writers(rank: int, ranks: int, port: int, file: str, chosen) -> None:
-    without_interpreter(pytest.MonkeyPatch())
     join(rank, ranks, port)
     raised: dict = dict.fromkeys(chosen, "not reached")
     for name in chosen:
