@@ -1,0 +1,10 @@
+"""Hooks of modules, which PyTorch lists under private names."""
+
+from __future__ import annotations
+
+import torch
+
+
+def runs_alone(module: torch.nn.Module) -> bool:
+    """Whether no hook sees what goes into `module` or comes out, and its forward pass is that of its class."""
+    return not ("forward" in module.__dict__ or module._forward_pre_hooks or module._forward_hooks)
