@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from torchao_blockwise import _compat
 from torchao_blockwise.nn.fused_modules import (
     FusedModule,
     FusedSwiGLU,
@@ -21,7 +22,7 @@ from torchao_blockwise.nn.fused_modules import (
     why_not_swiglu,
 )
 
-FUSED, UNFUSED = "fused", "unfused"
+FUSED, UNFUSED, SHARDED = "fused", "unfused", "sharded"
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _LATENT = ("q_proj", "kv_a_proj_with_mqa"), ("q_a_proj", "kv_a_proj_with_mqa")
@@ -61,8 +62,9 @@ _ALIKE = tuple(dict.fromkeys(names for ways in _READERS.values() for names in wa
 class ModuleReport:
     """One attention or MLP.
 
-    fqn: of the module. kind: its class. status: "fused" or "unfused", as it is now.
-    readers: the layers that share its input, or would. reason: what else is fused, or why it is not.
+    fqn: of the module. kind: its class. readers: the layers that share its input, or would.
+    status: "fused" or "unfused", as it is now, or "sharded": fused in forward passes where FSDP2 gathers the weights,
+        and not under tensor parallelism. reason: what else is fused, or why it is not.
     """
 
     fqn: str
@@ -137,6 +139,8 @@ def fusion_report(model: nn.Module) -> FusionReport:
         elif reason is None:
             reason = "not fused yet; call fuse(model)"
         status = FUSED if reason is None else UNFUSED
+        if isinstance(module, FusedModule) and any(_is_shard(getattr(module, name)) for name in readers):
+            status = SHARDED
         reports.append(ModuleReport(fqn, type(module).__name__, status, readers, reason or what))
     return FusionReport(tuple(reports))
 
@@ -150,6 +154,11 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, .
             yield fqn, module, module.fusion.readers, "fused already"
         elif readers is not None:
             yield fqn, module, readers, _why_not(module, readers) if known else _why_unknown(type(module))
+
+
+def _is_shard(layer: nn.Module) -> bool:
+    weight: Any = getattr(layer, "weight", None)
+    return _compat.local_of(weight) is not weight
 
 
 def _has(module: nn.Module, name: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._compat.module_hooks import runs_alone
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
@@ -119,7 +120,8 @@ def _why_not_layer(name: str, layer: nn.Module) -> str | None:
     if type(layer).forward is not ConvertedLinear.forward:
         return f"{name} is not converted" if isinstance(layer, nn.Linear) else f"{name} is a {type(layer).__name__}"
     if not (isinstance(layer.weight, WEIGHTS) and are_plain(layer.bias)):
-        return f"the weight of {name} is a plain tensor or a DTensor"
+        is_shard = _compat.local_of(layer.weight) is not layer.weight
+        return f"the weight of {name} is a {'shard' if is_shard else type(layer.weight).__name__}"
     return None if runs_alone(layer) else f"{name} has hooks, or a forward pass of its own"
 
 
