@@ -12,57 +12,20 @@ import weakref
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, both_formats, every_recipe, forward_backward, replace
-from shared_inputs import OPS, Counter, assert_same, quantizations
+from helpers import FP8, both_formats, every_recipe, forward_backward, replace
+from shared_inputs import FEATURES, OPS, VARIANTS, Attention, Counter, assert_same, attention, quantizations, tokens
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
-from torchao_blockwise.nn.fused_modules import FusedModule, fuse_class, restore_module, why_not_shared
+from torchao_blockwise import weights_unchanged
+from torchao_blockwise.nn.fused_modules import FusedModule, restore_module, why_not_shared
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
 
-FEATURES = 160
-
-
-class Attention(nn.Module):
-    """As attention reads its input; what it does with it is no matter."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(0)
-        self.q = nn.Linear(FEATURES, 96, dtype=dtype)
-        self.k = nn.Linear(FEATURES, 48, bias=False, dtype=dtype)
-        self.v = nn.Linear(FEATURES, 48, dtype=dtype)
-        self.o = nn.Linear(96, FEATURES, dtype=dtype)
-
-    def forward(self, x):
-        return self.o(self.q(x) * torch.cat((self.k(x), self.v(x)), -1))
-
-
-def attention(config, dtype=torch.float32, fused: bool = True, cls=Attention) -> Attention:
-    model = cls(dtype)
-    if config is not None:
-        quantize_(model, config)
-    if fused:
-        fuse_class(model, ("q", "k", "v"))
-    return model
-
-
-def tokens(*leading: int, dtype=torch.float32) -> torch.Tensor:
-    return torch.randn(*leading, FEATURES, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
 # --- bits -------------------------------------------------------------------------------------------------------------
 
-VARIANTS = {
-    "default": {},
-    "high_precision": {"save_activations": "high_precision"},
-    "quantized_weight": {"master_weights": False},
-    "out_dtype": {"out_dtype": torch.bfloat16},
-}
 DTYPES = {
     "fp32": (torch.float32, torch.float32, None),
     "bf16": (torch.bfloat16, torch.bfloat16, None),
@@ -131,6 +94,26 @@ def test_gradients_accumulate_and_graphs_are_kept():
         for out in (*outs, outs[0]):
             out.sum().backward(retain_graph=True)
         results.append((x.grad, *(p.grad for p in model.parameters())))
+    assert_same(*results)
+
+
+@both_formats
+def test_while_weights_stand_still(config):
+    model, plain = attention(config), attention(config, fused=False)
+    expected = forward_backward(plain, tokens(33))
+    with weights_unchanged(model):
+        for _ in range(2):
+            assert_same(forward_backward(model, tokens(33)), expected)
+
+
+def test_gradients_are_added_to_main_grads():
+    results = []
+    for fused in (True, False):
+        model = attention(FP8, fused=fused)
+        for layer in (model.q, model.k, model.v):
+            layer.weight.main_grad = torch.ones_like(layer.weight.hp)
+        out, grad_x, *_ = forward_backward(model, tokens(33))
+        results.append((out, grad_x, *(layer.weight.main_grad for layer in (model.q, model.k, model.v))))
     assert_same(*results)
 
 
@@ -321,36 +304,6 @@ def test_copies_share_by_themselves(copied):
     assert_same(forward_backward(other, tokens(33)), forward_backward(model, tokens(33)))
 
 
-# --- compiled ---------------------------------------------------------------------------------------------------------
-
-
-def saved_by_graphs(model, x) -> tuple[int, int, list]:
-    """(quantizations in the forward graph, in the backward graph, bits) of a compiled pass."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    counts = []
-
-    def count(graph, inputs):
-        names = [node.target.overloadpacket for node in graph.graph.nodes if hasattr(node.target, "overloadpacket")]
-        counts.append(names.count(OPS.quantize_both) + names.count(OPS.quantize))
-        return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
-
-    results = forward_backward(torch.compile(model, backend=aot_autograd(fw_compiler=count), fullgraph=True), x)
-    forward, backward = counts
-    return forward, backward, results
-
-
-@every_recipe
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_compiled_graphs_quantize_the_input_once(config, variant):
-    config = replace(config, **variant)
-    expected = forward_backward(attention(config, fused=False), tokens(33))
-    forward, backward, results = saved_by_graphs(attention(config), tokens(33))
-    # What was saved in high precision is quantized again, for the weight of each layer.
-    assert (forward, backward) == (2, 8 if "save_activations" in variant else 4)
-    assert_same(results, expected)
-
-
 @pytest.mark.filterwarnings("ignore:.*was converted to low precision")
 @pytest.mark.parametrize("change", ("pre_hook", "hook", "own_forward", "wrapper", "replaced", "plain_weight"))
 def test_compiled_layers_that_share_nothing(change):
@@ -361,20 +314,3 @@ def test_compiled_layers_that_share_nothing(change):
     with torch.no_grad():
         expected = plain(x.clone())
         assert_bitwise_equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x.clone()), expected)
-
-
-def test_no_recompilation_when_token_counts_change():
-    model, counter = attention(FP8), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for count in (300, 517, 1024):
-        x = tokens(count).requires_grad_()
-        torch._dynamo.mark_dynamic(x, 0)
-        compiled(x).sum().backward()
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
-def test_inductor_gives_the_bits_of_layers_that_share_nothing(config):
-    expected = forward_backward(torch.compile(attention(config, fused=False), fullgraph=True), tokens(33))
-    torch._dynamo.reset()
-    assert_same(forward_backward(torch.compile(attention(config), fullgraph=True), tokens(33)), expected)

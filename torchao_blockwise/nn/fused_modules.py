@@ -92,16 +92,17 @@ class FusedSwiGLU(FusedModule):
 
 def why_not_shared(module: FusedModule) -> str | None:
     """Why layers of `module` do not share their input as they are now, or None if they do."""
-    readers, config = module.fusion.readers, None
-    for name in readers:
+    fusion, config = module.fusion, None
+    for name in fusion.readers:
         layer = getattr(module, name)
-        if layer.__dict__.get("shared_input") is not module.fusion.shared_input:
+        if layer.__dict__.get("shared_input") is not fusion.shared_input:
             return f"{name} was replaced, or another module has it too"
-        if (reason := _why_not_layer(name, layer)) is not None:
+        weight = getattr(layer, "weight", None)
+        if (reason := _why_not_layer(name, layer, weight)) is not None:
             return reason
-        if config is not None and config_of(layer.weight) != config:
-            return f"{name} has another config than {readers[0]}"
-        config = config_of(layer.weight)
+        if config is not None and config_of(weight) != config:
+            return f"{name} has another config than {fusion.readers[0]}"
+        config = config_of(weight)
     return None
 
 
@@ -109,19 +110,19 @@ def why_not_swiglu(module: FusedSwiGLU) -> str | None:
     """Why `module` runs its activation and `down` one after the other as it is now, or None if it does not."""
     fusion = module.fusion
     down, act = getattr(module, fusion.down), getattr(module, fusion.act) if fusion.act else None
-    if (reason := _why_not_layer(fusion.down, down)) is not None:
+    if (reason := _why_not_layer(fusion.down, down, getattr(down, "weight", None))) is not None:
         return reason
     if act is not None and (not hugging_face.is_silu(act) or not runs_alone(act)):
         return f"{fusion.act} is a {type(act).__name__}, or has hooks"
     return None if is_fp8_weight(down.weight) else f"{fusion.down} trains in NVFP4, which needs a whole tensor's amax"
 
 
-def _why_not_layer(name: str, layer: nn.Module) -> str | None:
+def _why_not_layer(name: str, layer: nn.Module, weight) -> str | None:
     if type(layer).forward is not ConvertedLinear.forward:
         return f"{name} is not converted" if isinstance(layer, nn.Linear) else f"{name} is a {type(layer).__name__}"
-    if not (isinstance(layer.weight, WEIGHTS) and are_plain(layer.bias)):
-        is_shard = _compat.local_of(layer.weight) is not layer.weight
-        return f"the weight of {name} is a {'shard' if is_shard else type(layer.weight).__name__}"
+    if not (isinstance(weight, WEIGHTS) and are_plain(layer.bias)):
+        is_shard = _compat.local_of(weight) is not weight
+        return f"the weight of {name} is a {'shard' if is_shard else type(weight).__name__}"
     return None if runs_alone(layer) else f"{name} has hooks, or a forward pass of its own"
 
 
@@ -160,7 +161,9 @@ def _kind_of(module: FusedModule) -> type | None:
 
 @functools.cache
 def _class_of(kind: type[FusedModule], base: Any) -> Any:
-    forward: Any = types.FunctionType(kind.forward.__code__, kind.forward.__globals__, closure=kind.forward.__closure__)
+    # Code of its own: compilers count recompilations, of which they do a few, by that.
+    code, closure = kind.forward.__code__.replace(), kind.forward.__closure__
+    forward: Any = types.FunctionType(code, kind.forward.__globals__, closure=closure)
     # Who hands arguments on (torchtitan's sharding plans) reads there what they are called.
     forward.__signature__ = inspect.signature(base.forward)
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}

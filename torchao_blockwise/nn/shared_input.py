@@ -29,7 +29,9 @@ class SharedInput:
 
     def offer(self, x: torch.Tensor, weights: list) -> None:
         """Let layers of these weights, which train by one config, share copies of `x`, each of them once."""
-        trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        # Else each thing that is read of a weight goes through Python.
+        with _compat.no_torch_function():
+            trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         self._offered = _Offer(x, Contraction(config_of(weights[0])), len(weights), trained)
 
     def withdraw(self) -> None:
