@@ -213,6 +213,8 @@ NAMES_IN_COMPAT = (
     "torch.ops._c10d_functional.all_reduce",
     "torch.ops.aten.mm.default._overloadpacket",
     "torch.ops.aten.mm.default._schema",
+    "torch.nn.Linear._backward_hooks",
+    "torch.nn.Linear._backward_pre_hooks",
     "torch.nn.Linear._forward_hooks",
     "torch.nn.Linear._forward_pre_hooks",
     "torch.nn.Linear._load_state_dict_pre_hooks",

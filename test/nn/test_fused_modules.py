@@ -12,6 +12,7 @@ from shared_inputs import OPS, Counter, assert_same
 from torch import nn
 from torchao.quantization import quantize_
 
+from torchao_blockwise import weights_unchanged
 from torchao_blockwise.nn import swiglu_linear
 from torchao_blockwise.nn.fused_modules import fuse_class, why_not_shared, why_not_swiglu
 
@@ -72,11 +73,16 @@ def act_hook(model) -> None:
     model.act.register_forward_hook(lambda module, args, out: out * 2)
 
 
+def halves(module, grad_input, grad_output):
+    return (grad_input[0] / 2,)
+
+
 CHANGES = {
     "act_hook": (FP8, {}, act_hook, "act is a SiLU, or has hooks"),
     "gelu": (FP8, {"act": nn.GELU}, lambda m: None, "act is a GELU, or has hooks"),
     "nvfp4": (NVFP4, {}, lambda m: None, "down trains in NVFP4"),
     "down_hook": (FP8, {}, lambda m: m.down.register_forward_pre_hook(lambda m, x: (x[0] * 2,)), "down has hooks"),
+    "backward_hook": (FP8, {}, lambda m: m.down.register_full_backward_hook(halves), "down has hooks"),
     "wrapper": (FP8, {}, lambda m: setattr(m, "down", nn.Sequential(m.down, nn.ReLU())), "down is a Sequential"),
 }
 
@@ -91,6 +97,17 @@ def test_elsewhere_the_models_own_code_runs_and_shares_the_input(config, options
             assert why_not_swiglu(model).startswith(reason) and why_not_shared(model) is None
         results.append(forward_backward(model, tokens(33)))
     assert_same(*results)
+
+
+def test_a_weight_that_changes_while_it_stands_still_is_refused():
+    model = mlp(FP8)
+    # The scope sees it too where it ends.
+    with contextlib.suppress(RuntimeError), weights_unchanged(model):
+        model(tokens(33))
+        with torch.no_grad():
+            model.down.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="down"):
+            model(tokens(33))
 
 
 def test_an_activation_that_is_no_module():

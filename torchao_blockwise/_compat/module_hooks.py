@@ -7,4 +7,5 @@ import torch
 
 def runs_alone(module: torch.nn.Module) -> bool:
     """Whether no hook sees what goes into `module` or comes out, and its forward pass is that of its class."""
-    return not ("forward" in module.__dict__ or module._forward_pre_hooks or module._forward_hooks)
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return not ("forward" in module.__dict__ or any(hooks))
