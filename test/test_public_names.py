@@ -35,6 +35,8 @@ distributed
 dry_run
 experts
 formats
+fuse
+fusion_report
 is_linear
 keep_last_blocks
 linear
@@ -67,6 +69,8 @@ def test_signatures():
         "linear",
         "conversion_report",
         "dry_run",
+        "fuse",
+        "fusion_report",
         "keep_last_blocks",
         "min_features",
         "skip_fqns",
@@ -96,6 +100,8 @@ NVFP4Tensor.from_hp(w, block_size, config)
 linear(x, weight, bias)
 conversion_report(model)
 dry_run(model, config, filter_fn)
+fuse(model, round_once)
+fusion_report(model)
 keep_last_blocks(model, count)
 min_features(features)
 skip_fqns(patterns)

@@ -12,6 +12,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, weights_unchanged
 from torchao_blockwise.conversion import experts
 from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
+from torchao_blockwise.nn.fused_modules import fuse_class
 from torchao_blockwise.ops import replay
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -75,6 +76,42 @@ def test_swiglu_trains_alike(device, name, replays, monkeypatch):
         return mlp
 
     assert_trains_alike(layer, lambda: (values(device, 48, 64),), replays, monkeypatch)
+
+
+class Readers(nn.Module):
+    """Two layers that share their input; one has a bias."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.q, self.k = (nn.Linear(96, 64, bias=bias, device=device) for bias in (False, True))
+
+    def forward(self, x):
+        return self.q(x) * self.k(x)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_high_precision", "fp8_pow2", "nvfp4"])
+def test_layers_that_share_their_input_train_alike(device, name, replays, monkeypatch):
+    def layer():
+        model = Readers(device)
+        quantize_(model, CONFIGS[name])
+        fuse_class(model, ("q", "k"))
+        return model
+
+    assert_trains_alike(layer, lambda: (values(device, 3, 20, 96),), replays, monkeypatch)
+
+
+def test_the_shared_quantization_is_replayed(device, replays):
+    model = Readers(device)
+    quantize_(model, CONFIGS["fp8"])
+    fuse_class(model, ("q", "k"))
+    with torch.no_grad():
+        counts = []
+        for _ in range(4):
+            before = replays()
+            model(values(device, 64, 96))
+            counts.append(replays() - before)
+    # The quantization, and the product of each layer; the products are of one kind but for the bias.
+    assert counts[2:] == [3, 3]
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])

@@ -23,3 +23,9 @@ def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
 def transformers_quantizes() -> bool:
     """Whether transformers has called `quantize_` while it loads a model, as a `TorchAoConfig` makes it do."""
     return _compat.is_on_stack("transformers.integrations.torchao")
+
+
+def is_silu(activation: torch.nn.Module) -> bool:
+    """Whether `activation` computes x · sigmoid(x): PyTorch's module, or the one that transformers wrote."""
+    cls = type(activation)
+    return cls is torch.nn.SiLU or (cls.__module__, cls.__name__) == ("transformers.activations", "SiLUActivation")

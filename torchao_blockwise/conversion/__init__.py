@@ -12,6 +12,7 @@ from torchao_blockwise.conversion.filters import (
     skip_lm_head,
     skip_routers,
 )
+from torchao_blockwise.conversion.fusion import FusionReport, ModuleReport, fuse, fusion_report
 from torchao_blockwise.conversion.handlers import convert_module, why_not_convertible
 from torchao_blockwise.conversion.report import ConversionReport, LayerReport, conversion_report, dry_run
 from torchao_blockwise.conversion.unconvert import unconvert
@@ -21,13 +22,17 @@ __all__ = [
     "BlockwiseFP8TrainingConfig",
     "ConversionReport",
     "Filter",
+    "FusionReport",
     "LayerReport",
+    "ModuleReport",
     "NVFP4TrainingConfig",
     "conversion_report",
     "convert_module",
     "custom",
     "dry_run",
     "experts",
+    "fuse",
+    "fusion_report",
     "is_linear",
     "keep_last_blocks",
     "linears_and_experts",

@@ -9,6 +9,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.conversion.handlers import swap, why_not_swappable
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_no_longer
 from torchao_blockwise.nn.converted import ConvertedLinear, restore_class
+from torchao_blockwise.nn.fused_modules import FusedModule, restore_module
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.state_values import plain_values
 
@@ -21,7 +22,7 @@ if torch.distributed.is_available():
 
 @torch.no_grad()
 def unconvert(model: nn.Module) -> nn.Module:
-    """Make every converted layer of `model` a plain one again, in place; returns `model`.
+    """Make every converted layer of `model` a plain one again, and every fused module, in place; returns `model`.
 
     Parameters stay the same objects, with their gradients, hooks and attributes, so that an optimizer made before still
     trains them. Values are those of master weights; of quantized Parameters the masters, in the weight's dtype, where a
@@ -48,6 +49,8 @@ def unconvert(model: nn.Module) -> nn.Module:
         keep_state_dicts_no_longer(module)
         if isinstance(module, ConvertedLinear):
             restore_class(module)
+        elif isinstance(module, FusedModule):
+            restore_module(module)
     return model
 
 

@@ -18,6 +18,7 @@ from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.nn.linear import linear
 from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
+from torchao_blockwise.nn.shared_input import SharedInput
 from torchao_blockwise.nn.weights import is_low_precision
 from torchao_blockwise.tensors.unchanged import check_unchanged
 
@@ -26,9 +27,11 @@ class ConvertedLinear(nn.Linear):
     """What `convert_class` adds to a linear layer: its forward pass, and a look at its shards when it is parallelised.
 
     fqn: the layer's name in the model that was converted. converted_from: the class it had.
+    shared_input: what it shares with other layers that read the same activation; see fused_modules.py.
     """
 
     fqn = ""
+    shared_input: SharedInput | None = None
     converted_from: type = nn.Linear
     said_replaced = False
 
@@ -37,7 +40,8 @@ class ConvertedLinear(nn.Linear):
             check_unchanged(self)
         weight = self.weight
         if is_low_precision(weight):
-            return linear(input, weight, self.bias)
+            shared = self.shared_input
+            return (linear if shared is None else shared.linear)(input, weight, self.bias)
         if torch.compiler.is_compiling():
             _warn_replaced(self.fqn)
         elif not self.said_replaced:

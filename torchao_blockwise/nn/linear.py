@@ -64,14 +64,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        # A constant grad_output would leave the second gradient out in silence, so this does not wait for one.
-        steps.refuse_second_order("linear")
-        weight, saved_x = steps.take_saved(ctx, 1)
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        args = saved_x, ctx.how, (needs_x, needs_weight), ctx.x_shape, ctx.dtypes
-        grads = steps.run_on((weight,), _backward, grad_output, *args)
-        grad_bias = steps.grad_bias(steps.as_rows(grad_output), ctx.bias_dtype) if needs_bias else None
-        return *grads, grad_bias, None, None
+        return *linear_gradients(ctx, grad_output), None, None
+
+
+def linear_gradients(ctx, grad_output):
+    """(grad of x, of weight, of bias) from what a forward pass of `linear` left in `ctx`."""
+    # A constant grad_output would leave the second gradient out in silence, so this does not wait for one.
+    steps.refuse_second_order("linear")
+    weight, saved_x = steps.take_saved(ctx, 1)
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    args = saved_x, ctx.how, (needs_x, needs_weight), ctx.x_shape, ctx.dtypes
+    grads = steps.run_on((weight,), _backward, grad_output, *args)
+    grad_bias = steps.grad_bias(steps.as_rows(grad_output), ctx.bias_dtype) if needs_bias else None
+    return *grads, grad_bias
 
 
 def _forward(weight, x, bias, how: Contraction, save_quantized: bool):

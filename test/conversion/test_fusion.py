@@ -1,0 +1,399 @@
+"""fuse: attention and MLPs of known models, with the bits of before; what is not known is left alone and reported."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from helpers import FP8, both_formats, forward_backward, saved_and_loaded
+from shared_inputs import Counter, assert_same
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import conversion_report, fuse, fusion_report, skip_fqns, skip_lm_head, unconvert
+from torchao_blockwise.conversion.fusion import FUSED, UNFUSED
+from torchao_blockwise.nn.fused_modules import FusedModule, FusedSwiGLU
+
+pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+
+COMMON = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+HEADS = {"head_dim": 16}
+MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}  # fmt: skip
+OWN = {
+    "Llama": {}, "Mistral": HEADS, "Qwen2": {}, "Qwen3": HEADS,
+    "Qwen3Moe": {**HEADS, **MOE, "num_experts": 4, "mlp_only_layers": [0]},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": {**MOE, **LATENT, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "Gemma3": HEADS,
+}  # fmt: skip
+# Attention of two layers; MLPs, dense and shared by all tokens.
+MODULES = dict.fromkeys(OWN, 4) | {"Mixtral": 2, "Qwen3Moe": 3}
+every_family = pytest.mark.parametrize("family", OWN)
+IDS = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(1))
+
+
+def language_model(family: str = "Llama", dtype=torch.bfloat16, **options) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    name = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, name)(**{**COMMON, **OWN[family], **options})
+    return getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
+
+
+def convert(model, config=FP8) -> nn.Module:
+    quantize_(model, config, filter_fn=skip_lm_head())
+    return model
+
+
+def step(model, autocast: bool = False) -> list[torch.Tensor]:
+    """Logits and all gradients of one step."""
+    model.zero_grad()
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(input_ids=IDS, labels=IDS, use_cache=False)
+    out.loss.backward()
+    return [out.logits.detach(), *(p.grad for p in model.parameters())]
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+@every_family
+@both_formats
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, "autocast"), ids=("bf16", "fp32", "autocast"))
+def test_bits_are_those_of_before(family, config, dtype):
+    autocast = dtype == "autocast"
+    model = convert(language_model(family, torch.float32 if autocast else dtype), config)
+    with Counter() as before:
+        expected = step(model, autocast)
+    report = fuse(model)
+    with Counter() as after:
+        assert_same(step(model, autocast), expected)
+    assert [module.status for module in report.modules] == [FUSED] * MODULES[family]
+    # Of layers that read one input, all but one.
+    assert before.quantized - after.quantized == sum(len(module.readers) - 1 for module in report.modules)
+
+
+@every_family
+def test_fused_before_it_is_converted(family):
+    model = language_model(family)
+    plain = step(model)
+    report = fuse(model)
+    assert [module.status for module in report.modules] == [UNFUSED] * MODULES[family]
+    assert_same(step(model), plain)
+    expected = step(convert(language_model(family)))
+    assert_same(step(convert(model)), expected)
+    assert [module.status for module in fusion_report(model).modules] == [FUSED] * MODULES[family]
+
+
+def test_deepseek_without_a_latent_query():
+    model = convert(language_model("DeepseekV3", q_lora_rank=None))
+    expected = step(model)
+    assert fuse(model).modules[0].readers == ("q_proj", "kv_a_proj_with_mqa")
+    assert_same(step(model), expected)
+
+
+def test_generation_and_attentions():
+    """A cache, and attention weights for who asks."""
+    outputs = []
+    for fused in (False, True):
+        model = convert(language_model()).eval()
+        model.set_attn_implementation("eager")
+        if fused:
+            fuse(model)
+        generated = model.generate(IDS, max_new_tokens=4, do_sample=False)
+        outputs.append((generated, *model(IDS, output_attentions=True).attentions))
+    assert len(outputs[0]) == 3
+    assert_same(*outputs)
+
+
+@both_formats
+def test_compiled(config):
+    """Compiled by itself, as it computes attention in another order."""
+    results = []
+    for fused in (False, True):
+        model = convert(language_model(num_hidden_layers=1), config)
+        if fused:
+            fuse(model)
+        torch._dynamo.reset()
+        results.append(step(torch.compile(model, backend="aot_eager", fullgraph=True)))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True), ids=("non_reentrant", "reentrant"))
+def test_checkpointing(use_reentrant):
+    model = convert(language_model())
+    expected = step(model)
+    fuse(model)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    assert_same(step(model), expected)
+
+
+# --- torchtitan -------------------------------------------------------------------------------------------------------
+
+
+class Titan(nn.Module):
+    """What reads activations in a layer of DeepSeek-V3, or of Llama and Qwen3, which have q, k and v in a module."""
+
+    def __init__(self, q_lora_rank: int | None):
+        super().__init__()
+        pytest.importorskip("torchtitan.models.common.linear")
+        from torchtitan.models.common import attention, feed_forward, linear, nn_modules, rope
+        from torchtitan.models.deepseek_v3.model import Attention
+
+        def build(inputs: int, outputs: int):
+            return linear.Linear.Config(in_features=inputs, out_features=outputs)
+
+        def norm(features: int):
+            return nn_modules.RMSNorm.Config(normalized_shape=features)
+
+        torch.manual_seed(0)
+        if q_lora_rank is None:
+            self.attention = attention.QKVLinear.Config(head_dim=16, wq=build(64, 64), wkv=build(64, 32)).build()
+        else:
+            latent = {"wq_a": build(64, 32), "wq_b": build(32, 128)} if q_lora_rank else {"wq": build(64, 128)}
+            self.attention = Attention.Config(
+                n_heads=4, dim=64, wkv_a=build(64, 48), wkv_b=build(32, 128), wo=build(64, 64), q_lora_rank=q_lora_rank,
+                kv_lora_rank=32, q_norm=norm(32), kv_norm=norm(32), qk_nope_head_dim=16, qk_rope_head_dim=16,
+                v_head_dim=16, rope=rope.ComplexRoPE.Config(dim=16, max_seq_len=32),
+                inner_attention=attention.ScaledDotProductAttention.Config(), **latent,
+            ).build()  # fmt: skip
+        mlp = feed_forward.FeedForward.Config(w1=build(64, 160), w2=build(160, 64), w3=build(64, 160))
+        self.mlp = mlp.build()
+        self.bfloat16()
+
+    def forward(self, x):
+        read = (
+            self.attention(x, None) if hasattr(self.attention, "rope") else torch.cat(self.attention(x), 2).flatten(2)
+        )
+        return read.sum() + self.mlp(x).sum()
+
+
+READERS = {
+    "qkv": (None, ("wq", "wk", "wv")),
+    "latent": (32, ("wq_a", "wkv_a")),
+    "latent_kv": (0, ("wq", "wkv_a")),
+}
+
+
+@pytest.mark.parametrize(("q_lora_rank", "readers"), READERS.values(), ids=READERS)
+@both_formats
+def test_torchtitan(q_lora_rank, readers, config):
+    x = torch.randn(2, 17, 64, dtype=torch.bfloat16)
+    model = Titan(q_lora_rank)
+    quantize_(model, config)
+    expected = forward_backward(model, x)
+    assert [module.readers for module in fuse(model).modules if module.status == FUSED] == [readers, ("w1", "w3")]
+    assert_same(forward_backward(model, x), expected)
+    report = fuse(model, round_once=True)
+    assert report.modules[1].reason.startswith("SwiGLU in w2" if config is FP8 else "no SwiGLU: w2 trains in NVFP4")
+
+
+# --- what is left alone -----------------------------------------------------------------------------------------------
+
+
+def test_the_report():
+    model = language_model("DeepseekV3")
+    quantize_(model, FP8, filter_fn=skip_fqns("*.1.self_attn.*", "lm_head"))
+    fuse(model, round_once=True)
+    assert_expected_inline(
+        str(fusion_report(model)),
+        """\
+module                             class                status   one input of                  why not / what else
+---------------------------------  -------------------  -------  ----------------------------  -------------------------
+model.layers.0.self_attn           DeepseekV3Attention  fused    q_a_proj, kv_a_proj_with_mqa
+model.layers.0.mlp                 DeepseekV3MLP        fused    gate_proj, up_proj            SwiGLU in down_proj
+model.layers.1.self_attn           DeepseekV3Attention  unfused  q_a_proj, kv_a_proj_with_mqa  q_a_proj is not converted
+model.layers.1.mlp.shared_experts  DeepseekV3MLP        fused    gate_proj, up_proj            SwiGLU in down_proj
+---------------------------------  -------------------  -------  ----------------------------  -------------------------
+total                              3 of 4               fused""",
+    )
+    assert fusion_report(model).to_dict()["fused"] == 3
+
+
+class Own(nn.Module):
+    """Looks alike, and changes its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        q = self.q_proj(x)
+        return q + self.k_proj(x.mul_(2)) + self.v_proj(x)
+
+
+def derived(model):
+    cls = type(model.model.layers[0].mlp)
+    model.model.layers[0].mlp.__class__ = type("MyMLP", (cls,), {"__module__": "mine"})
+
+
+def patched(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = types.MethodType(lambda self, x: self.down_proj(self.gate_proj(x) + self.up_proj(x.mul(2))), mlp)
+
+
+def wrapped(model):
+    mlp = model.model.layers[0].mlp
+    mlp.gate_proj = nn.Sequential(mlp.gate_proj)
+
+
+LEFT_ALONE = {
+    "derived": (derived, "mine.MyMLP is derived from a class that is known; fuse before others wrap it"),
+    "patched": (patched, "something has given it a forward pass of its own"),
+    "wrapped": (wrapped, "gate_proj is a Sequential; fuse before others wrap it"),
+    "unknown": (
+        lambda m: setattr(m, "own", Own()),
+        "the forward pass of test_fusion.Own is not known",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), LEFT_ALONE.values(), ids=LEFT_ALONE)
+def test_what_is_not_known_is_left_alone(change, reason):
+    model = language_model(num_hidden_layers=1)
+    change(model)
+    convert(model)
+    expected, classes = step(model), [type(module) for module in model.modules()]
+    reports = fuse(model).modules
+    (unfused,) = [module for module in reports if module.status == UNFUSED]
+    assert unfused.reason.replace(__name__, "test_fusion") == reason
+    changed = [cls for cls, module in zip(classes, model.modules()) if type(module) is not cls]
+    assert len(changed) == len(reports) - 1
+    assert_same(step(model), expected)
+
+
+def test_a_class_whose_forward_pass_was_replaced(monkeypatch):
+    """As libraries of kernels do it, for all modules of a class."""
+    model = convert(language_model(num_hidden_layers=1))
+    cls = type(model.model.layers[0].mlp)
+    monkeypatch.setattr(cls, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x)))
+    attention, mlp = fuse(model).modules
+    assert (attention.status, mlp.status) == (FUSED, UNFUSED)
+    assert mlp.reason.startswith("its forward pass was replaced by ")
+
+
+# --- what comes before and after --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("targets", (["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "gate_proj"]), ids=len)
+def test_lora(targets):
+    """Adapters take the places of layers; what they wrap is called as before."""
+    peft = pytest.importorskip("peft")
+    results = []
+    for fused in (False, True):
+        model = convert(language_model(dtype=torch.float32))
+        if fused:
+            fuse(model)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, init_lora_weights=False))
+        torch.manual_seed(2)
+        for name, p in adapted.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(p, std=0.1)
+        results.append(step(adapted))
+    assert_same(*results)
+    statuses = {module.fqn.split(".")[-1]: module.status for module in fusion_report(model).modules}
+    assert statuses == {"self_attn": UNFUSED, "mlp": UNFUSED if "gate_proj" in targets else FUSED}
+
+
+def test_hooks_are_called():
+    model, calls = convert(language_model(num_hidden_layers=1)), []
+    expected = step(model)
+    fuse(model)
+    attention = model.model.layers[0].self_attn
+    for name in ("q_proj", "o_proj"):
+        getattr(attention, name).register_forward_hook(lambda module, args, out, name=name: calls.append(name))
+    attention.register_forward_hook(lambda *_: calls.append("attention"))
+    assert_same(step(model), expected)
+    assert calls == ["q_proj", "o_proj", "attention"]
+    assert [module.reason for module in fusion_report(model).modules] == [
+        "q_proj has hooks, or a forward pass of its own", "",
+    ]  # fmt: skip
+
+
+@both_formats
+def test_names_and_state_dicts_stay(config, tmp_path):
+    model = convert(language_model(), config)
+    names = [name for name, _ in model.named_modules()]
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    expected, converted = step(model), conversion_report(model)
+    fuse(model)
+    assert [name for name, _ in model.named_modules()] == names
+    assert conversion_report(model) == converted
+    after = saved_and_loaded(model.state_dict())
+    assert [*after] == [*state]
+    assert_same([*after.values()], [*state.values()])
+    model.save_pretrained(tmp_path)
+    # As `language_model` casts its rotations too.
+    again = type(model).from_pretrained(tmp_path).bfloat16()
+    assert_same(step(convert(again, config)), expected)
+    other = convert(language_model(), config)
+    fuse(other)
+    other.load_state_dict(state)
+    assert_same(step(other), expected)
+
+
+@both_formats
+def test_unconvert_ends_it(config):
+    model, plain = language_model(), language_model()
+    fuse(convert(model, config), round_once=True)
+    unconvert(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert [vars(m).keys() for m in model.modules()] == [vars(m).keys() for m in plain.modules()]
+    assert_same(step(model), step(plain))
+
+
+def test_fused_again_as_is_said_then():
+    model = convert(language_model(num_hidden_layers=1))
+    for round_once in (False, True, False):
+        fuse(model, round_once=round_once)
+        assert isinstance(model.model.layers[0].mlp, FusedSwiGLU) == round_once
+        assert len([m for m in model.modules() if isinstance(m, FusedModule)]) == 2
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def saved_by_linears(model, tokens: int) -> int:
+    """Bytes of activations that linear layers save, each storage once, found in autograd's graph."""
+    ids = torch.randint(0, 64, (1, tokens), generator=torch.Generator().manual_seed(0))
+    nodes, seen, saved = [model.model(ids, use_cache=False).last_hidden_state.grad_fn], set(), {}
+    weights = {id(p) for p in model.parameters()}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        if node.name() == "MmBackward0":
+            found = [node._saved_self]
+        else:
+            found = [t for t in getattr(node, "saved_tensors", ()) if t is not None and id(t) not in weights]
+        saved |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+    return sum(saved.values())
+
+
+def test_what_linears_of_a_llama_layer_save():
+    """A byte an element, and a scale of 4 bytes for 128, of the four inputs of seven layers: 0.516 of bf16's."""
+    hidden, inner, tokens = 256, 512, 384
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 1}
+    elements = tokens * (hidden + hidden + hidden + inner)
+    plain = saved_by_linears(language_model(**sizes), tokens)
+    assert plain == 2 * elements
+    model = convert(language_model(**sizes))
+    # The input of attention three times, that of the MLP twice.
+    assert saved_by_linears(model, tokens) == (elements + tokens * 3 * hidden) * 33 // 32
+    fuse(model)
+    saved = saved_by_linears(model, tokens)
+    assert saved == elements * 33 // 32
+    assert saved <= 0.55 * plain

@@ -1,0 +1,135 @@
+"""What test_fusion_over_ranks.py spawns: a Llama of transformers, fused or not, under FSDP2 or a plan of TP."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+import torch.distributed as dist
+from fsdp_models import CONFIGS
+from ranks import join, leave
+from shared_inputs import Counter
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torchao.quantization import quantize_
+
+from torchao_blockwise import fuse, fusion_report, skip_lm_head
+from torchao_blockwise.testing import assert_bitwise_equal
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+def llama(config: str, order: str):
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    if order == "before":
+        fuse(model)
+    quantize_(model, CONFIGS[config], filter_fn=skip_lm_head())
+    if order == "after":
+        fuse(model)
+    return model
+
+
+def steps(model, run=None, count: int = 2) -> tuple[list[torch.Tensor], int]:
+    """(losses, gradients and weights after each of some steps, how much was quantized in their forward passes)."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
+    results, quantized = [], 0
+    for step in range(count):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        ids = torch.randint(0, 64, (2, 17), generator=generator)
+        with Counter() as counter:
+            loss = (model if run is None else run)(input_ids=ids, labels=ids, use_cache=False).loss
+        quantized += counter.quantized
+        loss.backward()
+        results += [loss.detach(), *(p.grad for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*results, *(p.detach() for p in model.parameters())], quantized
+
+
+def compare(fused, plain) -> None:
+    for index, (a, b) in enumerate(zip(fused, plain, strict=True)):
+        a, b = (getattr(x, "_local_tensor", x) for x in (a, b))
+        a, b = (getattr(x, "hp", x) for x in (a, b))
+        assert_bitwise_equal(a, b, str(index))
+
+
+def shards(rank: int, config: str, order: str, inside: bool, mixed: bool) -> None:
+    """FSDP2 over layers, or over attention and MLPs in them too; the bits of a model that is not fused."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
+    options = {"mesh": mesh} | ({"mp_policy": policy} if mixed else {})
+    results = []
+    for kind in (order, ""):
+        model = llama(config, kind)
+        for layer in model.model.layers:
+            for module in (layer.self_attn, layer.mlp) if inside else ():
+                fully_shard(module, **options)
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        results.append(steps(model))
+        if kind:
+            assert {module.status for module in fusion_report(model).modules} == {"sharded"}
+    (fused, less), (plain, more) = results
+    compare(fused, plain)
+    # In two steps of two layers three inputs of attention and MLP.
+    assert more - less == 2 * 2 * 3, (more, less)
+
+
+def compiles(rank: int, config: str) -> None:
+    """Layers that are compiled one by one below FSDP2."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    results = []
+    for kind in ("after", ""):
+        model = llama(config, kind)
+        torch._dynamo.reset()
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        results.append(steps(model)[0])
+    compare(*results)
+
+
+def splits(rank: int, config: str, order: str) -> None:
+    """A plan of tensor parallelism reaches layers as before; they hold DTensors, and share nothing."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    names = {"q_proj": ColwiseParallel, "k_proj": ColwiseParallel, "v_proj": ColwiseParallel, "o_proj": RowwiseParallel}
+    mlp = {"gate_proj": ColwiseParallel, "up_proj": ColwiseParallel, "down_proj": RowwiseParallel}
+    results = []
+    for kind in (order, ""):
+        model = llama(config, kind)
+        for layer in model.model.layers:
+            parallelize_module(layer.self_attn, mesh, {name: style() for name, style in names.items()})
+            parallelize_module(layer.mlp, mesh, {name: style() for name, style in mlp.items()})
+        results.append(steps(model))
+        if kind:
+            reasons = {module.reason for module in fusion_report(model).modules}
+            assert reasons == {f"the weight of {name} is a shard" for name in ("q_proj", "gate_proj")}
+    (fused, one), (plain, other) = results
+    compare(fused, plain)
+    assert one == other
+
+
+RUNS = {"shards": shards, "compiles": compiles, "splits": splits}
+
+
+def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:
+    """Leaves what was raised in each case, or None."""
+    join(rank, ranks, port, seconds=180)
+    results = {}
+    for case in cases:
+        name, *arguments = case
+        try:
+            RUNS[name](rank, *arguments)
+            results[case] = None
+        except Exception as e:
+            traceback.print_exc()
+            results[case] = f"{type(e).__name__}: {e}"
+        torch.save(results, file)
+    leave()

@@ -1,0 +1,317 @@
+"""Layers that read one activation share its copies: the bits of layers that do not, of one quantization."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import gc
+import inspect
+import io
+import weakref
+
+import pytest
+import torch
+from helpers import FP8, both_formats, every_recipe, forward_backward, replace
+from shared_inputs import FEATURES, OPS, VARIANTS, Attention, Counter, assert_same, attention, quantizations, tokens
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import quantize_
+
+from torchao_blockwise import weights_unchanged
+from torchao_blockwise.nn.fused_modules import FusedModule, restore_module, why_not_shared
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+DTYPES = {
+    "fp32": (torch.float32, torch.float32, None),
+    "bf16": (torch.bfloat16, torch.bfloat16, None),
+    "fp32_masters": (torch.float32, torch.bfloat16, torch.bfloat16),
+    "autocast": (torch.float32, torch.float32, torch.bfloat16),
+}
+
+
+@every_recipe
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+def test_bits_are_those_of_layers_that_share_nothing(config, variant, dtypes):
+    masters, inputs, autocast = dtypes
+    config, x = replace(config, **variant), tokens(3, 11, dtype=inputs)
+    with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+        expected = forward_backward(attention(config, masters, fused=False), x)
+        assert_same(forward_backward(attention(config, masters), x), expected)
+
+
+@both_formats
+@pytest.mark.parametrize("leading", ((0,), (1,), (2, 0), (127,), (256,)), ids=str)
+def test_any_number_of_tokens(config, leading):
+    x = tokens(*leading)
+    assert_same(forward_backward(attention(config), x), forward_backward(attention(config, fused=False), x))
+
+
+@both_formats
+@pytest.mark.parametrize("frozen", (("q",), ("q", "k", "v"), ("k", "v")), ids="".join)
+def test_frozen_layers(config, frozen):
+    results = []
+    for fused in (True, False):
+        model = attention(config, fused=fused)
+        for name in frozen:
+            getattr(model, name).requires_grad_(False)
+        results.append(forward_backward(model, tokens(33)))
+    assert_same(*results)
+
+
+@both_formats
+@pytest.mark.parametrize("enabled", (torch.no_grad, torch.inference_mode))
+def test_without_gradients_no_columnwise_copy_is_made(config, enabled):
+    model, plain = attention(config), attention(config, fused=False)
+    with enabled(), Counter() as counter:
+        out = model(tokens(33))
+        assert (counter.ran[OPS.quantize], counter.ran[OPS.quantize_both]) == (2, 0)
+        assert_bitwise_equal(out, plain(tokens(33)))
+
+
+@every_recipe
+@pytest.mark.parametrize("use_reentrant", (False, True), ids=("non_reentrant", "reentrant"))
+def test_checkpointing(config, use_reentrant):
+    model = attention(config)
+    expected = forward_backward(attention(config, fused=False), tokens(33))
+    parameters = [*model.parameters()]
+    x = tokens(33).requires_grad_()
+    out = checkpoint(model, x, use_reentrant=use_reentrant)
+    out.backward(torch.ones_like(out))
+    assert_same((out.detach(), x.grad, *(p.grad for p in parameters)), expected)
+
+
+def test_gradients_accumulate_and_graphs_are_kept():
+    results = []
+    for fused in (True, False):
+        model, x = attention(FP8, fused=fused), tokens(33).requires_grad_()
+        outs = [model(x) for _ in range(2)]
+        for out in (*outs, outs[0]):
+            out.sum().backward(retain_graph=True)
+        results.append((x.grad, *(p.grad for p in model.parameters())))
+    assert_same(*results)
+
+
+@both_formats
+def test_while_weights_stand_still(config):
+    model, plain = attention(config), attention(config, fused=False)
+    expected = forward_backward(plain, tokens(33))
+    with weights_unchanged(model):
+        for _ in range(2):
+            assert_same(forward_backward(model, tokens(33)), expected)
+
+
+def test_gradients_are_added_to_main_grads():
+    results = []
+    for fused in (True, False):
+        model = attention(FP8, fused=fused)
+        for layer in (model.q, model.k, model.v):
+            layer.weight.main_grad = torch.ones_like(layer.weight.hp)
+        out, grad_x, *_ = forward_backward(model, tokens(33))
+        results.append((out, grad_x, *(layer.weight.main_grad for layer in (model.q, model.k, model.v))))
+    assert_same(*results)
+
+
+# --- what it saves ----------------------------------------------------------------------------------------------------
+
+
+@both_formats
+def test_one_quantization_of_the_input(config):
+    """Of four layers two read another activation in forward; backward quantizes the gradient of each."""
+    model, plain, x = attention(config), attention(config, fused=False), tokens(33).requires_grad_()
+    assert [quantizations(lambda m=m: m(x)) for m in (plain, model)] == [4, 2]
+    assert [quantizations(lambda m=m: m(x).sum().backward()) for m in (plain, model)] == [8, 6]
+
+
+@pytest.mark.parametrize("variant", (VARIANTS["default"], VARIANTS["high_precision"]), ids=("quantized", "input"))
+@both_formats
+def test_backward_keeps_one_copy_for_all(config, variant):
+    model, x, saved = attention(replace(config, **variant)), tokens(33).requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = model(x)
+    copies = collections.Counter(t.untyped_storage().data_ptr() for t in saved if t.shape[-2:] in _inputs(model))
+    assert [*copies.values()] == [3]
+    out.sum().backward()
+
+
+def _inputs(model) -> list[torch.Size]:
+    """Shapes in which the input can be saved: itself, and the payload of its columnwise copy."""
+    fmt = model.q.weight.config.activation_format
+    return [torch.Size((33, FEATURES)), torch.Size(fmt.qdata_shape(FEATURES, 64))]
+
+
+class Watching(Counter):
+    """Knows the payload of the first rowwise copy."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.overloadpacket == OPS.quantize and self.quantized == 1:
+            self.rowwise = weakref.ref(result[0])
+        return result
+
+
+def test_the_rowwise_copy_goes_when_the_last_layer_has_taken_it():
+    held = []
+
+    class Holding(Attention):
+        def forward(self, x):
+            self.q(x), self.k(x)
+            held.append(watch.rowwise() is not None)
+            self.v(x)
+            held.append(watch.rowwise() is not None)
+
+    with torch.no_grad(), Watching() as watch:
+        attention(FP8, cls=Holding)(tokens(33))
+    assert held == [True, False]
+
+
+def test_the_input_goes_when_the_forward_pass_raises():
+    class Failing(Attention):
+        def forward(self, x):
+            self.q(x)
+            raise RuntimeError("after the first layer")
+
+    model, x = attention(FP8, cls=Failing), tokens(33)
+    with pytest.raises(RuntimeError, match="after the first layer"):
+        model(x)
+    held = weakref.ref(x)
+    del x
+    gc.collect()
+    assert held() is None
+
+
+# --- where layers do not share ----------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    """A wrapper that changes what it is given, in place."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.mul_(2))
+
+
+def changes_its_input(module, args):
+    args[0].mul_(2)
+
+
+def own_forward(layer) -> None:
+    forward = layer.forward
+    layer.forward = lambda x: forward(x.mul_(2))
+
+
+CHANGES = {
+    "pre_hook": (lambda m: m.q.register_forward_pre_hook(changes_its_input), "q has hooks"),
+    "hook": (lambda m: m.k.register_forward_hook(lambda *_: None), "k has hooks"),
+    "own_forward": (lambda m: own_forward(m.q), "q has hooks, or a forward pass of its own"),
+    "wrapper": (lambda m: setattr(m, "q", Doubled(m.q)), "q was replaced"),
+    "replaced": (lambda m: setattr(m, "v", copy.deepcopy(m.v)), "v was replaced"),
+    "other_config": (lambda m: quantize_(m.v, replace(FP8, power_of_2_scales=True)), "v has another config than q"),
+    "not_converted": (lambda m: None, "v is not converted"),
+    "plain_weight": (
+        lambda m: setattr(m.v, "weight", nn.Parameter(torch.ones(48, FEATURES))),
+        "the weight of v is a Parameter",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*was converted to low precision")
+@pytest.mark.parametrize(("change", "reason"), CHANGES.values(), ids=CHANGES)
+def test_what_layers_do_not_share_has_the_bits_of_before(change, reason):
+    """Whatever else sees the input, changes it or takes its place: nothing is taken of an input that is another."""
+    left_out = reason[0] if "not converted" in reason or "config" in reason else ""
+    results = []
+    for fused in (True, False):
+        model = attention(None, fused=fused)
+        quantize_(model, FP8, filter_fn=lambda module, fqn: isinstance(module, nn.Linear) and fqn != left_out)
+        change(model)
+        if fused:
+            assert why_not_shared(model).startswith(reason)
+        x = tokens(33).requires_grad_()
+        # What changes its input in place may not change a leaf.
+        out = model(x.clone())
+        out.sum().backward()
+        results.append((out.detach(), x.grad, *(p.grad for p in model.parameters())))
+    assert_same(*results)
+
+
+def test_backward_hooks_of_layers_run():
+    model, plain, calls = attention(FP8), attention(FP8, fused=False), []
+    model.k.register_full_backward_hook(lambda *_: calls.append("after"))
+    model.q.register_full_backward_pre_hook(lambda *_: calls.append("before"))
+    assert_same(forward_backward(model, tokens(33)), forward_backward(plain, tokens(33)))
+    assert sorted(calls) == ["after", "before"]
+
+
+class TwiceOrAnother(Attention):
+    """Reads its input more often than it has layers, and another tensor too."""
+
+    def forward(self, x):
+        q = self.q(x) + self.q(x)
+        return self.o(q * torch.cat((self.k(x * 2), self.v(x)), -1))
+
+
+def test_each_layer_is_given_what_it_is_called_with():
+    model, plain = (attention(FP8, fused=fused, cls=TwiceOrAnother) for fused in (True, False))
+    assert_same(forward_backward(model, tokens(33)), forward_backward(plain, tokens(33)))
+    assert quantizations(lambda: model(tokens(33))) == 3
+
+
+@pytest.mark.parametrize("x", (torch.ones(3, FEATURES, dtype=torch.int64), torch.ones(3, 7)), ids=("integers", "K"))
+def test_errors_are_those_of_the_layer(x):
+    messages = []
+    for fused in (True, False):
+        with pytest.raises((TypeError, ValueError), match="linear: x") as error:
+            attention(FP8, fused=fused)(x)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+# --- what the module is -----------------------------------------------------------------------------------------------
+
+
+def test_the_module_is_of_its_class_and_can_be_what_it_was():
+    model = attention(FP8)
+    assert isinstance(model, FusedModule) and isinstance(model, Attention)
+    assert type(model).__name__ == "Attention" and type(model).__module__ == Attention.__module__
+    assert inspect.signature(type(model).forward) == inspect.signature(Attention.forward)
+    restore_module(model)
+    plain = attention(FP8, fused=False)
+    assert type(model) is Attention and vars(model).keys() == vars(plain).keys()
+    assert vars(model.q).keys() == vars(plain.q).keys()
+
+
+def _pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", (copy.deepcopy, _pickled), ids=("deepcopy", "pickle"))
+def test_copies_share_by_themselves(copied):
+    model = attention(FP8)
+    other = copied(model)
+    assert why_not_shared(other) is None and other.fusion.shared_input is not model.fusion.shared_input
+    assert quantizations(lambda: other(tokens(33))) == 2
+    assert_same(forward_backward(other, tokens(33)), forward_backward(model, tokens(33)))
+
+
+@pytest.mark.filterwarnings("ignore:.*was converted to low precision")
+@pytest.mark.parametrize("change", ("pre_hook", "hook", "own_forward", "wrapper", "replaced", "plain_weight"))
+def test_compiled_layers_that_share_nothing(change):
+    model, plain = attention(FP8), attention(FP8, fused=False)
+    for m in (model, plain):
+        CHANGES[change][0](m)
+    x = tokens(33)
+    with torch.no_grad():
+        expected = plain(x.clone())
+        assert_bitwise_equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x.clone()), expected)

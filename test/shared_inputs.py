@@ -1,0 +1,80 @@
+"""What tests of fused modules share: a module, results compared bit for bit, and a count of what is quantized."""
+
+from __future__ import annotations
+
+import collections
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.quantization import quantize_
+
+from torchao_blockwise.nn.fused_modules import fuse_class
+from torchao_blockwise.testing import assert_bitwise_equal
+
+OPS = torch.ops.torchao_blockwise
+FEATURES = 160
+VARIANTS = {
+    "default": {},
+    "high_precision": {"save_activations": "high_precision"},
+    "quantized_weight": {"master_weights": False},
+    "out_dtype": {"out_dtype": torch.bfloat16},
+}
+
+
+def assert_same(got, expected) -> None:
+    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_bitwise_equal(a, b, str(index))
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations of this package."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran[func.overloadpacket] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def quantized(self) -> int:
+        """How many activations and gradients were quantized."""
+        return self.ran[OPS.quantize_both] + self.ran[OPS.quantize]
+
+
+def quantizations(run) -> int:
+    with Counter() as counter:
+        run()
+    return counter.quantized
+
+
+class Attention(nn.Module):
+    """As attention reads its input; what it does with it is no matter."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q = nn.Linear(FEATURES, 96, dtype=dtype)
+        self.k = nn.Linear(FEATURES, 48, bias=False, dtype=dtype)
+        self.v = nn.Linear(FEATURES, 48, dtype=dtype)
+        self.o = nn.Linear(96, FEATURES, dtype=dtype)
+
+    def forward(self, x):
+        return self.o(self.q(x) * torch.cat((self.k(x), self.v(x)), -1))
+
+
+def attention(config, dtype=torch.float32, fused: bool = True, cls=Attention) -> Attention:
+    model = cls(dtype)
+    if config is not None:
+        quantize_(model, config)
+    if fused:
+        fuse_class(model, ("q", "k", "v"))
+    return model
+
+
+def tokens(*leading: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(*leading, FEATURES, generator=torch.Generator().manual_seed(1)).to(dtype)

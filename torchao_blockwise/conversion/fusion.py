@@ -1,0 +1,188 @@
+"""Fusion: attention and MLPs of known models, whose layers then share one quantization of what they read.
+
+A module is known by its class: its forward pass hands its first argument to the layers of `_READERS`, changes it
+nowhere, and gives it to nothing else. What only looks alike is left alone, and reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from torchao_blockwise import _compat
+from torchao_blockwise.nn.fused_modules import (
+    FusedModule,
+    FusedSwiGLU,
+    fuse_class,
+    restore_module,
+    why_not_shared,
+    why_not_swiglu,
+)
+
+FUSED, UNFUSED, SHARDED = "fused", "unfused", "sharded"
+
+_QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_LATENT = ("q_proj", "kv_a_proj_with_mqa"), ("q_a_proj", "kv_a_proj_with_mqa")
+_W_QKV, _W13, _W_LATENT = ("wq", "wk", "wv"), ("w1", "w3"), (("wq", "wkv_a"), ("wq_a", "wkv_a"))
+# Of an MLP, by gate and up: the layer behind, and the activation, "" where the forward pass calls F.silu.
+_SWIGLU: dict[tuple[str, ...], tuple[str, str]] = {_GATE_UP: ("down_proj", "act_fn"), _W13: ("w2", "")}
+_HUGGING_FACE = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "gemma3": "Gemma3",
+}
+# By folder of the module that defines the class, and the class: which layers read its input, in one way or another.
+_READERS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
+    **{(f"transformers.models.{folder}", f"{name}Attention"): (_QKV,) for folder, name in _HUGGING_FACE.items()},
+    **{(f"transformers.models.{folder}", f"{name}MLP"): (_GATE_UP,) for folder, name in _HUGGING_FACE.items()},
+    ("transformers.models.deepseek_v3", "DeepseekV3Attention"): _LATENT,
+    ("transformers.models.deepseek_v3", "DeepseekV3MLP"): (_GATE_UP,),
+    ("torchtitan.models.common", "QKVLinear"): (_W_QKV,),
+    ("torchtitan.models.common", "FeedForward"): (_W13,),
+    # Before torchtitan 0.3 each model had its own.
+    ("torchtitan.models.llama3", "Attention"): (_W_QKV,),
+    ("torchtitan.models.llama3", "FeedForward"): (_W13,),
+    ("torchtitan.models.qwen3", "Attention"): (_W_QKV,),
+    ("torchtitan.models.qwen3", "FeedForward"): (_W13,),
+    ("torchtitan.models.deepseek_v3", "Attention"): _W_LATENT,
+    ("torchtitan.models.deepseek_v3", "FeedForward"): (_W13,),
+    ("torchtitan.models.moe", "FeedForward"): (_W13,),
+}
+_ALIKE = tuple(dict.fromkeys(names for ways in _READERS.values() for names in ways))
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """One attention or MLP.
+
+    fqn: of the module. kind: its class. readers: the layers that share its input, or would.
+    status: "fused" or "unfused", as it is now, or "sharded": fused in forward passes where FSDP2 gathers the weights,
+        and not under tensor parallelism. reason: what else is fused, or why it is not.
+    """
+
+    fqn: str
+    kind: str
+    status: str
+    readers: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """All modules of a model that `fuse` knows, or that look as if it should; print it for a table."""
+
+    modules: tuple[ModuleReport, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"modules": [{...}], "fused": int} of plain Python values, ready for JSON."""
+        modules = [{**asdict(module), "readers": list(module.readers)} for module in self.modules]
+        return {"modules": modules, "fused": self._fused()}
+
+    def _fused(self) -> int:
+        return sum(module.status == FUSED for module in self.modules)
+
+    def __str__(self) -> str:
+        header = ("module", "class", "status", "one input of", "why not / what else")
+        rows = [(m.fqn or "(the model itself)", m.kind, m.status, ", ".join(m.readers), m.reason) for m in self.modules]
+        total = ("total", f"{self._fused()} of {len(rows)}", "fused", "", "")
+        widths = [max(map(len, column)) for column in zip(header, *rows, total)]
+        rule = tuple("-" * width for width in widths)
+        lines = (header, rule, *rows, rule, total)
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)
+
+
+def fuse(model: nn.Module, *, round_once: bool = False) -> FusionReport:
+    """Let layers that read one activation share its quantized copies: q, k and v of attention, gate and up of an MLP.
+
+    model: any; its attention and MLPs are found by class: Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3
+        and Gemma 3 of transformers, llama3, qwen3 and deepseek_v3 of torchtitan. Before or after `quantize_`, before
+        `fully_shard`, in place.
+    round_once: also let SwiGLU quantize what it computes, in FP8: h = silu(gate) · up is computed in fp32 and rounded
+        once, as compilers do it, where the model's own code rounds silu(gate) too. It is never in memory.
+    Returns the report; `fusion_report(model)` gives it again, as things are then. Called again it fuses anew.
+
+    An input is quantized once, and backward holds one columnwise copy for all its readers. Without `round_once` outputs
+    and gradients are what they were, bit for bit. Names, state dicts, hooks, plans of tensor parallelism and wrapping
+    by FSDP2 stay as they were: classes are derived from the ones that modules have, and a module asks in every forward
+    pass whether its layers can share. Where one of them is not converted, is a DTensor, has hooks or was replaced (by
+    LoRA, say), or where configs differ, each layer quantizes its input itself. Modules whose forward pass is not known
+    are left alone. `unconvert` ends the fusion too.
+    Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
+    """
+    for module in model.modules():
+        if isinstance(module, FusedModule):
+            restore_module(module)
+    for _, module, readers, reason in _candidates(model):
+        if reason is None:
+            down, act = _SWIGLU.get(readers, ("", "")) if round_once else ("", "")
+            fuse_class(module, readers, down=down, act=act)
+    return fusion_report(model)
+
+
+def fusion_report(model: nn.Module) -> FusionReport:
+    """What `fuse` has done to `model`: which modules share their inputs as they are now, and why others do not."""
+    reports = []
+    for fqn, module, readers, reason in _candidates(model):
+        what = ""
+        if isinstance(module, FusedModule):
+            readers, reason = module.fusion.readers, why_not_shared(module)
+            if isinstance(module, FusedSwiGLU) and reason is None:
+                unfused = why_not_swiglu(module)
+                what = f"SwiGLU in {module.fusion.down}" if unfused is None else f"no SwiGLU: {unfused}"
+        elif reason is None:
+            reason = "not fused yet; call fuse(model)"
+        status = FUSED if reason is None else UNFUSED
+        if isinstance(module, FusedModule) and any(_is_shard(getattr(module, name)) for name in readers):
+            status = SHARDED
+        reports.append(ModuleReport(fqn, type(module).__name__, status, readers, reason or what))
+    return FusionReport(tuple(reports))
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...], str | None]]:
+    """(fqn, module, its readers, why it cannot be fused) of all that is known or looks alike."""
+    for fqn, module in model.named_modules():
+        known = _READERS.get((_folder(type(module)), type(module).__name__), ())
+        readers = next((names for names in known or _ALIKE if all(_has(module, n) for n in names)), None)
+        if isinstance(module, FusedModule):
+            yield fqn, module, module.fusion.readers, "fused already"
+        elif readers is not None:
+            yield fqn, module, readers, _why_not(module, readers) if known else _why_unknown(type(module))
+
+
+def _is_shard(layer: nn.Module) -> bool:
+    weight: Any = getattr(layer, "weight", None)
+    return _compat.local_of(weight) is not weight
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return isinstance(getattr(module, name, None), nn.Module)
+
+
+def _folder(cls: type) -> str:
+    """transformers.models.llama, of transformers.models.llama.modeling_llama."""
+    return ".".join(cls.__module__.split(".")[:3])
+
+
+def _why_unknown(cls: type) -> str:
+    if any((_folder(base), base.__name__) in _READERS for base in cls.__mro__[1:]):
+        return f"{cls.__module__}.{cls.__qualname__} is derived from a class that is known; fuse before others wrap it"
+    return f"the forward pass of {cls.__module__}.{cls.__qualname__} is not known"
+
+
+def _why_not(module: nn.Module, readers: tuple[str, ...]) -> str | None:
+    forward: Any = type(module).forward
+    if (forward.__module__, forward.__qualname__) != (type(module).__module__, f"{type(module).__qualname__}.forward"):
+        return f"its forward pass was replaced by {forward.__module__}.{forward.__qualname__}"
+    if "forward" in vars(module):
+        return "something has given it a forward pass of its own"
+    for name in readers:
+        if not isinstance(getattr(module, name), nn.Linear):
+            return f"{name} is a {type(getattr(module, name)).__name__}; fuse before others wrap it"
+    return None
