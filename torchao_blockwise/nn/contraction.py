@@ -10,6 +10,7 @@ saves; all else is here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,19 +19,20 @@ from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand
 from torchao_blockwise.nn.sharded_linear import WHOLE
 from torchao_blockwise.nn.weight_products import (
     Contraction,
+    Readable,
     Recipe,
     WeightValues,
     decided_by_arguments,
     weight_product,
 )
-from torchao_blockwise.ops.backend import Backend, Implementation
+from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
 from torchao_blockwise.ops.op import define_op
 from torchao_blockwise.ops.operands import new_copies
-from torchao_blockwise.tensors import QuantizedTensor
+from torchao_blockwise.tensors import QuantizedTensor, TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over
 
 
-def cast_options(config, rowwise: bool, columnwise: bool) -> CastOptions:
+def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> CastOptions:
     """How a layer of this config quantizes an activation or its gradient."""
     return CastOptions(config.activation_format, rowwise, columnwise, config.power_of_2_scales, padded=True)
 
@@ -48,14 +50,16 @@ def quantize(x: torch.Tensor, how: Contraction, *, rowwise: bool, columnwise: bo
     )
 
 
-def output(x: Operand, weight, how: Contraction, dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
+def output(
+    x: Operand, weight: Readable, how: Contraction, dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [T, K] · wᵀ (+ bias) = [T, N] of `dtype`."""
     return weight_product(x, weight, how, how.transposed, dtype, bias)
 
 
 def quantized_output(
     x: torch.Tensor,
-    weight,
+    weight: Readable,
     how: Contraction,
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
@@ -70,28 +74,29 @@ def quantized_output(
     return output(copies.rowwise, weight, how, dtype, bias), copies.columnwise
 
 
-def grad_input(dy: Operand, weight, how: Contraction, dtype: torch.dtype) -> torch.Tensor:
+def grad_input(dy: Operand, weight: Readable, how: Contraction, dtype: torch.dtype) -> torch.Tensor:
     """dy [T, N] · w = [T, K] of `dtype`."""
     return weight_product(dy, weight, how, not how.transposed, dtype, None)
 
 
-def grad_weight(dy: Operand, x: Operand, weight, how: Contraction, dtype: torch.dtype) -> torch.Tensor | None:
+def grad_weight(dy: Operand, x: Operand, weight: Readable, how: Contraction, dtype: torch.dtype) -> torch.Tensor | None:
     """dyᵀ · x, both quantized along tokens, as the weight lies; None where it went into `weight.main_grad`."""
     operands = (x, dy) if how.transposed else (dy, x)
     main_grad, backend = main_grad_of(weight), how.config.backend
     if main_grad is None and how.groups is None:
         return ops.matmul(*operands, out_dtype=dtype, backend=backend)
     if main_grad is None:
+        assert how.groups is not None
         return ops.grouped_matmul(*operands, how.groups, along="k", out_dtype=dtype, backend=backend)
     if how.groups is None:
         ops.add_matmul_(main_grad, *operands, backend=backend)
     else:
         ops.add_grouped_matmul_(main_grad, *operands, how.groups, backend=backend)
-    weight.grad_added_to_main_grad = True
+    weight.grad_added_to_main_grad = True  # type: ignore[union-attr]
     return None
 
 
-def main_grad_of(weight) -> torch.Tensor | None:
+def main_grad_of(weight: Readable) -> torch.Tensor | None:
     """What the gradient of `weight` is added to in place of `.grad`, if it has such an attribute, `main_grad`.
 
     Of its shape, in f32; the product is added in the pass that computes it, and `weight.grad_added_to_main_grad` is
@@ -104,7 +109,7 @@ def main_grad_of(weight) -> torch.Tensor | None:
 def gradients(
     dy: list[Operand | None],
     x_columnwise: Callable[[], Operand],
-    weight,
+    weight: Readable,
     how: Contraction,
     dtypes: tuple[torch.dtype, torch.dtype],
     *,
@@ -157,21 +162,34 @@ def _is_one_op(how: Contraction) -> bool:
 def _recipe(how: Contraction) -> Recipe:
     config = how.config
     return Recipe(
-        config.activation_format, config.weight_format, config.power_of_2_scales, how.transposed, config.backend
+        config.activation_format,
+        config.weight_format,
+        config.power_of_2_scales,
+        how.transposed,
+        get_backend(config.backend),
     )
 
 
-def _parts_of(weight, how: Contraction) -> WeightValues:
+def _parts_of(weight: Any, how: Contraction) -> WeightValues:
     if isinstance(weight, QuantizedTensor):
         return WeightValues(*weight.operand_tensors(), how.config.weight_format.name, weight.shape[-1], None)
     return WeightValues(weight, None, None, "", weight.shape[-1], how.rounded_to)
 
 
 def _contraction(weight: WeightValues, groups: Groups | None, recipe: Recipe) -> Contraction:
-    return Contraction(recipe, groups, rounded_to=weight.rounded_to, transposed=recipe.transposed)
+    # All that products read of a config is there.
+    return Contraction(recipe, groups, rounded_to=weight.rounded_to, transposed=recipe.transposed)  # type: ignore[arg-type]
 
 
-def _compute_output(x, weight, bias, groups, columnwise, recipe, out_dtype) -> list[torch.Tensor]:
+def _compute_output(
+    x: torch.Tensor,
+    weight: WeightValues,
+    bias: torch.Tensor | None,
+    groups: Groups | None,
+    columnwise: bool,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+) -> list[torch.Tensor]:
     how = _contraction(weight, groups, recipe)
     out, copy = quantized_output(x, weight, how, out_dtype, bias, columnwise=columnwise)
     return [out, *_present(copy)]
@@ -198,10 +216,18 @@ def quantized_output_op(
 
 
 def _compute_gradients(
-    weight, dy_rowwise, dy_columnwise, x_columnwise, groups, recipe, input_dtype, weight_dtype
+    weight: WeightValues,
+    dy_rowwise: Operand | None,
+    dy_columnwise: Operand | None,
+    x_columnwise: Operand | None,
+    groups: Groups | None,
+    recipe: Recipe,
+    input_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     how, dtypes = _contraction(weight, groups, recipe), (input_dtype, weight_dtype)
-    both = gradients([dy_rowwise, dy_columnwise], lambda: x_columnwise, weight, how, dtypes, weight_first=False)
+    x: Any = x_columnwise  # there where that of dy is
+    both = gradients([dy_rowwise, dy_columnwise], lambda: x, weight, how, dtypes, weight_first=False)
     return [grad for grad in both if grad is not None]
 
 

@@ -35,10 +35,10 @@ class ConvertedLinear(nn.Linear):
     converted_from: type = nn.Linear
     said_replaced = False
 
-    def forward(self, input):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             check_unchanged(self)
-        weight = self.weight
+        weight: Any = self.weight
         if is_low_precision(weight):
             shared = self.shared_input
             return (linear if shared is None else shared.linear)(input, weight, self.bias)
@@ -49,14 +49,14 @@ class ConvertedLinear(nn.Linear):
             _warn_replaced(self.fqn)
         return super().forward(input)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
         # A class that another wrapper derived from this one is its own affair.
         if type(self) is not _class_of(self.converted_from):
             return reduced
         return _rebuild, (self.converted_from,), *reduced[2:]
 
-    def _mark_distributed(self, value) -> None:
+    def _mark_distributed(self, value: Any) -> None:
         """`distribute_module` has put its DTensors in place: the moment to refuse shards that cut blocks."""
         if is_low_precision(self.weight):
             reason = why_shards_cut_blocks(self.weight)
@@ -94,7 +94,7 @@ def convert_class(module: nn.Linear, fqn: str = "") -> None:
     if not isinstance(module, ConvertedLinear) and type(module).forward is nn.Linear.forward:
         own: Any = type(module)
         module.__class__ = _class_of(own)
-        module.fqn = fqn
+        module.fqn = fqn  # type: ignore[assignment]
 
 
 def restore_class(module: ConvertedLinear) -> None:

@@ -50,7 +50,7 @@ class FusedModule(nn.Module):
     fused_from: type
     fusion: Fusion
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         fusion = self.fusion
         self.offer(args[0] if args else kwargs.get(fusion.argument))
         try:
@@ -58,14 +58,15 @@ class FusedModule(nn.Module):
         finally:
             fusion.shared_input.withdraw()
 
-    def offer(self, x) -> None:
+    def offer(self, x: object) -> None:
         """Let the readers share copies of `x` until it is withdrawn, if that is right."""
-        is_high_precision = isinstance(x, torch.Tensor) and are_plain(x) and x.dtype in HIGH_PRECISION_DTYPES
-        if is_high_precision and why_not_shared(self) is None:
+        if not isinstance(x, torch.Tensor) or not are_plain(x) or x.dtype not in HIGH_PRECISION_DTYPES:
+            return
+        if why_not_shared(self) is None:
             fusion = self.fusion
             fusion.shared_input.offer(x, [getattr(self, name).weight for name in fusion.readers])
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
         kind = _kind_of(self)
         # A class that another wrapper derived from this one is its own affair.
@@ -77,7 +78,7 @@ class FusedModule(nn.Module):
 class FusedSwiGLU(FusedModule):
     """An MLP, down(silu(gate(x)) · up(x)), that quantizes h = silu(gate) · up in the pass that computes it."""
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) != 1 or kwargs or why_not_swiglu(self) is not None:
             return super().forward(*args, **kwargs)
         (x,), fusion = args, self.fusion
@@ -117,10 +118,10 @@ def why_not_swiglu(module: FusedSwiGLU) -> str | None:
     return None if is_fp8_weight(down.weight) else f"{fusion.down} trains in NVFP4, which needs a whole tensor's amax"
 
 
-def _why_not_layer(name: str, layer: nn.Module, weight) -> str | None:
+def _why_not_layer(name: str, layer: nn.Module, weight: Any) -> str | None:
     if type(layer).forward is not ConvertedLinear.forward:
         return f"{name} is not converted" if isinstance(layer, nn.Linear) else f"{name} is a {type(layer).__name__}"
-    if not (isinstance(weight, WEIGHTS) and are_plain(layer.bias)):
+    if not (isinstance(weight, WEIGHTS) and are_plain(layer.bias)):  # type: ignore[arg-type]
         is_shard = _compat.local_of(weight) is not weight
         return f"the weight of {name} is a {'shard' if is_shard else type(weight).__name__}"
     return None if runs_alone(layer) else f"{name} has hooks, or a forward pass of its own"
@@ -134,7 +135,7 @@ def fuse_class(module: nn.Module, readers: tuple[str, ...], *, down: str = "", a
     own: Any = type(module)
     module.__class__ = _class_of(FusedSwiGLU if down else FusedModule, own)
     fusion = Fusion(readers, list(inspect.signature(own.forward).parameters)[1], SharedInput(), down, act)
-    module.fusion = fusion
+    module.fusion = fusion  # type: ignore[assignment]
     for name in readers:
         getattr(module, name).shared_input = fusion.shared_input
 
@@ -171,5 +172,5 @@ def _class_of(kind: type[FusedModule], base: Any) -> Any:
 
 
 def _rebuild(kind: type[FusedModule], base: type) -> nn.Module:
-    cls = _class_of(kind, base)
+    cls = _class_of(kind, base)  # type: ignore[arg-type]
     return cls.__new__(cls)

@@ -8,11 +8,15 @@ of all experts of a weight: one amax, and one reduction where ranks share it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchao_blockwise import _compat
+from torchao_blockwise.formats import Operand
 from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.contraction import Contraction, gradients, quantize, quantized_output
+from torchao_blockwise.nn.contraction import gradients, quantize, quantized_output
+from torchao_blockwise.nn.weight_products import Contraction
 from torchao_blockwise.nn.weights import WEIGHTS, check_transposable, check_x, config_of
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -49,7 +53,13 @@ def grouped_linear(
     return _grouped_linear(x, weight, group_ends, True, None)
 
 
-def _grouped_linear(x, weight, group_ends, contracts_columns: bool, out_dtype: torch.dtype | None) -> torch.Tensor:
+def _grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group_ends: torch.Tensor,
+    contracts_columns: bool,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
     """contracts_columns: whether K, the contraction of `output`, is the last dim in which the weight is stored."""
     with _compat.no_torch_function():
         if x.is_floating_point():
@@ -58,7 +68,7 @@ def _grouped_linear(x, weight, group_ends, contracts_columns: bool, out_dtype: t
         return steps.apply(_GroupedLinear, x, weight, group_ends, contracts_columns, out_dtype)
 
 
-def _check(x, weight, contracts_columns: bool) -> None:
+def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> None:
     """contracts_columns: whether K is the last dim of the shape that `weight` reports."""
     check_x("grouped_linear", x)
     if weight.dim() != 3:
@@ -72,16 +82,23 @@ def _check(x, weight, contracts_columns: bool) -> None:
     check_transposable("grouped_linear", "a weight", _stored(weight))
 
 
-def _stored(weight):
+def _stored(weight: torch.Tensor) -> torch.Tensor:
     """The weight as it lies in memory."""
     return weight.weight if isinstance(weight, TransposedWeight) else weight
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, group_ends, contracts_columns, out_dtype):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group_ends: torch.Tensor,
+        contracts_columns: bool,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
         stored = _stored(weight)
-        config, rounded_to = config_of(stored), None
+        config, hp, rounded_to = config_of(stored), stored, None
         if isinstance(stored, MasterWeightTensor):
             # Of a cast copy the weight that it was made of, so that the cast one can go.
             hp, rounded_to = stored.source
@@ -94,14 +111,14 @@ class _GroupedLinear(torch.autograd.Function):
         dtype = out_dtype or config.out_dtype or x.dtype
         out, columnwise = steps.run_on((stored,), _forward, x, how, dtype, save_quantized)
         saved_x = columnwise.tensors if save_quantized else (x,) if needs_weight else ()
-        saved_weight = stored if rounded_to is None else stored.hp
+        saved_weight = stored if rounded_to is None else hp
         steps.save_for_backward(ctx, (saved_weight,), *groups, *saved_x)
         ctx.config, ctx.rounded_to, ctx.contracts_columns = config, rounded_to, contracts_columns
         ctx.dtypes, ctx.is_transposed = (x.dtype, weight.dtype), isinstance(weight, TransposedWeight)
         return out
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         steps.refuse_second_order("grouped_linear")
         config, rounded_to = ctx.config, ctx.rounded_to
         weight, group_ends, tables, saved_x = steps.take_saved(ctx, 3)
@@ -116,22 +133,31 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None
 
 
-def _forward(weight, x, how: Contraction, dtype: torch.dtype, save_quantized: bool):
+def _forward(
+    weight: torch.Tensor, x: torch.Tensor, how: Contraction, dtype: torch.dtype, save_quantized: bool
+) -> tuple[torch.Tensor, Operand | None]:
     """(x · wᵀ, the columnwise copy of x or None)."""
     return quantized_output(x, weight, how, dtype, columnwise=save_quantized)
 
 
-def _backward(weight, grad_output, saved_x: list, how: Contraction, needs, dtypes):
+def _backward(
+    weight: torch.Tensor,
+    grad_output: torch.Tensor,
+    saved_x: list[Any],
+    how: Contraction,
+    needs: tuple[bool, ...],
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(grad_input, grad_weight), those that are needed."""
 
-    def anew(x):
+    def anew(x: torch.Tensor) -> Operand:
         return quantize(x, how, rowwise=False, columnwise=True).columnwise
 
     dy = [*quantize(grad_output, how, rowwise=needs[0], columnwise=needs[1])]
     return gradients(dy, steps.columnwise_of(saved_x, how.config, anew), weight, how, dtypes, weight_first=False)
 
 
-def _take(functions: list) -> None:
+def _take(functions: list[Any]) -> None:
     """Have the grouped products `functions` of our weights computed here."""
     for kind in (*WEIGHTS, TransposedWeight):
         kind.implements_torch_function(functions)(_grouped_mm_function)
@@ -145,11 +171,17 @@ def take_products_of_others() -> None:
     _take(_compat.grouped_products_of_others())
 
 
-def _grouped_mm_function(func, types, args, kwargs):
+def _grouped_mm_function(func: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
     return _grouped_mm(*args, **(kwargs or {}))
 
 
-def _grouped_mm(input, mat2, offs=None, bias=None, out_dtype=None):
+def _grouped_mm(
+    input: torch.Tensor,
+    mat2: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """`F.grouped_mm` of tokens [M, K] and experts [E, K, N] of ours, transposed or stored so."""
     if not isinstance(mat2, (*WEIGHTS, TransposedWeight)):
         raise TypeError(

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from torchao_blockwise import _compat
+from torchao_blockwise.formats import Operand
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.contraction import (
-    Contraction,
     gradients,
     quantize,
     quantized_output,
     weight_comes_first,
 )
-from torchao_blockwise.nn.sharded_linear import WHOLE, sharded_linear
+from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups, sharded_linear
+from torchao_blockwise.nn.weight_products import Contraction, Readable
 from torchao_blockwise.nn.weights import WEIGHTS, check_linear, config_of
-from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
+from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, TrainingConfig
 
 
 def linear(
@@ -38,7 +41,9 @@ def linear(
     return _linear_of_one(x, weight, bias, weight, WHOLE)
 
 
-def _linear_of_one(x, weight, bias, like, split):
+def _linear_of_one(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, like: torch.Tensor, split: AmaxGroups
+) -> torch.Tensor:
     """`linear` of one device; tensors may be parts of others. `like`: the weight or what it was detached from."""
     # Else each shape, dtype and device that is read of a weight goes through Python, 10 µs a call in all.
     with _compat.no_torch_function():
@@ -50,7 +55,14 @@ def _linear_of_one(x, weight, bias, like, split):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, config, split):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        config: TrainingConfig,
+        split: AmaxGroups,
+    ) -> torch.Tensor:
         how = Contraction(config, split=split)
         needs_weight = ctx.needs_input_grad[1]
         save_quantized = needs_weight and config.saves_quantized_activations
@@ -63,11 +75,13 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         return *linear_gradients(ctx, grad_output), None, None
 
 
-def linear_gradients(ctx, grad_output):
+def linear_gradients(
+    ctx: Any, grad_output: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(grad of x, of weight, of bias) from what a forward pass of `linear` left in `ctx`."""
     # A constant grad_output would leave the second gradient out in silence, so this does not wait for one.
     steps.refuse_second_order("linear")
@@ -79,19 +93,29 @@ def linear_gradients(ctx, grad_output):
     return *grads, grad_bias
 
 
-def _forward(weight, x, bias, how: Contraction, save_quantized: bool):
+def _forward(
+    weight: Readable, x: torch.Tensor, bias: torch.Tensor | None, how: Contraction, save_quantized: bool
+) -> tuple[torch.Tensor, Operand | None]:
     """(x · wᵀ + bias, the columnwise copy of x or None)."""
     dtype = how.config.out_dtype or x.dtype
     out, columnwise = quantized_output(steps.as_rows(x), weight, how, dtype, bias, columnwise=save_quantized)
     return steps.as_shape_of(out, x), columnwise
 
 
-def _backward(weight, grad_output, saved_x: list, how: Contraction, needs, x_shape, dtypes):
+def _backward(
+    weight: Readable,
+    grad_output: torch.Tensor,
+    saved_x: list[Any],
+    how: Contraction,
+    needs: tuple[bool, ...],
+    x_shape: torch.Size,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(grad_input, grad_weight), those that are needed."""
     needs_x, needs_weight = needs
     dy = steps.as_rows(grad_output)
 
-    def anew(x):
+    def anew(x: torch.Tensor) -> Operand:
         return quantize(steps.as_rows(x), how, rowwise=False, columnwise=True, over=how.split.x).columnwise
 
     grad_x, grad_weight = gradients(
@@ -110,11 +134,11 @@ def _backward(weight, grad_output, saved_x: list, how: Contraction, needs, x_sha
 @MasterWeightTensor.implements_torch_function(F.linear)
 @BlockwiseFP8Tensor.implements_torch_function(F.linear)
 @NVFP4Tensor.implements_torch_function(F.linear)
-def _linear_function(func, types, args, kwargs):
+def _linear_function(func: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
     return _linear(*args, **(kwargs or {}))
 
 
-def _linear(input, weight, bias=None):
+def _linear(input: torch.Tensor, weight: Readable, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`linear` under the argument names of `F.linear`, refusing a quantized input."""
     if not isinstance(weight, WEIGHTS):
         raise TypeError(f"linear: x is a {type(input).__name__}, weight a plain tensor; quantized tensors are weights")

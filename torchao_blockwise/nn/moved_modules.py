@@ -8,6 +8,7 @@ holds it (an optimizer, the reducer of DistributedDataParallel, a graph) goes on
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -21,10 +22,12 @@ def move_whole() -> None:
     _compat.wrap_module_apply(_apply)
 
 
-def _apply(apply: Callable, module: nn.Module, fn: Callable, recurse: bool) -> nn.Module:
+def _apply(apply: Callable[..., Any], module: nn.Module, fn: Callable[..., Any], recurse: bool) -> nn.Module:
     """`apply(module, fn, recurse)`, which is PyTorch's, but for converted weights."""
     tables = [_compat.parameters_of(m) for m in (module.modules() if recurse else [module])]
-    converted = [(table, name, p) for table in tables for name, p in table.items() if _is_converted(p)]
+    converted = [
+        (table, name, p) for table in tables for name, p in table.items() if p is not None and _is_converted(p)
+    ]
     places = [(table, name, weight) for table, name, weight in converted if _takes_data(fn, name, weight)]
     # PyTorch passes over what is None.
     for table, name, _ in places:
@@ -39,11 +42,11 @@ def _apply(apply: Callable, module: nn.Module, fn: Callable, recurse: bool) -> n
     return module
 
 
-def _is_converted(p) -> bool:
+def _is_converted(p: object) -> TypeGuard[nn.Parameter]:
     return isinstance(p, (MasterWeightTensor, QuantizedTensor))
 
 
-def _takes_data(fn: Callable, name: str, weight: nn.Parameter) -> bool:
+def _takes_data(fn: Callable[..., Any], name: str, weight: nn.Parameter) -> bool:
     """Whether `weight` can take what `fn` makes of it as data; PyTorch swaps what moves to or from the meta device.
 
     Raises what `fn` raises of a part without elements, and where PyTorch would refuse to swap.
@@ -59,7 +62,7 @@ def _takes_data(fn: Callable, name: str, weight: nn.Parameter) -> bool:
     return takes
 
 
-def _move(weight: nn.Parameter, fn: Callable) -> None:
+def _move(weight: nn.Parameter, fn: Callable[..., Any]) -> None:
     grad, weight.grad = weight.grad, None
     with torch.no_grad():
         new = fn(weight)

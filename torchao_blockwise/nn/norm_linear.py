@@ -9,13 +9,16 @@ What is saved: x, the statistics and one byte an element of y.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchao_blockwise import _compat, ops
+from torchao_blockwise.formats import Operand
 from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.contraction import Contraction, cast_options, gradients, output, quantize
+from torchao_blockwise.nn.contraction import cast_options, gradients, output, quantize
+from torchao_blockwise.nn.weight_products import Contraction, Readable
 from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight
 
 aten = torch.ops.aten
@@ -48,15 +51,15 @@ class NormLinear(nn.Module):
         norm: str = "rms",
         eps: float | None = None,
         bias: bool = False,
-        device=None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ):
+    ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
         if norm == "rms":
             self.norm: nn.Module = nn.RMSNorm(in_features, eps=eps, **made)
         elif norm == "layer":
-            self.norm = nn.LayerNorm(in_features, **({} if eps is None else {"eps": eps}), **made)
+            self.norm = nn.LayerNorm(in_features, eps=1e-5 if eps is None else eps, **made)
         else:
             raise ValueError(f"NormLinear: norm must be 'rms' or 'layer', got {norm!r}")
         self.linear = nn.Linear(in_features, out_features, bias=bias, **made)
@@ -81,7 +84,8 @@ class NormLinear(nn.Module):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        norm, linear = self.norm, self.linear
+        norm: Any = self.norm
+        linear = self.linear
         norm_bias = getattr(norm, "bias", None)
         if not (is_fp8_weight(linear.weight) and are_plain(x, norm.weight, norm_bias, linear.bias)):
             return linear(norm(x))
@@ -95,7 +99,17 @@ class NormLinear(nn.Module):
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, kind, eps, dtype):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        norm_bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        kind: str,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         config = config_of(weight)
         x2d = steps.as_rows(x)
         needs_norm, needs_weight = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
@@ -110,7 +124,7 @@ class _NormLinear(torch.autograd.Function):
         return steps.as_shape_of(out, x)
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         steps.refuse_second_order("NormLinear")
         weight, *norm, copy = steps.take_saved(ctx, 6)
         *needs, needs_weight, needs_bias = ctx.needs_input_grad[:5]
@@ -122,7 +136,15 @@ class _NormLinear(torch.autograd.Function):
         return *grads, grad_weight, grad_bias, None, None, None
 
 
-def _forward(weight, x, norm: tuple, bias, how: Contraction, dtype: torch.dtype, columnwise: bool):
+def _forward(
+    weight: Readable,
+    x: torch.Tensor,
+    norm: tuple[Any, ...],
+    bias: torch.Tensor | None,
+    how: Contraction,
+    dtype: torch.dtype,
+    columnwise: bool,
+) -> tuple[torch.Tensor, ops.NormStatistics, Operand | None]:
     """(output, statistics of the norm, the columnwise copy of y or None). norm: kind, eps, weight and bias."""
     kind, eps, norm_weight, norm_bias = norm
     backend = ops.casting_backend(how.config.backend)
@@ -132,7 +154,15 @@ def _forward(weight, x, norm: tuple, bias, how: Contraction, dtype: torch.dtype,
     return output(y.rowwise, weight, how, how.config.out_dtype or dtype, bias), statistics, y.columnwise
 
 
-def _backward(weight, dy, norm: tuple, y_copy: list, how: Contraction, needs, dtypes):
+def _backward(
+    weight: Readable,
+    dy: torch.Tensor,
+    norm: tuple[Any, ...],
+    y_copy: list[Any],
+    how: Contraction,
+    needs: tuple[bool, ...],
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of x, of the norm's weight and bias, and of the weight, those that are needed.
 
     norm: x, mean, rstd, the norm's weight and bias. dtypes: of y, of the weight.
@@ -140,7 +170,7 @@ def _backward(weight, dy, norm: tuple, y_copy: list, how: Contraction, needs, dt
     *needs_norm, needs_weight = needs
     x, mean, rstd, norm_weight, norm_bias = norm
 
-    def anew():
+    def anew() -> Operand:
         options, statistics = cast_options(how.config, False, True), ops.NormStatistics(mean, rstd)
         backend = ops.casting_backend(how.config.backend)
         vectors = norm_weight, norm_bias
@@ -156,16 +186,25 @@ def _backward(weight, dy, norm: tuple, y_copy: list, how: Contraction, needs, dt
     )
     if grad_y is None:
         return None, None, None, grad_weight
-    return *norm_backward(grad_y, x, mean, rstd, norm_weight, norm_bias, needs_norm), grad_weight
+    grad_x, grad_norm_weight, grad_norm_bias = norm_backward(grad_y, x, mean, rstd, norm_weight, norm_bias, needs_norm)
+    return grad_x, grad_norm_weight, grad_norm_bias, grad_weight
 
 
-def norm_backward(dy, x, mean, rstd, weight, bias, needs: Sequence[bool]) -> list[torch.Tensor | None]:
+def norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    needs: Sequence[bool],
+) -> list[torch.Tensor | None]:
     """Gradients of x, weight and bias of a norm over the rows of `x` [T, K], those that are needed; the others None.
 
     By PyTorch's own kernels. They take tensors of one dtype, on a CPU of fp32 with fp32 statistics, so all is fp32
     where dtypes differ; RMSNorm has a backward kernel on GPUs alone.
     """
-    inputs = [dy, x, weight, bias]
+    inputs: list[Any] = [dy, x, weight, bias]
     if not (x.is_cuda and all(t is None or t.dtype == x.dtype for t in inputs)):
         inputs = [None if t is None else t.float() for t in inputs]
     dy32, x32, weight32, bias32 = inputs
@@ -177,11 +216,13 @@ def norm_backward(dy, x, mean, rstd, weight, bias, needs: Sequence[bool]) -> lis
         grads = aten._fused_rms_norm_backward(dy32, x32, shape, rstd[:, None], weight32, list(needs[:2]))
     else:
         grads = _rms_norm_backward(dy32, x32, rstd[:, None], weight32)
-    like = (x, weight, bias)
+    like: tuple[Any, ...] = (x, weight, bias)
     return [g.to(t.dtype) if need else None for g, t, need in zip((*grads, None), like, needs)]
 
 
-def _rms_norm_backward(dy, x, rstd, weight):
+def _rms_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     normalized = x * rstd
     grad = dy if weight is None else dy * weight
     grad_x = rstd * (grad - normalized * (grad * normalized).mean(-1, keepdim=True))

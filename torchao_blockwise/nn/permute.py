@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchao_blockwise import ops
@@ -20,7 +22,9 @@ def unpermute(y: torch.Tensor, source: torch.Tensor, top_k: int, weights: torch.
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, expert_ids, experts):
+    def forward(
+        ctx: Any, x: torch.Tensor, expert_ids: torch.Tensor, experts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tokens, source, group_ends = ops.permute(x, expert_ids, experts)
         ctx.save_for_backward(source)
         ctx.top_k = expert_ids.shape[1]
@@ -28,7 +32,7 @@ class _Permute(torch.autograd.Function):
         return tokens, source, group_ends
 
     @staticmethod
-    def backward(ctx, grad_tokens, *_):
+    def backward(ctx: Any, grad_tokens: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
         steps.refuse_second_order("permute")
         (source,) = ctx.saved_tensors
         return ops.unpermute(grad_tokens, source, ctx.top_k), None, None
@@ -36,14 +40,16 @@ class _Permute(torch.autograd.Function):
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, source, top_k, weights):
+    def forward(
+        ctx: Any, y: torch.Tensor, source: torch.Tensor, top_k: int, weights: torch.Tensor | None
+    ) -> torch.Tensor:
         needs_weights = weights is not None and ctx.needs_input_grad[3]
         ctx.save_for_backward(source, weights, y if needs_weights else None)
         ctx.top_k = top_k
         return ops.unpermute(y, source, top_k, weights)
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         steps.refuse_second_order("unpermute")
         source, weights, y = ctx.saved_tensors
         grad_y, grad_weights = ops.unpermute_backward(grad_output, y, source, ctx.top_k, weights)

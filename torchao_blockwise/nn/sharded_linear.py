@@ -11,14 +11,19 @@ cut one is refused, and a scale of a whole tensor (NVFP4) comes from its largest
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from torchao_blockwise import _compat
+from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.weight_operands import group_names
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
 
 class AmaxGroups(NamedTuple):
@@ -32,7 +37,7 @@ class AmaxGroups(NamedTuple):
 WHOLE = AmaxGroups()
 
 
-def sharded_linear(linear: Callable, x, weight, bias=None) -> torch.Tensor:
+def sharded_linear(linear: Callable[..., Any], x: DTensor, weight: Any, bias: DTensor | None = None) -> torch.Tensor:
     """`linear(x, weight, bias, like, amax_groups)` of one device, run on each rank's part of DTensors.
 
     x: DTensor [.., K]; gathered or split where the weight needs it. weight: DTensor [N, K] around a
@@ -51,22 +56,23 @@ def sharded_linear(linear: Callable, x, weight, bias=None) -> torch.Tensor:
     if tuple(wanted) != tuple(x.placements):
         x = x.redistribute(placements=wanted)
     local_weight = _LocalWeight.apply(weight, [step.grad_weight for step in plan])
+    local_bias: torch.Tensor | None = None
     if bias is not None:
         wanted = [step.bias for step in plan]
         bias = bias if tuple(wanted) == tuple(bias.placements) else bias.redistribute(placements=wanted)
-        bias = bias.to_local(grad_placements=tuple(step.grad_bias for step in plan))
+        local_bias = bias.to_local(grad_placements=tuple(step.grad_bias for step in plan))
         summands = [rank for rank, step in zip(mesh.get_coordinate(), plan) if step.output.is_partial()]
         # Of the summands only the first brings the bias.
-        bias = _Summand.apply(bias, not any(summands)) if summands else bias
+        local_bias = _Summand.apply(local_bias, not any(summands)) if summands else local_bias
     shape = torch.Size([*x.shape[:-1], weight.shape[0]])
     local_x = x.to_local(grad_placements=tuple(step.grad_x for step in plan))
     # The compiler knows the config of a weight that is given to it, not of one that comes out of a function.
-    out = linear(local_x, local_weight, bias, _compat.local_of(weight), _amax_groups(weight, plan))
+    out = linear(local_x, local_weight, local_bias, _compat.local_of(weight), _amax_groups(weight, plan))
     placements = [step.output for step in plan]
     return DTensor.from_local(out, mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
 
 
-def why_shards_cut_blocks(weight) -> str | None:
+def why_shards_cut_blocks(weight: Any) -> str | None:
     """Which blocks the shards of `weight`, a DTensor [N, K], cut, with the remedy, or None if they cut none."""
     block = _format_of(_compat.local_of(weight)).block
     for dim, what in enumerate(("rows", "columns")):
@@ -90,11 +96,11 @@ def _fits(size: int, ranks: int, block: int) -> bool:
     return ranks == 1 or _per_rank(size, ranks) % block == 0
 
 
-def _format_of(weight: MasterWeightTensor | QuantizedTensor):
+def _format_of(weight: Any) -> BlockFormat:
     return weight.config.weight_format if isinstance(weight, MasterWeightTensor) else weight.fmt
 
 
-def _check(x, weight, bias) -> None:
+def _check(x: DTensor, weight: Any, bias: DTensor | None) -> None:
     from torch.distributed.tensor import DTensor
 
     local = _compat.local_of(weight) if isinstance(weight, DTensor) else weight
@@ -130,7 +136,7 @@ class _Plan(NamedTuple):
     grad_bias: Any
 
     @classmethod
-    def of(cls, x, weight, ndim: int) -> _Plan:
+    def of(cls, x: Placement, weight: Placement, ndim: int) -> _Plan:
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         whole, columns = Replicate(), Shard(ndim - 1)
@@ -145,7 +151,7 @@ class _Plan(NamedTuple):
         return cls(whole, whole, whole, whole, whole, whole)
 
 
-def _amax_groups(weight, plan: list[_Plan]) -> AmaxGroups:
+def _amax_groups(weight: Any, plan: list[_Plan]) -> AmaxGroups:
     if not _format_of(_compat.local_of(weight)).has_global_scale:
         return WHOLE
 
@@ -153,7 +159,7 @@ def _amax_groups(weight, plan: list[_Plan]) -> AmaxGroups:
     return AmaxGroups(*(_groups(mesh, of_tensor) for of_tensor in placements))
 
 
-def _groups(mesh, placements) -> str:
+def _groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> str:
     return group_names([mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard()])
 
 
@@ -165,14 +171,14 @@ class _LocalWeight(torch.autograd.Function):
     """The local part of a weight; what changes the weight before backward is refused there."""
 
     @staticmethod
-    def forward(ctx, weight, grad_placements):
+    def forward(ctx: Any, weight: Any, grad_placements: Sequence[Placement]) -> torch.Tensor:
         # For that check alone.
         ctx.save_for_backward(weight)
         ctx.grad_placements = grad_placements
         return weight.to_local().detach()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         from torch.distributed.tensor import DTensor
 
         (weight,) = ctx.saved_tensors
@@ -186,7 +192,7 @@ class _LocalWeight(torch.autograd.Function):
         ), None
 
 
-def own_part(weight) -> tuple[torch.Tensor, str]:
+def own_part(weight: Any) -> tuple[torch.Tensor, str]:
     """(what this rank holds of a weight, whose gradient comes split as it is; the groups over which it is split)."""
     if _compat.local_of(weight) is weight:
         return weight, ""
@@ -197,9 +203,9 @@ class _Summand(torch.autograd.Function):
     """The bias on the one rank that brings it to a sum, zeros on the others; its gradient is the same on all."""
 
     @staticmethod
-    def forward(ctx, bias, brings_it: bool):
+    def forward(ctx: Any, bias: torch.Tensor, brings_it: bool) -> torch.Tensor:
         return bias.clone() if brings_it else torch.zeros_like(bias)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return grad, None

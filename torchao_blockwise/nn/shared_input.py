@@ -8,14 +8,17 @@ Each layer keeps its own node in autograd's graph. So gradients are computed, an
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import Copies
+from torchao_blockwise.formats import Copies, Operand
 from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.contraction import Contraction, output, quantize
+from torchao_blockwise.nn.contraction import output, quantize
 from torchao_blockwise.nn.linear import linear, linear_gradients
-from torchao_blockwise.nn.weights import check_linear, config_of
+from torchao_blockwise.nn.weight_products import Contraction, Readable
+from torchao_blockwise.nn.weights import Weight, check_linear, config_of
 
 
 class SharedInput:
@@ -27,7 +30,7 @@ class SharedInput:
     def __init__(self) -> None:
         self._offered: _Offer | None = None
 
-    def offer(self, x: torch.Tensor, weights: list) -> None:
+    def offer(self, x: torch.Tensor, weights: list[Any]) -> None:
         """Let layers of these weights, which train by one config, share copies of `x`, each of them once."""
         # Else each thing that is read of a weight goes through Python.
         with _compat.no_torch_function():
@@ -38,7 +41,7 @@ class SharedInput:
         """Forget the input; the copies go when the last layer has taken them, if that is before."""
         self._offered = None
 
-    def linear(self, x: torch.Tensor, weight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """`linear(x, weight, bias)`, by the shared copies where `x` is what was offered."""
         offered = self._offered
         if offered is None or offered.x is not x:
@@ -56,9 +59,9 @@ class _Offer:
 
     def __init__(self, x: torch.Tensor, how: Contraction, layers: int, trained: bool) -> None:
         self.x, self.how, self.left, self.trained = x, how, layers, trained
-        self._taken: tuple | None = None
+        self._taken: tuple[Any, ...] | None = None
 
-    def take(self) -> tuple:
+    def take(self) -> tuple[Any, ...]:
         """(rowwise copy, the tensors that a layer saves to train its weight, the dtype that was quantized)."""
         self.left -= 1
         if self._taken is None:
@@ -74,7 +77,14 @@ class _LinearOfCopies(torch.autograd.Function):
     """`linear` of an input that is quantized already; backward is the same."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, how, copies):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        how: Contraction,
+        copies: tuple[Any, ...],
+    ) -> torch.Tensor:
         rowwise, saved_x, dtype = copies
         out = steps.run_on((weight,), _forward, x, rowwise, bias, how, how.config.out_dtype or dtype)
         steps.save_for_backward(ctx, (weight,), *(saved_x if ctx.needs_input_grad[1] else ()))
@@ -83,7 +93,7 @@ class _LinearOfCopies(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         grad_x, grad_weight, grad_bias = linear_gradients(ctx, grad_output)
         return None if grad_x is None else grad_x.to(ctx.x_dtype), grad_weight, grad_bias, None, None
 
@@ -92,5 +102,7 @@ def _copies(x: torch.Tensor, how: Contraction, columnwise: bool) -> Copies:
     return quantize(steps.as_rows(x), how, rowwise=True, columnwise=columnwise)
 
 
-def _forward(weight, x, rowwise, bias, how: Contraction, dtype: torch.dtype) -> torch.Tensor:
+def _forward(
+    weight: Readable, x: torch.Tensor, rowwise: Operand, bias: torch.Tensor | None, how: Contraction, dtype: torch.dtype
+) -> torch.Tensor:
     return steps.as_shape_of(output(rowwise, weight, how, dtype, bias), x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from torchao_blockwise.nn.weight_products import values_of
 from torchao_blockwise.ops import replay
 from torchao_blockwise.ops.backend import may_have_kernels
 from torchao_blockwise.ops.op import is_watched
-from torchao_blockwise.tensors import QuantizedTensor
+from torchao_blockwise.tensors import QuantizedTensor, TrainingConfig
 from torchao_blockwise.tensors.weight_operands import kept_weights
 
 
@@ -32,10 +33,10 @@ class _NoGraph:
 
     needs_input_grad = (False,) * 8
 
-    def save_for_backward(self, *tensors) -> None: ...
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
 
 
-def apply(function: type[torch.autograd.Function], *args) -> torch.Tensor:
+def apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
     """`function.apply(*args)`; where gradients are off its forward alone, told that no gradient is needed.
 
     By itself a function is told which inputs ask for gradients, also where they are off: in evaluation, and in the
@@ -46,12 +47,12 @@ def apply(function: type[torch.autograd.Function], *args) -> torch.Tensor:
     return function.forward(_NoGraph(), *args)
 
 
-_recordings: collections.defaultdict[Callable, replay.Replays] = collections.defaultdict(
+_recordings: collections.defaultdict[Callable[..., Any], replay.Replays] = collections.defaultdict(
     lambda: replay.Replays(empties_lists=True)
 )
 
 
-def run(work: Callable, *args):
+def run(work: Callable[..., Any], *args: Any) -> Any:
     """`work(*args)`: what a layer computes in one pass, as one recording where operations are replayed.
 
     work: a function of a module, of tensors, operands, groups and what decides what it does; nothing else may. It
@@ -63,7 +64,7 @@ def run(work: Callable, *args):
     return _recordings[work].call(work, args)
 
 
-def run_on(weights: tuple, work: Callable, *args):
+def run_on(weights: tuple[Any, ...], work: Callable[..., Any], *args: Any) -> Any:
     """`run(work, *values, *args)` with what products read of the weights.
 
     Where a product adds to a weight's `main_grad`, `work` has the weights themselves and is not replayed: what it adds
@@ -74,7 +75,7 @@ def run_on(weights: tuple, work: Callable, *args):
     return run(work, *map(values_of, weights), *args)
 
 
-def save_for_backward(ctx, weights: tuple, *tensors: torch.Tensor | None) -> None:
+def save_for_backward(ctx: Any, weights: tuple[Any, ...], *tensors: torch.Tensor | None) -> None:
     """Keep `weights` and what else backward reads, so that a weight which changes before is refused there.
 
     A compiled graph reads the payload of a quantized weight, so there its tensors are saved beside it: PyTorch checks
@@ -88,7 +89,7 @@ def save_for_backward(ctx, weights: tuple, *tensors: torch.Tensor | None) -> Non
     ctx.read_in_backward = len(weights) + len(tensors)
 
 
-def take_saved(ctx, named: int) -> tuple:
+def take_saved(ctx: Any, named: int) -> tuple[Any, ...]:
     """What `save_for_backward` was given: so many by themselves, the others in a list; see `_compat.take_saved`.
 
     All of it lives on in the caller alone.
@@ -97,20 +98,20 @@ def take_saved(ctx, named: int) -> tuple:
     return *saved[:named], list(saved[named:])
 
 
-def taken(saved: list) -> tuple:
+def taken(saved: list[Any]) -> tuple[Any, ...]:
     """What is in the list, which is empty then: it lives on in the caller alone."""
     held = tuple(saved)
     saved.clear()
     return held
 
 
-def operand_of(saved: tuple, config) -> Operand:
+def operand_of(saved: tuple[Any, ...], config: TrainingConfig) -> Operand:
     """The operand of an activation from its `tensors`."""
     qdata, scale, global_scale = saved
     return Operand(qdata, scale, global_scale, config.activation_format.name)
 
 
-def columnwise_of(saved: list, config, anew: Callable[..., Operand]) -> Callable[[], Operand]:
+def columnwise_of(saved: list[Any], config: TrainingConfig, anew: Callable[..., Operand]) -> Callable[[], Operand]:
     """What gives the columnwise copy of an activation: that which was saved, or `anew` of what was saved in its place.
 
     saved: the copy's `tensors`, or another number of them. It is emptied.
@@ -129,7 +130,7 @@ def saved_groups(group_ends: torch.Tensor | None, tables: torch.Tensor | None) -
     return None if group_ends is None else Groups(group_ends, tables)
 
 
-def groups_of(group_ends: torch.Tensor | None, tokens: int, *configs) -> Groups | None:
+def groups_of(group_ends: torch.Tensor | None, tokens: int, *configs: TrainingConfig) -> Groups | None:
     """The groups of so many tokens, with tables for all operations of a layer of these configs, forward and backward.
 
     Without tables where operations need none, or make their own because configs differ in format or backend.

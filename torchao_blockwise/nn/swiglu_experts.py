@@ -57,7 +57,15 @@ class SwiGLUExperts(nn.Module):
     Before, it runs in the weights' precision, or autocast's. Initial values are those of `nn.Linear`, expert by expert.
     """
 
-    def __init__(self, experts: int, dim: int, hidden: int, *, device=None, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        experts: int,
+        dim: int,
+        hidden: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, dim, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(experts, dim, hidden, device=device, dtype=dtype))
@@ -77,7 +85,7 @@ class SwiGLUExperts(nn.Module):
         return f"experts={experts}, dim={dim}, hidden={hidden}"
 
 
-def _check(x, gate_up, down, group_ends) -> None:
+def _check(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_ends: torch.Tensor) -> None:
     op = "swiglu_experts"
     check_x(op, x)
     if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
@@ -96,7 +104,7 @@ def _check(x, gate_up, down, group_ends) -> None:
         check_transposable(op, name, weight)
 
 
-def _by_products(x, gate_up, down, group_ends) -> torch.Tensor:
+def _by_products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_ends: torch.Tensor) -> torch.Tensor:
     """In the precision of the weights; what F.grouped_mm leaves in rows of no group is set to zero, both ways."""
     x = x.to(steps.compute_dtype(x))
     check_group_ends("swiglu_experts", group_ends, x.shape[0], x.device)
@@ -108,7 +116,7 @@ def _by_products(x, gate_up, down, group_ends) -> torch.Tensor:
     return torch.where(in_groups, out, 0)
 
 
-def _product(x, weight, group_ends) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: torch.Tensor, group_ends: torch.Tensor) -> torch.Tensor:
     if not isinstance(weight, WEIGHTS):
         weight = weight.to(x.dtype)
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)

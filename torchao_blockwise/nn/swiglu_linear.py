@@ -7,7 +7,8 @@ SwiGLUMLP       x → gate_up → h → down; backward computes the gradient of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,11 @@ from torch import nn
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import Copies, Groups, Operand
 from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.contraction import Contraction, cast_options, gradients, output, quantize, quantized_output
+from torchao_blockwise.nn.contraction import cast_options, gradients, output, quantize, quantized_output
 from torchao_blockwise.nn.sharded_linear import AmaxGroups
+from torchao_blockwise.nn.weight_products import Contraction, Readable
 from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight
+from torchao_blockwise.tensors import TrainingConfig
 
 
 def swiglu_linear(
@@ -57,7 +60,15 @@ class SwiGLUMLP(nn.Module):
     Raises ValueError or TypeError as `linear` does.
     """
 
-    def __init__(self, dim: int, hidden: int, *, bias: bool = False, device=None, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.gate_up = nn.Linear(dim, 2 * hidden, bias=bias, device=device, dtype=dtype)
         self.down = nn.Linear(hidden, dim, bias=bias, device=device, dtype=dtype)
@@ -101,7 +112,9 @@ class SwiGLUMLP(nn.Module):
 
 class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up, weight, bias):
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         how = Contraction(config_of(weight))
         needs_inputs, needs_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
         save_quantized = needs_weight and how.config.saves_quantized_activations
@@ -116,7 +129,7 @@ class _SwiGLULinear(torch.autograd.Function):
         return steps.as_shape_of(out, gate)
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         steps.refuse_second_order("swiglu_linear")
         weight, gate, up, copy = steps.take_saved(ctx, 3)
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
@@ -127,13 +140,29 @@ class _SwiGLULinear(torch.autograd.Function):
         return dgate, dup, grad_weight, grad_bias
 
 
-def _linear_forward(weight, gate, up, bias, how: Contraction, columnwise: bool):
+def _linear_forward(
+    weight: Readable,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    bias: torch.Tensor | None,
+    how: Contraction,
+    columnwise: bool,
+) -> tuple[torch.Tensor, Operand | None]:
     """(output, the columnwise copy of h or None)."""
     h = _quantized_swiglu((gate, up), how, True, columnwise)
     return output(h.rowwise, weight, how, how.config.out_dtype or gate.dtype, bias), h.columnwise
 
 
-def _linear_backward(weight, dy, gate, up, h_copy: list, how: Contraction, needs, dtypes):
+def _linear_backward(
+    weight: Readable,
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    h_copy: list[Any],
+    how: Contraction,
+    needs: tuple[bool, ...],
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None], torch.Tensor | None]:
     """((gradient of gate, of up), gradient of the weight), those that are needed."""
     dh, grad_weight = gradients(
         [*quantize(dy, how, rowwise=needs[0], columnwise=needs[1])],
@@ -157,7 +186,16 @@ class SwiGLUFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, gate_up_weight, down_weight, down_bias, group_ends, configs, amax_groups):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        down_weight: torch.Tensor,
+        down_bias: torch.Tensor | None,
+        group_ends: torch.Tensor,
+        configs: Sequence[TrainingConfig],
+        amax_groups: Sequence[str],
+    ) -> torch.Tensor:
         x2d, weights = steps.as_rows(x), (gate_up_weight, down_weight)
         groups = steps.groups_of(group_ends, x2d.shape[0], *configs)
         inner, outer = both = _contractions(configs, amax_groups, groups)
@@ -180,7 +218,7 @@ class SwiGLUFunction(torch.autograd.Function):
         return steps.as_shape_of(out, x)
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         *weights, group_ends, tables, x, gate_up, copies = steps.take_saved(ctx, 6)
         steps.refuse_second_order("SwiGLUMLP" if group_ends is None else "swiglu_experts")
         both = _contractions(ctx.configs, ctx.amax_groups, steps.saved_groups(group_ends, tables))
@@ -197,7 +235,15 @@ class SwiGLUFunction(torch.autograd.Function):
         return grad_x, *grads, grad_bias, None, None, None
 
 
-def _mlp_forward(gate_up_weight, down_weight, x, bias, both: tuple[Contraction, Contraction], save_x, save_h):
+def _mlp_forward(
+    gate_up_weight: Readable,
+    down_weight: Readable,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    both: tuple[Contraction, Contraction],
+    save_x: bool,
+    save_h: bool,
+) -> tuple[torch.Tensor, torch.Tensor, Operand | None, Operand | None]:
     """(output, gate_up(x), the columnwise copies of x and of h or None)."""
     inner, outer = both
     gate_up, x_copy = quantized_output(x, gate_up_weight, inner, inner.config.out_dtype or x.dtype, columnwise=save_x)
@@ -206,7 +252,17 @@ def _mlp_forward(gate_up_weight, down_weight, x, bias, both: tuple[Contraction, 
     return out, gate_up, x_copy, h.columnwise
 
 
-def _mlp_backward(gate_up_weight, down_weight, dy, x_saved: list, gate_and_up: list, h_copy: list, both, needs, dtypes):
+def _mlp_backward(
+    gate_up_weight: Readable,
+    down_weight: Readable,
+    dy: torch.Tensor,
+    x_saved: list[Any],
+    gate_and_up: list[Any],
+    h_copy: list[Any],
+    both: tuple[Contraction, Contraction],
+    needs: tuple[bool, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of x, of gate_up's weight and of down's, those that are needed.
 
     dtypes: of x, of gate_up(x), of the weights. What is in the lists goes when it was used.
@@ -215,7 +271,7 @@ def _mlp_backward(gate_up_weight, down_weight, dy, x_saved: list, gate_and_up: l
     needs_x, needs_gate_up, needs_down = needs
     x_dtype, dtype, gate_up_dtype, down_dtype = dtypes
 
-    def x_anew(x):
+    def x_anew(x: torch.Tensor) -> Operand:
         return quantize(x, inner, rowwise=False, columnwise=True).columnwise
 
     dh, grad_down = gradients(
@@ -239,19 +295,21 @@ def _mlp_backward(gate_up_weight, down_weight, dy, x_saved: list, gate_and_up: l
     return *grads, grad_down
 
 
-def _contractions(configs, amax_groups, groups: Groups | None) -> tuple[Contraction, Contraction]:
+def _contractions(
+    configs: Sequence[TrainingConfig], amax_groups: Sequence[str], groups: Groups | None
+) -> tuple[Contraction, Contraction]:
     """Of gate_up and of down."""
     inner, outer = (Contraction(config, groups, AmaxGroups(weight=over)) for config, over in zip(configs, amax_groups))
     return inner, outer
 
 
-def _quantized_swiglu(gate_and_up, how: Contraction, rowwise: bool, columnwise: bool) -> Copies:
+def _quantized_swiglu(gate_and_up: Sequence[torch.Tensor], how: Contraction, rowwise: bool, columnwise: bool) -> Copies:
     """Copies of h = silu(gate) · up."""
     gate, up = gate_and_up
     options, backend = cast_options(how.config, rowwise, columnwise), ops.casting_backend(how.config.backend)
     return ops.swiglu_quantize(gate, up, options, groups=how.groups, backend=backend)
 
 
-def _h_columnwise(how: Contraction, saved: list, gate_and_up: list) -> Callable[[], Operand]:
+def _h_columnwise(how: Contraction, saved: list[Any], gate_and_up: list[Any]) -> Callable[[], Operand]:
     """What gives the columnwise copy of h: the saved one, or one made again; gate and up are needed afterwards."""
     return steps.columnwise_of(saved, how.config, lambda: _quantized_swiglu(gate_and_up, how, False, True).columnwise)

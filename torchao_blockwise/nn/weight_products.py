@@ -6,7 +6,7 @@ hold it from forward to backward.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -14,15 +14,27 @@ from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat, Groups, Operand
 from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups
 from torchao_blockwise.ops import replay
-from torchao_blockwise.ops.backend import Backend, Implementation
+from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
 from torchao_blockwise.ops.op import define_op, travels
 from torchao_blockwise.tensors import (
     BlockwiseFP8TrainingConfig,
     MasterWeightTensor,
     NVFP4TrainingConfig,
     QuantizedTensor,
+    TrainingConfig,
 )
 from torchao_blockwise.tensors.weight_operands import is_split, kept_weights, weight_operand
+
+
+@travels
+class Recipe(NamedTuple):
+    """What of a config, and of how a weight lies, decides products, as a compiled graph says it."""
+
+    activation_format: BlockFormat
+    weight_format: BlockFormat
+    power_of_2_scales: bool
+    transposed: bool
+    backend: Backend
 
 
 class Contraction(NamedTuple):
@@ -35,7 +47,7 @@ class Contraction(NamedTuple):
     transposed: whether the weight lies as [.., K, N] in memory.
     """
 
-    config: Any
+    config: TrainingConfig
     groups: Groups | None = None
     split: AmaxGroups = WHOLE
     rounded_to: torch.dtype | None = None
@@ -43,17 +55,6 @@ class Contraction(NamedTuple):
 
 
 replay.settle(AmaxGroups, BlockwiseFP8TrainingConfig, NVFP4TrainingConfig)
-
-
-@travels
-class Recipe(NamedTuple):
-    """What of a config, and of how a weight lies, decides products, as a compiled graph says it."""
-
-    activation_format: BlockFormat
-    weight_format: BlockFormat
-    power_of_2_scales: bool
-    transposed: bool
-    backend: Backend
 
 
 @travels
@@ -72,7 +73,11 @@ class WeightValues(NamedTuple):
     rounded_to: torch.dtype | None
 
 
-def values_of(weight):
+# What products read a weight from: a weight of ours, a master weight's values, or its parts.
+Readable: TypeAlias = torch.Tensor | WeightValues
+
+
+def values_of(weight: Readable) -> Readable:
     """What products read of a weight: a master weight's values, else the weight itself.
 
     Compiled, the weight: its values would be an input of the graph beside it, which sees no change inside.
@@ -82,23 +87,25 @@ def values_of(weight):
     return weight
 
 
-def weight_product(a: Operand, weight, how: Contraction, columnwise: bool, dtype, bias) -> torch.Tensor:
+def weight_product(
+    a: Operand, weight: Readable, how: Contraction, columnwise: bool, dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor:
     """a · wᵀ, or with the columnwise copy of the weight a · w, whatever carries the weight: its `values_of` do too.
 
     The quantized copy of a master weight dies inside this call, outside of `weights_unchanged`.
     """
-    config, groups = how.config, how.groups
+    config, groups, products_by = how.config, how.groups, get_backend(how.config.backend)
     if isinstance(weight, WeightValues):
-        b = Operand(weight.values, weight.scale, weight.global_scale, weight.format_name)
         if weight.scale is None:
             weight = weight.values
-        elif columnwise:
-            return transposed_matmul_op(a, b, weight.columns, dtype, groups, config.backend)
         else:
-            return _product(a, b, dtype, bias, groups, config.backend)
+            b = Operand(weight.values, weight.scale, weight.global_scale, weight.format_name)
+            if columnwise:
+                return transposed_matmul_op(a, b, weight.columns, dtype, groups, products_by)
+            return _product(a, b, dtype, bias, groups, products_by)
     if not isinstance(weight, QuantizedTensor):
         recipe = config.weight_format, config.power_of_2_scales, columnwise, how.split.weight, how.rounded_to
-        return master_matmul_op(a, values_of(weight), *recipe, dtype, bias, groups, config.backend)
+        return master_matmul_op(a, values_of(weight), *recipe, dtype, bias, groups, products_by)
     if weight.original is not None and not torch.compiler.is_compiling():
         weight.original.free()
     # PyTorch 2.11 may trace a layer by autograd, where nothing is compiling, and tensors are not plain.
@@ -108,13 +115,15 @@ def weight_product(a: Operand, weight, how: Contraction, columnwise: bool, dtype
         qdata, scale, global_scale = weight.operand_tensors()
         b = Operand(qdata, scale, global_scale, fmt.name)
         if columnwise:
-            return transposed_matmul_op(a, b, weight.shape[-1], dtype, groups, config.backend)
+            return transposed_matmul_op(a, b, weight.shape[-1], dtype, groups, products_by)
     else:
         b = weight.columnwise_operand(backend=ops.casting_backend(config.backend))
-    return _product(a, b, dtype, bias, groups, config.backend)
+    return _product(a, b, dtype, bias, groups, products_by)
 
 
-def _product(a: Operand, b: Operand, out_dtype, bias, groups: Groups | None, backend: Backend) -> torch.Tensor:
+def _product(
+    a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, groups: Groups | None, backend: Backend
+) -> torch.Tensor:
     if groups is None:
         return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
     assert bias is None, "grouped products have no bias"
@@ -122,7 +131,17 @@ def _product(a: Operand, b: Operand, out_dtype, bias, groups: Groups | None, bac
 
 
 def master_matmul(
-    a, hp, fmt, power_of_2_scales, columnwise, amax_groups, rounded_to, out_dtype, bias, groups, products_by
+    a: Operand,
+    hp: torch.Tensor,
+    fmt: BlockFormat,
+    power_of_2_scales: bool,
+    columnwise: bool,
+    amax_groups: str,
+    rounded_to: torch.dtype | None,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    groups: Groups | None,
+    products_by: Backend,
 ) -> torch.Tensor:
     """Arguments as in the op."""
     b = weight_operand(
@@ -162,7 +181,9 @@ def master_matmul_op(
     return a.qdata.new_empty((a.qdata.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
 
 
-def _transposed_matmul(a, weight, columns, out_dtype, groups, products_by) -> torch.Tensor:
+def _transposed_matmul(
+    a: Operand, weight: Operand, columns: int, out_dtype: torch.dtype, groups: Groups | None, products_by: Backend
+) -> torch.Tensor:
     b = ops.transpose(weight, columns=columns, backend=ops.casting_backend(products_by))
     return _product(a, b, out_dtype, None, groups, products_by)
 

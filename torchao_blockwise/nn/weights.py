@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import torch
 
 from torchao_blockwise import _compat
@@ -16,6 +18,7 @@ from torchao_blockwise.tensors import (
 )
 
 # What layers here take for a weight.
+Weight: TypeAlias = MasterWeightTensor | BlockwiseFP8Tensor | NVFP4Tensor
 WEIGHTS = (MasterWeightTensor, BlockwiseFP8Tensor, NVFP4Tensor)
 _DEFAULT_CONFIGS: dict[type, TrainingConfig] = {
     BlockwiseFP8Tensor: BlockwiseFP8TrainingConfig(master_weights=False),
@@ -23,17 +26,17 @@ _DEFAULT_CONFIGS: dict[type, TrainingConfig] = {
 }
 
 
-def is_low_precision(weight) -> bool:
+def is_low_precision(weight: torch.Tensor) -> bool:
     """Whether layers compute with this weight in low precision: one of ours, or a DTensor around one."""
     return isinstance(weight, WEIGHTS) or isinstance(_compat.local_of(weight), WEIGHTS)
 
 
-def config_of(weight) -> TrainingConfig:
+def config_of(weight: Any) -> TrainingConfig:
     """The config that a layer with this weight trains by."""
     return weight.config if weight.config is not None else _DEFAULT_CONFIGS[type(weight)]
 
 
-def is_fp8_weight(weight) -> bool:
+def is_fp8_weight(weight: torch.Tensor) -> bool:
     """Whether `weight` trains in blockwise FP8; NVFP4 needs the amax of a whole tensor to quantize any of it."""
     if not isinstance(weight, (MasterWeightTensor, BlockwiseFP8Tensor)):
         return False
@@ -51,7 +54,7 @@ def check_x(op: str, x: torch.Tensor) -> None:
         raise TypeError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
 
 
-def check_transposable(op: str, name: str, weight) -> None:
+def check_transposable(op: str, name: str, weight: torch.Tensor) -> None:
     """Raise ValueError for a quantized weight whose blocks are not square: `grad_input` multiplies its transpose."""
     # Not by the format: of a weight that comes out of a function compilers know its attributes alone.
     if isinstance(weight, NVFP4Tensor) and weight.block_size[0] != weight.block_size[1]:
@@ -61,7 +64,7 @@ def check_transposable(op: str, name: str, weight) -> None:
         )
 
 
-def check_linear(x, weight, bias) -> None:
+def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise TypeError or ValueError for operands of one device that no linear layer can take."""
     check_x("linear", x)
     if weight.dim() != 2:

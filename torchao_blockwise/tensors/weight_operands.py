@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -32,7 +33,7 @@ def weight_operand(
     backend: ops.Backend | str | None = None,
     amax_groups: str = "",
     rounded_to: torch.dtype | None = None,
-):
+) -> Operand:
     """`hp` [.., N, K] quantized in `fmt`, rowwise or columnwise: the caller's own, or what a scope keeps.
 
     amax_groups: the process groups over which the weight is split that `hp` is a part of, as `amax_over` takes them.
@@ -52,7 +53,7 @@ def weight_operand(
             tensor_amax=amax_over(values, amax_groups),
             backend=backend,
         )
-        return copies[columnwise]  # type: ignore[return-value]
+        return copies[columnwise]
 
     # Replays of a CUDA graph repeat what was captured: it must not read copies that die with a scope, nor own them.
     kept = None if not kept_weights or _compat.is_capturing(hp) else kept_weights.get(id(hp))
@@ -72,10 +73,14 @@ class KeptCopies:
     def __init__(self, hp: torch.Tensor, check: Callable[[], None]):
         self.hp, self.check = hp, check
         self.keeps: list[str] = []
-        self._copies: dict[tuple, list] = {}
+        self._copies: dict[tuple[Any, ...], list[Any]] = {}
 
     def operand(
-        self, recipe: tuple, columnwise: bool, quantize: Callable, backend: ops.Backend | str | None
+        self,
+        recipe: tuple[Any, ...],
+        columnwise: bool,
+        quantize: Callable[..., Operand],
+        backend: ops.Backend | str | None,
     ) -> Operand:
         """The copy of this recipe, made now or before.
 
@@ -102,7 +107,7 @@ class KeptCopies:
                 self._transpose_all(key, backend)
             return copies[1]
 
-    def _transpose_all(self, key: tuple, backend: ops.Backend | str | None) -> None:
+    def _transpose_all(self, key: tuple[Any, ...], backend: ops.Backend | str | None) -> None:
         """Make, in one launch, the columnwise copies of all weights that scopes keep both copies of, this one's too."""
         waiting = []
         for kept in kept_weights.values():

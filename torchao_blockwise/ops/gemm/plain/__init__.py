@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchao_blockwise.formats import (
@@ -26,7 +28,7 @@ from torchao_blockwise.ops.gemm.adding import adding_rows
 from torchao_blockwise.ops.gemm.plain import cublas, reference
 from torchao_blockwise.ops.op import Changed, define_op
 from torchao_blockwise.ops.operands import check_operand
-from torchao_blockwise.ops.sharding import placements_of
+from torchao_blockwise.ops.sharding import Rules, placements_of
 
 _GLUON_PAIRS = {(FP8_1X128.name, FP8_128X128.name), (FP8_1X128.name, FP8_1X128.name)}
 KERNEL_PAIRS = _GLUON_PAIRS | {
@@ -150,7 +152,7 @@ def _why_not_decoded(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch
     return "there is nothing to multiply" if 0 in (*a.qdata.shape, b.qdata.shape[0]) else why_no_kernels(a)
 
 
-def _first(a: Operand, b: Operand, *_) -> Backend | None:
+def _first(a: Operand, b: Operand, *_: object) -> Backend | None:
     """The backend that AUTO asks before those above it in the table.
 
     In NVFP4 without FP4 tensor cores Triton up to 64 rows: it reads 4 bits an element, and with so few rows that is
@@ -167,21 +169,23 @@ def _first(a: Operand, b: Operand, *_) -> Backend | None:
     return Backend.GLUON if b.format.block[0] > 1 or a.qdata.shape[1] <= _GLUON_TOKENS else None
 
 
-def _expected(a: Operand, b: Operand, *_) -> Backend | None:
+def _expected(a: Operand, b: Operand, *_: object) -> Backend | None:
     if not a.qdata.is_cuda:
         return None
     has_blocks = cublas.expected(compute_capability(a.qdata.device), a.format)
     return Backend.CUBLAS if has_blocks else Backend.TRITON
 
 
-def _sharding(a: Operand, b: Operand, out_dtype, bias, backend):
+def _sharding(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, backend: Any) -> Rules:
     """Rows of a, rows of b (on block borders), or the contraction (on block borders, no bias; gives partial sums)."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    a_fmt, b_fmt, ranks = a.format, b.format, a.qdata.mesh.size()
+    # Specs stand in the places of tensors.
+    mesh: Any = a.qdata
+    a_fmt, b_fmt, ranks = a.format, b.format, mesh.mesh.size()
 
-    def rule(out, a_dim, b_dim, bias_placement):
-        def placed(x, dim):
+    def rule(out: Any, a_dim: int | None, b_dim: int | None, bias_placement: Any) -> Any:
+        def placed(x: Operand, dim: int | None) -> Any:
             scale_dim = dim if dim is None or not x.format.transposed_scales else 1 - dim
             return placements_of(x, *(Replicate() if d is None else Shard(d) for d in (dim, scale_dim)))
 

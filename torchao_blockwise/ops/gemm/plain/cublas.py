@@ -95,6 +95,7 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
     (qa, a_scale, a_global), a_fmt, (qb, b_scale, b_global), b_fmt = a.tensors, a.format, b.tensors, b.format
     m = qa.shape[0]
     if a_fmt.element is E2M1:
+        assert a_global is not None and b_global is not None
         k = qa.shape[1] * E2M1.per_byte
         a_scales = [swizzle_scales(rowwise_scales(a_scale, a_fmt, m), k), a_global]
         b_scales = [swizzle_scales(rowwise_scales(b_scale, b_fmt, qb.shape[0]), k), b_global]
