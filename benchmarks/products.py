@@ -77,10 +77,6 @@ class Product:
         """Both operands quantized in the recipe's formats."""
         return ops.quantize(a, self.formats[0]).rowwise, ops.quantize(b, self.formats[1]).rowwise
 
-    def operands(self, device: torch.device | str) -> tuple[Operand, Operand]:
-        """Fresh random operands."""
-        return self.quantize(*self.high_precision(device))
-
 
 def product_error(out: torch.Tensor, a: Operand, b: Operand) -> float:
     """Largest ‖out - a·bᵀ‖ / ‖a·bᵀ‖ of its four corners, against the fp64 product of what the operands decode to.

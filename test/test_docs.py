@@ -42,6 +42,7 @@ def test_pages_have_examples():
     assert [page.name for page in EXAMPLES] == ["fusion.md", "moe.md"]
 
 
+@pytest.mark.usefixtures("no_interpreter")
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
 def test_examples_print_what_is_shown(page):
     """One after the other: a later one may use what an earlier one made."""

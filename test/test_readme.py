@@ -18,6 +18,7 @@ def block(marker: str) -> str:
     return re.search(rf"<!-- {marker} -->\n```\w*\n(.*?)\n```", README, flags=re.DOTALL).group(1)
 
 
+@pytest.mark.usefixtures("no_interpreter")
 def test_the_example_prints_what_is_shown():
     printed, namespace = io.StringIO(), {"__name__": "readme"}
     with contextlib.redirect_stdout(printed):

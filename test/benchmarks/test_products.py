@@ -47,7 +47,7 @@ def test_a_product_is_the_layers(kind, recipe):
 @pytest.mark.parametrize("layer", ((300, 272, 400), (1, 1, 1), (128, 128, 128), (129, 257, 16)), ids=str)
 def test_the_error_of_a_right_product_is_within_budget_and_of_a_wrong_one_is_not(kind, recipe, layer):
     product = Product(kind, *layer, recipe)
-    a, b = product.operands(CPU)
+    a, b = product.quantize(*product.high_precision(CPU))
     for dtype in (torch.bfloat16, torch.float32):
         out = ops.matmul(a, b, out_dtype=dtype)
         assert product_error(out, a, b) < error_budget(product.mnk[2], dtype)

@@ -222,7 +222,8 @@ def test_input_is_left_alone_and_outputs_are_contiguous(fmt, backend, device):
 
 # --- any number of tokens ---------------------------------------------------------------------------------------------
 
-TOKENS = pytest.mark.parametrize("tokens", (1, 15, 16, 17, 127, 129, 4097))
+# The last: eight of the highest tiles, and a row.
+TOKENS = pytest.mark.parametrize("tokens", (1, 15, 16, 17, 127, 129, 1025))
 
 
 @TOKENS
