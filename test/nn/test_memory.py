@@ -166,7 +166,8 @@ def test_copies_of_gradients_die_with_their_product(config, monkeypatch):
 def test_copies_in_a_gated_mlp_die_with_their_products(monkeypatch):
     layer, refs, seen = SwiGLUMLP(64, 128).bfloat16(), {}, []
     quantize_(layer, FP8)
-    recorded(monkeypatch, swiglu_linear, "output", refs)
+    for module in (contraction, swiglu_linear):
+        recorded(monkeypatch, module, "output", refs)
     y = layer(torch.randn(30, 64, dtype=torch.bfloat16, requires_grad=True))
     recorded(monkeypatch, swiglu_linear, "quantize", refs)
     recorded(monkeypatch, contraction, "grad_input", refs)
