@@ -18,6 +18,7 @@ from torchao_blockwise.formats import (
     Groups,
     Operand,
 )
+from torchao_blockwise.nn.weight_products import Recipe, WeightValues
 from torchao_blockwise.ops import op as op_module
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.fused.norm.values import Norm
@@ -42,6 +43,7 @@ SCHEMAS = {
     "format": (BlockFormat, "str x"),
     "backend": (Backend, "str x"),
     "operand": (Operand, "Tensor x, Tensor x_scale, Tensor? x_global, str x_format"),
+    "optional operand": (Operand | None, "Tensor? x, Tensor? x_scale, Tensor? x_global, str x_format"),
     "groups": (Groups, "Tensor x_ends, Tensor? x_tables"),
     "optional groups": (Groups | None, "Tensor? x_ends, Tensor? x_tables"),
     "options": (CastOptions, "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded"),
@@ -49,6 +51,14 @@ SCHEMAS = {
     "shards": (
         Shards,
         "Tensor[] tensors, SymInt[] starts, SymInt[] shapes, SymInt[] first_blocks, ScalarType dtype, str fmt",
+    ),
+    "recipe": (
+        Recipe,
+        "str activation_format, str weight_format, bool power_of_2_scales, bool transposed, str backend",
+    ),
+    "weight": (
+        WeightValues,
+        "Tensor values, Tensor? scale, Tensor? global_scale, str format_name, SymInt columns, ScalarType? rounded_to",
     ),
 }
 
