@@ -9,6 +9,7 @@ import pytest
 import torch
 from replayed import CALLS
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig
@@ -54,6 +55,36 @@ def test_operations_with_several_results(replays):
     for args, outs in zip(inputs, called(function, inputs), strict=True):
         for out, wanted in zip(outs, function(*args), strict=True):
             assert torch.equal(out, wanted)
+    assert replays() == CALLS - 2
+
+
+class Watch(TorchDispatchMode):
+    """Whether a tensor is alive at each operation."""
+
+    def __init__(self, x: torch.Tensor):
+        super().__init__()
+        self.ref, self.seen = weakref.ref(x), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(self.ref() is not None)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_no_step_reads_goes_before_all_steps(replays):
+    """A second view of a storage is such an argument: launches name the first alone."""
+
+    def function(given):
+        x, _ = given
+        given.clear()
+        return x.mul(2).add(1)
+
+    known = replay.Replays(empties_lists=True)
+    for i in range(CALLS):
+        given = [torch.ones(3), torch.ones(4)]
+        with Watch(given[1]) as watch:
+            out = known.call(function, (given,))
+        assert torch.equal(out, torch.full((3,), 3.0))
+        assert given == [] and (i < 2 or watch.seen == [False, False])
     assert replays() == CALLS - 2
 
 

@@ -251,7 +251,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 class Recording:
     """What an operation did, to be done again."""
 
-    __slots__ = ("_behind", "_calls", "_device", "_kind", "_launcher", "_result", "_steps")
+    __slots__ = ("_behind", "_calls", "_device", "_kind", "_launcher", "_result", "_steps", "_unread")
 
     def __init__(self, seen: Recorder, inputs: int, result: Any):
         self._launcher, self._calls, self._kind = seen.launcher, seen.calls, seen.device.type
@@ -268,6 +268,8 @@ class Recording:
             steps.append((step, tuple((reads | writes) - read)))
             read |= reads | writes
         self._steps = steps[::-1]
+        # A launch names one tensor of a storage; another argument that lies there too would hold it to the end.
+        self._unread = tuple(set(range(inputs)) - read)
         self._behind = [*[None] * (seen.count - inputs), *constants]
 
     def fits(self) -> bool:
@@ -281,6 +283,8 @@ class Recording:
             with recordings.no_autocast():
                 return self.replay(tensors)
         tensors += self._behind
+        for place in self._unread:
+            tensors[place] = None
         for step, done in self._steps:
             step(tensors)
             for place in done:

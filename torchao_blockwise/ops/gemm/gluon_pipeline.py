@@ -446,7 +446,7 @@ def grouped_matmul_fp8_kernel(
     a_scale,  # descriptor of [K/block, M] f32
     b,  # descriptor of [E·N, K] e4m3 along "m", of [N, K] along "k"
     b_scale,  # pointer to [E, N/block, K/block] f32 along "m", descriptor of [K/block, N] f32 along "k"
-    schedule,  # [entries, 4] int32, of `ops/group_tables`
+    schedule,  # [entries, 4] int32, of `ops/groups/tables`
     out,  # descriptor where B.copy_out, else pointer, of [M, N] along "m", of [E·M, N] along "k"
     out_ptr,  # the same output
     M,
