@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from torchao_blockwise.formats import (
     BlockFormat,
     CastOptions,
     Copies,
+    Groups,
     Operand,
     get_format,
     global_scale_of,
@@ -71,20 +73,40 @@ def quantize_with(
     x: torch.Tensor, options: CastOptions, tensor_amax: torch.Tensor | None, backend: Backend | str | None
 ) -> Copies:
     """`quantize` by options that travel whole."""
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"quantize: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+    check_dtype("quantize", x)
     if x.dim() < 2:
         raise ValueError(f"quantize: x must have at least 2 dims [.., M, K], got shape {list(x.shape)}; reshape it")
-    check_options("quantize", options)
-    check_tensor_amax("quantize", options.fmt, tensor_amax)
-    (x,) = without_grad(x)  # type: ignore[assignment]  # no None
-    amax_bits = global_scale = None
-    if options.fmt.has_global_scale:
-        amax_bits = tensor_amax_bits_op(x) if tensor_amax is None else tensor_amax.view(torch.int32)
-        global_scale = global_scale_op(amax_bits)
     op = quantize_both_op if options.rowwise and options.columnwise else quantize_op
-    copies = op(x, amax_bits, options, get_backend(backend))
-    return copies if global_scale is None else with_global_scale(copies, global_scale)
+    return copies_by(op, (get_backend(backend),), x, options, tensor_amax, tensor_amax_bits_op, "quantize")
+
+
+def check_dtype(op: str, x: torch.Tensor) -> None:
+    """Raise TypeError unless `x` is of a dtype that can be quantized."""
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+
+
+def copies_by(
+    op: Callable[..., Copies],
+    others: tuple[Groups | Backend, ...],
+    x: torch.Tensor,
+    options: CastOptions,
+    tensor_amax: torch.Tensor | None,
+    amax_bits_of: Callable[[torch.Tensor], torch.Tensor],
+    name: str,
+) -> Copies:
+    """What `op(x, bits of the amax, options, *others)` gives, with the tensor scale where the format has one.
+
+    tensor_amax: as in `quantize`; without it `amax_bits_of` is asked. name: the caller's, for messages.
+    """
+    check_options(name, options)
+    check_tensor_amax(name, options.fmt, tensor_amax)
+    (x,) = without_grad(x)  # type: ignore[assignment]  # no None
+    if not options.fmt.has_global_scale:
+        return op(x, None, options, *others)
+    amax_bits = amax_bits_of(x) if tensor_amax is None else tensor_amax.view(torch.int32)
+    global_scale = global_scale_op(amax_bits)
+    return with_global_scale(op(x, amax_bits, options, *others), global_scale)
 
 
 def _by_reference(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions) -> Copies:

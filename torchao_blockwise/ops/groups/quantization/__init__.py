@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, CastOptions, Copies, Groups, get_format
+from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups, get_format
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
 from torchao_blockwise.ops.groups.ends import as_groups, check_group_ends, check_row_blocks
 from torchao_blockwise.ops.groups.quantization import reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
-from torchao_blockwise.ops.op import define_op, with_global_scale, without_grad
-from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies, why_no_tiles
-from torchao_blockwise.ops.quantization import amax_of, global_scale_op, quantize_with, why_no_quantizers
+from torchao_blockwise.ops.op import define_op
+from torchao_blockwise.ops.operands import new_copies, why_no_tiles
+from torchao_blockwise.ops.quantization import amax_of, check_dtype, copies_by, quantize_with, why_no_quantizers
 
 
 def grouped_quantize(
@@ -61,21 +61,17 @@ def quantize_by(
     if groups is None:
         return quantize_with(x, options, tensor_amax, backend)
     # Each group is padded anyway.
-    op, options = "grouped_quantize", options if options.padded else options._replace(padded=True)
-    check_options(op, options)
-    check_row_blocks(op, options.fmt)
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+    name, options = "grouped_quantize", options if options.padded else options._replace(padded=True)
+    check_row_blocks(name, options.fmt)
+    check_dtype(name, x)
     if x.dim() != 2:
-        raise ValueError(f"{op}: x must be [M, K], got shape {list(x.shape)}; flatten its leading dims")
-    check_tensor_amax(op, options.fmt, tensor_amax)
-    (x,) = without_grad(x)  # type: ignore[assignment]  # no None
-    amax_bits = global_scale = None
-    if options.fmt.has_global_scale:
-        amax_bits = grouped_amax_bits_op(x, groups.ends) if tensor_amax is None else tensor_amax.view(torch.int32)
-        global_scale = global_scale_op(amax_bits)
-    copies = grouped_quantize_op(x, amax_bits, options, groups, get_backend(backend))
-    return copies if global_scale is None else with_global_scale(copies, global_scale)
+        raise ValueError(f"{name}: x must be [M, K], got shape {list(x.shape)}; flatten its leading dims")
+
+    def amax_bits_of(x: torch.Tensor) -> torch.Tensor:
+        return grouped_amax_bits_op(x, groups.ends)
+
+    others = groups, get_backend(backend)
+    return copies_by(grouped_quantize_op, others, x, options, tensor_amax, amax_bits_of, name)
 
 
 def _check_groups(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions, groups: Groups) -> None:
