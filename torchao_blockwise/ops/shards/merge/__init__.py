@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -61,41 +62,42 @@ def merge_shards_(
     merge_shards_op(list(targets), flat, *numbers, counts_of, list(columns), fmt, get_backend(backend))
 
 
-def _of_targets(
-    shards: list[torch.Tensor], starts: list[int], lengths: list[int], pieces: list[int]
-) -> list[tuple[list[torch.Tensor], list[int], list[int]]]:
-    """(shards, starts, lengths) of each target, of which so many pieces each come one after the other."""
-    shards, ends = flat_bytes(shards), [0, *itertools.accumulate(pieces)]
-    return [(shards[a:b], starts[a:b], lengths[a:b]) for a, b in itertools.pairwise(ends)]
+# (shards, starts, lengths) of one target.
+_Pieces: TypeAlias = tuple[list[torch.Tensor], list[int], list[int]]
 
 
-def _by_reference(
-    targets: list[torch.Tensor],
-    shards: list[torch.Tensor],
-    starts: list[int],
-    lengths: list[int],
-    pieces: list[int],
-    columns: list[int],
-    fmt: BlockFormat,
-) -> None:
-    of_targets = _of_targets(shards, starts, lengths, pieces)
-    for target, (pieces_of, firsts, counts), width in zip(flat_bytes(targets), of_targets, columns):
-        reference.merge_shards_(target, pieces_of, firsts, counts, width, fmt)
+def _by_target(
+    merge: Callable[[list[torch.Tensor], list[_Pieces], list[int], BlockFormat], None],
+) -> Callable[..., None]:
+    """`merge(targets, pieces of each, columns, fmt)`, all of bytes, with the arguments of the operation."""
+
+    def run(
+        targets: list[torch.Tensor],
+        shards: list[torch.Tensor],
+        starts: list[int],
+        lengths: list[int],
+        pieces: list[int],
+        columns: list[int],
+        fmt: BlockFormat,
+    ) -> None:
+        shards, ends = flat_bytes(shards), [0, *itertools.accumulate(pieces)]
+        of_targets = [(shards[a:b], starts[a:b], lengths[a:b]) for a, b in itertools.pairwise(ends)]
+        merge(flat_bytes(targets), of_targets, columns, fmt)
+
+    return run
 
 
-def _by_kernels(
-    targets: list[torch.Tensor],
-    shards: list[torch.Tensor],
-    starts: list[int],
-    lengths: list[int],
-    pieces: list[int],
-    columns: list[int],
-    fmt: BlockFormat,
-) -> None:
+@_by_target
+def _by_reference(targets: list[torch.Tensor], of_targets: list[_Pieces], columns: list[int], fmt: BlockFormat) -> None:
+    for target, pieces, width in zip(targets, of_targets, columns):
+        reference.merge_shards_(target, *pieces, width, fmt)
+
+
+@_by_target
+def _by_kernels(targets: list[torch.Tensor], of_targets: list[_Pieces], columns: list[int], fmt: BlockFormat) -> None:
     from torchao_blockwise.ops.shards.merge import kernels_triton
 
-    of_targets = _of_targets(shards, starts, lengths, pieces)
-    kernels_triton.merge_shards_(flat_bytes(targets), of_targets, columns, fmt)
+    kernels_triton.merge_shards_(targets, of_targets, columns, fmt)
 
 
 @define_op(
