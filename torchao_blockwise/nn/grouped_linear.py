@@ -17,7 +17,7 @@ from torchao_blockwise.formats import Operand
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.contraction import gradients, quantize, quantized_output
 from torchao_blockwise.nn.weight_products import Contraction
-from torchao_blockwise.nn.weights import WEIGHTS, check_transposable, check_x, config_of
+from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, check_x, config_of
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     MasterWeightTensor,
@@ -79,7 +79,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> No
         raise ValueError(f"grouped_linear: x [M, K] and weight {named} must agree in K, got {got}")
     if x.device != weight.device:
         raise ValueError(f"grouped_linear: x is on {x.device}, weight on {weight.device}; move one of them")
-    check_transposable("grouped_linear", "a weight", _stored(weight))
+    check_square_blocks("grouped_linear", "a weight", _stored(weight))
 
 
 def _stored(weight: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.sharded_linear import own_part
 from torchao_blockwise.nn.swiglu_linear import SwiGLUFunction
-from torchao_blockwise.nn.weights import WEIGHTS, are_plain, check_transposable, check_x, config_of
+from torchao_blockwise.nn.weights import WEIGHTS, are_plain, check_square_blocks, check_x, config_of
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
 
 
@@ -101,7 +101,7 @@ def _check(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_end
     if tuple(group_ends.shape) != (experts,):
         raise ValueError(f"{op}: group_ends must be [E] = [{experts}], got shape {list(group_ends.shape)}")
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        check_transposable(op, name, weight)
+        check_square_blocks(op, name, weight)
 
 
 def _by_products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_ends: torch.Tensor) -> torch.Tensor:

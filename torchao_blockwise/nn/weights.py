@@ -54,7 +54,7 @@ def check_x(op: str, x: torch.Tensor) -> None:
         raise TypeError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
 
 
-def check_transposable(op: str, name: str, weight: torch.Tensor) -> None:
+def check_square_blocks(op: str, name: str, weight: torch.Tensor) -> None:
     """Raise ValueError for a quantized weight whose blocks are not square: `grad_input` multiplies its transpose."""
     # Not by the format: of a weight that comes out of a function compilers know its attributes alone.
     if isinstance(weight, NVFP4Tensor) and weight.block_size[0] != weight.block_size[1]:
@@ -74,6 +74,6 @@ def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         raise ValueError(f"linear: x [.., K] and weight [N, K] must agree in K, got {got}")
     if x.device != weight.device:
         raise ValueError(f"linear: x is on {x.device}, weight on {weight.device}; move one of them")
-    check_transposable("linear", "a weight", weight)
+    check_square_blocks("linear", "a weight", weight)
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"linear: bias must be [N] = [{weight.shape[0]}], got shape {list(bias.shape)}")
