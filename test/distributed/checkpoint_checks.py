@@ -69,6 +69,31 @@ def assert_plain_and_equal(actual: dict, expected: dict) -> None:
         assert_bitwise_equal(actual[name], x, name)
 
 
+def trains_on_other_ranks(mesh, config, folder, start, check) -> dict[str, torch.Tensor]:
+    """A step on all ranks, on 2, on 1, and on all again: the losses and the weights of one process, bit for bit.
+
+    start: (mesh, step) -> a model and its optimizer; at step 0 the model has the values of `blocks(config)`, and later
+        what is loaded from `folder`, which holds each step's end under its number. check: of both, before a step.
+    Returns the weights at the end.
+    """
+    reference = blocks(config)
+    expected = train(reference, adamw(reference), steps=4)
+    meshes = {n: DeviceMesh(device().type, list(range(n))) for n in (1, 2)} | {mesh.size(): mesh}
+    for step, ranks in enumerate((mesh.size(), 2, 1, mesh.size())):
+        dist.barrier()
+        if mesh.get_rank() >= ranks:
+            continue
+        group = meshes[ranks].get_group()
+        model, optimizer = start(meshes[ranks], step)
+        if step:
+            load(model, optimizer, folder / str(step), process_group=group)
+        check(model, optimizer)
+        assert train(model, optimizer, steps=1, offset=step) == [expected[step]]
+        dcp.save(state_of(model, optimizer), checkpoint_id=folder / str(step + 1), process_group=group)
+    assert_plain_and_equal(whole(model.state_dict()), reference.state_dict())
+    return reference.state_dict()
+
+
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
@@ -118,26 +143,15 @@ def resumes(mesh, config):
 
 
 def reshards(mesh, config):
-    """A step on all ranks, on 2, on 1, and on all again: the losses and the weights of one device, bit for bit."""
-    reference = blocks(config)
-    expected = train(reference, adamw(reference), steps=4)
-    meshes = {n: DeviceMesh(device().type, list(range(n))) for n in (1, 2)} | {mesh.size(): mesh}
+    def start(mesh, step):
+        model = other_values(shard(blocks(config), mesh))
+        optimizer = adamw(model)
+        if step == 0:
+            model.load_state_dict(shard(blocks(config), mesh).state_dict())
+        return model, optimizer
+
     with shared_folder() as folder:
-        for step, ranks in enumerate((mesh.size(), 2, 1, mesh.size())):
-            dist.barrier()
-            if mesh.get_rank() >= ranks:
-                continue
-            group = meshes[ranks].get_group()
-            model = other_values(shard(blocks(config), meshes[ranks]))
-            optimizer = adamw(model)
-            if step == 0:
-                model.load_state_dict(shard(blocks(config), mesh).state_dict())
-            else:
-                load(model, optimizer, folder / str(step), process_group=group)
-            assert_gathers_exactly(model, config)
-            assert train(model, optimizer, steps=1, offset=step) == [expected[step]]
-            dcp.save(state_of(model, optimizer), checkpoint_id=folder / str(step + 1), process_group=group)
-    assert_plain_and_equal(whole(model.state_dict()), reference.state_dict())
+        trains_on_other_ranks(mesh, config, folder, start, lambda model, _: assert_gathers_exactly(model, config))
 
 
 def exchanges_with_unconverted(mesh, config):

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from checkpoint_checks import assert_plain_and_equal, load, shared_folder, state_of, whole
+from checkpoint_checks import assert_plain_and_equal, load, shared_folder, state_of, trains_on_other_ranks, whole
 from fsdp_life_checks import assert_frees_what_it_gathers
 from fsdp_models import (
     CONFIGS,
@@ -33,7 +33,6 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torchao.quantization import quantize_
@@ -252,30 +251,23 @@ def resumes(mesh, config):
 
 
 def reshards(mesh, config):
-    """A step on all ranks, on 2, on 1, and on all again: the losses and the weights of one process, bit for bit."""
-    reference = blocks(config)
-    expected = train(reference, adamw(reference), steps=4)
-    meshes = {n: DeviceMesh(device().type, list(range(n))) for n in (1, 2)} | {mesh.size(): mesh}
+    """What the last checkpoint holds besides: a file of plain tensors."""
+
+    def start(mesh, step):
+        model = primary(config, mesh, seed=step)
+        return model, master_adamw(model)
+
+    def check(model, optimizer):
+        assert_gathers(model, masters(model, optimizer), config)
+
     with shared_folder() as folder:
-        for step, ranks in enumerate((mesh.size(), 2, 1, mesh.size())):
-            dist.barrier()
-            if mesh.get_rank() >= ranks:
-                continue
-            model = primary(config, meshes[ranks], seed=step)
-            optimizer = master_adamw(model)
-            if step:
-                load(model, optimizer, folder / str(step), process_group=meshes[ranks].get_group())
-            assert_gathers(model, masters(model, optimizer), config)
-            assert train(model, optimizer, steps=1, offset=step) == [expected[step]]
-            state = state_of(model, optimizer)
-            dcp.save(state, checkpoint_id=folder / str(step + 1), process_group=meshes[ranks].get_group())
+        expected = trains_on_other_ranks(mesh, config, folder, start, check)
         if mesh.get_rank() == 0:
             dcp_to_torch_save(folder / "4", folder / "whole.pt")
             file = torch.load(folder / "whole.pt", weights_only=True)
-            assert_plain_and_equal(file["model"], reference.state_dict())
+            assert_plain_and_equal(file["model"], expected)
             plain = blocks(None)
             plain.load_state_dict(file["model"])
-    assert_plain_and_equal(whole(model.state_dict()), reference.state_dict())
 
 
 def gives_full_state_dicts(mesh, config):
