@@ -102,6 +102,42 @@ def test_the_rule_finds_what_breaks_it(room, code, broken):
     assert rule_breaks(room, rooms_imported(ast.parse(code))) == broken
 
 
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def hidden_modules(tree: ast.Module, package: str, modules: set[str]) -> set[str]:
+    """Of the `modules` of a package those whose names its __init__ gives to something else."""
+    names = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            bound = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name for name, whole in bound.items() if whole != f"{package}.{name}"}
+    return names & modules
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem == "__init__"], ids=relative)
+def test_no_module_has_the_name_of_what_its_package_exports(path):
+    """`ops.quantize` is a function; beside a module of this name, which of the two it is would depend on imports."""
+    package = ".".join(("torchao_blockwise", *path.parent.relative_to(PACKAGE).parts))
+    modules = {x.stem for x in path.parent.iterdir() if x.suffix == ".py" or x.is_dir()}
+    assert hidden_modules(parse(path), package, modules) == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "hidden"),
+    (
+        ("from package.linear import linear", {"linear"}),
+        ("from package.layers import linear", {"linear"}),
+        ("from package.layers import f as linear", {"linear"}),
+        ("def linear(): ...", {"linear"}),
+        ("from package import linear", set()),
+        ("from package.linear import Linear, f", set()),
+    ),
+)
+def test_the_search_for_hidden_modules_finds_them(code, hidden):
+    assert hidden_modules(ast.parse(code), "package", {"linear", "layers"}) == hidden
+
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 
 import pytest
 import torch
@@ -13,14 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchao.quantization import quantize_
 
 from torchao_blockwise.formats import Copies
-from torchao_blockwise.nn import SwiGLUMLP, contraction
+from torchao_blockwise.nn import SwiGLUMLP, contraction, linear_layer, swiglu_layer
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.tensors import quantized, weight_operands
-
-# The package has functions of these names.
-linear, swiglu_linear = (
-    importlib.import_module(f"torchao_blockwise.nn.{name}") for name in ("linear", "swiglu_linear")
-)
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -156,7 +150,7 @@ def seen_alive(monkeypatch, module, name, refs, seen) -> None:
 def test_copies_of_gradients_die_with_their_product(config, monkeypatch):
     layer, refs, seen = converted(config), {}, []
     y = layer(torch.randn(30, 384, dtype=torch.bfloat16, requires_grad=True))
-    recorded(monkeypatch, linear, "quantize", refs)
+    recorded(monkeypatch, linear_layer, "quantize", refs)
     seen_alive(monkeypatch, contraction, "grad_weight", refs, seen)
     y.sum().backward()
     # Of dy's two copies the columnwise one.
@@ -166,13 +160,13 @@ def test_copies_of_gradients_die_with_their_product(config, monkeypatch):
 def test_copies_in_a_gated_mlp_die_with_their_products(monkeypatch):
     layer, refs, seen = SwiGLUMLP(64, 128).bfloat16(), {}, []
     quantize_(layer, FP8)
-    for module in (contraction, swiglu_linear):
+    for module in (contraction, swiglu_layer):
         recorded(monkeypatch, module, "output", refs)
     y = layer(torch.randn(30, 64, dtype=torch.bfloat16, requires_grad=True))
-    recorded(monkeypatch, swiglu_linear, "quantize", refs)
+    recorded(monkeypatch, swiglu_layer, "quantize", refs)
     recorded(monkeypatch, contraction, "grad_input", refs)
-    seen_alive(monkeypatch, swiglu_linear.ops, "swiglu_backward_quantize", refs, seen)
-    recorded(monkeypatch, swiglu_linear.ops, "swiglu_backward_quantize", refs)
+    seen_alive(monkeypatch, swiglu_layer.ops, "swiglu_backward_quantize", refs, seen)
+    recorded(monkeypatch, swiglu_layer.ops, "swiglu_backward_quantize", refs)
     seen_alive(monkeypatch, contraction, "grad_weight", refs, seen)
     y.sum().backward()
     assert seen == [

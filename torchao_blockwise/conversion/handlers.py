@@ -23,7 +23,7 @@ from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.converted import ConvertedLinear, convert_class
-from torchao_blockwise.nn.grouped_linear import take_products_of_others
+from torchao_blockwise.nn.grouped_layer import take_products_of_others
 from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import (

@@ -1,11 +1,11 @@
 """Layers: how a layer trains with quantized weights, activations and gradients."""
 
-from torchao_blockwise.nn.grouped_linear import grouped_linear
-from torchao_blockwise.nn.linear import linear
+from torchao_blockwise.nn.expert_layer import SwiGLUExperts, swiglu_experts
+from torchao_blockwise.nn.grouped_layer import grouped_linear
+from torchao_blockwise.nn.linear_layer import linear
 from torchao_blockwise.nn.norm_linear import NormLinear
-from torchao_blockwise.nn.permute import permute, unpermute
-from torchao_blockwise.nn.swiglu_experts import SwiGLUExperts, swiglu_experts
-from torchao_blockwise.nn.swiglu_linear import SwiGLUMLP, swiglu_linear
+from torchao_blockwise.nn.permutation import permute, unpermute
+from torchao_blockwise.nn.swiglu_layer import SwiGLUMLP, swiglu_linear
 from torchao_blockwise.nn.weights import config_of
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
-from torchao_blockwise.nn.linear import linear
+from torchao_blockwise.nn.linear_layer import linear
 from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
 from torchao_blockwise.nn.shared_input import SharedInput

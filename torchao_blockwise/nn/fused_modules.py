@@ -21,7 +21,7 @@ from torchao_blockwise._compat.module_hooks import runs_alone
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.converted import ConvertedLinear
 from torchao_blockwise.nn.shared_input import SharedInput
-from torchao_blockwise.nn.swiglu_linear import swiglu_linear
+from torchao_blockwise.nn.swiglu_layer import swiglu_linear
 from torchao_blockwise.nn.weights import WEIGHTS, are_plain, config_of, is_fp8_weight
 
 

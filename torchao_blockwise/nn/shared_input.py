@@ -16,7 +16,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.formats import Copies, Operand
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.contraction import output, quantize
-from torchao_blockwise.nn.linear import linear, linear_gradients
+from torchao_blockwise.nn.linear_layer import linear, linear_gradients
 from torchao_blockwise.nn.weight_products import Contraction, Readable
 from torchao_blockwise.nn.weights import Weight, check_linear, config_of
 

@@ -36,9 +36,10 @@ from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
 
 # (tile rows, tile columns, warps, warps where rows of K elements do not start on 16 bytes), measured on an H200 by
-# benchmarks/tune_quantize.py. One-row blocks along K leave the tile's height free, those along M its width. What counts
-# is how many warps a multiprocessor has room for and, where a reduction along M crosses warps, how many rows each sees.
-# Rows off 16 bytes are moved an element at a time, each at an address of its own: more threads for enough registers.
+# benchmarks/tune_quantize.py, as it was at commit d352a7a. One-row blocks along K leave the tile's height free, those
+# along M its width. What counts is how many warps a multiprocessor has room for and, where a reduction along M crosses
+# warps, how many rows each sees. Rows off 16 bytes are moved an element at a time, each at an address of its own: more
+# threads for enough registers.
 _FP8_ROWWISE_TILE = (32, 128, 4, 16)
 _FP8_COLUMNWISE_TILE = (128, 64, 4, 8)
 _FP8_SQUARE_TILE = (128, 128, 4, 16)

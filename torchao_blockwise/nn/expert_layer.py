@@ -16,7 +16,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.sharded_linear import own_part
-from torchao_blockwise.nn.swiglu_linear import SwiGLUFunction
+from torchao_blockwise.nn.swiglu_layer import SwiGLUFunction
 from torchao_blockwise.nn.weights import WEIGHTS, are_plain, check_square_blocks, check_x, config_of
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
 
