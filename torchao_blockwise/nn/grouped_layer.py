@@ -109,7 +109,7 @@ class _GroupedLinear(torch.autograd.Function):
         assert groups is not None
         how = Contraction(config, groups, rounded_to=rounded_to, transposed=not contracts_columns)
         dtype = out_dtype or config.out_dtype or x.dtype
-        out, columnwise = steps.run_on((stored,), _forward, x, how, dtype, save_quantized)
+        out, columnwise = steps.run((stored,), _forward, x, how, dtype, save_quantized)
         saved_x = columnwise.tensors if save_quantized else (x,) if needs_weight else ()
         saved_weight = stored if rounded_to is None else hp
         steps.save_for_backward(ctx, (saved_weight,), *groups, *saved_x)
@@ -127,7 +127,7 @@ class _GroupedLinear(torch.autograd.Function):
         weight = weight if rounded_to is None else MasterWeightTensor(weight, config)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         args = saved_x, how, (needs_x, needs_weight), ctx.dtypes
-        grad_x, grad_weight = steps.run_on((weight,), _backward, grad_output, *args)
+        grad_x, grad_weight = steps.run((weight,), _backward, grad_output, *args)
         if grad_weight is not None and ctx.is_transposed:
             grad_weight = grad_weight.transpose(-2, -1)
         return grad_x, grad_weight, None, None, None

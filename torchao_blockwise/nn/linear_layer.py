@@ -66,7 +66,7 @@ class _Linear(torch.autograd.Function):
         how = Contraction(config, split=split)
         needs_weight = ctx.needs_input_grad[1]
         save_quantized = needs_weight and config.saves_quantized_activations
-        out, columnwise = steps.run_on((weight,), _forward, x, bias, how, save_quantized)
+        out, columnwise = steps.run((weight,), _forward, x, bias, how, save_quantized)
         # The columnwise copy (qdata, scale, global_scale), or the input itself, or nothing.
         saved_x = columnwise.tensors if save_quantized else (x,) if needs_weight else ()
         steps.save_for_backward(ctx, (weight,), *saved_x)
@@ -88,7 +88,7 @@ def linear_gradients(
     weight, saved_x = steps.take_saved(ctx, 1)
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     args = saved_x, ctx.how, (needs_x, needs_weight), ctx.x_shape, ctx.dtypes
-    grads = steps.run_on((weight,), _backward, grad_output, *args)
+    grads = steps.run((weight,), _backward, grad_output, *args)
     grad_bias = steps.grad_bias(steps.as_rows(grad_output), ctx.bias_dtype) if needs_bias else None
     return *grads, grad_bias
 
@@ -135,11 +135,12 @@ def _backward(
 @BlockwiseFP8Tensor.implements_torch_function(F.linear)
 @NVFP4Tensor.implements_torch_function(F.linear)
 def _linear_function(func: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    return _linear(*args, **(kwargs or {}))
-
-
-def _linear(input: torch.Tensor, weight: Readable, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`linear` under the argument names of `F.linear`, refusing a quantized input."""
+    """`linear` for `F.linear`, refusing a quantized input."""
+    x, weight, bias = _by_names_of_torch(*args, **(kwargs or {}))
     if not isinstance(weight, WEIGHTS):
-        raise TypeError(f"linear: x is a {type(input).__name__}, weight a plain tensor; quantized tensors are weights")
-    return linear(input, weight, bias)
+        raise TypeError(f"linear: x is a {type(x).__name__}, weight a plain tensor; quantized tensors are weights")
+    return linear(x, weight, bias)
+
+
+def _by_names_of_torch(input: Any, weight: Any, bias: torch.Tensor | None = None) -> tuple[Any, Any, Any]:
+    return input, weight, bias

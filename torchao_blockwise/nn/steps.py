@@ -52,27 +52,22 @@ _recordings: collections.defaultdict[Callable[..., Any], replay.Replays] = colle
 )
 
 
-def run(work: Callable[..., Any], *args: Any) -> Any:
-    """`work(*args)`: what a layer computes in one pass, as one recording where operations are replayed.
+def run(weights: tuple[Any, ...], work: Callable[..., Any], *args: Any) -> Any:
+    """`work(*values, *args)`: what a layer computes in one pass, as one recording where operations are replayed.
 
-    work: a function of a module, of tensors, operands, groups and what decides what it does; nothing else may. It
-        gives tensors and tuples of them. A list among the arguments is emptied: what it held goes when it was used.
-    Copies that `weights_unchanged` keeps are no part of it: there each operation is replayed by itself.
-    """
-    if kept_weights or is_watched() or not replay.on_device(args):
-        return work(*args)
-    return _recordings[work].call(work, args)
-
-
-def run_on(weights: tuple[Any, ...], work: Callable[..., Any], *args: Any) -> Any:
-    """`run(work, *values, *args)` with what products read of the weights.
-
-    Where a product adds to a weight's `main_grad`, `work` has the weights themselves and is not replayed: what it adds
-    to counts its changes, which no recording does.
+    values: what products read of the weights.
+    work: a function of a module, of these, tensors, operands, groups and what decides what it does; nothing else may.
+        It gives tensors and tuples of them. A list among the arguments is emptied: what it held goes when it was used.
+    Copies that `weights_unchanged` keeps are no part of it: there each operation is replayed by itself. Where a product
+    adds to a weight's `main_grad`, `work` has the weights themselves: what it adds to counts its changes, which no
+    recording does.
     """
     if any(main_grad_of(weight) is not None for weight in weights):
         return work(*weights, *args)
-    return run(work, *map(values_of, weights), *args)
+    args = (*map(values_of, weights), *args)
+    if kept_weights or is_watched() or not replay.on_device(args):
+        return work(*args)
+    return _recordings[work].call(work, args)
 
 
 def save_for_backward(ctx: Any, weights: tuple[Any, ...], *tensors: torch.Tensor | None) -> None:

@@ -119,7 +119,7 @@ class _SwiGLULinear(torch.autograd.Function):
         needs_inputs, needs_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
         save_quantized = needs_weight and how.config.saves_quantized_activations
         gate2d, up2d = map(steps.as_rows, (gate, up))
-        out, columnwise = steps.run_on((weight,), _linear_forward, gate2d, up2d, bias, how, save_quantized)
+        out, columnwise = steps.run((weight,), _linear_forward, gate2d, up2d, bias, how, save_quantized)
         needs_both = needs_inputs or (needs_weight and not save_quantized)
         saved = (gate2d, up2d) if needs_both else (None, None)
         steps.save_for_backward(ctx, (weight,), *saved, *(columnwise.tensors if save_quantized else ()))
@@ -134,7 +134,7 @@ class _SwiGLULinear(torch.autograd.Function):
         weight, gate, up, copy = steps.take_saved(ctx, 3)
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
         dy, needs = steps.as_rows(grad_output), (needs_gate or needs_up, needs_weight)
-        both, grad_weight = steps.run_on((weight,), _linear_backward, dy, gate, up, copy, ctx.how, needs, ctx.dtypes)
+        both, grad_weight = steps.run((weight,), _linear_backward, dy, gate, up, copy, ctx.how, needs, ctx.dtypes)
         dgate, dup = (g.view(ctx.shape) if need else None for g, need in zip(both, (needs_gate, needs_up)))
         grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         return dgate, dup, grad_weight, grad_bias
@@ -202,7 +202,7 @@ class SwiGLUFunction(torch.autograd.Function):
         needs_x, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         save_x = needs_gate_up and inner.config.saves_quantized_activations
         save_h = needs_down and outer.config.saves_quantized_activations
-        out, gate_up, x_copy, h_copy = steps.run_on(weights, _mlp_forward, x2d, down_bias, both, save_x, save_h)
+        out, gate_up, x_copy, h_copy = steps.run(weights, _mlp_forward, x2d, down_bias, both, save_x, save_h)
         steps.save_for_backward(
             ctx,
             weights,
@@ -228,8 +228,8 @@ class SwiGLUFunction(torch.autograd.Function):
         halves = [] if gate_up is None else [*gate_up.chunk(2, 1)]
         dtypes = ctx.x_dtype, dy.dtype if gate_up is None else gate_up.dtype, *(weight.dtype for weight in weights)
         del copies, gate_up
-        args = x_saved, halves, h_saved, both, tuple(needs), dtypes
-        grad_x, *grads = steps.run_on(tuple(weights), _mlp_backward, dy, *args)
+        args = x_saved, halves, h_saved, both, (tuple(needs), dtypes)
+        grad_x, *grads = steps.run(tuple(weights), _mlp_backward, dy, *args)
         grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         grad_x = None if grad_x is None else grad_x.view(ctx.x_shape)
         return grad_x, *grads, grad_bias, None, None, None
@@ -260,16 +260,14 @@ def _mlp_backward(
     gate_and_up: list[Any],
     h_copy: list[Any],
     both: tuple[Contraction, Contraction],
-    needs: tuple[bool, ...],
-    dtypes: tuple[torch.dtype, ...],
+    asked: tuple[tuple[bool, ...], tuple[torch.dtype, ...]],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of x, of gate_up's weight and of down's, those that are needed.
 
-    dtypes: of x, of gate_up(x), of the weights. What is in the lists goes when it was used.
+    asked: which are, and dtypes: of x, of gate_up(x), of the weights. What is in the lists goes when it was used.
     """
     inner, outer = both
-    needs_x, needs_gate_up, needs_down = needs
-    x_dtype, dtype, gate_up_dtype, down_dtype = dtypes
+    (needs_x, needs_gate_up, needs_down), (x_dtype, dtype, gate_up_dtype, down_dtype) = asked
 
     def x_anew(x: torch.Tensor) -> Operand:
         return quantize(x, inner, rowwise=False, columnwise=True).columnwise
