@@ -7,7 +7,7 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import NVFP4_1X16, global_scale_of
-from torchao_blockwise.ops.backend import why_no_triton
+from torchao_blockwise.ops.backend import Backend, why_no_triton
 from torchao_blockwise.ops.groups.quantization import grouped_amax_bits_op
 from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
 from torchao_blockwise.ops.quantization import global_scale_op, reference, tensor_amax_bits_op
@@ -31,13 +31,13 @@ def bits(x: torch.Tensor) -> int:
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (64, 128), (129, 1000), (2, 33, 40), (0, 16), (70001, 3)], ids=str)
 def test_amax(shape, dtype, device):
     x = random_tensor(*shape, dtype=dtype, device=device)
-    assert bits(tensor_amax_bits_op(x)) == bits(reference.tensor_amax(x))
+    assert bits(tensor_amax_bits_op(x, Backend.AUTO)) == bits(reference.tensor_amax(x))
     if x.numel():
         # Wherever it lies, and whatever its sign.
         for place in (0, x.numel() // 2, x.numel() - 1):
             y = torch.zeros_like(x)
             y.view(-1)[place] = -1.5
-            assert bits(tensor_amax_bits_op(y)) == bits(torch.tensor(1.5))
+            assert bits(tensor_amax_bits_op(y, Backend.AUTO)) == bits(torch.tensor(1.5))
 
 
 @pytest.mark.parametrize("name", SPECIAL)
@@ -45,13 +45,13 @@ def test_amax(shape, dtype, device):
 def test_special_values(dtype, name, device):
     x = torch.zeros(40, 50, dtype=dtype, device=device)
     x[17, 3] = SPECIAL[name]
-    assert bits(tensor_amax_bits_op(x)) == bits(reference.tensor_amax(x))
+    assert bits(tensor_amax_bits_op(x, Backend.AUTO)) == bits(reference.tensor_amax(x))
 
 
 def test_strides(device):
     x = random_tensor(48, 70, dtype=torch.bfloat16, device=device)
     for view in (x.t(), x[:, 3:20], x[::2], x[:1].expand(5, 70)):
-        assert bits(tensor_amax_bits_op(view)) == bits(reference.tensor_amax(view))
+        assert bits(tensor_amax_bits_op(view, Backend.AUTO)) == bits(reference.tensor_amax(view))
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_amax_of_rows_in_groups(ends, device, monkeypatch):
 def test_the_operation_of_groups_takes_the_kernel(device, machine):
     launches = machine.launches_of(kernels)
     x, ends = random_tensor(8, 16, device=device), torch.tensor([2, 5], dtype=torch.int32, device=device)
-    assert bits(grouped_amax_bits_op(x, ends)) == bits(x[:5].abs().amax())
+    assert bits(grouped_amax_bits_op(x, ends, Backend.AUTO)) == bits(x[:5].abs().amax())
     assert len(launches) == 1
 
 
 @pytest.mark.parametrize("amax", [0.0, 1.0, 3.0, 2688.0, 1e-40, 1e-45, 3.4e38, float("inf"), float("nan")])
 def test_global_scale(amax, device):
     amax = torch.tensor(amax, device=device)
-    assert bits(global_scale_op(amax.view(torch.int32))) == bits(global_scale_of(amax))
+    assert bits(global_scale_op(amax.view(torch.int32), Backend.AUTO)) == bits(global_scale_of(amax))
 
 
 def test_quantize_asks_once_and_launches_little(device, machine):
@@ -83,3 +83,11 @@ def test_quantize_asks_once_and_launches_little(device, machine):
     launches = machine.launches_of(kernels)
     ops.quantize(random_tensor(32, 64, dtype=torch.bfloat16, device=device), NVFP4_1X16, columnwise=True)
     assert [launch.kernel for launch in launches] == [kernels._amax_kernel, kernels._global_scale_kernel]
+
+
+def test_the_reference_by_name_launches_nothing(device, machine):
+    launches = machine.launches_of(kernels)
+    x, ends = random_tensor(32, 64, dtype=torch.bfloat16, device=device), torch.tensor([5, 32], dtype=torch.int32)
+    ops.quantize(x, NVFP4_1X16, columnwise=True, backend="reference")
+    ops.grouped_quantize(x, ends.to(device), NVFP4_1X16, columnwise=True, backend="reference")
+    assert launches == []

@@ -177,7 +177,7 @@ def amax_over(x: torch.Tensor, groups: str) -> torch.Tensor | None:
     if not groups:
         return None
     # Bits, because a MAX over ranks loses a NaN among floats.
-    bits = tensor_amax_bits_op(x)
+    bits = tensor_amax_bits_op(x, ops.Backend.AUTO)
     for group in groups.split(","):
         bits = _compat.max_over_ranks(bits, group)
     return bits.view(torch.float32)

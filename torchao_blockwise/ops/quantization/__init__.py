@@ -92,7 +92,7 @@ def copies_by(
     x: torch.Tensor,
     options: CastOptions,
     tensor_amax: torch.Tensor | None,
-    amax_bits_of: Callable[[torch.Tensor], torch.Tensor],
+    amax_bits_of: Callable[[torch.Tensor, Backend], torch.Tensor],
     name: str,
 ) -> Copies:
     """What `op(x, bits of the amax, options, *others)` gives, with the tensor scale where the format has one.
@@ -104,8 +104,10 @@ def copies_by(
     (x,) = without_grad(x)  # type: ignore[assignment]  # no None
     if not options.fmt.has_global_scale:
         return op(x, None, options, *others)
-    amax_bits = amax_bits_of(x) if tensor_amax is None else tensor_amax.view(torch.int32)
-    global_scale = global_scale_op(amax_bits)
+    # The oracle's are its own. Of the others not all have kernels for these.
+    scaled_by = Backend.REFERENCE if others[-1] is Backend.REFERENCE else Backend.AUTO
+    amax_bits = amax_bits_of(x, scaled_by) if tensor_amax is None else tensor_amax.view(torch.int32)
+    global_scale = global_scale_op(amax_bits, scaled_by)
     return with_global_scale(op(x, amax_bits, options, *others), global_scale)
 
 
@@ -126,17 +128,17 @@ def why_no_quantizers(x: torch.Tensor, *args: object) -> str | None:
     return why_no_encoders(x)
 
 
-def _global_scale_sharding(amax_bits: Spec) -> Rules:
+def _global_scale_sharding(amax_bits: Spec, backend: Backend) -> Rules:
     from torch.distributed.tensor import Replicate
 
-    return [([Replicate()], [Replicate()])]
+    return [([Replicate()], [Replicate(), None])]
 
 
-def _amax_sharding(x: Spec) -> Rules:
+def _amax_sharding(x: Spec, backend: Backend) -> Rules:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    sharded: Rules = [([Partial("max")], [Shard(dim)]) for dim in range(len(x.shape))]
-    return [([Replicate()], [Replicate()]), *sharded]
+    sharded: Rules = [([Partial("max")], [Shard(dim), None]) for dim in range(len(x.shape))]
+    return [([Replicate()], [Replicate(), None]), *sharded]
 
 
 def _copy_placements(x: Spec, fmt: BlockFormat, columnwise: bool, dim: int) -> list[Placement]:
@@ -199,7 +201,7 @@ def quantize_both_op(
     ),
     sharding=_amax_sharding,
 )
-def tensor_amax_bits_op(x: torch.Tensor) -> torch.Tensor:
+def tensor_amax_bits_op(x: torch.Tensor, backend: Backend) -> torch.Tensor:
     return x.new_empty((), dtype=torch.int32)
 
 
@@ -210,5 +212,5 @@ def tensor_amax_bits_op(x: torch.Tensor) -> torch.Tensor:
     ),
     sharding=_global_scale_sharding,
 )
-def global_scale_op(amax_bits: torch.Tensor) -> torch.Tensor:
+def global_scale_op(amax_bits: torch.Tensor, backend: Backend) -> torch.Tensor:
     return amax_bits.new_empty((), dtype=torch.float32)

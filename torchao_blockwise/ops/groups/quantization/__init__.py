@@ -67,8 +67,8 @@ def quantize_by(
     if x.dim() != 2:
         raise ValueError(f"{name}: x must be [M, K], got shape {list(x.shape)}; flatten its leading dims")
 
-    def amax_bits_of(x: torch.Tensor) -> torch.Tensor:
-        return grouped_amax_bits_op(x, groups.ends)
+    def amax_bits_of(x: torch.Tensor, backend: Backend) -> torch.Tensor:
+        return grouped_amax_bits_op(x, groups.ends, backend)
 
     others = groups, get_backend(backend)
     return copies_by(grouped_quantize_op, others, x, options, tensor_amax, amax_bits_of, name)
@@ -112,5 +112,5 @@ def _check_ends(x: torch.Tensor, ends: torch.Tensor) -> None:
     ),
     check=_check_ends,
 )
-def grouped_amax_bits_op(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_amax_bits_op(x: torch.Tensor, ends: torch.Tensor, backend: Backend) -> torch.Tensor:
     return x.new_empty((), dtype=torch.int32)
