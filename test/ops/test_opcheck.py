@@ -36,7 +36,7 @@ def opcheck(op, args) -> None:
 
 
 def amax_of(x: torch.Tensor, fmt):
-    return library.tensor_amax_bits(x) if fmt.has_global_scale else None
+    return library.tensor_amax_bits(x, "auto") if fmt.has_global_scale else None
 
 
 # (rowwise, columnwise) that operations are asked for.
@@ -69,12 +69,12 @@ def test_quantize(fmt, shape, copies):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=lambda d: str(d)[6:])
 @shapes
 def test_tensor_amax_bits(shape, dtype):
-    opcheck(library.tensor_amax_bits.default, (random_tensor(*shape, dtype=dtype),))
+    opcheck(library.tensor_amax_bits.default, (random_tensor(*shape, dtype=dtype), "auto"))
 
 
 @pytest.mark.parametrize("amax", (0.0, 3.5), ids=str)
 def test_global_scale(amax):
-    opcheck(library.global_scale.default, (torch.tensor(amax).view(torch.int32),))
+    opcheck(library.global_scale.default, (torch.tensor(amax).view(torch.int32), "auto"))
 
 
 @shapes
@@ -169,7 +169,7 @@ GROUP_ENDS = {"ragged": ((3, 3, 20), 33), "a token": ((1,), 1), "none": ((0, 0),
 def test_grouped_amax_bits(ends, tokens):
     opcheck(
         library.grouped_amax_bits.default,
-        (torch.randn(tokens, 48, dtype=torch.bfloat16), torch.tensor(ends, dtype=torch.int32)),
+        (torch.randn(tokens, 48, dtype=torch.bfloat16), torch.tensor(ends, dtype=torch.int32), "auto"),
     )
 
 
@@ -179,7 +179,7 @@ def test_grouped_amax_bits(ends, tokens):
 def test_grouped_quantize(fmt, ends, tokens, copies):
     dh, gate, up = (torch.randn(tokens, 48, dtype=torch.bfloat16) for _ in range(3))
     ends, options = torch.tensor(ends, dtype=torch.int32), options_of(fmt, copies, True)
-    amax = library.grouped_amax_bits(gate, ends) if fmt.has_global_scale else None
+    amax = library.grouped_amax_bits(gate, ends, "auto") if fmt.has_global_scale else None
     opcheck(library.grouped_quantize.default, (gate, amax, *options, ends, None, "reference"))
     if fmt is FP8_1X128:
         tables = library.group_tables(ends, tokens, fmt.name, "reference")
