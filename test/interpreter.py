@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import triton.language as tl
 from triton.runtime import interpreter
@@ -15,7 +16,8 @@ def install() -> None:
 
 
 def _patching_once(patch):
-    patched: set[str] = set()
+    # Of a thread, so that threads which launch side by side, and fail, leave others as they were.
+    local = threading.local()
 
     class Scope:
         """What a launch has patched, until it ends."""
@@ -24,11 +26,11 @@ def _patching_once(patch):
             self.scope = scope
 
         def restore(self) -> None:
-            patched.clear()
+            local.patched.clear()
             self.scope.restore()
 
     def patch_lang(fn):
-        seen = _languages(fn)
+        seen, patched = _languages(fn), vars(local).setdefault("patched", set())
         # A launch begins with nothing patched. What calls of device functions return is not looked at.
         if patched and patched.issuperset(seen):
             return None

@@ -117,6 +117,20 @@ def _start(rank: int, worker, ranks: int, port: int, files: list[Path], device_t
     _end(0)
 
 
+def run_each(runs: dict[str, Callable], rank: int, cases: Sequence[tuple], file: str) -> None:
+    """Run `runs[name](rank, *arguments)` of each case (name, *arguments); `file` holds what each raised, or None."""
+    results = {}
+    for case in cases:
+        name, *arguments = case
+        try:
+            runs[name](rank, *arguments)
+            results[case] = None
+        except Exception as e:
+            traceback.print_exc()
+            results[case] = f"{type(e).__name__}: {e}"
+        torch.save(results, file)
+
+
 def leave() -> None:
     """End this rank when all others have come here too; the last thing that a worker does.
 

@@ -8,7 +8,7 @@ import tempfile
 
 import torch
 from helpers import FP8, NVFP4, replace
-from ranks import join, leave
+from ranks import join, leave, run_each
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchao.quantization import quantize_
 
@@ -185,16 +185,5 @@ def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:
     )  # fmt: skip
     join(rank, ranks, port, seconds=180)
     act_as_gpus()
-    results = {}
-    for case in cases:
-        name, *arguments = case
-        try:
-            RUNS[name](rank, *arguments)
-            results[case] = None
-        except Exception as e:
-            import traceback
-
-            traceback.print_exc()
-            results[case] = f"{type(e).__name__}: {e}"
-        torch.save(results, file)
+    run_each(RUNS, rank, cases, file)
     leave()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
-
 import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS
-from ranks import join, leave
+from ranks import join, leave, run_each
 from shared_inputs import Counter
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -122,14 +120,5 @@ RUNS = {"shards": shards, "compiles": compiles, "splits": splits}
 def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:
     """Leaves what was raised in each case, or None."""
     join(rank, ranks, port, seconds=180)
-    results = {}
-    for case in cases:
-        name, *arguments = case
-        try:
-            RUNS[name](rank, *arguments)
-            results[case] = None
-        except Exception as e:
-            traceback.print_exc()
-            results[case] = f"{type(e).__name__}: {e}"
-        torch.save(results, file)
+    run_each(RUNS, rank, cases, file)
     leave()
