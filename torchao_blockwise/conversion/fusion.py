@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from torchao_blockwise import _compat
+from torchao_blockwise.conversion.report import aligned
 from torchao_blockwise.nn.fused_modules import (
     FusedModule,
     FusedSwiGLU,
@@ -92,10 +93,7 @@ class FusionReport:
         header = ("module", "class", "status", "one input of", "why not / what else")
         rows = [(m.fqn or "(the model itself)", m.kind, m.status, ", ".join(m.readers), m.reason) for m in self.modules]
         total = ("total", f"{self._fused()} of {len(rows)}", "fused", "", "")
-        widths = [max(map(len, column)) for column in zip(header, *rows, total)]
-        rule = tuple("-" * width for width in widths)
-        lines = (header, rule, *rows, rule, total)
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)
+        return aligned(header, rows, total, words=len(header))
 
 
 def fuse(model: nn.Module, *, round_once: bool = False) -> FusionReport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,18 @@ from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
 
 CONVERTED, SKIPPED, CANNOT, REPLACED = "converted", "skipped", "cannot convert", "replaced"
+
+
+def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tuple[str, ...], words: int) -> str:
+    """A table in columns, of which the first `words` are words and the others numbers."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, total)]
+    rule = tuple("-" * width for width in widths)
+
+    def line(row: tuple[str, ...]) -> str:
+        cells = [c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(map(line, (header, rule, *rows, rule, total)))
 
 
 @dataclass(frozen=True)
@@ -76,15 +88,8 @@ class ConversionReport:
         t = self.totals
         total: tuple[str, ...] = ("total", f"{t['converted']} of {t['layers']}", "converted", "", "")
         total += tuple(human_bytes(t[k]) for k in ("bytes_before", "bytes_after", "quantized_bytes"))
-        widths = [max(len(row[i]) for row in (header, *rows, total)) for i in range(len(header))]
-
-        def line(row: tuple[str, ...]) -> str:
-            cells = [c.rjust(w) if i >= 5 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))]
-            return "  ".join(cells).rstrip()
-
-        rule = "  ".join("-" * w for w in widths)
-        title = ["dry run: what quantize_ would do"] if self.dry_run else []
-        return "\n".join([*title, line(header), rule, *map(line, rows), rule, line(total)])
+        title = "dry run: what quantize_ would do\n" if self.dry_run else ""
+        return title + aligned(header, rows, total, words=5)
 
 
 def human_bytes(count: int) -> str:
