@@ -9,7 +9,7 @@ saves; all else is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,12 @@ from torchao_blockwise.tensors.weight_operands import amax_over
 def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> CastOptions:
     """How a layer of this config quantizes an activation or its gradient."""
     return CastOptions(config.activation_format, rowwise, columnwise, config.power_of_2_scales, padded=True)
+
+
+def operand_of(tensors: Sequence[torch.Tensor], config: TrainingConfig) -> Operand:
+    """The operand of an activation from its tensors (qdata, scale, global_scale); the last may be left out."""
+    qdata, scale, *rest = tensors
+    return Operand(qdata, scale, rest[0] if rest else None, config.activation_format.name)
 
 
 def quantize(x: torch.Tensor, how: Contraction, *, rowwise: bool, columnwise: bool, over: str = "") -> Copies:
@@ -69,7 +75,7 @@ def quantized_output(
     """(`output` of x [T, K] in high precision, its columnwise copy if asked for)."""
     if _is_one_op(how):
         out, *copy = quantized_output_op(x, _parts_of(weight, how), bias, how.groups, columnwise, _recipe(how), dtype)
-        return out, _operand(copy, how)
+        return out, operand_of(copy, how.config) if columnwise else None
     copies = quantize(x, how, rowwise=True, columnwise=columnwise, over=how.split.x)
     return output(copies.rowwise, weight, how, dtype, bias), copies.columnwise
 
@@ -250,14 +256,6 @@ def gradients_op(
         shape = *weight.values.shape[:-1], weight.columns
         grads.append(dy_columnwise.qdata.new_empty(shape, dtype=weight_dtype))
     return grads
-
-
-def _operand(tensors: list[torch.Tensor], how: Contraction) -> Operand | None:
-    """The copy of an activation that `_present` took apart."""
-    if not tensors:
-        return None
-    qdata, scale, *rest = tensors
-    return Operand(qdata, scale, rest[0] if rest else None, how.config.activation_format.name)
 
 
 def _present(copy: Operand | None) -> list[torch.Tensor]:

@@ -17,8 +17,9 @@ from torchao_blockwise import _compat
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.sharded_linear import own_part
 from torchao_blockwise.nn.swiglu_layer import SwiGLUFunction
-from torchao_blockwise.nn.weights import WEIGHTS, are_plain, check_square_blocks, check_x, config_of
+from torchao_blockwise.nn.weights import WEIGHTS, are_plain, check_square_blocks, config_of
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
+from torchao_blockwise.ops.operands import check_dtype
 
 
 def swiglu_experts(
@@ -87,7 +88,7 @@ class SwiGLUExperts(nn.Module):
 
 def _check(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_ends: torch.Tensor) -> None:
     op = "swiglu_experts"
-    check_x(op, x)
+    check_dtype(op, x)
     if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         got = f"{list(x.shape)}, {list(gate_up.shape)} and {list(down.shape)}"
         raise ValueError(f"{op}: x must be [M, K], gate_up [E, 2H, K] and down [E, K, H], got {got}")

@@ -17,7 +17,8 @@ from torchao_blockwise.formats import Operand
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.contraction import gradients, quantize, quantized_output
 from torchao_blockwise.nn.weight_products import Contraction
-from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, check_x, config_of
+from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, config_of
+from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     MasterWeightTensor,
@@ -70,7 +71,7 @@ def _grouped_linear(
 
 def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> None:
     """contracts_columns: whether K is the last dim of the shape that `weight` reports."""
-    check_x("grouped_linear", x)
+    check_dtype("grouped_linear", x)
     if weight.dim() != 3:
         raise ValueError(f"grouped_linear: weight must be [E, N, K], got shape {list(weight.shape)}")
     if x.dim() != 2 or x.shape[1] != weight.shape[2 if contracts_columns else 1]:
@@ -127,7 +128,7 @@ class _GroupedLinear(torch.autograd.Function):
         weight = weight if rounded_to is None else MasterWeightTensor(weight, config)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         args = saved_x, how, (needs_x, needs_weight), ctx.dtypes
-        grad_x, grad_weight = steps.run((weight,), _backward, grad_output, *args)
+        grad_x, grad_weight = steps.run_backward((weight,), _backward, grad_output, *args)
         if grad_weight is not None and ctx.is_transposed:
             grad_weight = grad_weight.transpose(-2, -1)
         return grad_x, grad_weight, None, None, None

@@ -88,7 +88,7 @@ def linear_gradients(
     weight, saved_x = steps.take_saved(ctx, 1)
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     args = saved_x, ctx.how, (needs_x, needs_weight), ctx.x_shape, ctx.dtypes
-    grads = steps.run((weight,), _backward, grad_output, *args)
+    grads = steps.run_backward((weight,), _backward, grad_output, *args)
     grad_bias = steps.grad_bias(steps.as_rows(grad_output), ctx.bias_dtype) if needs_bias else None
     return *grads, grad_bias
 

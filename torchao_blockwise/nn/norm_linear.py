@@ -131,7 +131,7 @@ class _NormLinear(torch.autograd.Function):
         dy = steps.as_rows(grad_output)
         args = tuple(norm), copy, Contraction(ctx.config), (*needs, needs_weight), (ctx.dtype, weight.dtype)
         # By name: in a compiler of PyTorch 2.11 a starred list is a tuple.
-        grad_x, grad_norm_weight, grad_norm_bias, grad_weight = steps.run((weight,), _backward, dy, *args)
+        grad_x, grad_norm_weight, grad_norm_bias, grad_weight = steps.run_backward((weight,), _backward, dy, *args)
         grad_x = None if grad_x is None else grad_x.view(ctx.x_shape)
         grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, grad_bias, None, None, None

@@ -10,7 +10,7 @@ import torch
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import Groups, Operand
-from torchao_blockwise.nn.contraction import main_grad_of
+from torchao_blockwise.nn.contraction import main_grad_of, operand_of
 from torchao_blockwise.nn.weight_products import values_of
 from torchao_blockwise.ops import replay
 from torchao_blockwise.ops.backend import may_have_kernels
@@ -58,16 +58,23 @@ def run(weights: tuple[Any, ...], work: Callable[..., Any], *args: Any) -> Any:
     values: what products read of the weights.
     work: a function of a module, of these, tensors, operands, groups and what decides what it does; nothing else may.
         It gives tensors and tuples of them. A list among the arguments is emptied: what it held goes when it was used.
-    Copies that `weights_unchanged` keeps are no part of it: there each operation is replayed by itself. Where a product
-    adds to a weight's `main_grad`, `work` has the weights themselves: what it adds to counts its changes, which no
-    recording does.
+    Copies that `weights_unchanged` keeps are no part of it: there each operation is replayed by itself.
     """
-    if any(main_grad_of(weight) is not None for weight in weights):
-        return work(*weights, *args)
     args = (*map(values_of, weights), *args)
     if kept_weights or is_watched() or not replay.on_device(args):
         return work(*args)
     return _recordings[work].call(work, args)
+
+
+def run_backward(weights: tuple[Any, ...], work: Callable[..., Any], *args: Any) -> Any:
+    """`run` of what makes gradients of the weights.
+
+    Where a product adds to a weight's `main_grad`, `work` has the weights themselves and is not replayed: what it adds
+    to counts its changes, which no recording does.
+    """
+    if any(main_grad_of(weight) is not None for weight in weights):
+        return work(*weights, *args)
+    return run(weights, work, *args)
 
 
 def save_for_backward(ctx: Any, weights: tuple[Any, ...], *tensors: torch.Tensor | None) -> None:
@@ -98,12 +105,6 @@ def taken(saved: list[Any]) -> tuple[Any, ...]:
     held = tuple(saved)
     saved.clear()
     return held
-
-
-def operand_of(saved: tuple[Any, ...], config: TrainingConfig) -> Operand:
-    """The operand of an activation from its `tensors`."""
-    qdata, scale, global_scale = saved
-    return Operand(qdata, scale, global_scale, config.activation_format.name)
 
 
 def columnwise_of(saved: list[Any], config: TrainingConfig, anew: Callable[..., Operand]) -> Callable[[], Operand]:

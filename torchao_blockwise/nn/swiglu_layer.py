@@ -134,7 +134,9 @@ class _SwiGLULinear(torch.autograd.Function):
         weight, gate, up, copy = steps.take_saved(ctx, 3)
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
         dy, needs = steps.as_rows(grad_output), (needs_gate or needs_up, needs_weight)
-        both, grad_weight = steps.run((weight,), _linear_backward, dy, gate, up, copy, ctx.how, needs, ctx.dtypes)
+        both, grad_weight = steps.run_backward(
+            (weight,), _linear_backward, dy, gate, up, copy, ctx.how, needs, ctx.dtypes
+        )
         dgate, dup = (g.view(ctx.shape) if need else None for g, need in zip(both, (needs_gate, needs_up)))
         grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         return dgate, dup, grad_weight, grad_bias
@@ -229,7 +231,7 @@ class SwiGLUFunction(torch.autograd.Function):
         dtypes = ctx.x_dtype, dy.dtype if gate_up is None else gate_up.dtype, *(weight.dtype for weight in weights)
         del copies, gate_up
         args = x_saved, halves, h_saved, both, (tuple(needs), dtypes)
-        grad_x, *grads = steps.run(tuple(weights), _mlp_backward, dy, *args)
+        grad_x, *grads = steps.run_backward(tuple(weights), _mlp_backward, dy, *args)
         grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         grad_x = None if grad_x is None else grad_x.view(ctx.x_shape)
         return grad_x, *grads, grad_bias, None, None, None

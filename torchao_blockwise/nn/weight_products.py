@@ -95,30 +95,36 @@ def weight_product(
     The quantized copy of a master weight dies inside this call, outside of `weights_unchanged`.
     """
     config, groups, products_by = how.config, how.groups, get_backend(how.config.backend)
+    if isinstance(weight, QuantizedTensor):
+        if weight.original is not None and not torch.compiler.is_compiling():
+            weight.original.free()
+        # PyTorch 2.11 may trace a layer by autograd, where nothing is compiling, and tensors are not plain.
+        if columnwise and not torch.compiler.is_compiling() and type(a.qdata) is torch.Tensor:
+            b = weight.columnwise_operand(backend=ops.casting_backend(config.backend))
+            return _product(a, b, dtype, bias, groups, products_by)
+    payload = _payload_of(weight, config)
+    if payload is None:
+        values = weight.values if isinstance(weight, WeightValues) else values_of(weight)
+        recipe = config.weight_format, config.power_of_2_scales, columnwise, how.split.weight, how.rounded_to
+        return master_matmul_op(a, values, *recipe, dtype, bias, groups, products_by)
+    b, columns = payload
+    if columnwise:
+        return transposed_matmul_op(a, b, columns, dtype, groups, products_by)
+    return _product(a, b, dtype, bias, groups, products_by)
+
+
+def _payload_of(weight: Readable, config: TrainingConfig) -> tuple[Operand, int] | None:
+    """(rowwise operand, its columns) of a weight that is quantized already, None for a master weight."""
     if isinstance(weight, WeightValues):
         if weight.scale is None:
-            weight = weight.values
-        else:
-            b = Operand(weight.values, weight.scale, weight.global_scale, weight.format_name)
-            if columnwise:
-                return transposed_matmul_op(a, b, weight.columns, dtype, groups, products_by)
-            return _product(a, b, dtype, bias, groups, products_by)
+            return None
+        return Operand(weight.values, weight.scale, weight.global_scale, weight.format_name), weight.columns
     if not isinstance(weight, QuantizedTensor):
-        recipe = config.weight_format, config.power_of_2_scales, columnwise, how.split.weight, how.rounded_to
-        return master_matmul_op(a, values_of(weight), *recipe, dtype, bias, groups, products_by)
-    if weight.original is not None and not torch.compiler.is_compiling():
-        weight.original.free()
-    # PyTorch 2.11 may trace a layer by autograd, where nothing is compiling, and tensors are not plain.
-    if not columnwise or torch.compiler.is_compiling() or type(a.qdata) is not torch.Tensor:
-        # Not `weight.operand()`: compilers take only tensors from a method, and do not always know `fmt`.
-        fmt = config.weight_format if torch.compiler.is_compiling() else weight.fmt
-        qdata, scale, global_scale = weight.operand_tensors()
-        b = Operand(qdata, scale, global_scale, fmt.name)
-        if columnwise:
-            return transposed_matmul_op(a, b, weight.shape[-1], dtype, groups, products_by)
-    else:
-        b = weight.columnwise_operand(backend=ops.casting_backend(config.backend))
-    return _product(a, b, dtype, bias, groups, products_by)
+        return None
+    # Not `weight.operand()`: compilers take only tensors from a method, and do not always know `fmt`.
+    fmt = config.weight_format if torch.compiler.is_compiling() else weight.fmt
+    qdata, scale, global_scale = weight.operand_tensors()
+    return Operand(qdata, scale, global_scale, fmt.name), weight.shape[-1]
 
 
 def _product(

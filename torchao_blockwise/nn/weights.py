@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
+from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     BlockwiseFP8TrainingConfig,
@@ -48,12 +48,6 @@ def are_plain(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
 
 
-def check_x(op: str, x: torch.Tensor) -> None:
-    """Raise TypeError unless the input is of a dtype that can be quantized."""
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
-
-
 def check_square_blocks(op: str, name: str, weight: torch.Tensor) -> None:
     """Raise ValueError for a quantized weight whose blocks are not square: `grad_input` multiplies its transpose."""
     # Not by the format: of a weight that comes out of a function compilers know its attributes alone.
@@ -66,7 +60,7 @@ def check_square_blocks(op: str, name: str, weight: torch.Tensor) -> None:
 
 def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise TypeError or ValueError for operands of one device that no linear layer can take."""
-    check_x("linear", x)
+    check_dtype("linear", x)
     if weight.dim() != 2:
         raise ValueError(f"linear: weight must be [N, K], got shape {list(weight.shape)}")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import FORMATS, FP8_1X128, BlockFormat, CastOptions, Copies, Groups, Operand
+from torchao_blockwise.formats import (
+    FORMATS,
+    FP8_1X128,
+    HIGH_PRECISION_DTYPES,
+    BlockFormat,
+    CastOptions,
+    Copies,
+    Groups,
+    Operand,
+)
 from torchao_blockwise.ops.backend import compute_capability
 from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size, without_padding
@@ -22,6 +31,12 @@ def check_operand(op: str, name: str, x: object) -> None:
         raise TypeError(f"{op}: {name} must be a result of quantize, got {type(x).__name__}; quantize it first")
     if x.format_name not in FORMATS:
         raise ValueError(f"{op}: {name} has no format {x.format_name!r}; the formats are {', '.join(FORMATS)}")
+
+
+def check_dtype(op: str, x: torch.Tensor, name: str = "x") -> None:
+    """Raise TypeError unless `x` is of high precision: of a dtype that can be quantized."""
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"{op}: {name} must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
 
 
 def check_options(op: str, options: CastOptions) -> None:

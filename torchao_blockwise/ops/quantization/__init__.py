@@ -10,7 +10,6 @@ import torch
 from torchao_blockwise.formats import (
     FP8_1X128,
     FP8_128X128,
-    HIGH_PRECISION_DTYPES,
     NVFP4_1X16,
     NVFP4_16X16,
     BlockFormat,
@@ -23,7 +22,7 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
 from torchao_blockwise.ops.op import define_op, with_global_scale, without_grad
-from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies, why_no_tiles
+from torchao_blockwise.ops.operands import check_dtype, check_options, check_tensor_amax, new_copies, why_no_tiles
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.ops.quantization import reference
 from torchao_blockwise.ops.sharding import Rules, Spec, shards_on_blocks
@@ -78,12 +77,6 @@ def quantize_with(
         raise ValueError(f"quantize: x must have at least 2 dims [.., M, K], got shape {list(x.shape)}; reshape it")
     op = quantize_both_op if options.rowwise and options.columnwise else quantize_op
     return copies_by(op, (get_backend(backend),), x, options, tensor_amax, tensor_amax_bits_op, "quantize")
-
-
-def check_dtype(op: str, x: torch.Tensor) -> None:
-    """Raise TypeError unless `x` is of a dtype that can be quantized."""
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
 
 
 def copies_by(

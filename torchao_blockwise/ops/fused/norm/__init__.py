@@ -12,7 +12,7 @@ from torchao_blockwise.ops.fused.norm import reference
 from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.groups.quantization import quantize_by
 from torchao_blockwise.ops.op import define_op, without_grad
-from torchao_blockwise.ops.operands import check_options, new_copies, why_no_tiles
+from torchao_blockwise.ops.operands import check_dtype, check_options, new_copies, why_no_tiles
 from torchao_blockwise.ops.quantization import reference as quantize_reference
 
 _KINDS = ("rms", "layer")
@@ -90,8 +90,7 @@ def norm_quantize(
 
 
 def _check_x(op: str, x: torch.Tensor) -> None:
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+    check_dtype(op, x)
     if x.dim() != 2:
         raise ValueError(f"{op}: x must be [M, K], got shape {list(x.shape)}; reshape it")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import FP8_1X128, HIGH_PRECISION_DTYPES, CastOptions, Copies, Groups
+from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
 from torchao_blockwise.ops.fused.swiglu import reference
 from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
@@ -12,7 +12,7 @@ from torchao_blockwise.ops.groups.quantization import quantize_by
 from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import define_op, without_grad
-from torchao_blockwise.ops.operands import check_options, new_copies, why_no_tiles
+from torchao_blockwise.ops.operands import check_dtype, check_options, new_copies, why_no_tiles
 from torchao_blockwise.ops.quantization import reference as quantize_reference
 
 # Bytes of payload that a store of a kernel writes.
@@ -114,8 +114,7 @@ def _merged_shape(gate: torch.Tensor) -> tuple[int, int]:
 def _check(op: str, **tensors: torch.Tensor) -> None:
     gate = tensors["gate"]
     for name, x in tensors.items():
-        if x.dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(f"{op}: {name} must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+        check_dtype(op, x, name)
         if x.dim() != 2:
             raise ValueError(f"{op}: {name} must be [M, H], got shape {list(x.shape)}; reshape it")
         if x.shape != gate.shape:

@@ -17,6 +17,7 @@ from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
 from torchao_blockwise.ops.groups.permutation import reference
 from torchao_blockwise.ops.op import define_op, without_grad
+from torchao_blockwise.ops.operands import check_dtype
 
 _ID_DTYPES = (torch.int32, torch.int64)
 _INT32_MAX = torch.iinfo(torch.int32).max
@@ -105,8 +106,7 @@ def unpermute_backward(
 
 
 def _check_rows(op: str, name: str, x: torch.Tensor) -> None:
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"{op}: {name} must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
+    check_dtype(op, x, name)
     if x.dim() != 2:
         raise ValueError(f"{op}: {name} must be [rows, H], got shape {list(x.shape)}; reshape it")
 

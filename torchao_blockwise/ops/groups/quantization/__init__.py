@@ -10,8 +10,8 @@ from torchao_blockwise.ops.groups.ends import as_groups, check_group_ends, check
 from torchao_blockwise.ops.groups.quantization import reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import define_op
-from torchao_blockwise.ops.operands import new_copies, why_no_tiles
-from torchao_blockwise.ops.quantization import amax_of, check_dtype, copies_by, quantize_with, why_no_quantizers
+from torchao_blockwise.ops.operands import check_dtype, new_copies, why_no_tiles
+from torchao_blockwise.ops.quantization import amax_of, copies_by, quantize_with, why_no_quantizers
 
 
 def grouped_quantize(
