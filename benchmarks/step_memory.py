@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+# To find a moment in which nothing else frees memory.
+_ATTEMPTS = 3
+
 
 class StepMemory(NamedTuple):
     """Bytes of a layer and of its step, without the step's inputs and what others have allocated.
@@ -56,7 +59,18 @@ def step_memory(make: Callable, x: torch.Tensor, dy: torch.Tensor) -> StepMemory
     allocator = allocator_of(x.device)
     if allocator is None:
         return None
-    gc.collect()
+    for _ in range(_ATTEMPTS):
+        gc.collect()
+        before = allocator.allocated()
+        memory = _step_memory(make, x, dy, allocator)
+        gc.collect()
+        # Otherwise others' tensors were freed meanwhile, by a thread of autograd that was late, say.
+        if allocator.allocated() == before:
+            break
+    return memory
+
+
+def _step_memory(make: Callable, x: torch.Tensor, dy: torch.Tensor, allocator: Allocator) -> StepMemory:
     base = allocator.allocated()
     layer = make()
 

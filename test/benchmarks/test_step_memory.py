@@ -106,6 +106,18 @@ def test_policies_of_a_stack_have_the_same_gradients(counting):
     assert peaks["fp8, no master weights"] < peaks["fp8"]
 
 
+def test_what_others_free_meanwhile_is_not_of_the_step(counting):
+    """A tensor that a late thread frees, say: once, so that the second attempt counts."""
+    others = [torch.empty(1 << 20)]
+
+    def make():
+        others.clear()
+        return bench_linear.make_layer(SHAPE, "bf16", weight, CPU)
+
+    weight, x, dy = tokens(N, K), tokens(SHAPE.tokens, K).requires_grad_(), tokens(SHAPE.tokens, N)
+    assert step_memory.step_memory(make, x, dy).weights == HIGH
+
+
 def test_without_an_allocator_there_are_no_figures():
     x = torch.zeros(1, requires_grad=True)
     assert step_memory.step_memory(lambda: None, x, x) is None
