@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,8 @@ from torchao_blockwise.conversion import experts
 from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
 from torchao_blockwise.nn.fused_modules import fuse_class
 from torchao_blockwise.ops import replay
+from torchao_blockwise.ops.recording import RECORDED
+from torchao_blockwise.tensors import MasterWeightTensor
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 CONFIGS = {
@@ -216,3 +220,23 @@ def test_a_norm_and_its_linear_train_alike(device, kind, replays, monkeypatch):
         return layer
 
     assert_trains_alike(layer, lambda: (values(device, 3, 20, 96),), replays, monkeypatch)
+
+
+def test_few_frames_lie_between_a_linear_layer_and_its_launches(replays):
+    """Own frames from `F.linear` on, the program of the recording included: what the host pays for at each layer."""
+    weight = MasterWeightTensor(torch.randn(64, 96), BlockwiseFP8TrainingConfig())
+    x, frames, seen = torch.randn(32, 96), [], []
+    for _ in range(3):
+        F.linear(x, weight)
+
+    def watch(frame, event, _):
+        name = frame.f_code.co_filename
+        if event in ("call", "return") and (name == RECORDED or "torchao_blockwise/" in name):
+            frames.append(frame.f_code.co_name) if event == "call" else frames.pop()
+            if name == RECORDED:
+                seen[:] = seen or frames[:]
+
+    sys.setprofile(watch)
+    F.linear(x, weight)
+    sys.setprofile(None)
+    assert seen[-1] == "program" and len(seen) <= 6, seen

@@ -140,6 +140,38 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     assert len(known._known) <= 8
 
 
+def test_a_recording_is_a_program(replays):
+    """What is in the docs: each tensor by its place, deleted after what reads it last, views only where needed."""
+
+    def work(x, bias):
+        rows = x.view(2, -1)
+        out = torch.empty((3, 2, 4))
+        return [torch.add(rows + 1, bias, alpha=2, out=out[0]), None]
+
+    known = replay.Replays()
+    args = torch.randn(8), torch.randn(4)
+    for _ in range(2):
+        known.call(work, args)
+    (recording,) = known._known.values()
+    assert (
+        recording.source
+        == """\
+def program(tensors):
+    (t0, t1, ) = tensors
+    tensors.clear()
+    t2 = view_0(t0, [2, -1, ])
+    del t0
+    t3 = empty_strided_2((3, 2, 4), (8, 4, 1), dtype_1)
+    t4 = add_3(t2, 1)
+    del t2
+    t5 = select_4(t3, 0, 0)
+    del t3
+    t5 = add_5(t4, t1, alpha=2, out=t5)
+    del t1, t4
+    return [t5, None, ]"""
+    )
+
+
 def test_tensors_go_when_they_were_used(replays):
     """What a list among the arguments held, and what is computed on the way: not until the call returns."""
     alive: list[weakref.ref] = []

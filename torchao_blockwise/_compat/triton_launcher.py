@@ -22,21 +22,29 @@ _T = TypeVar("_T")
 _KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
-# (grid, stream, values): launches a build.
-Run: TypeAlias = Callable[[int, int, Iterable[Any]], None]
 # (shape of a matrix, its strides, the matrix) -> what stands in the place of its descriptor.
 Encoder: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.Tensor], tuple[Any, ...]]
 
 
 class Launcher(NamedTuple):
-    """What launches a build: run(grid, stream, values), one value for each run-time argument.
+    """What launches a build: launch(grid, 1, 1, stream, *before, *values, *last), a value a run-time argument.
 
+    name: of the kernel. launch: Triton's extension in C. packs: whether the values and `last` are one tuple.
     encoders: for each argument that is a descriptor a function (shape, strides, x), which gives the values that stand
         in its place: what the copy engine is told of the matrix `x` (a tensor map), shape and strides.
     """
 
-    run: Run
+    name: str
+    launch: Callable[..., None]
+    before: tuple[Any, ...]
+    last: tuple[None, ...]
+    packs: bool
     encoders: tuple[Encoder, ...]
+
+    def run(self, grid: int, stream: int, values: Iterable[Any]) -> None:
+        """Launch."""
+        arguments = (*values, *self.last)
+        self.launch(grid, 1, 1, stream, *self.before, *((arguments,) if self.packs else arguments))
 
 
 class _Descriptor:
@@ -87,30 +95,17 @@ class Launching:
             launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
         if launch is None or not all(descriptions):
             return None
-        # Values of constexprs are not read.
-        run = self._run(launch, launcher, compiled, (None,) * len(behind))
-        return Launcher(run, tuple(self._encoder(description) for description in descriptions))
-
-    def _run(
-        self, launch: Callable[..., None], launcher: Any, compiled: CompiledKernel, constexprs: tuple[None, ...]
-    ) -> Run:
-        function = compiled.function
         options: tuple[Any, ...] = launcher.launch_cooperative_grid, launcher.launch_pdl
         nobody, scratch = (None, None, None), (None, None)
-        if self._version == (3, 6):
-            before = (*options, *scratch, compiled.packed_metadata, *nobody)
-
-            def run(grid: int, stream: int, values: Iterable[Any]) -> None:
-                launch(grid, 1, 1, stream, function, *before, *values, *constexprs)
-
-        else:
-            before = (*options, compiled.packed_metadata, *nobody, *scratch)
+        packs = self._version != (3, 6)
+        if packs:
             about = launcher.arg_annotations, launcher.kernel_signature
-
-            def run(grid: int, stream: int, values: Iterable[Any]) -> None:
-                launch(grid, 1, 1, stream, function, *before, *about, (*values, *constexprs))
-
-        return run
+            before = *options, compiled.packed_metadata, *nobody, *scratch, *about
+        else:
+            before = *options, *scratch, compiled.packed_metadata, *nobody
+        # Values of constexprs are not read.
+        last, encoders = (None,) * len(behind), tuple(self._encoder(description) for description in descriptions)
+        return Launcher(kernel.__name__, launch, (compiled.function, *before), last, packs, encoders)
 
     def _encoder(self, description: dict[str, Any]) -> Encoder:
         from triton.backends.nvidia import driver

@@ -139,7 +139,7 @@ def _linear_function(func: Any, types: Any, args: Any, kwargs: Any) -> torch.Ten
     x, weight, bias = _by_names_of_torch(*args, **(kwargs or {}))
     if not isinstance(weight, WEIGHTS):
         raise TypeError(f"linear: x is a {type(x).__name__}, weight a plain tensor; quantized tensors are weights")
-    return linear(x, weight, bias)
+    return _linear_of_one(x, weight, bias, weight, WHOLE)
 
 
 def _by_names_of_torch(input: Any, weight: Any, bias: torch.Tensor | None = None) -> tuple[Any, Any, Any]:

@@ -63,7 +63,8 @@ def run(weights: tuple[Any, ...], work: Callable[..., Any], *args: Any) -> Any:
     args = (*map(values_of, weights), *args)
     if kept_weights or is_watched() or not replay.on_device(args):
         return work(*args)
-    return _recordings[work].call(work, args)
+    program, given = _recordings[work].find(work, args)
+    return program(*given)
 
 
 def run_backward(weights: tuple[Any, ...], work: Callable[..., Any], *args: Any) -> Any:

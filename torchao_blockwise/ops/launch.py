@@ -82,7 +82,7 @@ def launch(kernel: JITFunction[Any], grid: int, *args: TensorArgument | int, **o
     arguments = list(_as_launched(args, build.encoders))
     seen = recorder()
     if seen is not None:
-        seen.launched(triton, build.run, grid, arguments)
+        seen.launched(triton, build, grid, arguments)
     values: list[Any] = []
     for x in arguments:
         if isinstance(x, Matrix):

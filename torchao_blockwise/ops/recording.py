@@ -1,18 +1,23 @@
-"""Recording what a function of tensors does: allocations, views and other PyTorch operations, launches.
+"""Recording what a function of tensors does, as a program: allocations, views, other PyTorch operations, launches.
+
+    (t0, t1) = tensors                                           the arguments
+    t2 = empty_strided((512, 2048), (2048, 1), torch.uint8)
+    launch(132, 1, 1, stream(0), *before, t0.data_ptr(), t2.data_ptr(), 512)
+    del t0
+    return t2
 
 Each tensor is known by its place: arguments come first, then what is made, in order. A launch takes addresses: that of
-the place whose storage it reads, and how far behind its begin. Tensors and storages are known by weak references, so
-that nothing is held because it is recorded.
+the place whose storage it reads, and how far behind its begin. A tensor is deleted after what reads it last. Tensors
+and storages are known by weak references while they are recorded, so that nothing is held because of it.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,15 +26,14 @@ from torchao_blockwise import _compat
 from torchao_blockwise._compat import recordings
 
 if TYPE_CHECKING:
-    from torchao_blockwise._compat.triton_launcher import Launching
-
-Tensors: TypeAlias = "list[Any]"
-Step: TypeAlias = "Callable[[Tensors], None]"
+    from torchao_blockwise._compat.triton_launcher import Launcher, Launching
 
 # Why there is no recording yet: a kernel that is built now can be launched by the build next time.
 NOT_BUILT = "builds a kernel"
 # Addresses are told apart by whether they are multiples of 16 bytes, as Triton's builds are.
 ALIGNMENT_MASK = 15
+# The file of programs, in tracebacks and profiles.
+RECORDED = "<recorded by torchao_blockwise>"
 _RESULTS = (torch.Tensor, type(None))
 _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 
@@ -60,8 +64,10 @@ class Recorder(recordings.TorchDispatchMode):
         super().__init__()
         self.reason: str | None = None
         self.launcher: Launching | None = None
-        # (step, places read, places written, whether it is needed for more than what it writes)
-        self.steps: list[tuple[Step, set[int], set[int], bool]] = []
+        # (line of the program, places read, places written, whether it is needed for more than what it writes)
+        self.steps: list[tuple[str, set[int], set[int], bool]] = []
+        # What the program calls by a name.
+        self.names: dict[str, Any] = {}
         # How many tensors there were, each at its place; those that live are known by identity. None is held here: what
         # an operation frees on its way goes while it is recorded, too.
         self.count = 0
@@ -119,49 +125,59 @@ class Recorder(recordings.TorchDispatchMode):
         self._call(func, args, kwargs, out, {self._places[id(x)] for x in reads})
         return None
 
+    def name(self, value: Any, what: str = "value") -> str:
+        """How the program says a value that is no tensor: as a number, or by a name."""
+        if value is None or type(value) is int:
+            return repr(value)
+        name = next((name for name, known in self.names.items() if known is value), f"{what}_{len(self.names)}")
+        self.names[name] = value
+        return name
+
+    def say(self, value: Any) -> str:
+        """How the program says a value in which tensors of some places may be."""
+        if isinstance(value, torch.Tensor):
+            return f"t{self._places[id(value)]}"
+        if not isinstance(value, (list, tuple)) or isinstance(value, torch.Size):
+            return self.name(value)
+        parts = "".join(f"{self.say(x)}, " for x in value)
+        if type(value) in (list, tuple):
+            return f"[{parts}]" if type(value) is list else f"({parts})"
+        # A NamedTuple, whose own constructor goes through Python.
+        make = self.name(functools.partial(tuple.__new__, type(value)), type(value).__name__)
+        return f"{make}(({parts}))"
+
     def _allocate(self, x: torch.Tensor) -> None:
-        place, size, stride, dtype = self._add(x), tuple(x.shape), x.stride(), x.dtype
-        empty_strided = recordings.empty_strided_on(x.device)
-
-        def step(tensors: Tensors) -> None:
-            tensors[place] = empty_strided(size, stride, dtype)
-
-        self.steps.append((step, set(), {place}, False))
+        place, dtype = self._add(x), self.name(x.dtype, "dtype")
+        allocate = self.name(recordings.empty_strided_on(x.device), "empty_strided")
+        line = f"t{place} = {allocate}({tuple(x.shape)}, {x.stride()}, {dtype})"
+        self.steps.append((line, set(), {place}, False))
 
     def _call(self, func: Any, args: Any, kwargs: Any, out: Any, reads: set[int]) -> None:
-        def at(value: Any) -> Any:
-            """The value, or how to find the tensor that stands here."""
-            if isinstance(value, torch.Tensor):
-                return _Place(self._places[id(value)])
-            if isinstance(value, (list, tuple)):
-                return type(value)(at(x) for x in value)
-            return value
-
-        args, kwargs = at(args), {name: at(value) for name, value in kwargs.items()}
+        given = [*map(self.say, args), *(f"{name}={self.say(value)}" for name, value in kwargs.items())]
+        operation = self.name(func, _compat.schema_of(func).name.split("::")[-1])
+        line = f"{operation}({', '.join(given)})"
         # What changes an argument gives that one.
         is_one = isinstance(out, torch.Tensor)
-        made = [(i, x) for i, x in enumerate((out,) if is_one else out) if x is not None]
-        places = [(i, self._places[id(x)] if id(x) in self._places else self._add(x)) for i, x in made]
-
-        def step(tensors: Tensors) -> None:
-            results = func(*_filled(args, tensors), **{n: _filled(v, tensors) for n, v in kwargs.items()})
-            for i, place in places:
-                tensors[place] = results if is_one else results[i]
-
-        self.steps.append((step, reads, {place for _, place in places}, not func.is_view))
+        made = [None if x is None else self._place_or_add(x) for x in ((out,) if is_one else out)]
+        if made:
+            targets = ["_" if place is None else f"t{place}" for place in made]
+            line = f"{targets[0] if is_one else ', '.join(targets) + ','} = {line}"
+        self.steps.append((line, reads, {place for place in made if place is not None}, not func.is_view))
         self.calls = self.calls or not func.is_view
 
-    def launched(self, launcher: Launching, run: Callable[..., None], grid: int, arguments: Sequence[Any]) -> None:
+    def _place_or_add(self, x: torch.Tensor) -> int:
+        place = self.place_of(x)
+        return self._add(x) if place is None else place
+
+    def launched(self, triton: Launching, build: Launcher, grid: int, arguments: Sequence[Any]) -> None:
         """Add a launch. arguments: tensors, for their addresses, `Matrix`, numbers and None."""
-        self.launcher = launcher
-        values: list[Any] = []
-        addresses: list[tuple[int, int, int]] = []
-        matrices: list[tuple[int, int, int, Callable[..., Any], dict[int, Any]]] = []
+        self.launcher = triton
+        values: list[str] = []
         reads: set[int] = set()
         for argument in arguments:
             x = argument.x if type(argument) is Matrix else argument
             if not isinstance(x, torch.Tensor):
-                values.append(x)
+                values.append(self.name(x))
                 continue
             owner, begins = self._owners.get(recordings.storage_of(x), (None, 0))
             if owner is None:
@@ -169,27 +185,17 @@ class Recorder(recordings.TorchDispatchMode):
                 return
             reads.add(owner)
             behind = int(x.storage_offset() * x.itemsize) - begins
+            address = f"t{owner}.data_ptr()" + (f" + {behind}" if behind else "")
             if type(argument) is Matrix:
-                matrices.append((len(values), owner, behind, argument.encode, {}))
-            else:
-                addresses.append((len(values), owner, behind))
-            values.append(None)
-        matrices.reverse()
-        current_stream, device = launcher.current_stream, launcher.current_device()
-
-        def step(tensors: Tensors) -> None:
-            given = values[:]
-            for i, owner, behind in addresses:
-                given[i] = tensors[owner].data_ptr() + behind
-            for i, owner, behind, encode, maps in matrices:
-                address = tensors[owner].data_ptr() + behind
-                encoded = maps.get(address)
-                if encoded is None:
-                    encoded = _encoded(maps, address, encode)
-                given[i : i + 1] = encoded
-            run(grid, current_stream(device), given)
-
-        self.steps.append((step, reads, set(), True))
+                maps = self.name(_Maps(argument.encode), "matrix")
+                address = f"*{maps}[{address}]"
+            values.append(address)
+        launch, stream = self.name(build.launch, "launch"), self.name(triton.current_stream, "stream")
+        before, last = self.name(build.before, build.name), self.name(build.last, "constexprs")
+        given = f"{', '.join(values)}, *{last}"
+        given = f"({given})" if build.packs else given
+        line = f"{launch}({grid}, 1, 1, {stream}({triton.current_device()}), *{before}, {given})"
+        self.steps.append((line, reads, set(), True))
 
 
 # Of one matrix of one launch. Memory is given out again at the same addresses step by step.
@@ -203,23 +209,18 @@ class _Address(int):
         return int(self)
 
 
-def _encoded(maps: dict[int, Any], address: int, encode: Callable[[Any], tuple[Any, ...]]) -> Any:
-    if len(maps) >= _MAX_MAPS:
-        maps.clear()
-    maps[address] = encode(_Address(address))
-    return maps[address]
+class _Maps(dict[int, tuple[Any, ...]]):
+    """What stands for a matrix, by its address."""
 
+    def __init__(self, encode: Callable[[Any], tuple[Any, ...]]):
+        super().__init__()
+        self._encode = encode
 
-class _Place(int):
-    """Which tensor stands here."""
-
-
-def _filled(value: Any, tensors: Tensors) -> Any:
-    if type(value) is _Place:
-        return tensors[value]
-    if type(value) in (list, tuple):
-        return type(value)(_filled(x, tensors) for x in value)
-    return value
+    def __missing__(self, address: int) -> tuple[Any, ...]:
+        if len(self) >= _MAX_MAPS:
+            self.clear()
+        encoded = self[address] = self._encode(_Address(address))
+        return encoded
 
 
 def record(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Recording | str]:
@@ -249,66 +250,43 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 class Recording:
-    """What an operation did, to be done again."""
+    """What an operation did, to be done again.
 
-    __slots__ = ("_behind", "_calls", "_device", "_kind", "_launcher", "_result", "_steps", "_unread")
+    program: (tensors) -> the result. The tensors are those of the arguments, in a list that it empties.
+    source: of the program.
+    """
+
+    __slots__ = ("_calls", "_device", "_kind", "_launcher", "program", "source")
 
     def __init__(self, seen: Recorder, inputs: int, result: Any):
         self._launcher, self._calls, self._kind = seen.launcher, seen.calls, seen.device.type
         self._device = None if seen.launcher is None else seen.launcher.current_device()
-        constants: list[Any] = []
-        self._result = _maker(result, seen, constants)
-        wanted = {seen._places[id(x)] for x in _tensors((result,))}
+        lines = [f"return {seen.say(result)}"]
         # From the end: a view that nothing needs as a tensor is left out; a tensor goes after what reads it last.
-        steps: list[tuple[Step, tuple[int, ...]]] = []
-        read = set(wanted)
-        for step, reads, writes, is_needed in reversed(seen.steps):
-            if not (is_needed or writes & read):
-                continue
-            steps.append((step, tuple((reads | writes) - read)))
-            read |= reads | writes
-        self._steps = steps[::-1]
+        read = {seen.place_of(x) for x in _tensors((result,))}
+        for line, reads, writes, is_needed in reversed(seen.steps):
+            if is_needed or writes & read:
+                lines += [*_deleted((reads | writes) - read), line]
+                read |= reads | writes
         # A launch names one tensor of a storage; another argument that lies there too would hold it to the end.
-        self._unread = tuple(set(range(inputs)) - read)
-        self._behind = [*[None] * (seen.count - inputs), *constants]
+        lines += [*_deleted(set(range(inputs)) - read), "tensors.clear()"]
+        lines.append(f"({''.join(f't{place}, ' for place in range(inputs))}) = tensors")
+        self.source = "\n    ".join(["def program(tensors):", *reversed(lines)])
+        exec(compile(self.source, RECORDED, "exec"), seen.names)
+        self.program: Callable[[list[Any]], Any] = seen.names["program"]
 
-    def fits(self) -> bool:
-        """Whether nothing around forbids it now: another current device, hooks on launches."""
+    def replayed(self) -> Callable[[list[Any]], Any] | None:
+        """The program, or None where something around forbids it now: another current device, hooks on launches."""
         launcher = self._launcher
-        return launcher is None or (launcher.current_device() == self._device and not launcher.has_hooks())
+        if launcher is not None and (launcher.current_device() != self._device or launcher.has_hooks()):
+            return None
+        return self._without_autocast if self._calls and torch.is_autocast_enabled(self._kind) else self.program
 
-    def replay(self, tensors: Tensors) -> Any:
-        """The result; `tensors` are those of the arguments, and become all that there are on the way."""
-        if self._calls and torch.is_autocast_enabled(self._kind):
-            with recordings.no_autocast():
-                return self.replay(tensors)
-        tensors += self._behind
-        for place in self._unread:
-            tensors[place] = None
-        for step, done in self._steps:
-            step(tensors)
-            for place in done:
-                tensors[place] = None
-        return self._result(tensors)
+    def _without_autocast(self, tensors: list[Any]) -> Any:
+        with recordings.no_autocast():
+            return self.program(tensors)
 
 
-def _maker(result: Any, seen: Recorder, constants: list[Any]) -> Callable[[Tensors], Any]:
-    """(tensors and behind them constants) -> a result like this one; adds to the constants."""
-
-    def place_of(x: Any) -> int:
-        if isinstance(x, torch.Tensor):
-            return seen._places[id(x)]
-        constants.append(x)
-        return seen.count + len(constants) - 1
-
-    if isinstance(result, torch.Tensor):
-        return operator.itemgetter(place_of(result))
-    if not isinstance(result, (tuple, list)):
-        return lambda tensors: result
-    # Of a NamedTuple too, whose own constructors go through Python.
-    make = functools.partial(tuple.__new__, type(result)) if isinstance(result, tuple) else list
-    if len(result) > 1 and not any(isinstance(x, (tuple, list)) for x in result):
-        take = operator.itemgetter(*map(place_of, result))
-        return lambda tensors: make(take(tensors))
-    parts = [_maker(x, seen, constants) for x in result]
-    return lambda tensors: make([part(tensors) for part in parts])
+def _deleted(places: Iterable[int]) -> list[str]:
+    names = [f"t{place}" for place in sorted(places)]
+    return [f"del {', '.join(names)}"] if names else []

@@ -94,27 +94,36 @@ class Replays:
 
     def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """`function(*args)`, by its recording where there is one that fits now."""
+        what, given = self.find(function, args)
+        return what(*given)
+
+    def find(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+        """(what to call, its arguments): the program of a recording, else `function` or what records it."""
         signed = signature(args)
         if signed is None:
-            return function(*args)
+            return function, args
         key, tensors = signed
         known = self._known.get(key)
         if type(known) is Recording:
-            if known.fits():
+            program = known.replayed()
+            if program is not None:
                 if self._empties_lists:
                     for arg in args:
                         if type(arg) is list:
                             arg.clear()
-                return known.replay(tensors)
+                return program, (tensors,)
         elif known is _SEEN or known is NOT_BUILT:
-            result, recorded = record(function, args)
-            self._known[key] = _NEVER if isinstance(recorded, str) and recorded != NOT_BUILT else recorded
-            return result
+            return self._record, (key, function, args)
         elif known is None:
             if len(self._known) >= _MAX_SIGNATURES:
                 self._known.clear()
             self._known[key] = _SEEN
-        return function(*args)
+        return function, args
+
+    def _record(self, key: tuple[Any, ...], function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        result, recorded = record(function, args)
+        self._known[key] = _NEVER if isinstance(recorded, str) and recorded != NOT_BUILT else recorded
+        return result
 
     def forget(self) -> None:
         self._known.clear()
