@@ -18,7 +18,6 @@ Writes benchmarks/results/moe_<device>.json, .md and .png.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -28,8 +27,8 @@ import layers
 import peers
 import torch
 import torch.nn.functional as F
-from bench_model import KINDS, kernels_of, longest
 from experts import Experts, group_ends
+from kernels import kernels_of, longest, split_of
 from layers import OURS, Layer, Work
 from torch import nn
 from torchao.quantization import quantize_
@@ -40,8 +39,6 @@ from torchao_blockwise.nn import SwiGLUExperts
 RECIPES = ("fp8", "fp8_primary", "bf16", "bf16_compiled", "torchao", "nvfp4")
 DEFAULT_RECIPES = RECIPES[:-1]
 COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantize %")
-# Kernels that quantize, among those that do not multiply.
-_QUANTIZERS, _PRODUCTS = (re.compile(x, re.IGNORECASE) for x in (KINDS["quantize"] + "|swiglu", KINDS["products"]))
 # Of two products, one on what the other gives.
 _BUDGETS = dict.fromkeys(RECIPES, 0.15) | {"nvfp4": 0.6, "bf16_compiled": 0.02}
 
@@ -83,8 +80,7 @@ def floor_bytes(shape: Experts, ends: torch.Tensor) -> int:
 def split(layer: Layer, inputs: tuple) -> dict:
     """The quantizers' share of a step's device time, of operators' host time on a CPU, and the longest kernels."""
     kernels = kernels_of(lambda: layer.step(*inputs), inputs[0].device)
-    quantize = sum(us for name, us in kernels if _QUANTIZERS.search(name) and not _PRODUCTS.search(name))
-    return {"quantize %": 100 * quantize / sum(us for _, us in kernels), "kernels": longest(kernels)}
+    return {"quantize %": 100 * split_of(kernels)["quantize"], "kernels": longest(kernels)}
 
 
 def work_of(shape: Experts, routing: str, device: torch.device) -> Work:
