@@ -178,12 +178,15 @@ def recipes_from(args: argparse.Namespace, config: RunConfig) -> list[str]:
 def results_name(config: RunConfig, device: torch.device, kind: str = "train_llm") -> str:
     """Of the files in benchmarks/results: train_llm_cpu, train_llm_moe_tiny_cpu, throughput_125m_fuse_compiled.
 
-    Each kind of model has its own; the preset is left out where it is the default one of training.
+    Each kind of model and number of steps has its own; what is training's default is left out.
     """
     named = kind != "train_llm" or config.preset != default_preset(device)
     words = [kind, *config.preset.split("-") * named, *["fuse"] * config.separate, *["compiled"] * config.compile]
-    # A report adds its device itself.
-    return "_".join(words if kind != "train_llm" else [*words, environment.slug(device)])
+    if kind == "train_llm":
+        # Other results are written by a report, which adds its device itself.
+        fewer = config.steps != PRESETS[config.preset].steps
+        words += [environment.slug(device), *[f"{config.steps}_steps"] * fewer]
+    return "_".join(words)
 
 
 def default_preset(device: torch.device) -> str:

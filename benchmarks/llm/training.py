@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from llm import checkpoint, products
 from llm.config import RunConfig
@@ -136,6 +135,9 @@ def _allocated(device: torch.device) -> int:
 
 def _run_steps(model, optimizer, config, corpus, device, result, checkpoint_every, save) -> None:
     """Steps from len(result.losses) to config.steps, appended to `result`."""
+    # Here, so that what only times steps does without it.
+    from tqdm import tqdm
+
     first = len(result.losses)
     resumed = f"; resumed after step {first}" if first else ""
     print(f"{result.recipe:>6}: {result.layers}{resumed}", file=sys.stderr)

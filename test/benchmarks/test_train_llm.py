@@ -205,9 +205,9 @@ def test_a_mixture_writes_results_of_its_own(text_file, tmp_path, capsys, monkey
     ("argv", "kind", "name"),
     (
         ("", "train_llm", "train_llm_cpu"),
-        ("--preset 350m --compile", "train_llm", "train_llm_350m_compiled_cpu"),
+        ("--preset 350m --compile --steps 400", "train_llm", "train_llm_350m_compiled_cpu_400_steps"),
         ("--preset moe-tiny --fuse", "train_llm", "train_llm_moe_tiny_fuse_cpu"),
-        ("--preset 125m", "throughput", "throughput_125m"),
+        ("--preset 125m --steps 60", "throughput", "throughput_125m"),
         ("--preset moe-400m --fuse --compile", "throughput", "throughput_moe_400m_fuse_compiled"),
     ),
 )
