@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from llm import checkpoint, memory, report, training
+from llm import checkpoint, memory, report, throughput, training
 from llm.config import RunConfig, UsageError
 from llm.data import Corpus
 from llm.model import Router, next_byte_loss
 from llm.recipes import DEFAULT as RECIPES
 from llm.recipes import SEPARATE, convert
 from llm_cases import CPU, MODELS, MOE, TINY
+from torch._dynamo.utils import counters
 
 from torchao_blockwise.conversion import fusion_report
 
@@ -169,6 +170,16 @@ def test_a_compiled_run_learns_as_an_eager_one_does(corpus):
         training.train("fp8", replace(TINY, compile=compiled), corpus, CPU).losses for compiled in (False, True)
     )
     assert compiled == pytest.approx(eager, rel=0.01)
+
+
+@pytest.mark.parametrize("layers", (2, 4))
+@pytest.mark.parametrize(("recipe", "graphs"), (("fp8", 1), ("fp8_fused_once", 1), ("nvfp4", 2)))
+def test_blocks_that_are_alike_are_compiled_once(recipe, graphs, layers):
+    """All but nvfp4's last one, which is bf16's; a deep model compiles no longer than a flat one."""
+    torch._dynamo.reset()
+    counters["stats"]["unique_graphs"] = 0
+    throughput.Run(recipe, replace(TINY, compile=True, separate=True, layers=layers), [torch.zeros(2, 65).long()])
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_a_tied_head_is_one_parameter(corpus):
