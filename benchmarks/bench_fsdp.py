@@ -13,7 +13,8 @@ One process a GPU (NCCL; gloo with --smoke on a CPU), blocks and root fully shar
     tokens/s       of all ranks
     peak GiB       most bytes that the model, its optimizer and a step have allocated on a rank
     sync ms        of scales and, ours, of payload: events around it on the GPU, a wait for slower ranks included
-    reduce ms      of that the MAX all-reduce of ours
+    reduce ms      of that the MAX all-reduce of ours, the exchange of scales
+    sync %, reduce %   of a step
     loss           mean over ranks of the last step, of output against a fixed random target
     off            its distance from bf16's, as a share of what bf16 learned in these steps
 
@@ -61,7 +62,7 @@ GATHERS = {"torchao_bf16_gather": False, "torchao_fp8_gather": True}
 RECIPES = ("bf16", *GATHERS, *OURS)
 COLUMNS = (
     *("recipe", "mode", "gathered MiB", "of bf16", "ms a step", "x bf16", "tokens/s", "peak GiB"),
-    *("sync ms", "sync %", "reduce ms", "loss", "off"),
+    *("sync ms", "sync %", "reduce ms", "reduce %", "loss", "off"),
 )
 # Steps before those that are timed: compilers, allocators and caches settle.
 _WARM_UP = 3
@@ -279,6 +280,7 @@ def add_row(recipe: str, mode: str, result: dict, results: Report) -> None:
         "sync ms": most("sync us", 1e3),
         "sync %": most("sync us", us / 100),
         "reduce ms": most("reduce us", 1e3),
+        "reduce %": most("reduce us", us / 100),
         "us": us,
         "losses": [sum(losses) / len(seen) for losses in zip(*(rank["losses"] for rank in seen))],
         "ranks": seen,

@@ -9,9 +9,12 @@ in backward (fp8_primary: the Parameter is FP8, whose cast is the optimizer step
     memory   what a step has allocated at its peak, with the weight and gradients, and without x and dy
              (step_memory.py; the JSON has the parts)
 Checks first that output and gradients are those of bf16 within FP8's error. Floor: three products at the rate of
-cuBLASLt's tensorwise fp8, or the bytes of x, w, dy read once and y, dx, dw written once.
+cuBLASLt's tensorwise fp8, or the bytes of x, w, dy read once and y, dx, dw written once. "roofline x" and what of it is
+reached: see layers.py.
 Recipes are measured in stages, at all shapes each, what compiles for long last (layers.stages): a run that is cut short
 has ours and bf16. Writes benchmarks/results/linear_<device>.json, .md and .png.
+
+--shapes tracker, models or large runs one group of shapes; each writes linear_<group>_<device>, large linear_<device>.
 
     python benchmarks/bench_linear.py [--shapes 4096x18432x7168] [--only fp8 bf16 torchao]
 """
@@ -26,7 +29,7 @@ import layers
 import peers
 import shapes
 import torch
-from layers import Layer, Work
+from layers import Layer, Work, quantized_bytes
 from shapes import Shape
 from torch import nn
 
@@ -65,16 +68,18 @@ def work_of(shape: Shape, device: torch.device) -> Work:
         x, dy = (torch.randn(t, width, device=device, dtype=torch.bfloat16) for width in (k, n))
         return x.requires_grad_(), dy
 
-    return Work({"shape": str(shape)}, make, inputs, floor_bytes(shape), 6 * t * n * k, _BUDGETS)
+    return Work(
+        {"shape": str(shape)}, make, inputs, floor_bytes(shape), 6 * t * n * k, _BUDGETS, quantized_bytes(t, (n, k))
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = layers.parser(__doc__, RECIPES, DEFAULT_RECIPES)
     shapes.add_arguments(parser)
     args, device = driver.parse(parser, argv)
-    args.shapes = shapes.chosen(args, ["linear"])
+    name, args.shapes = f"linear{shapes.suffix(args)}", shapes.chosen(args, ["large"])
     works = [work_of(shape, device) for shape in args.shapes]
-    return layers.run("linear", COLUMNS, args, works, "A linear layer", device)
+    return layers.run(name, COLUMNS, args, works, "A linear layer", device)
 
 
 if __name__ == "__main__":

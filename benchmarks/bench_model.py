@@ -2,23 +2,23 @@
 
 Layers of Llama 3 8B (grouped-query attention, SwiGLU), without embedding and head, bf16 weights, fused AdamW in bf16.
 Each recipe runs eager and compiled (layer by layer), without and with activation checkpointing of each layer; all of
-them eager first. Checks
-first that the output is bf16's within the recipe's error. Memory is the peak of a step, all it holds counted. The split
-is of device time by kernel, from torch.profiler over one step; `--kernels` prints its longest kernels.
-Writes benchmarks/results/model_<layers>_layers_<device>.json and .md.
+them eager first. Checks first that the output is bf16's within the recipe's error. Memory is the peak of a step, all it
+holds counted. The split is of device time by kernel, from torch.profiler over three steps; below the table it is kernel
+by kernel. fp8_fused: layers that read one input share its quantization, where q, k, v, gate and up are layers of their
+own (--fuse); fp8_fused_once: SwiGLU quantizes what it computes as well.
+Writes benchmarks/results/model_<layers>_layers_<device>.json and .md, with --fuse model_<layers>_layers_fuse_<device>.
 
-    python benchmarks/bench_model.py [--layers 32 --tokens 4096] [--only fp8 bf16] [--modes eager] [--kernels 20]
+    python benchmarks/bench_model.py [--layers 32 --tokens 4096] [--only fp8 bf16] [--modes eager] [--fuse]
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -27,25 +27,22 @@ import errors
 import peers
 import torch
 from errors import relative_error
+from kernels import KINDS, OTHER, group_ms, kernels_of, longest, split_of, table
 from llm.model import Block, rotary
+from llm.recipes import RECIPES as FUSED
+from llm.recipes import fuse
 from report import Report
 from timing import Timing, synchronize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-RECIPES = ("bf16", "fp8", "torchao", "torchao_tensorwise", "torchao_rowwise", "nvfp4")
-OURS = ("fp8", "nvfp4")
+OURS = ("fp8", "fp8_fused", "fp8_fused_once", "nvfp4", "nvfp4_fused")
+RECIPES = ("bf16", *OURS, "torchao", "torchao_tensorwise", "torchao_rowwise")
+# Of merged projections and, with --fuse, of separate ones.
+DEFAULT_RECIPES = tuple(r for r in RECIPES if r not in ("fp8_fused", "nvfp4", "nvfp4_fused"))
+FUSE_RECIPES = ("bf16", *OURS[:3])
 MODES = ("eager", "compiled")
 COLUMNS = ("recipe", "mode", "checkpointing", "tokens/s", "x bf16", "ms a step", "peak GiB", "error")
-# Kernels by what their names hold; the first that fits.
-KINDS = {
-    "attention": r"flash|fmha|sdpa|attention|softmax",
-    "optimizer": r"adam|multi_tensor",
-    "products": r"gemm|matmul|nvjet|xmma|cutlass|_mm\b|::mm|addmm|cublas|wgmma",
-    "quantize": r"quant|amax|fp8|nvfp4|float8",
-    "transpose": r"transpose",
-    "compiled": r"^triton_",
-}
 # Of the whole stack: errors of layers add up.
 _BUDGET = 0.5
 
@@ -60,6 +57,7 @@ class Config:
     kv_heads: int = 8
     layers: int = 8
     seq_len: int = 4096
+    separate: bool = False
     experts: ClassVar[int] = 0
 
 
@@ -92,7 +90,11 @@ def build(config: Config, recipe: str, device: torch.device) -> Stack:
     torch.manual_seed(0)
     with torch.device(device):
         model = Stack(config)
-    return peers.convert(model.to(torch.bfloat16), recipe, device)
+    precision, fused = FUSED.get(recipe, (recipe, ""))
+    model = peers.convert(model.to(torch.bfloat16), precision, device)
+    if fused:
+        fuse(model, fused)
+    return model
 
 
 class Trainer:
@@ -140,40 +142,6 @@ def time_steps(trainer: Trainer, device: torch.device, steps: int) -> tuple[Timi
     return Timing.of(samples), torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def kernels_of(step: Callable[[], object], device: torch.device) -> list[tuple[str, float]]:
-    """(name, device µs) of each kernel of `step`, operators and host µs on a CPU, the longest first."""
-    activity = torch.profiler.ProfilerActivity
-    on_gpu = device.type == "cuda"
-    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA] if on_gpu else [activity.CPU]) as profile:
-        step()
-        synchronize(device)
-    times: dict[str, float] = {}
-    for event in profile.key_averages():
-        if on_gpu and (
-            event.device_type != torch.autograd.DeviceType.CUDA or getattr(event, "is_user_annotation", False)
-        ):
-            continue
-        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if us > 0:
-            times[event.key] = times.get(event.key, 0.0) + us
-    return sorted(times.items(), key=lambda item: -item[1])
-
-
-def split_of(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """{kind: share of the time}; "other" is what fits no kind."""
-    total = sum(us for _, us in kernels) or 1.0
-    shares = dict.fromkeys([*KINDS, "other"], 0.0)
-    for name, us in kernels:
-        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
-        shares[kind] += us / total
-    return shares
-
-
-def longest(kernels: Iterable[tuple[str, float]]) -> list[dict]:
-    """As a JSON holds them."""
-    return [{"name": name, "us": us} for name, us in itertools.islice(kernels, 40)]
-
-
 def measure(recipe: str, mode: str, config: Config, args: Namespace, expected: torch.Tensor, results: Report) -> None:
     """Add the rows of one recipe in one mode."""
     device = results.device
@@ -191,7 +159,7 @@ def measure(recipe: str, mode: str, config: Config, args: Namespace, expected: t
 
         def add(checkpointing=checkpointing, where=where) -> None:
             timing, peak = time_steps(trainer, device, args.steps)
-            kernels = kernels_of(trainer.step, device)
+            kernels = kernels_of(trainer.step, device, 3)
             base = next((r for r in results.rows if r["recipe"] == "bf16" and r["where"] == where), None)
             row = {
                 "recipe": recipe,
@@ -203,14 +171,14 @@ def measure(recipe: str, mode: str, config: Config, args: Namespace, expected: t
                 "peak GiB": None if peak is None else peak / 2**30,
                 "error": error,
                 **{f"{kind} %": 100 * share for kind, share in split_of(kernels).items()},
+                **group_ms(kernels),
                 "where": where,
                 "us": timing.us,
                 "timing": timing._asdict(),
                 "kernels": longest(kernels),
             }
+            results.sections.append(table(f"{recipe}, {where}", kernels, timing.us))
             results.add(row)
-            for name, us in kernels[: args.kernels]:
-                print(f"    {us:10.1f} us  {name[:100]}")
 
         results.attempt(recipe, where, add)
         trainer.optimizer.zero_grad(set_to_none=True)
@@ -226,20 +194,23 @@ def parser(doc: str, recipes: Sequence[str], default: Sequence[str], layers: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser(__doc__, RECIPES, RECIPES[:-1], Config.layers, 5)
+    options = parser(__doc__, RECIPES, DEFAULT_RECIPES, Config.layers, 5)
     options.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     options.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off", "on"])
-    options.add_argument("--kernels", type=int, default=0, help="print the longest kernels of each row")
+    what = f"q, k, v, gate and up are layers of their own, as in transformers; {' '.join(FUSE_RECIPES)} by default"
+    options.add_argument("--fuse", action="store_true", help=what)
     args, device = driver.parse(options, argv)
-    config = SMOKE if args.smoke else Config(layers=args.layers)
+    config = replace(SMOKE if args.smoke else Config(layers=args.layers), separate=args.fuse)
+    if args.fuse and args.only == list(DEFAULT_RECIPES):
+        args.only = FUSE_RECIPES
     if args.smoke:
         args.tokens, args.steps = 2 * config.seq_len, 2
     # bf16 first, with which the others are compared, then ours; eager first, because compiling takes long: a run that
     # is cut short has the rows that matter.
     args.only = sorted(args.only, key=lambda recipe: (recipe != "bf16", recipe not in OURS, RECIPES.index(recipe)))
     args.modes = sorted(args.modes, key=MODES.index)
-    columns = [*COLUMNS, *(f"{kind} %" for kind in (*KINDS, "other"))]
-    results = Report(f"model_{config.layers}_layers", device, columns, vars(args) | vars(config))
+    columns = [*COLUMNS, *(f"{kind} %" for kind in (*KINDS, OTHER))]
+    results = Report(f"model_{config.layers}_layers" + "_fuse" * args.fuse, device, columns, vars(args) | vars(config))
     reference = build(config, "bf16", device)
     with torch.no_grad():
         expected = reference(Trainer(reference, config, args.tokens, device).x)

@@ -9,17 +9,18 @@ Columns and stages as in bench_linear: graph, eager, host, TFLOP/s of 18 · toke
 share of device time in kernels that quantize, SwiGLU where it is fused with that.
 "memory MiB" is what a step has allocated at its peak, with weights and gradients, and without x and dy
 (step_memory.py; the JSON has the parts).
+"roofline x" and what of it is reached: see layers.py.
 Checks first that output and gradients are those of bf16 within the recipe's error. Floor: nine products at the rate of
 cuBLASLt's tensorwise fp8, or the bytes of x, the weights and dy read once and y, dx and their gradients written once.
-Writes benchmarks/results/moe_<device>.json, .md and .png.
+Writes benchmarks/results/moe_<device>.json, .md and .png, with --shapes models moe_models_<device>.
 
     python benchmarks/bench_moe.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed] [--only fp8 bf16]
 """
 
 from __future__ import annotations
 
-import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import driver
@@ -28,9 +29,9 @@ import layers
 import peers
 import torch
 import torch.nn.functional as F
-from bench_model import KINDS, kernels_of, longest
 from experts import Experts, group_ends
-from layers import OURS, Layer, Work
+from kernels import kernels_of, longest, split_of
+from layers import OURS, Layer, Work, quantized_bytes
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -40,8 +41,6 @@ from torchao_blockwise.nn import SwiGLUExperts
 RECIPES = ("fp8", "fp8_primary", "bf16", "bf16_compiled", "torchao", "nvfp4")
 DEFAULT_RECIPES = RECIPES[:-1]
 COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantize %")
-# Kernels that quantize, among those that do not multiply.
-_QUANTIZERS, _PRODUCTS = (re.compile(x, re.IGNORECASE) for x in (KINDS["quantize"] + "|swiglu", KINDS["products"]))
 # Of two products, one on what the other gives.
 _BUDGETS = dict.fromkeys(RECIPES, 0.15) | {"nvfp4": 0.6, "bf16_compiled": 0.02}
 
@@ -83,8 +82,7 @@ def floor_bytes(shape: Experts, ends: torch.Tensor) -> int:
 def split(layer: Layer, inputs: tuple) -> dict:
     """The quantizers' share of a step's device time, of operators' host time on a CPU, and the longest kernels."""
     kernels = kernels_of(lambda: layer.step(*inputs), inputs[0].device)
-    quantize = sum(us for name, us in kernels if _QUANTIZERS.search(name) and not _PRODUCTS.search(name))
-    return {"quantize %": 100 * quantize / sum(us for _, us in kernels), "kernels": longest(kernels)}
+    return {"quantize %": 100 * split_of(kernels)["quantize"], "kernels": longest(kernels)}
 
 
 def work_of(shape: Experts, routing: str, device: torch.device) -> Work:
@@ -102,6 +100,7 @@ def work_of(shape: Experts, routing: str, device: torch.device) -> Work:
         floor_bytes(shape, ends),
         18 * shape.tokens * shape.hidden * shape.dim,
         _BUDGETS,
+        sum((Counter(quantized_bytes(shape.tokens, weight)) for weight in shape.weights.values()), Counter()),
         split,
     )
 
@@ -110,9 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = layers.parser(__doc__, RECIPES, DEFAULT_RECIPES)
     experts.add_arguments(parser)
     args, device = driver.parse(parser, argv)
-    args.shapes = experts.chosen(args)
+    name, args.shapes = f"moe{experts.suffix(args)}", experts.chosen(args)
     works = [work_of(shape, routing, device) for shape in args.shapes for routing in args.routings]
-    return layers.run("moe", COLUMNS, args, works, "Experts' MLP", device)
+    return layers.run(name, COLUMNS, args, works, "Experts' MLP", device)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import itertools
 from typing import NamedTuple
 
 import torch
+from llm.config import PRESETS
 
 
 class Experts(NamedTuple):
@@ -41,19 +42,26 @@ MODELS = {
     "mixtral_8x7b": Experts(16384, 8, 14336, 4096),
     "qwen3_30b_a3b": Experts(32768, 128, 768, 2048),
 }
+# Of train_llm, a microbatch of it.
+PRESET_MODELS = {
+    f"train_llm_{name}": Experts(c.batch_size * c.seq_len * c.top_k, c.experts, c.hidden, c.dim)
+    for name, c in PRESETS.items()
+    if name in ("moe-400m", "moe-2b")
+}
+_NAMED = {name: [shape] for name, shape in (MODELS | PRESET_MODELS).items()}
+_NAMED |= {"large": [*MODELS.values()], "models": [*PRESET_MODELS.values()]}
+_NAMED["all"] = _NAMED["large"] + _NAMED["models"]
 SMOKE = (Experts(40, 3, 128, 128), Experts(33, 8, 64, 96))
 
 
 def parse(text: str) -> list[Experts]:
     """The experts of a name, or of tokens x experts x hidden x dim; as an argparse type."""
-    if text == "all":
-        return list(MODELS.values())
-    if text in MODELS:
-        return [MODELS[text]]
+    if text in _NAMED:
+        return _NAMED[text]
     parts = text.split("x")
     if len(parts) == 4 and all(part.isdecimal() and int(part) > 0 for part in parts):
         return [Experts(*map(int, parts))]
-    names = ", ".join(["all", *MODELS])
+    names = ", ".join(_NAMED)
     raise argparse.ArgumentTypeError(f"no experts {text!r}; give tokens x experts x hidden x dim, or one of {names}")
 
 
@@ -61,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--shapes and --routings; `chosen` reads the shapes."""
     parser.add_argument(
         "--shapes", nargs="+", type=parse, metavar="SHAPE",
-        help=f"tokens x experts x hidden x dim, all, or of {', '.join(MODELS)}; default all",
+        help=f"tokens x experts x hidden x dim, or of {', '.join(_NAMED)}; default large",
     )  # fmt: skip
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
 
@@ -70,6 +78,11 @@ def chosen(args: argparse.Namespace) -> list[Experts]:
     """The experts that the command line names, each once."""
     named = args.shapes or [SMOKE if args.smoke else MODELS.values()]
     return list(dict.fromkeys(itertools.chain.from_iterable(named)))
+
+
+def suffix(args: argparse.Namespace) -> str:
+    """Of results' names: train_llm's models, named alone, have files of their own."""
+    return "_models" if args.shapes == [_NAMED["models"]] else ""
 
 
 def _balanced(experts: int) -> list[float]:

@@ -3,6 +3,8 @@
 On a GPU it times the calls of a layer so small that the GPU never is what is waited for. Without one, kernels are
 built for sm_90 and Triton's extension in C, like cuBLAS, is replaced by nothing, so that the same Python runs.
 
+Compiled, a layer runs by inductor; without a GPU only as far as graphs go, for which no compiler is needed.
+
     python benchmarks/host_time.py [--dim 512 --tokens 512 --repeats 200 --profile]
 """
 
@@ -14,17 +16,23 @@ import gc
 import pstats
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 from environment import environment, slug
+from experts import group_ends
+from peers import compile_model
 from report import RESULTS, markdown, save
 from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, ops
+from torchao_blockwise.conversion import experts as experts_filter
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128
+from torchao_blockwise.nn import SwiGLUExperts
 
 TARGET = 90
+EXPERTS = 4
 
 
 def stub_the_gpu() -> None:
@@ -165,6 +173,29 @@ def in_another_thread(call):
     return hand_over
 
 
+def both_of(module: nn.Module, call: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], None]:
+    """Forward and backward of `call`, which runs `module`, into gradients that do not exist yet."""
+    leaf, *rest = inputs
+    leaf = leaf.detach().requires_grad_()
+    dy = torch.empty_like(leaf)
+
+    def both():
+        leaf.grad = None
+        module.zero_grad()
+        call(leaf, *rest).backward(dy)
+
+    return both
+
+
+def experts(config, dim: int, tokens: int, device: str) -> tuple[nn.Module, torch.Tensor]:
+    """A SwiGLU MLP of experts, and the ends of their tokens."""
+    torch.manual_seed(0)
+    model = SwiGLUExperts(EXPERTS, dim, dim, device=device, dtype=torch.bfloat16)
+    if config is not None:
+        quantize_(model, config, filter_fn=experts_filter())
+    return model, group_ends("balanced", tokens, EXPERTS, torch.device(device))
+
+
 def pieces(dim: int, tokens: int, device: str) -> dict:
     x = torch.zeros(tokens, dim, dtype=torch.bfloat16, device=device)
     w = ops.quantize(x[:dim] if tokens >= dim else x.new_zeros(dim, dim), FP8_128X128).rowwise
@@ -203,6 +234,12 @@ def main() -> None:
         calls = steps(layer(config, args.dim, device), x)
         if args.profile and name == "fp8":
             profile(calls["forward + backward, weight changed"])
+        linear = layer(config, args.dim, device)
+        calls["forward + backward, compiled"] = both_of(linear, compile_model(linear, torch.device(device)), x)
+        model, ends = experts(config, args.dim, args.tokens, device)
+        compiled = compile_model(model, torch.device(device))
+        calls["experts forward + backward"] = both_of(model, model, x, ends)
+        calls["experts forward + backward, compiled"] = both_of(model, compiled, x, ends)
         rows[name] = {what: microseconds(call, args.repeats) for what, call in calls.items()}
     for what, call in pieces(args.dim, args.tokens, device).items():
         rows.setdefault("pieces", {})[what] = microseconds(call, args.repeats)

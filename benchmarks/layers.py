@@ -1,9 +1,15 @@
-"""What benchmarks of layers share: a layer that trains, its step checked against bf16's, its time and its memory."""
+"""What benchmarks of layers share: a layer that trains, its step checked against bf16's, its time and its memory.
+
+roofline x   how many times faster than bf16 a step could be: its operations at the peak of bf16, over the same at the
+             peak of fp8 and the bytes of quantization; peaks of the data sheet (spec), or as measured in this run
+reached      the share of that which the row is faster than bf16
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,10 +25,13 @@ from step_memory import step_memory
 from timing import Timing, host_time, input_sets, time_eager, time_runs
 from torch import nn
 
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128
+
 OURS = tuple(peers.OUR_CONFIGS)
 COLUMNS = (
     *("recipe", "graph us", "eager us", "host us", "TFLOP/s", "roofline us", "of roofline"),
     *("memory MiB", "error"),
+    *(f"{what} ({by})" for by in ("spec", "measured") for what in ("roofline x", "reached")),
 )
 
 
@@ -69,7 +78,8 @@ class Work(NamedTuple):
 
     labels: what the rows' first columns say. make: recipe -> a new layer; may raise.
     inputs: () -> fresh (x, dy). nbytes: that must move in a step. flops: of a step.
-    budgets: recipe -> ‖difference to bf16‖ / ‖bf16‖ that it may have. more: (layer, inputs) -> further columns.
+    budgets: recipe -> ‖difference to bf16‖ / ‖bf16‖ that it may have. quantized_bytes: as of the function of that name.
+    more: (layer, inputs) -> further columns.
     """
 
     labels: Mapping[str, str]
@@ -78,11 +88,40 @@ class Work(NamedTuple):
     nbytes: int
     flops: int
     budgets: Mapping[str, float]
+    quantized_bytes: Mapping[str, int]
     more: Callable[[Layer, tuple], dict] = lambda layer, inputs: {}
 
     @property
     def where(self) -> str:
         return " | ".join(self.labels.values())
+
+
+def quantized_bytes(tokens: int, weight: tuple[int, ...]) -> dict[str, int]:
+    """{recipe: bytes that a step's quantization moves}, for recipes of 1x128 and 128x128 blocks.
+
+    weight: [.., N, K] in bf16. x and dy are read once and both copies written; the weight is read for each of its two
+    copies, in high precision or, where the Parameter is in FP8, as that, whose rowwise copy is there.
+    """
+    *_, n, k = weight
+    activations = sum(
+        torch.bfloat16.itemsize * tokens * width + FP8_1X128.nbytes(tokens, width) + FP8_1X128.nbytes(width, tokens)
+        for width in (n, k)
+    )
+    high, low = torch.bfloat16.itemsize * math.prod(weight), FP8_128X128.nbytes(*weight)
+    both = activations + 2 * (high + low)
+    return {"fp8": both, "torchao": both, "fp8_primary": activations + 2 * low}
+
+
+def reached(work: Work, recipe: str, speedup: float, results: Report) -> dict[str, float]:
+    """Columns of the speed-up over bf16 that there could be, and the share of it that `speedup` is."""
+    if recipe not in work.quantized_bytes:
+        return {}
+    columns = {}
+    for by, ceilings in (("spec", roofline.specification(results.device_name)), ("measured", results.ceilings)):
+        if ceilings is not None:
+            possible = ceilings.speedup(work.flops, work.quantized_bytes[recipe])
+            columns |= {f"roofline x ({by})": possible, f"reached ({by})": speedup / possible}
+    return columns
 
 
 def run(name: str, columns: Sequence[str], args: argparse.Namespace, works: Sequence[Work], title: str, device) -> int:
@@ -152,7 +191,9 @@ def measure(work: Work, recipes: Sequence[str], results: Report, seconds: float 
     for recipe, row in new.items():
         others = {name: us for name, us in times.items() if name != recipe}
         last = next((other for other in reversed(results.rows) if other["where"] == where), None)
-        results.add({**work.labels, **row} | (ratios(row["us"], others) if recipe in OURS else {}), after=last)
+        row = {**work.labels, **row} | (ratios(row["us"], others) if recipe in OURS else {})
+        base = times.get("bf16") or there.get("bf16", {}).get("us")
+        results.add(row | (reached(work, recipe, base / row["us"], results) if base else {}), after=last)
     for recipe in again if new else ():
         results.amend(there[recipe], ratios(ours[recipe], times))
 

@@ -29,6 +29,8 @@ class Report:
         self.device_name = environment.device_name(device)
         self.environment = environment.environment(device)
         self.rows: list[dict] = []
+        # Markdown that stands below the table.
+        self.sections: list[str] = []
         self._amended = False
         self.left_out: dict[tuple[str, str], list[str]] = {}
         self.ceilings: roofline.Ceilings | None = None
@@ -79,7 +81,7 @@ class Report:
         return lines
 
     def table(self) -> str:
-        """Everything as Markdown."""
+        """The rows and what has none as Markdown."""
         table = markdown(self.columns, map(self._cells, self.rows), left=2)
         return "\n".join([table, *[""] * bool(self.left_out), *(f"- {note}" for note in self.notes())])
 
@@ -111,7 +113,8 @@ class Report:
             "rows": self.rows,
             "left out": [{"what": name, "why": why, "where": w} for (name, why), w in self.left_out.items()],
         }
-        return save(folder, f"{self.name}_{environment.slug(self.device)}", content, self.table())
+        text = "\n\n".join([self.table(), *self.sections])
+        return save(folder, f"{self.name}_{environment.slug(self.device)}", content, text)
 
 
 def save(folder: Path, name: str, content: Mapping, table: str) -> Path:

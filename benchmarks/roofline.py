@@ -32,8 +32,25 @@ class Ceilings:
         """Least microseconds of a job: max(nbytes / copy, flops / peak)."""
         return max(nbytes / (self.copy * 1e6), flops / (getattr(self, peak) * 1e6))
 
+    def speedup(self, flops: int, quantized_bytes: int) -> float:
+        """How many times faster than in bf16 `flops` are in fp8, with so many bytes moved to quantize operands."""
+        return (flops / self.bf16) / (flops / self.fp8 + quantized_bytes / self.copy)
+
     def as_dict(self) -> dict:
         return asdict(self)
+
+
+# Of the data sheets, without sparsity; by what a GPU's name holds.
+# Source: NVIDIA H200 and H100 Tensor Core GPU data sheets (SXM).
+SPECIFICATIONS = {
+    "H200": Ceilings(copy=4.8, bf16=989.5, fp8=1979.0),
+    "H100 80GB HBM3": Ceilings(copy=3.35, bf16=989.5, fp8=1979.0),
+}
+
+
+def specification(device_name: str) -> Ceilings | None:
+    """What the maker says of this GPU; None where that is not in `SPECIFICATIONS`."""
+    return next((ceilings for name, ceilings in SPECIFICATIONS.items() if name in device_name), None)
 
 
 def measure_ceilings(device: torch.device, *, smoke: bool = False) -> Ceilings:

@@ -1,6 +1,8 @@
 """Which shapes a benchmark runs: (tokens, out_features, in_features) of linear layers.
 
-peers       the shapes that others were measured at, `linear` those of whole layers among them
+peers       the shapes that others were measured at, `large` those of whole layers among them
+tracker     the dense MLPs of DeepSeek-V3 16B and 671B, at the tokens of torchao's tracker of blockwise FP8
+models      the layers of train_llm's 125m and 1b, at the tokens of their microbatches
 default     these, and ragged, very small and large ones
 all         every layer of DeepSeek-V3 16B and 671B and Llama 8B and 70B, at every number of tokens
 llama_8b    the layers of one of these models, likewise
@@ -12,6 +14,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from typing import NamedTuple
+
+from llm.config import PRESETS
 
 TOKENS = (64, 4096, 4097, 16384, 32768)
 # Model -> the weights [out_features, in_features] of its linear layers. Source: the models' published configurations,
@@ -80,7 +84,20 @@ PEERS = tuple(
     )
 )
 # Of those, where whole layers were measured.
-LINEAR = (PEERS[2], PEERS[3], PEERS[5])
+LARGE = (PEERS[2], PEERS[3], PEERS[5])
+_DENSE = ("deepseek_v3_16b", "deepseek_v3_671b")
+TRACKER = tuple(Shape(4096, *LAYERS[model][layer]) for model in _DENSE for layer in ("mlp.gate", "mlp.down"))
+
+
+def _of_preset(name: str) -> list[Shape]:
+    """qkv, output, gate_up and down of a dense preset of train_llm."""
+    config = PRESETS[name]
+    weights = ((3 * config.dim, config.dim), (config.dim, config.dim))
+    weights += ((2 * config.hidden, config.dim), (config.dim, config.hidden))
+    return [Shape(config.batch_size * config.seq_len, *weight) for weight in weights]
+
+
+MODELS = (*_of_preset("125m"), *_of_preset("1b"))
 # Few tokens, tokens that fill no tile, features that fill no block, and a long batch.
 DEFAULT = (
     *PEERS,
@@ -88,7 +105,7 @@ DEFAULT = (
     Shape(32768, 4096, 4096),
 )
 SMOKE = (Shape(48, 256, 384), Shape(33, 64, 128))
-_FIXED = {"peers": PEERS, "linear": LINEAR, "default": DEFAULT, "smoke": SMOKE}
+_FIXED = {"peers": PEERS, "large": LARGE, "tracker": TRACKER, "models": MODELS, "default": DEFAULT, "smoke": SMOKE}
 
 
 def name_of(shape: Shape) -> str:
@@ -123,6 +140,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def chosen(args: argparse.Namespace, default: Iterable[str]) -> list[Shape]:
     """The shapes that the command line names."""
     return select(args.shapes or (["smoke"] if args.smoke else default), args.tokens)
+
+
+def suffix(args: argparse.Namespace) -> str:
+    """Of results' names: one group of layers that is named alone has files of its own."""
+    return f"_{args.shapes[0]}" if args.shapes in (["tracker"], ["models"]) else ""
 
 
 def argument(text: str) -> str:

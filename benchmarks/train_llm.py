@@ -3,6 +3,12 @@
 python benchmarks/train_llm.py                      # all three, on real text; 2 to 4 minutes on two CPU cores
 python benchmarks/train_llm.py --preset 350m --data my_text/ --compile
 python benchmarks/train_llm.py --model moe-tiny         # a mixture of experts; likewise
+python benchmarks/train_llm.py --preset 125m --throughput --profile --steps 60 --results [--fuse] [--compile]
+
+--throughput trains nothing to its end: all recipes take turns of a few steps, on batches that are there. Columns:
+    host ms     a step until its work is launched, with a wait before each pass, so that the device is never waited for
+    peak GiB    all that the model, its optimizer and a step have allocated
+    products ms, quantization ms, other ms   of kernels in a step, with --profile, which adds a table of them all
 """
 
 from __future__ import annotations
@@ -21,10 +27,10 @@ from pathlib import Path
 os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
 import environment
 import torch
-from llm import checkpoint, products, report
+from llm import checkpoint, products, report, throughput
 from llm.config import PRESETS, RunConfig, UsageError, override
 from llm.data import Corpus, read_corpus
-from llm.recipes import RECIPES
+from llm.recipes import DEFAULT, MERGED, RECIPES, SEPARATE
 from llm.training import Result, train
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -41,13 +47,16 @@ def make_parser() -> argparse.ArgumentParser:
         prog="train_llm", description=__doc__, epilog=_GUARANTEES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="what to compare (default: all)")
+    what = f"what to compare (default: {', '.join(DEFAULT)}; with --fuse all, with --throughput all that the model has)"
+    add("--recipes", nargs="+", choices=RECIPES, help=what)
     add("--preset", "--model", choices=PRESETS, help="model and schedule (default: cpu, with a GPU 125m)")
     add("--data", metavar="PATH", help="a text file, or a folder of them (default: Python's standard library)")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     out = Path("runs/train_llm")
     add("--out", type=Path, default=out, metavar="DIR", help="results and checkpoints (default: %(default)s)")
     add("--results", action="store_true", help="write the results into benchmarks/results/ too")
+    add("--throughput", action="store_true", help="time steps of all recipes, which take turns, and train no further")
+    add("--profile", action="store_true", help="with --throughput: where a step's time goes, kernel by kernel")
     numbers = parser.add_argument_group("instead of the preset's values")
     for name, what in (
         ("steps", "optimizer updates"),
@@ -63,7 +72,9 @@ def make_parser() -> argparse.ArgumentParser:
     numbers.add_argument("--products", choices=products.PRECISIONS, help=what)
     switch = {"action": "store_const", "const": True}
     numbers.add_argument("--tied-head", help="share the embedding with the output head", **switch)
-    numbers.add_argument("--compile", help="torch.compile the model", **switch)
+    what = "q, k, v, gate and up are layers of their own, as transformers has them, and share their inputs in *_fused"
+    numbers.add_argument("--fuse", dest="separate", help=what, **switch)
+    numbers.add_argument("--compile", help="torch.compile each block", **switch)
     numbers.add_argument("--activation-checkpointing", help="recompute every block in backward", **switch)
     add("--checkpoint-every", type=_positive_int, default=0, metavar="N", help="write a checkpoint every N steps")
     add("--resume", action="store_true", help="continue from the checkpoints in --out")
@@ -94,14 +105,19 @@ def run(args: argparse.Namespace) -> int:
     config = config_from(args, device)
     for folder in (args.out, *([RESULTS] if args.results else ())):
         prepare_folder(folder)
-    recipes = list(dict.fromkeys(args.recipes))
+    recipes = recipes_from(args, config)
     if args.resume and not any(checkpoint.path_of(args.out, r).exists() for r in recipes):
         remedy = "run with --checkpoint-every N first, or name its --out"
         raise UsageError(f"--resume: no checkpoint in {args.out}; {remedy}")
-    corpus = read_corpus(args.data, config.seq_len, config.held_out_sequences, site_packages=device.type == "cuda")
+    # A few steps need little text.
+    everything = device.type == "cuda" and not args.throughput
+    corpus = read_corpus(args.data, config.seq_len, config.held_out_sequences, site_packages=everything)
     print(opening_line(config, corpus, device, recipes))
     if recipes != ["bf16"] or config.experts:
         import_torchao()
+    if args.throughput:
+        args.smoke, args.out = False, RESULTS if args.results else args.out
+        return throughput.measure(recipes, config, corpus, args, results_name(config, device, "throughput"), device)
     results = [
         train(r, config, corpus, device, args.out, checkpoint_every=args.checkpoint_every, resume=args.resume)
         for r in recipes
@@ -129,14 +145,15 @@ def pick_device(name: str | None) -> torch.device:
 
 def config_from(args: argparse.Namespace, device: torch.device) -> RunConfig:
     """The preset with the command line's values in place of its own."""
-    names = ("steps", "batch_size", "seq_len", "grad_accumulation", "warmup", "seed", "lr", "tied_head", "compile")
-    values = {name: getattr(args, name) for name in (*names, "activation_checkpointing", "products")}
+    names = ("steps", "batch_size", "seq_len", "grad_accumulation", "warmup", "seed", "lr", "products")
+    switches = ("tied_head", "separate", "compile", "activation_checkpointing")
+    values = {name: getattr(args, name) for name in (*names, *switches)}
     # In compiled code products cannot be replaced one by one.
     if device.type == "cpu" and not args.products and not args.compile:
         values["products"] = products.pick()
     if device.type != "cpu" and args.products == "fp32":
         raise UsageError(f"--products fp32: {device} multiplies bf16 itself; leave --products out, or add --device cpu")
-    return override(args.preset or ("cpu" if device.type == "cpu" else "125m"), **values)
+    return override(args.preset or default_preset(device), **values)
 
 
 def prepare_folder(folder: Path) -> None:
@@ -150,9 +167,30 @@ def prepare_folder(folder: Path) -> None:
         raise UsageError(f"{folder}: not a folder that can be written; choose another --out")
 
 
-def results_name(config: RunConfig, device: torch.device) -> str:
-    """Of the files in benchmarks/results: train_llm_cpu, train_llm_moe_tiny_cpu."""
-    return "_".join(["train_llm", *config.preset.split("-") * bool(config.experts), environment.slug(device)])
+def recipes_from(args: argparse.Namespace, config: RunConfig) -> list[str]:
+    """The recipes that the command line names, each once, or those that there are for this model."""
+    if args.profile and not args.throughput:
+        raise UsageError("--profile looks at steps of --throughput; add that")
+    fused = SEPARATE if config.separate else MERGED if args.throughput else DEFAULT
+    return list(dict.fromkeys(args.recipes or fused))
+
+
+def results_name(config: RunConfig, device: torch.device, kind: str = "train_llm") -> str:
+    """Of the files in benchmarks/results: train_llm_cpu, train_llm_moe_tiny_cpu, throughput_125m_fuse_compiled.
+
+    Each kind of model and number of steps has its own; what is training's default is left out.
+    """
+    named = kind != "train_llm" or config.preset != default_preset(device)
+    words = [kind, *config.preset.split("-") * named, *["fuse"] * config.separate, *["compiled"] * config.compile]
+    if kind == "train_llm":
+        # Other results are written by a report, which adds its device itself.
+        fewer = config.steps != PRESETS[config.preset].steps
+        words += [environment.slug(device), *[f"{config.steps}_steps"] * fewer]
+    return "_".join(words)
+
+
+def default_preset(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else "125m"
 
 
 def opening_line(config: RunConfig, corpus: Corpus, device: torch.device, recipes: list[str]) -> str:

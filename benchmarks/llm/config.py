@@ -20,6 +20,7 @@ class RunConfig:
     steps count optimizer updates; batch_size counts sequences a microbatch; lr is the peak of warmup and cosine.
     experts: how many MLPs of width `hidden` a layer has, of which a token takes top_k; 0 for a dense model.
     shared_experts: how many more every token takes. balance_rate: by how much a step favors an expert with few tokens.
+    separate: whether q, k and v, and gate and up, are layers of their own, as in transformers, and not one product.
     products: what bf16 products are computed in, "fp32" on processors that are slow in bf16; see `llm.products`.
     Raises UsageError for values that cannot train.
     """
@@ -40,6 +41,7 @@ class RunConfig:
     grad_clip: float = 1.0
     seed: int = 0
     tied_head: bool = False
+    separate: bool = False
     compile: bool = False
     activation_checkpointing: bool = False
     experts: int = 0

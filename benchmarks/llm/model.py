@@ -27,40 +27,56 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), _NORM_EPS)
 
 
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions; query, key and value come from one GEMM.
+class Projections(nn.Module):
+    """Linear layers without bias that read one input: one GEMM for all parts, or with `separate` a layer for each.
 
-    Heads share keys and values where there are fewer of these.
+    parts: name -> width. readers: names of the layers.
     """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, dim: int, merged: str, parts: dict[str, int], separate: bool):
         super().__init__()
-        self.head_dim = config.dim // config.heads
-        self.widths = [heads * self.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
-        self.qkv = nn.Linear(config.dim, sum(self.widths), bias=False)
+        self.widths = list(parts.values())
+        self.readers = tuple(parts) if separate else (merged,)
+        for name, width in zip(self.readers, self.widths if separate else [sum(self.widths)]):
+            self.add_module(name, nn.Linear(dim, width, bias=False))
+
+    def project(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x [.., dim] -> each part [.., width]."""
+        outs = [getattr(self, name)(x) for name in self.readers]
+        return outs if len(outs) > 1 else outs[0].split(self.widths, dim=-1)
+
+
+class Attention(Projections):
+    """Causal self-attention with rotary positions; heads share keys and values where there are fewer of these."""
+
+    def __init__(self, config: RunConfig):
+        head_dim = config.dim // config.heads
+        heads = {"q_proj": config.heads, "k_proj": config.kv_heads, "v_proj": config.kv_heads}
+        super().__init__(config.dim, "qkv", {name: n * head_dim for name, n in heads.items()}, config.separate)
+        self.head_dim = head_dim
         self.output = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x: [B, S, dim]; cos, sin: [S, head_dim]."""
-        parts = self.qkv(x).split(self.widths, dim=-1)
-        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in parts)  # each [B, heads, S, head_dim]
+        # Each [B, heads, S, head_dim].
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in self.project(x))
         attended = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1]
         )
         return self.output(attended.transpose(1, 2).flatten(2))
 
 
-class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x)); gate and up come from one GEMM."""
+class MLP(Projections):
+    """down(silu(gate(x)) · up(x))."""
 
     def __init__(self, config: RunConfig, width: int = 1):
-        super().__init__()
-        self.gate_up = nn.Linear(config.dim, 2 * width * config.hidden, bias=False)
-        self.down = nn.Linear(width * config.hidden, config.dim, bias=False)
+        hidden = width * config.hidden
+        super().__init__(config.dim, "gate_up", dict.fromkeys(("gate_proj", "up_proj"), hidden), config.separate)
+        self.down = nn.Linear(hidden, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [B, S, dim]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        gate, up = self.project(x)
         return self.down(F.silu(gate) * up)
 
 

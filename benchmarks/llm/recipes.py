@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import nn
 
-RECIPES = ("bf16", "fp8", "nvfp4")
+from llm.config import UsageError
+
+
+class Recipe(NamedTuple):
+    """How linear layers and experts train, and what is fused besides.
+
+    precision: "bf16", "fp8" or "nvfp4". fused: "inputs", where layers that read one input share its quantization;
+    "once", where SwiGLU quantizes what it computes as well; or "".
+    """
+
+    precision: str
+    fused: str = ""
+
+
+RECIPES = {
+    "bf16": Recipe("bf16"),
+    "fp8": Recipe("fp8"),
+    "fp8_fused": Recipe("fp8", "inputs"),
+    "fp8_fused_once": Recipe("fp8", "once"),
+    "nvfp4": Recipe("nvfp4"),
+    "nvfp4_fused": Recipe("nvfp4", "inputs"),
+}
+DEFAULT = tuple(name for name, recipe in RECIPES.items() if not recipe.fused)
+# What there is for a model with separate projections, and for one whose merged projections share their input already.
+SEPARATE, MERGED = tuple(RECIPES), tuple(name for name, recipe in RECIPES.items() if recipe.fused != "inputs")
 
 
 def convert(model: nn.Module, recipe: str) -> str:
@@ -14,7 +40,8 @@ def convert(model: nn.Module, recipe: str) -> str:
     kept in high precision as well. The head and the routers always keep high precision.
     Source: arXiv 2412.19437 §3.3; arXiv 2509.25149 §4.
     """
-    if recipe == "bf16":
+    precision, fused = RECIPES[recipe]
+    if precision == "bf16":
         return "every linear layer in bf16" if not model.routers() else "every linear layer and expert in bf16"
     from torchao.quantization import quantize_
 
@@ -22,7 +49,7 @@ def convert(model: nn.Module, recipe: str) -> str:
     from torchao_blockwise.conversion import keep_last_blocks, linears_and_experts, skip_lm_head
 
     filter_fn = linears_and_experts() & skip_lm_head()
-    if recipe == "fp8":
+    if precision == "fp8":
         quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=filter_fn)
     else:
         quantize_(model, NVFP4TrainingConfig(), filter_fn=filter_fn & keep_last_blocks(model, 1))
@@ -33,4 +60,32 @@ def convert(model: nn.Module, recipe: str) -> str:
     for kind, dims in (("linear layers", 2), ("weights of experts", 3)):
         done, all_of_them = (sum(len(layer.shape) == dims for layer in some) for some in (converted, layers))
         words += [f"{done} of {all_of_them} {kind}"] * (all_of_them > 0)
-    return f"{' and '.join(words)} in {formats}"
+    return f"{' and '.join(words)} in {formats}" + (f", {fuse(model, fused)}" if fused else "")
+
+
+def fuse(model: nn.Module, how: str) -> str:
+    """Fuse the attention and MLPs of llm.model, as `torchao_blockwise.fuse` does those that it knows; how many.
+
+    how: as in `Recipe`. It knows the classes of transformers and torchtitan alone, so that ours are handed one by one
+    to what it runs on each. With merged projections only SwiGLU is left to be fused, which makes an MLP a SwiGLUMLP.
+    Raises UsageError where nothing is left.
+    """
+    from llm.model import MLP, Projections
+    from torchao_blockwise.nn import SwiGLUMLP
+    from torchao_blockwise.nn.fused_modules import fuse_class
+
+    count = 0
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, Projections):
+            continue
+        has_swiglu = how == "once" and isinstance(module, MLP)
+        if len(module.readers) > 1:
+            fuse_class(module, module.readers, down="down" if has_swiglu else "")
+        elif has_swiglu:
+            fused = SwiGLUMLP(1, 1, device="meta")
+            fused.gate_up, fused.down = module.gate_up, module.down
+            model.set_submodule(name, fused)
+        count += len(module.readers) > 1 or has_swiglu
+    if not count:
+        raise UsageError("q, k and v, and gate and up, are one product each and share their input; add --fuse")
+    return f"{count} modules fused"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from llm import checkpoint, products
 from llm.config import RunConfig
@@ -108,7 +109,7 @@ def _train(recipe, config, corpus, device, folder, checkpoint_every, resume) -> 
         optimizer.load_state_dict(state["optimizer"])
         result.losses, result.seconds = state["losses"], state["seconds"]
     if config.compile:
-        model.compile()
+        compile_blocks(model, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -134,6 +135,9 @@ def _allocated(device: torch.device) -> int:
 
 def _run_steps(model, optimizer, config, corpus, device, result, checkpoint_every, save) -> None:
     """Steps from len(result.losses) to config.steps, appended to `result`."""
+    # Here, so that what only times steps does without it.
+    from tqdm import tqdm
+
     first = len(result.losses)
     resumed = f"; resumed after step {first}" if first else ""
     print(f"{result.recipe:>6}: {result.layers}{resumed}", file=sys.stderr)
@@ -173,20 +177,44 @@ def train_step(
 ) -> torch.Tensor:
     """One optimizer update; the mean loss of its microbatches as a 0-d tensor on the device."""
     windows = corpus.batch(config.seed, step, config.batch_size * config.grad_accumulation).to(device)
+    return train_on(windows, model, optimizer, config, step)
+
+
+def train_on(
+    windows: torch.Tensor,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: RunConfig,
+    step: int,
+    part: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> torch.Tensor:
+    """`train_step` on windows that are on the device already.
+
+    part: gives what each forward pass, each backward pass and the update run in.
+    """
+    device = windows.device
     total = torch.zeros((), device=device)
     for microbatch in windows.chunk(config.grad_accumulation):
-        with torch.autocast(device.type, torch.bfloat16):
+        with part(), torch.autocast(device.type, torch.bfloat16):
             loss = next_byte_loss(model, microbatch) / config.grad_accumulation
-        loss.backward()
+        with part():
+            loss.backward()
         total += loss.detach()
-    nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, step)
-    optimizer.step()
-    optimizer.zero_grad()
-    for router in model.routers():
-        router.balance()
+    with part():
+        nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        for router in model.routers():
+            router.balance()
     return total
+
+
+def compile_blocks(model: Decoder, device: torch.device) -> None:
+    """Compile each block for its shapes; without a GPU only as far as graphs go, for which no compiler is needed."""
+    for block in model.layers:
+        block.compile(backend="inductor" if device.type == "cuda" else "aot_eager", dynamic=False)
 
 
 def learning_rate(config: RunConfig, step: int) -> float:

@@ -13,6 +13,7 @@ import bench_moe
 import bench_permute
 import bench_quantize
 import pytest
+import train_llm
 from layers import OURS
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +38,18 @@ def test_on_the_gpu(bench, argv, tmp_path):
     content = json.loads(path.read_text())
     bad = [e for e in content["left out"] if "WRONG" in e["why"] or e["what"] in ("all", "ours", *OURS)]
     assert content["rows"] and bad == []
+
+
+@pytest.mark.parametrize("options", ("--fuse", "--compile --recipes bf16 fp8 fp8_fused_once"))
+def test_where_whole_steps_go_on_the_gpu(options, text_file, tmp_path):
+    argv = f"--preset tiny --throughput --profile --steps 10 --data {text_file} --out {tmp_path} {options}"
+    assert train_llm.main(argv.split()) == 0
+    (path,) = tmp_path.glob("throughput_tiny_*.json")
+    content = json.loads(path.read_text())
+    assert content["left out"] == []
+    for row in content["rows"]:
+        assert 0 < row["products ms"] < row["ms a step"] and row["other ms"] > 0 and row["peak GiB"] > 0
+        assert (row["quantization ms"] > 0) == (row["recipe"] != "bf16")
 
 
 def test_memory_of_steps_on_the_gpu(tmp_path):

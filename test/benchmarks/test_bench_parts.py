@@ -7,6 +7,7 @@ import math
 
 import errors
 import experts
+import layers
 import pytest
 import roofline
 import shapes
@@ -41,11 +42,30 @@ def test_shapes_are_selected_by_name_or_number_once_each():
         shapes.select(["4096x7168"])
 
 
+def test_groups_of_shapes_have_results_of_their_own():
+    """The tracker's linears, forth and back, and the layers of train_llm's presets."""
+    assert set(shapes.select(["tracker"])) == {
+        (4096, 10944, 2048), (4096, 2048, 10944), (4096, 18432, 7168), (4096, 7168, 18432),
+    }  # fmt: skip
+    models = shapes.select(["models"])
+    assert {(16384, 2304, 768), (16384, 768, 768), (16384, 4096, 768), (16384, 768, 2048)} < set(models)
+    assert (16384, 2048, 8192) in models and len(models) == 8
+    parse = argparse.ArgumentParser()
+    shapes.add_arguments(parse)
+    named = {
+        text: shapes.suffix(parse.parse_args(["--shapes", *text.split()])) for text in ("models", "large", "16x32x64")
+    }
+    assert named == {"models": "_models", "large": "", "16x32x64": ""} and shapes.suffix(parse.parse_args([])) == ""
+    assert experts.parse("models") == [Experts(32768, 16, 768, 768), Experts(65536, 32, 1024, 1024)]
+    assert experts.suffix(argparse.Namespace(shapes=[experts.parse("models")])) == "_models"
+    assert experts.suffix(argparse.Namespace(shapes=[experts.parse("large")])) == ""
+
+
 def test_experts_are_those_of_the_models():
     deepseek = MODELS["deepseek_v3_671b_ep8"]
     assert deepseek.weights == {"gate_up": (32, 4096, 7168), "down": (32, 7168, 2048)}
     assert experts.parse("mixtral_8x7b") == [Experts(16384, 8, 14336, 4096)]
-    assert experts.parse("5x4x3x2") == [Experts(5, 4, 3, 2)] and len(experts.parse("all")) == len(MODELS)
+    assert experts.parse("5x4x3x2") == [Experts(5, 4, 3, 2)] and len(experts.parse("large")) == len(MODELS)
     for text in ("mixtral", "5x4x3", "5x4x3x0", "5x4x3xa"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"no experts '{text}'; give tokens x experts x hidden"):
             experts.parse(text)
@@ -72,6 +92,34 @@ def test_a_floor_is_the_greater_of_bytes_and_operations():
     assert CEILINGS.floor_us(0, 125 * 10**12) == pytest.approx(1e5)
     assert CEILINGS.floor_us(0, 80 * 10**12, "bf16") == pytest.approx(1e5)
     assert CEILINGS.floor_us(8 * 10**6, 10**6) == pytest.approx(2.0)
+
+
+def test_a_speedup_is_the_products_and_what_quantizes_their_operands():
+    # 8 s in bf16; 5.12 s in fp8 and 1 s of bytes.
+    assert CEILINGS.speedup(6400 * 10**12, 4 * 10**12) == pytest.approx(8 / 6.12)
+    assert roofline.specification("NVIDIA H200").copy == 4.8
+    assert roofline.specification("NVIDIA H100 80GB HBM3").copy == 3.35
+    assert roofline.specification("NVIDIA H100 PCIe") is None
+
+
+def test_the_share_of_a_speedup_that_is_reached(monkeypatch):
+    class Results:
+        ceilings, device_name = CEILINGS, "NVIDIA H200"
+
+    t, n, k = 256, 512, 384
+    work = layers.Work({}, None, None, 0, 6 * t * n * k, {}, layers.quantized_bytes(t, (n, k)))
+    got = layers.reached(work, "fp8", 1.5, Results)
+    # bf16 read and both copies with their scales written, of x, of dy and, for each copy anew, of the weight.
+    activations = t * (n + k) * (2 + 2 * (1 + 4 / 128))
+    weight = 2 * n * k * (2 + 1 + 4 / 128**2)
+    assert work.quantized_bytes["fp8"] == activations + weight
+    assert work.quantized_bytes["fp8_primary"] == activations + 2 * n * k * (1 + 4 / 128**2)
+    assert got["roofline x (measured)"] == CEILINGS.speedup(work.flops, work.quantized_bytes["fp8"])
+    assert got["reached (measured)"] == pytest.approx(1.5 / got["roofline x (measured)"])
+    assert got["reached (spec)"] == pytest.approx(1.5 / got["roofline x (spec)"])
+    assert layers.reached(work, "nvfp4", 1.5, Results) == {}
+    Results.device_name = "a CPU"
+    assert set(layers.reached(work, "fp8", 1.5, Results)) == {"roofline x (measured)", "reached (measured)"}
 
 
 def test_ceilings_follow_from_times(monkeypatch, device):

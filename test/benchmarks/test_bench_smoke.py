@@ -13,12 +13,14 @@ import bench_moe
 import bench_permute
 import bench_quantize
 import experts
+import kernels
 import layers
 import pytest
 import report
 import shapes
 import torch
 from experts import ROUTINGS, Experts, group_ends
+from kernels import Kernel
 from timing import Timing
 from torch import nn
 
@@ -236,10 +238,28 @@ def test_a_model_in_each_mode(smoke):
     ]  # fmt: skip
     assert rows[3]["x bf16"] == pytest.approx(rows[1]["us"] / rows[3]["us"])
     for row in rows:
-        shares = [row[f"{kind} %"] for kind in (*bench_model.KINDS, "other")]
+        shares = [row[f"{kind} %"] for kind in (*kernels.KINDS, "other")]
         assert sum(shares) == pytest.approx(100) and row["products %"] > 0
         assert row["tokens/s"] == pytest.approx(64 / row["us"] * 1e6) and row["kernels"]
     assert rows[0]["error"] == 0 < rows[2]["error"] < 0.1
+
+
+def test_a_fused_model_has_layers_of_its_own(smoke, tmp_path):
+    argv = "--fuse --modes eager --only bf16 fp8 fp8_fused fp8_fused_once --checkpointing off"
+    content = smoke(bench_model, *argv.split())
+    assert [row["recipe"] for row in content["rows"]] == ["bf16", "fp8", "fp8_fused", "fp8_fused_once"]
+    _, fp8, fused, once = (row["error"] for row in content["rows"])
+    # Only the last one rounds elsewhere.
+    assert fused == fp8 != once and once < 0.1
+    text = (tmp_path / "model_2_layers_fuse_cpu.md").read_text()
+    assert text.count("### ") == 4 and "### fp8_fused_once, eager, checkpointing off: " in text
+
+
+def test_merged_projections_leave_swiglu_to_be_fused(smoke):
+    argv = "--modes eager --only fp8 fp8_fused fp8_fused_once --checkpointing off"
+    content = smoke(bench_model, *argv.split())
+    assert [row["recipe"] for row in content["rows"]] == ["fp8", "fp8_fused_once"]
+    assert "share their input; add --fuse" in left_out(content, "fp8_fused")[0]
 
 
 def test_a_compiled_model(smoke):
@@ -251,7 +271,15 @@ KERNELS = {
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "products",
     "nvjet_hsh_128x256_64x4_2x1_v_bz_coopB_TNT": "products",
     "_matmul_fp8_kernel": "products",
+    "_grouped_fp8_kernel": "products",
+    "grouped_matmul_fp8_kernel": "products",
+    "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_coopA_algo2_Avec128_Bvec128_TNT": "products",
     "_quantize_fp8_kernel": "quantize",
+    "_swiglu_backward_kernel": "quantize",
+    "_tensor_amax_kernel": "quantize",
+    "triton_fp8_blockwise_act_quant_lhs_kernel": "quantize",
+    "triton_poi_fused__unsafe_view_mul_quantize_both_silu_split_view_4": "compiled",
+    "triton_poi_fused_add_cat_mul_neg_slice_transpose_view_2": "compiled",
     "_transpose_bytes_kernel": "transpose",
     "void pytorch_flash::flash_fwd_kernel<...>": "attention",
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention",
@@ -263,8 +291,32 @@ KERNELS = {
 
 @pytest.mark.parametrize(("name", "kind"), KERNELS.items())
 def test_kernels_are_told_apart_by_name(name, kind):
-    shares = bench_model.split_of([(name, 3.0)])
+    shares = kernels.split_of([Kernel(name, 3.0, 1)])
     assert [k for k, share in shares.items() if share] == [kind] and shares[kind] == 1.0
+
+
+def test_a_table_says_where_a_step_goes():
+    """Groups in order, each with its sum, its longest kernels and the rest in one row; milliseconds are the groups'."""
+    matmul = Kernel("matmul", 60.0, 2)
+    small = [Kernel(f"add_{i}", 1.0, 3) for i in range(kernels._ROWS + 2)]
+    found = [matmul, Kernel("_quantize_fp8_kernel", 26.0, 4), *small]
+    title, _, *rows = kernels.table("fp8", found, 200.0).splitlines()
+    assert title == "### fp8: 0.20 ms a step, 0.10 ms of them in kernels"
+    assert (
+        rows[2] == "| **products** | all | 2 | 60.0 | 60.0 |" and rows[3] == "| products | `matmul` | 2 | 60.0 | 60.0 |"
+    )
+    assert rows[4] == "| **quantization** | all | 4 | 26.0 | 26.0 |"
+    assert rows[6] == "| **other** | all | 42 | 14.0 | 14.0 |" and rows[-1] == "| other | 2 more | 6 | 2.0 | 2.0 |"
+    assert len(rows) == 2 + 5 + kernels._ROWS + 1
+    assert kernels.group_ms(found) == {"products ms": 0.06, "quantization ms": 0.026, "other ms": 0.014}
+
+
+def test_kernels_are_those_of_one_step():
+    """Calls and times of several steps, divided by them; the longest is first."""
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    found = {k.name: k for k in kernels.kernels_of(lambda: (a @ b, a @ b, a.exp()), CPU, steps=3)}
+    assert (found["aten::mm"].calls, found["aten::exp"].calls) == (2, 1)
+    assert [k.us for k in found.values()] == sorted((k.us for k in found.values()), reverse=True)
 
 
 def test_the_stack_is_llamas():

@@ -20,7 +20,8 @@ def test_prints_a_time_for_every_way_and_piece():
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     times = {row[0]: float(row[1]) for row in rows[1:]}
     ways = ["forward without grad", "forward"]
-    ways += ["forward + backward" + how for how in ("", ", weight changed", ", in two threads")]
+    ways += ["forward + backward" + how for how in ("", ", weight changed", ", in two threads", ", compiled")]
+    ways += [f"experts forward + backward{how}" for how in ("", ", compiled")]
     pieces = ("quantize rowwise", "quantize both", "quantize weight", "transpose", "matmul auto", "matmul triton")
     wanted = {f"{who} {way}" for who in ("bf16", "fp8") for way in ways} | {f"pieces {piece}" for piece in pieces}
     assert times.keys() == wanted

@@ -10,7 +10,7 @@ import pytest
 import torch
 from llm import data, products, training
 from llm.data import Corpus, read_corpus
-from llm.recipes import RECIPES
+from llm.recipes import MERGED
 from llm_cases import CPU, MODELS, MOE, TEXT, TINY
 
 pytestmark = pytest.mark.usefixtures("train_llm_alike")
@@ -179,7 +179,7 @@ def test_no_product_of_a_step_is_left_in_bf16(recomputed, monkeypatch):
 
 
 @MODELS
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", MERGED)
 def test_products_in_fp32_change_neither_the_first_loss_nor_what_is_saved(recipe, config, corpus):
     config = replace(config, steps=1, warmup=0)
     plain, redone = (training.train(recipe, replace(config, products=p), corpus, CPU) for p in ("bf16", "fp32"))

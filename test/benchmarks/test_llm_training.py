@@ -7,12 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from llm import checkpoint, memory, report, training
+from llm import checkpoint, memory, report, throughput, training
 from llm.config import RunConfig, UsageError
 from llm.data import Corpus
 from llm.model import Router, next_byte_loss
-from llm.recipes import RECIPES, convert
+from llm.recipes import DEFAULT as RECIPES
+from llm.recipes import SEPARATE, convert
 from llm_cases import CPU, MODELS, MOE, TINY
+from torch._dynamo.utils import counters
+
+from torchao_blockwise.conversion import fusion_report
 
 pytestmark = pytest.mark.usefixtures("train_llm_alike")
 
@@ -134,6 +138,48 @@ def test_training_learns(recipe, config, corpus):
         start = next_byte_loss(convert_model(recipe, config), corpus.batch(0, 0, 64)).item()
     assert start == pytest.approx(math.log(256), rel=0.05)
     assert training.train(recipe, replace(config, steps=14), corpus, CPU).held_out_loss < 0.8 * start
+
+
+@MODELS
+def test_fusion_keeps_the_curve_and_rounding_once_stays_near_it(config, corpus):
+    """Layers of their own, and one for q, k and v; both fused as far as they can be."""
+    fp8, fused, once, nvfp4, nvfp4_fused = (
+        training.train(recipe, replace(config, separate=True), corpus, CPU) for recipe in SEPARATE if recipe != "bf16"
+    )
+    blocks = len(training.build(config, CPU).layers)
+    assert fused.losses == fp8.losses and nvfp4_fused.losses == nvfp4.losses
+    assert once.losses != fp8.losses and once.losses == pytest.approx(fp8.losses, rel=0.01)
+    assert fused.layers == f"{fp8.layers}, {2 * blocks} modules fused" and once.layers == fused.layers
+    assert fused.activation_bytes < fp8.activation_bytes
+    merged, merged_once = (training.train(recipe, config, corpus, CPU) for recipe in ("fp8", "fp8_fused_once"))
+    assert merged_once.losses != merged.losses and merged_once.losses == pytest.approx(merged.losses, rel=0.01)
+    assert merged_once.layers == f"{merged.layers}, {blocks} modules fused"
+    with pytest.raises(UsageError, match="add --fuse"):
+        training.train("fp8_fused", config, corpus, CPU)
+
+
+def test_what_is_fused_is_what_the_package_says_is_fused():
+    model = convert_model("fp8_fused_once", replace(TINY, separate=True))
+    modules = fusion_report(model).modules
+    assert [(m.kind, m.status) for m in modules] == [("Attention", "fused"), ("MLP", "fused")] * TINY.layers
+    assert modules[1].reason == "SwiGLU in down"
+
+
+def test_a_compiled_run_learns_as_an_eager_one_does(corpus):
+    eager, compiled = (
+        training.train("fp8", replace(TINY, compile=compiled), corpus, CPU).losses for compiled in (False, True)
+    )
+    assert compiled == pytest.approx(eager, rel=0.01)
+
+
+@pytest.mark.parametrize("layers", (2, 4))
+@pytest.mark.parametrize(("recipe", "graphs"), (("fp8", 1), ("fp8_fused_once", 1), ("nvfp4", 2)))
+def test_blocks_that_are_alike_are_compiled_once(recipe, graphs, layers):
+    """All but nvfp4's last one, which is bf16's; a deep model compiles no longer than a flat one."""
+    torch._dynamo.reset()
+    counters["stats"]["unique_graphs"] = 0
+    throughput.Run(recipe, replace(TINY, compile=True, separate=True, layers=layers), [torch.zeros(2, 65).long()])
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_a_tied_head_is_one_parameter(corpus):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import train_llm
-from llm import checkpoint, plot, products, report, training
+from llm import checkpoint, plot, products, report, throughput, training
 from llm.config import PRESETS, RunConfig, UsageError, difference, override
-from llm.recipes import RECIPES
+from llm.recipes import DEFAULT, RECIPES
 from llm_cases import CPU, MOE, TEXT, TINY
 
 pytestmark = pytest.mark.usefixtures("train_llm_alike")
@@ -178,7 +178,7 @@ def test_the_command_leaves_table_json_and_picture(text_file, tmp_path, capsys, 
     device, data = content["environment"]["device"], content["data"]
     assert device and f"{device}. 1,024 tokens from 0.0 MB of text ({text_file}), no byte twice." in printed
     assert data["passes"] == 8 * 128 / data["train_bytes"]
-    assert [row["recipe"] for row in content["table"]] == list(RECIPES)
+    assert [row["recipe"] for row in content["table"]] == list(DEFAULT)
     for row in content["table"]:
         assert row["held_out_loss"] > 0 and row["tokens_per_second"] > 0 and row["peak_bytes"] is None
         assert len(content["curves"][row["recipe"]]["loss"]) == TINY.steps
@@ -186,7 +186,7 @@ def test_the_command_leaves_table_json_and_picture(text_file, tmp_path, capsys, 
     bf16, fp8, _ = content["table"]
     assert fp8["gap_percent"] == pytest.approx(100 * (fp8["held_out_loss"] / bf16["held_out_loss"] - 1))
     assert (out / "train_llm.png").read_bytes().startswith(b"\x89PNG")
-    assert {p.name for p in results.iterdir()} == {f"train_llm_cpu.{suffix}" for suffix in ("json", "md", "png")}
+    assert {p.name for p in results.iterdir()} == {f"train_llm_tiny_cpu.{suffix}" for suffix in ("json", "md", "png")}
 
 
 def test_a_mixture_writes_results_of_its_own(text_file, tmp_path, capsys, monkeypatch):
@@ -199,6 +199,74 @@ def test_a_mixture_writes_results_of_its_own(text_file, tmp_path, capsys, monkey
     assert names == {f"train_llm_moe_tiny_cpu.{suffix}" for suffix in ("json", "md", "png")}
     table = json.loads((tmp_path / "results" / "train_llm_moe_tiny_cpu.json").read_text())["table"]
     assert table[1]["layers"] == "8 of 9 linear layers and 4 of 4 weights of experts in fp8_128x128"
+
+
+@pytest.mark.parametrize(
+    ("argv", "kind", "name"),
+    (
+        ("", "train_llm", "train_llm_cpu"),
+        ("--preset 350m --compile --steps 400", "train_llm", "train_llm_350m_compiled_cpu_400_steps"),
+        ("--preset moe-tiny --fuse", "train_llm", "train_llm_moe_tiny_fuse_cpu"),
+        ("--preset 125m --steps 60", "throughput", "throughput_125m"),
+        ("--preset moe-400m --fuse --compile", "throughput", "throughput_moe_400m_fuse_compiled"),
+    ),
+)
+def test_runs_that_differ_have_results_of_their_own(argv, kind, name):
+    config = train_llm.config_from(train_llm.make_parser().parse_args(argv.split()), CPU)
+    assert train_llm.results_name(config, CPU, kind) == name
+
+
+THROUGHPUT = {
+    "--fuse": (tuple(RECIPES), "throughput_tiny_fuse_cpu"),
+    "--compile": (("bf16", "fp8", "fp8_fused_once", "nvfp4"), "throughput_tiny_compiled_cpu"),
+    "--recipes fp8 bf16 --profile": (("bf16", "fp8"), "throughput_tiny_cpu"),
+}
+
+
+@pytest.mark.parametrize("argv", THROUGHPUT)
+def test_recipes_take_turns(argv, text_file, tmp_path, monkeypatch):
+    turns, (recipes, name) = [], THROUGHPUT[argv]
+
+    def turn(self, steps, original=throughput.Run.turn):
+        turns.append((id(self), steps))
+        original(self, steps)
+
+    monkeypatch.setattr(throughput.Run, "turn", turn)
+    common = ("--device", "cpu", "--preset", "tiny", "--data", str(text_file), "--out", str(tmp_path))
+    assert train_llm.main([*common, "--throughput", "--steps", "10", *argv.split()]) == 0
+    once = turns[: len(recipes)]
+    assert turns == 2 * once and len({number for number, _ in once}) == len(recipes) and {n for _, n in once} == {5}
+    content = json.loads((tmp_path / f"{name}.json").read_text())
+    rows, text = content["rows"], (tmp_path / f"{name}.md").read_text()
+    assert tuple(row["recipe"] for row in rows) == recipes and content["left out"] == []
+    for row in rows:
+        assert row["tokens/s"] == pytest.approx(TINY.tokens_per_step / row["us"] * 1e6)
+        assert row["timing"]["repeats"] == 2 and row["host ms"] > 0 and row["peak GiB"] is None
+        assert ("products ms" in row) == (f"### {row['recipe']}: " in text) == ("--profile" in argv)
+    assert rows[1]["x bf16"] == pytest.approx(rows[0]["us"] / rows[1]["us"])
+
+
+def test_the_hosts_time_ends_where_work_is_launched(monkeypatch):
+    """Waits for the device are out of it, the time inside of the passes and of the update is what counts."""
+    clock = iter(range(1000))
+    run = throughput.Run.__new__(throughput.Run)
+    run.device = CPU
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(clock))
+
+    def step(part):
+        for _ in range(3):
+            with part():
+                next(clock)
+            next(clock)
+
+    run.step = step
+    assert run.host_us() == 3 * 2e6
+
+
+def test_kernels_are_those_of_steps_that_are_timed(capsys, text_file, tmp_path):
+    assert "--profile looks at steps of --throughput" in refusal(
+        capsys, "--profile", "--data", text_file, "--out", tmp_path
+    )
 
 
 def test_without_bf16_there_is_no_gap(corpus, tmp_path):
