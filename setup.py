@@ -8,6 +8,8 @@ TEST = ["pytest>=8", "pytest-xdist", "expecttest", "hypothesis", "numpy"]
 DEMO = ["matplotlib", "tqdm", "numpy"]
 # Frameworks that tests run converted models in; without them those tests are skipped.
 MODELS = ["transformers", "torchtitan", "accelerate", "peft", "lightning", "safetensors"]
+# A library of products on Hopper, which builds its kernels with the machine's nvcc.
+DEEP_GEMM = ["sgl-deep-gemm>=0.1.4,<0.2"]
 DEV = [*TEST, *DEMO, "ruff", "mypy", "pre-commit"]
 
 setup(
@@ -22,5 +24,5 @@ setup(
     package_data={"torchao_blockwise": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "torchao>=0.17", "triton; platform_system == 'Linux'"],
-    extras_require={"test": [*TEST, *DEMO], "demo": DEMO, "models": MODELS, "dev": DEV},
+    extras_require={"test": [*TEST, *DEMO], "demo": DEMO, "models": MODELS, "deep_gemm": DEEP_GEMM, "dev": DEV},
 )

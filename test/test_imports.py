@@ -24,9 +24,9 @@ RANKS |= {"checkpoint": 6, "integrations": 6, "diagnostics": 6}
 EXEMPT = {"testing", "__init__"}
 # Where names of others live that they do not promise to keep.
 COMPAT = {"_compat", "_versions"}
-# Beginnings of the names of modules and folders that hold kernels or parts of them; cuBLASLt's needs no Triton.
+# Beginnings of the names of modules and folders that hold kernels or parts of them; those of libraries need no Triton.
 TRITON_KERNELS = ("kernels_", "device", "gluon_")
-KERNELS = (*TRITON_KERNELS, "cublas")
+KERNELS = (*TRITON_KERNELS, "cublas", "deepgemm")
 THIRD_PARTIES = {"torch", "torchao", "triton"}
 
 

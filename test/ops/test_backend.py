@@ -23,7 +23,7 @@ def forget_warnings(machine):
 
 
 def test_names():
-    assert [b.value for b in Backend] == ["auto", "reference", "triton", "cublas", "gluon"]
+    assert [b.value for b in Backend] == ["auto", "reference", "triton", "cublas", "gluon", "deep_gemm"]
     assert [f"{b}" for b in Backend] == [str(b) for b in Backend] == [b.value for b in Backend]
 
 
@@ -40,7 +40,7 @@ def test_none_is_auto():
 def test_unknown_name(name):
     with pytest.raises(ValueError) as error:
         get_backend(name)
-    names = "auto, reference, triton, cublas, gluon"
+    names = "auto, reference, triton, cublas, gluon, deep_gemm"
     assert str(error.value) == f"no backend {name!r}; the backends are {names}"
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from torchao_blockwise import ops
+from torchao_blockwise._compat import deep_gemm_library
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops import Backend, backend, op
 from torchao_blockwise.ops.backend import Implementation, choose
@@ -29,6 +30,7 @@ def gpu(machine):
     machine.has_gluon()
     machine.without_interpreter()
     machine.warns_anew()
+    machine.patch.setattr(deep_gemm_library, "why_absent", lambda: "not installed")
     return machine
 
 
@@ -61,6 +63,17 @@ def test_on_hopper_square_blocks_go_to_gluon(tokens, gpu):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choice(tokens, 2048, 7168) is Backend.GLUON
+
+
+def test_on_hopper_deep_gemm_takes_what_pays(gpu, monkeypatch):
+    monkeypatch.setattr(deep_gemm_library, "why_absent", lambda: None)
+    monkeypatch.setattr(deep_gemm_library, "product_on", lambda device: print)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choice(4096, 2048, 7168) is Backend.DEEP_GEMM
+        assert choice(64, 2048, 7168) is choice(4096, 2048, 7168, out_dtype=torch.float32) is Backend.GLUON
+        monkeypatch.setattr(deep_gemm_library, "product_on", lambda device: "it is broken")
+        assert choice(4096, 2048, 7168) is Backend.GLUON
 
 
 @pytest.mark.parametrize(("tokens", "chosen"), ((16, "gluon"), (256, "gluon"), (257, "cublas"), (65536, "cublas")))

@@ -22,6 +22,7 @@ class Backend(str, Enum):
 
     REFERENCE: eager torch on any device, the bit oracle. TRITON: GPUs, and CPUs under TRITON_INTERPRET=1.
     CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: kernels for Hopper alone.
+    DEEP_GEMM: the library of that name, where it is installed: `output` and `grad_input` in FP8 on Hopper.
     """
 
     AUTO = "auto"
@@ -29,6 +30,7 @@ class Backend(str, Enum):
     TRITON = "triton"
     CUBLAS = "cublas"
     GLUON = "gluon"
+    DEEP_GEMM = "deep_gemm"
 
     @classmethod
     def _missing_(cls, value: object) -> Backend | None:

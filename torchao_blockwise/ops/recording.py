@@ -197,6 +197,18 @@ class Recorder(recordings.TorchDispatchMode):
         line = f"{launch}({grid}, 1, 1, {stream}({triton.current_device()}), *{before}, {given})"
         self.steps.append((line, reads, set(), True))
 
+    def called(self, run: Callable[..., None], arguments: Sequence[torch.Tensor]) -> None:
+        """Add a call of another library, `run(*arguments)`: it reads and writes these alone, on the current stream."""
+        places = [self._places.get(id(x), -1) for x in arguments]
+        if -1 in places:
+            self.refuse("calls a library on a tensor from elsewhere")
+            return
+
+        def step(tensors: Tensors) -> None:
+            run(*[tensors[place] for place in places])
+
+        self.steps.append((step, set(places), set(), True))
+
 
 # Of one matrix of one launch. Memory is given out again at the same addresses step by step.
 _MAX_MAPS = 1024

@@ -25,7 +25,7 @@ from torchao_blockwise.ops.backend import (
     why_no_kernels,
 )
 from torchao_blockwise.ops.gemm.adding import adding_rows
-from torchao_blockwise.ops.gemm.plain import cublas, reference
+from torchao_blockwise.ops.gemm.plain import cublas, deepgemm, reference
 from torchao_blockwise.ops.op import Changed, define_op
 from torchao_blockwise.ops.operands import check_operand
 from torchao_blockwise.ops.sharding import Rules, placements_of
@@ -152,21 +152,26 @@ def _why_not_decoded(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch
     return "there is nothing to multiply" if 0 in (*a.qdata.shape, b.qdata.shape[0]) else why_no_kernels(a)
 
 
-def _first(a: Operand, b: Operand, *_: object) -> Backend | None:
+def _first(
+    a: Operand, b: Operand, out_dtype: torch.dtype | None = None, bias: torch.Tensor | None = None
+) -> Backend | None:
     """The backend that AUTO asks before those above it in the table.
 
     In NVFP4 without FP4 tensor cores Triton up to 64 rows: it reads 4 bits an element, and with so few rows that is
     what counts. Else Gluon before cuBLASLt; GPUs other than Hopper have at most one of the two.
 
-    Two rules for the two kinds of FP8 products: with square blocks in b (`output`, `grad_input`) Gluon, with one-row
-    blocks (`grad_weight`, where K counts tokens) Gluon up to 256 tokens. docs/design.md says what they cost.
+    Two rules for the two kinds of FP8 products: with square blocks in b (`output`, `grad_input`) Gluon, or DeepGEMM
+    where it is installed and pays; with one-row blocks (`grad_weight`, where K counts tokens) Gluon up to 256 tokens.
+    docs/design.md says what they cost.
     """
     capability = compute_capability(a.qdata.device)
     if a.format.element is E2M1 and (0, 0) < capability < (10, 0):
         return Backend.TRITON if a.qdata.shape[0] <= _DECODED_ROWS else None
     if capability != (9, 0) or a.format.element is not E4M3:
         return None
-    return Backend.GLUON if b.format.block[0] > 1 or a.qdata.shape[1] <= _GLUON_TOKENS else None
+    if b.format.block[0] > 1:
+        return Backend.DEEP_GEMM if deepgemm.pays(a, b, out_dtype, bias) else Backend.GLUON
+    return Backend.GLUON if a.qdata.shape[1] <= _GLUON_TOKENS else None
 
 
 def _expected(a: Operand, b: Operand, *_: object) -> Backend | None:
@@ -206,6 +211,8 @@ _TABLE = (
     Implementation(Backend.CUBLAS, f"{__name__}.kernels_decode:matmul", _why_not_decoded),
     Implementation(Backend.GLUON, f"{__name__}.kernels_gluon:matmul", _why_no_gluon),
     Implementation(Backend.TRITON, f"{__name__}.kernels_triton:matmul", _why_no_triton),
+    # Only where `_first` takes it.
+    Implementation(Backend.DEEP_GEMM, deepgemm.matmul, deepgemm.why_not),
     Implementation(Backend.REFERENCE, reference.matmul),
 )
 

@@ -1,0 +1,257 @@
+"""Products through DeepGEMM: what it is given, what it refuses, when AUTO takes it, and what a broken one does.
+
+The library itself runs on Hopper alone; elsewhere a function that decodes its arguments stands in its place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import types
+import warnings
+from importlib import metadata
+
+import pytest
+import torch
+from replayed import CALLS, assert_replayed
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8TrainingConfig, ops
+from torchao_blockwise._compat import deep_gemm_library as library
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
+from torchao_blockwise.ops.gemm.plain import deepgemm
+from torchao_blockwise.ops.recording import record
+from torchao_blockwise.testing import random_tensor, relative_error, shape_id
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"))]
+SHAPES = ((1, 8, 16), (3, 136, 144), (65, 72, 272), (128, 384, 512))
+
+
+def product(a, b, out):
+    """DeepGEMM's, of what it says that it takes."""
+    (qa, a_scale), (qb, b_scale) = a, b
+    (m, k), n = qa.shape, len(qb)
+    blocks = -(-k // 128)
+    assert a_scale.shape == (m, blocks) and a_scale.stride() == (1, -(-m // 4) * 4)
+    assert b_scale.shape == (-(-n // 128), blocks) and b_scale.is_contiguous()
+    for x in (qa, qb):
+        assert x.is_contiguous() and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
+    assert out.shape == (m, n) and out.dtype == torch.bfloat16 and out.is_contiguous()
+    # A library's own code is seen by no mode.
+    with _disable_current_modes():
+        decoded = [
+            q.float() * scale.repeat_interleave(128, 1)[:, :k].repeat_interleave(rows, 0)[: len(q)]
+            for q, scale, rows in ((qa, a_scale, 1), (qb, b_scale, 128))
+        ]
+        out.copy_(decoded[0] @ decoded[1].t())
+
+
+@pytest.fixture
+def installed(machine, request, monkeypatch):
+    """DeepGEMM is there: really where the test's device is a GPU, else as `product` above."""
+    if "cuda" in getattr(request.node, "callspec", types.SimpleNamespace(params={})).params.values():
+        if (reason := library.why_absent()) is not None:
+            pytest.skip(reason)
+        return machine
+    machine.has_gpu_of((9, 0))
+    monkeypatch.setattr(deepgemm, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(library, "why_absent", lambda: None)
+    monkeypatch.setattr(library, "product_on", lambda device: product)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    return machine
+
+
+def operands(m, n, k, device="cpu", formats=(FP8_1X128, FP8_128X128)):
+    return tuple(
+        ops.quantize(random_tensor(rows, k, device=device), fmt, backend="reference").rowwise
+        for rows, fmt in zip((m, n), formats)
+    )
+
+
+def multiply(a, b, out_dtype=torch.bfloat16, **options):
+    return ops.matmul(a, b, out_dtype=out_dtype, **{"backend": "deep_gemm", **options})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+def test_the_product(shape, device, installed):
+    a, b = operands(*shape, device)
+    got = multiply(a, b)
+    assert got.dtype == torch.bfloat16 and got.shape == shape[:2]
+    assert relative_error(got, multiply(a, b, torch.float32, backend="reference")) < 2**-8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_payload_off_16_bytes_and_scales_of_some_rows(device, installed):
+    a, b = operands(24, 32, 48, device)
+    want = multiply(a, b)
+    moved = torch.empty(a.qdata.numel() + 1, dtype=torch.uint8, device=device)[1:].view(a.qdata.shape)
+    moved.copy_(a.qdata.view(torch.uint8))
+    assert torch.equal(multiply(Operand(moved.view(a.qdata.dtype), *a[1:]), b), want)
+    some = Operand(a.qdata[:22], a.scale[:, :22], None, a.format_name)
+    assert relative_error(multiply(some, b), want[:22]) < 2**-8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_calls_are_replayed(device, installed, replays):
+    arguments = [operands(22, 32, 48, device) for _ in range(CALLS)]
+    assert_replayed(multiply, arguments, replays)
+
+
+def test_what_reads_a_tensor_from_elsewhere_is_not_replayed(installed, replays):
+    a, b = operands(24, 32, 48)
+    _, recorded = record(lambda a, scale: multiply(a, Operand(b.qdata, scale, *b[2:])), (a, b.scale))
+    assert recorded == "calls a library on a tensor from elsewhere"
+
+
+def test_a_layer_that_names_it_is_refused():
+    config = BlockwiseFP8TrainingConfig(backend="deep_gemm")
+    with pytest.raises(ValueError, match="DeepGEMM computes no weights' gradients; take backend='auto'"):
+        quantize_(nn.Linear(128, 128, bias=False), config)
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+def test_what_is_not_finite_stays_in_its_row(bad, installed):
+    x = random_tensor(8, 256)
+    x[3, 200] = bad
+    a = ops.quantize(x, FP8_1X128, backend="reference").rowwise
+    got = multiply(a, operands(8, 64, 256)[1])
+    assert got[3].isnan().all() and got[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "reason"),
+    (
+        ((0, 64, 128), {}, "M=0"),
+        ((8, 0, 128), {}, "N=0"),
+        ((8, 64, 0), {}, "K=0"),
+        ((8, 64, 24), {}, "K in multiples of 16 and N of 8, got M=8, N=64, K=24"),
+        ((8, 12, 128), {}, "K in multiples of 16 and N of 8, got M=8, N=12, K=128"),
+        ((8, 64, 128), {"out_dtype": torch.float32}, "it writes bfloat16 and adds no bias, got torch.float32"),
+        ((8, 64, 128), {"bias": torch.zeros(64)}, "adds no bias, got torch.bfloat16 and a bias"),
+    ),
+)
+def test_what_it_refuses(shape, options, reason, installed):
+    with pytest.raises(ValueError, match=f"backend deep_gemm cannot run: .*{reason}"):
+        multiply(*operands(*shape), **options)
+
+
+def test_it_refuses_other_formats_and_gpus(installed, monkeypatch):
+    for formats in ((FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16)):
+        with pytest.raises(ValueError, match=f"multiplies fp8_1x128 by fp8_128x128, got {formats[0].name}"):
+            multiply(*operands(8, 64, 128, formats=formats))
+    monkeypatch.setattr(deepgemm, "compute_capability", lambda device: (0, 0))
+    with pytest.raises(ValueError, match=r"it is for Hopper GPUs \(sm_90\), got cpu"):
+        multiply(*operands(8, 64, 128))
+
+
+@pytest.mark.parametrize(
+    ("shape", "out_dtype", "taken"),
+    (
+        ((1024, 1024, 1024), torch.bfloat16, True),
+        ((1023, 1024, 1024), torch.bfloat16, False),
+        ((1024, 1016, 1024), torch.bfloat16, False),
+        ((1024, 1024, 1008), torch.bfloat16, False),
+        ((1024, 1028, 1024), torch.bfloat16, False),
+        ((1024, 1024, 1024), torch.float32, False),
+        ((1024, 1024, 1024), None, False),
+    ),
+)
+def test_auto_takes_it_where_products_are_large(shape, out_dtype, taken, installed, monkeypatch):
+    m, n, k = shape
+    qdata = [torch.empty(rows, k, dtype=torch.float8_e4m3fn, device="meta") for rows in (m, n)]
+    a, b = (Operand(q, None, None, fmt.name) for q, fmt in zip(qdata, (FP8_1X128, FP8_128X128)))
+    assert deepgemm.pays(a, b, out_dtype, None) is taken
+    monkeypatch.setattr(library, "why_absent", lambda: "not installed")
+    assert not deepgemm.pays(a, b, out_dtype, None)
+
+
+# --- the library ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine_with(monkeypatch, tmp_path):
+    """(version or None, exit status and stderr of the trial, whether there is nvcc) -> commands that are tried."""
+
+    def pretend(version="0.1.4", returncode=0, stderr="", nvcc=True) -> list:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: version)
+
+        def version_of(name):
+            if version == "another":
+                raise metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(metadata, "version", version_of)
+        (tmp_path / "bin").mkdir()
+        if nvcc:
+            (tmp_path / "bin" / "nvcc").touch()
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+        monkeypatch.delenv("DG_JIT_NVCC_COMPILER", raising=False)
+        tried = []
+
+        def run(command, **options):
+            tried.append(command)
+            return subprocess.CompletedProcess(command, returncode, "", stderr)
+
+        monkeypatch.setattr(subprocess, "run", run)
+        return tried
+
+    def forget():
+        library.why_absent.cache_clear()
+        library.product_on.cache_clear()
+
+    forget()
+    monkeypatch.setattr(library, "_devices", [])
+    yield pretend
+    forget()
+
+
+def test_what_works_is_imported_after_one_trial(machine_with, monkeypatch):
+    tried = machine_with()
+    module = types.SimpleNamespace(get_num_sms=lambda: 132, fp8_gemm_nt=product)
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    assert library.product_on(1) is library.product_on(1) is product
+    assert len(tried) == 1 and "set_device(1)" in tried[0][-1]
+    assert library.product_on(0) == "its kernels live on the device that a process used first, cuda:1, got cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason", "tries"),
+    (
+        ({"nvcc": False}, r"it builds kernels by nvcc, and .*/bin/nvcc is not there; set CUDA_HOME", 0),
+        ({"returncode": 1, "stderr": "Traceback\nOSError: libcudart.so.13\n"}, "OSError: libcudart.so.13$", 1),
+        ({"returncode": -11}, "exit status -11$", 1),
+    ),
+    ids=("no compiler", "import fails", "process dies"),
+)
+def test_what_is_installed_and_broken_is_warned_about_once(broken, reason, tries, machine_with):
+    tried = machine_with(**broken)
+    with pytest.warns(UserWarning, match=f"DeepGEMM is installed and cannot be used: .*{reason}"):
+        said = library.product_on(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert library.product_on(0) == said
+    assert len(tried) == tries
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    (
+        (None, r"deep_gemm is not installed \(pip install torchao_blockwise\[deep_gemm\]\)"),
+        ("another", "must be of sgl-deep-gemm 0.1.4 or newer and below 0.2.0, got another package"),
+        ("0.1.3", "got 0.1.3"),
+        ("0.2.0", "got 0.2.0"),
+    ),
+)
+def test_what_is_not_the_package_is_not_tried(version, reason, machine_with):
+    tried = machine_with(version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert library.product_on(0) == library.why_absent()
+    assert not tried
+    assert re.search(reason, library.why_absent())

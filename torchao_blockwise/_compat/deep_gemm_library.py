@@ -1,0 +1,99 @@
+"""DeepGEMM as the package sgl-deep-gemm brings it, from 0.1.4 on and below 0.2.
+
+It is a library in C++ for one version of CUDA, and builds a kernel with the machine's nvcc when a product needs a new
+one: about ten seconds, once a machine, for kernels are kept in DG_JIT_CACHE_DIR or ~/.deep_gemm. Beside some builds of
+PyTorch importing it ends the process, without nvcc it raises at its first product. So it is tried in another process
+first, once, by a product of which the kernel is built there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+Product = Callable[..., None]
+
+_PACKAGE, _MODULE = "sgl-deep-gemm", "deep_gemm"
+_FROM, _BELOW = (0, 1, 4), (0, 2, 0)
+_SECONDS = 120
+_TRIAL = """
+import torch, deep_gemm
+torch.cuda.set_device({device})
+a = torch.ones(128, 128, device="cuda").to(torch.float8_e4m3fn)
+out = torch.empty(128, 128, device="cuda", dtype=torch.bfloat16)
+deep_gemm.fp8_gemm_nt((a, torch.ones(1, 128, device="cuda").t()), (a, torch.ones(1, 1, device="cuda")), out)
+assert bool((out == 128).all()), "its product of ones is wrong"
+"""
+
+
+@functools.cache
+def why_absent() -> str | None:
+    """Why DeepGEMM cannot be imported, as far as can be seen without trying, or None."""
+    if importlib.util.find_spec(_MODULE) is None:
+        return f"{_MODULE} is not installed (pip install torchao_blockwise[{_MODULE}])"
+    try:
+        version = metadata.version(_PACKAGE)
+    except metadata.PackageNotFoundError:
+        version = "another package"
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if numbers is None or not _FROM <= tuple(map(int, numbers.groups())) < _BELOW:
+        wanted, below = (".".join(map(str, bound)) for bound in (_FROM, _BELOW))
+        return f"{_MODULE} must be of {_PACKAGE} {wanted} or newer and below {below}, got {version}"
+    return None
+
+
+@functools.cache
+def product_on(device: int) -> Product | str:
+    """(a, a_scale), (b, b_scale), out -> None on this CUDA device, the current one in its calls; or why there is none.
+
+    What is installed and fails is warned about, once. Kernels live on the device that asks first.
+    """
+    if (reason := why_absent()) is not None:
+        return reason
+    if _devices and device not in _devices:
+        return f"its kernels live on the device that a process used first, cuda:{_devices[0]}, got cuda:{device}"
+    _devices.append(device)
+    if (reason := _why_no_compiler() or _failure_of_trial(device)) is not None:
+        warnings.warn(f"DeepGEMM is installed and cannot be used: {reason}", stacklevel=2)
+        return reason
+    import deep_gemm
+
+    # Its memory for cuBLASLt, 32 MiB, is taken now and not inside of what may be a CUDA graph's.
+    deep_gemm.get_num_sms()
+    product: Product = deep_gemm.fp8_gemm_nt
+    return product
+
+
+_devices: list[int] = []
+
+
+def _why_no_compiler() -> str | None:
+    """Why there is no nvcc where DeepGEMM looks for it, or None."""
+    found = shutil.which("nvcc")
+    default = Path(found).parent.parent if found else "/usr/local/cuda"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or default
+    nvcc = Path(os.environ.get("DG_JIT_NVCC_COMPILER") or Path(home, "bin", "nvcc"))
+    return None if nvcc.exists() else f"it builds kernels by nvcc, and {nvcc} is not there; set CUDA_HOME"
+
+
+def _failure_of_trial(device: int) -> str | None:
+    """How a product in another process failed, or None."""
+    command = [sys.executable, "-c", _TRIAL.format(device=device)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.SubprocessError as error:
+        return f"its trial in another process failed: {error}"
+    if done.returncode == 0:
+        return None
+    last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return f"its trial in another process failed: {last}"
