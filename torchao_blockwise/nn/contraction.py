@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torchao_blockwise import ops
+from torchao_blockwise._compat import checkpoint_modes
 from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand
 from torchao_blockwise.nn.sharded_linear import WHOLE
 from torchao_blockwise.nn.weight_products import (
@@ -27,7 +28,7 @@ from torchao_blockwise.nn.weight_products import (
     weight_product,
 )
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
-from torchao_blockwise.ops.op import define_op
+from torchao_blockwise.ops.op import define_op, show_inside
 from torchao_blockwise.ops.operands import new_copies
 from torchao_blockwise.tensors import QuantizedTensor, TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over
@@ -77,6 +78,17 @@ def quantized_output(
     if _is_one_op(how):
         out, *copy = quantized_output_op(x, _parts_of(weight, how), bias, how.groups, columnwise, _recipe(how), dtype)
         return out, operand_of(copy, how.config) if columnwise else None
+    return _quantized_output(x, weight, how, dtype, bias, columnwise)
+
+
+def _quantized_output(
+    x: torch.Tensor,
+    weight: Readable,
+    how: Contraction,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    columnwise: bool,
+) -> tuple[torch.Tensor, Operand | None]:
     copies = quantize(x, how, rowwise=True, columnwise=columnwise, over=how.split.x)
     return output(copies.rowwise, weight, how, dtype, bias), copies.columnwise
 
@@ -200,7 +212,7 @@ def _compute_output(
     out_dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     how = _contraction(weight, groups, recipe)
-    out, copy = quantized_output(x, weight, how, out_dtype, bias, columnwise=columnwise)
+    out, copy = _quantized_output(x, weight, how, out_dtype, bias, columnwise)
     return [out, *_present(copy)]
 
 
@@ -226,6 +238,11 @@ def quantized_output_op(
     options = CastOptions(fmt, False, True, recipe.power_of_2_scales, padded=True)
     copy = new_copies(x, tuple(x.shape), options, groups).columnwise
     return [out, copy.qdata, copy.scale, *([x.new_empty((), dtype=torch.float32)] if fmt.has_global_scale else [])]
+
+
+# Policies of selective checkpointing save or drop an operation's results together. They see the two that it is made of,
+# so that the product can be saved, and the columnwise copy, a byte an element of every layer's input, be made again.
+show_inside(quantized_output_op, checkpoint_modes.MODES, _compute_output)
 
 
 def _compute_gradients(

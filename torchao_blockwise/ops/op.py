@@ -218,9 +218,24 @@ def define_op(
 
         call.overload = overload  # type: ignore[attr-defined]  # for what must have the operation itself
         call.table = rows  # type: ignore[attr-defined]
+        call.whole = whole  # type: ignore[attr-defined]  # the arguments from their parts in the schema
         return call
 
     return define
+
+
+def show_inside(op: Any, modes: Iterable[type], function: Callable[..., Any]) -> None:
+    """Let dispatch modes of these types see what `function` runs in the place of an operation.
+
+    op: what `define_op` gave. function: (its arguments) -> what it gives, as PyTorch does; by other operations.
+    """
+
+    def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        with mode:
+            return function(*op.whole(args))
+
+    for mode in modes:
+        torch.library.register_torch_dispatch(op.overload, mode, rule, lib=_library)
 
 
 def is_watched() -> bool:
