@@ -264,6 +264,8 @@ NAMES_IN_COMPAT = (
     "torch.nn.functional.SwizzleType.SWIZZLE_32_4_4",
     "torch.nn.functional.SwizzleType.NO_SWIZZLE",
     "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils.checkpoint._CachedTorchDispatchMode",
+    "torch.utils.checkpoint._CachingTorchDispatchMode",
     "torch.utils._pytree.tree_map_only",
     "torch.UntypedStorage._cdata",
     "torchao.core.config.ALLOWED_AO_MODULES",

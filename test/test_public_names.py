@@ -43,6 +43,7 @@ linear
 linears_and_experts
 min_features
 ops
+sac_save_list
 skip_fqns
 skip_lm_head
 skip_routers

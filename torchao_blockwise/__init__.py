@@ -21,7 +21,7 @@ try:
         skip_routers,
         unconvert,
     )
-    from torchao_blockwise.nn import NormLinear, linear
+    from torchao_blockwise.nn import NormLinear, linear, sac_save_list
     from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, weights_unchanged
 except Exception:
     # Versions that are older still than those that `quantize_` refuses: say that, not which name they lack.
@@ -50,6 +50,7 @@ __all__ = [
     "linears_and_experts",
     "min_features",
     "ops",
+    "sac_save_list",
     "skip_fqns",
     "skip_lm_head",
     "skip_routers",

@@ -49,11 +49,11 @@ class Op(NamedTuple):
 def linear_step(quantize: str, matmul: str, weight_first: bool = False) -> list[Op]:
     products = [
         Op(matmul, "x.col y dy.row dy.col", "dx", "w", "backward"),
-        Op(matmul, "x.col y dx dy.col", "grad_w"),
+        Op("grad_weight", "x.col y dx dy.col", "grad_w"),
     ]
     if weight_first:
         products = [
-            Op(matmul, "x.col y dy.row dy.col", "grad_w"),
+            Op("grad_weight", "x.col y dy.row dy.col", "grad_w"),
             Op(matmul, "y grad_w dy.row", "dx", "w", "backward"),
         ]
     return [
@@ -74,11 +74,11 @@ def mlp_step(quantize: str, matmul: str) -> list[Op]:
         Op(matmul, "x.col gate_up h.row h.col", "y", "down_w", "forward"),
         Op("between", "x.col gate_up h.col y", ""),
         Op(quantize, "x.col gate_up h.col y", "dy.row dy.col"),
-        Op(matmul, "x.col gate_up h.col y dy.row dy.col", "grad_down"),
+        Op("grad_weight", "x.col gate_up h.col y dy.row dy.col", "grad_down"),
         Op(matmul, "x.col gate_up y grad_down dy.row", "dh", "down_w", "backward"),
         Op("swiglu_backward_quantize", "x.col gate_up y grad_down dh", "dgate_up.row dgate_up.col"),
         Op(matmul, "x.col y grad_down dgate_up.row dgate_up.col", "dx", "gate_up_w", "backward"),
-        Op(matmul, "x.col y grad_down dx dgate_up.col", "grad_gate_up"),
+        Op("grad_weight", "x.col y grad_down dx dgate_up.col", "grad_gate_up"),
         Op("after", "y grad_down dx grad_gate_up", ""),
     ]
 
@@ -89,7 +89,7 @@ NORM_STEP = [
     Op("matmul", "rstd x.row x.col", "y", "w", "forward"),
     Op("between", "rstd x.col y", ""),
     Op("quantize_both", "rstd x.col y", "dy.row dy.col"),
-    Op("matmul", "rstd x.col y dy.row dy.col", "grad_w"),
+    Op("grad_weight", "rstd x.col y dy.row dy.col", "grad_w"),
     Op("matmul", "rstd y grad_w dy.row", "dnorm", "w", "backward"),
     # PyTorch's.
     Op("norm_backward", "rstd y grad_w dnorm", ""),
@@ -100,7 +100,7 @@ SWIGLU_STEP = [
     Op("matmul", "h.row h.col", "y", "w", "forward"),
     Op("between", "h.col y", ""),
     Op("quantize_both", "h.col y", "dy.row dy.col"),
-    Op("matmul", "h.col y dy.row dy.col", "grad_w"),
+    Op("grad_weight", "h.col y dy.row dy.col", "grad_w"),
     Op("matmul", "y grad_w dy.row", "dh", "w", "backward"),
     Op("swiglu_backward", "y grad_w dh", "dgate dup"),
     Op("after", "y grad_w dgate dup", ""),

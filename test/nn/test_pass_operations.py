@@ -12,8 +12,9 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import ops
 from torchao_blockwise.conversion import experts
-from torchao_blockwise.formats import get_format
+from torchao_blockwise.formats import CastOptions, Groups, get_format
 from torchao_blockwise.nn import SwiGLUExperts
+from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
 OPS = torch.ops.torchao_blockwise
@@ -107,9 +108,26 @@ def test_gradients(config, quantized, transposed, groups, needs):
     rowwise, columnwise = copies(dy)
     operands = [*(rowwise if needs[0] else nothing), *(columnwise if needs[1] else nothing)]
     operands += [*(copies(x).columnwise if needs[1] else nothing)]
-    args = *weight, *operands, ends, None, *recipe, torch.bfloat16, torch.float32
+    args = *weight, *operands, 40, ends, None, *recipe, torch.bfloat16, torch.float32
     torch.library.opcheck(OPS.gradients.default, args, test_utils=CHECKS)
     shapes = [(40, 64)] * needs[0] + [
         (*((groups,) if groups else ()), *((64, 48) if transposed else (48, 64)))
     ] * needs[1]
     assert [tuple(grad.shape) for grad in OPS.gradients(*args)] == shapes
+
+
+@FORMATS
+@pytest.mark.parametrize("groups", (0, 3), ids=("dense", "experts"))
+def test_grad_weight(config, groups):
+    """The product of copies along the tokens; how many of these are padding changes nothing but what is counted."""
+    fmt, ends = config.activation_format, torch.tensor([5, 5, 38], dtype=torch.int32) if groups else None
+    tensors = torch.randn(40, 48, dtype=torch.bfloat16), torch.randn(40, 64, dtype=torch.bfloat16)
+    options = CastOptions(fmt, rowwise=False, columnwise=True, padded=True)
+    dy, x = (ops.quantize_by(t, options, Groups(ends) if groups else None).columnwise for t in tensors)
+    args = *dy, *x, ends, None, 40, torch.float32, "auto"
+    torch.library.opcheck(OPS.grad_weight.default, args, test_utils=CHECKS)
+    if groups:
+        expected = ops.grouped_matmul(dy, x, ends, along="k", out_dtype=torch.float32)
+    else:
+        expected = ops.matmul(dy, x, out_dtype=torch.float32)
+    assert_bitwise_equal(OPS.grad_weight(*args), expected)

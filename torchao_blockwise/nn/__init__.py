@@ -5,6 +5,7 @@ from torchao_blockwise.nn.grouped_layer import grouped_linear
 from torchao_blockwise.nn.linear_layer import linear
 from torchao_blockwise.nn.norm_linear import NormLinear
 from torchao_blockwise.nn.permutation import permute, unpermute
+from torchao_blockwise.nn.selective_checkpoints import sac_save_list
 from torchao_blockwise.nn.swiglu_layer import SwiGLUMLP, swiglu_linear
 from torchao_blockwise.nn.weights import config_of
 
@@ -16,6 +17,7 @@ __all__ = [
     "grouped_linear",
     "linear",
     "permute",
+    "sac_save_list",
     "swiglu_experts",
     "swiglu_linear",
     "unpermute",

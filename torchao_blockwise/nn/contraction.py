@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torchao_blockwise import ops
+from torchao_blockwise._compat import checkpoint_modes
 from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand
 from torchao_blockwise.nn.sharded_linear import WHOLE
 from torchao_blockwise.nn.weight_products import (
@@ -23,10 +24,11 @@ from torchao_blockwise.nn.weight_products import (
     Recipe,
     WeightValues,
     decided_by_arguments,
+    product_flops,
     weight_product,
 )
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
-from torchao_blockwise.ops.op import define_op
+from torchao_blockwise.ops.op import define_op, show_inside
 from torchao_blockwise.ops.operands import new_copies
 from torchao_blockwise.tensors import QuantizedTensor, TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over
@@ -76,6 +78,17 @@ def quantized_output(
     if _is_one_op(how):
         out, *copy = quantized_output_op(x, _parts_of(weight, how), bias, how.groups, columnwise, _recipe(how), dtype)
         return out, operand_of(copy, how.config) if columnwise else None
+    return _quantized_output(x, weight, how, dtype, bias, columnwise)
+
+
+def _quantized_output(
+    x: torch.Tensor,
+    weight: Readable,
+    how: Contraction,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    columnwise: bool,
+) -> tuple[torch.Tensor, Operand | None]:
     copies = quantize(x, how, rowwise=True, columnwise=columnwise, over=how.split.x)
     return output(copies.rowwise, weight, how, dtype, bias), copies.columnwise
 
@@ -85,15 +98,14 @@ def grad_input(dy: Operand, weight: Readable, how: Contraction, dtype: torch.dty
     return weight_product(dy, weight, how, not how.transposed, dtype, None)
 
 
-def grad_weight(dy: Operand, x: Operand, weight: Readable, how: Contraction, dtype: torch.dtype) -> torch.Tensor | None:
+def grad_weight(
+    dy: Operand, x: Operand, tokens: int, weight: Readable, how: Contraction, dtype: torch.dtype
+) -> torch.Tensor | None:
     """dyᵀ · x, both quantized along tokens, as the weight lies; None where it went into `weight.main_grad`."""
     operands = (x, dy) if how.transposed else (dy, x)
     main_grad, backend = main_grad_of(weight), how.config.backend
-    if main_grad is None and how.groups is None:
-        return ops.matmul(*operands, out_dtype=dtype, backend=backend)
     if main_grad is None:
-        assert how.groups is not None
-        return ops.grouped_matmul(*operands, how.groups, along="k", out_dtype=dtype, backend=backend)
+        return grad_weight_op(*operands, how.groups, tokens, dtype, get_backend(backend))
     if how.groups is None:
         ops.add_matmul_(main_grad, *operands, backend=backend)
     else:
@@ -115,6 +127,7 @@ def main_grad_of(weight: Readable) -> torch.Tensor | None:
 def gradients(
     dy: list[Operand | None],
     x_columnwise: Callable[[], Operand],
+    tokens: int,
     weight: Readable,
     how: Contraction,
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -125,12 +138,14 @@ def gradients(
 
     The copies are taken out of the list, and `x_columnwise` is asked when its product is next: each operand goes when
     its product is done. Together they would be most of a step's memory.
-    dtypes: of the two gradients. weight_first: which product comes first; see `weight_comes_first`.
+    tokens: T, without the zeros that columnwise copies are padded with. dtypes: of the two gradients.
+    weight_first: which product comes first; see `weight_comes_first`.
     """
     columnwise, rowwise = dy.pop(), dy.pop()
     if _is_one_op(how) and not (rowwise is columnwise is None):
         x = None if columnwise is None else x_columnwise()
-        both = gradients_op(_parts_of(weight, how), rowwise, columnwise, x, how.groups, _recipe(how), *dtypes)
+        parts, recipe = _parts_of(weight, how), _recipe(how)
+        both = gradients_op(parts, rowwise, columnwise, x, tokens, how.groups, recipe, *dtypes)
         return None if rowwise is None else both[0], None if columnwise is None else both[-1]
     grads: dict[str, torch.Tensor | None] = {"input": None, "weight": None}
     for product in ("weight", "input") if weight_first else ("input", "weight"):
@@ -138,7 +153,7 @@ def gradients(
             grads[product] = grad_input(rowwise, weight, how, dtypes[0])
             rowwise = None
         if product == "weight" and columnwise is not None:
-            grads[product] = grad_weight(columnwise, x_columnwise(), weight, how, dtypes[1])
+            grads[product] = grad_weight(columnwise, x_columnwise(), tokens, weight, how, dtypes[1])
             columnwise = None
     return grads["input"], grads["weight"]
 
@@ -197,11 +212,15 @@ def _compute_output(
     out_dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     how = _contraction(weight, groups, recipe)
-    out, copy = quantized_output(x, weight, how, out_dtype, bias, columnwise=columnwise)
+    out, copy = _quantized_output(x, weight, how, out_dtype, bias, columnwise)
     return [out, *_present(copy)]
 
 
-@define_op((Implementation(Backend.AUTO, _compute_output),), replayed=decided_by_arguments)
+@define_op(
+    (Implementation(Backend.AUTO, _compute_output),),
+    replayed=decided_by_arguments,
+    flops=lambda x, weight, *_: product_flops(x.shape[0], _shape_of(weight)),
+)
 def quantized_output_op(
     x: torch.Tensor,
     weight: WeightValues,
@@ -221,11 +240,17 @@ def quantized_output_op(
     return [out, copy.qdata, copy.scale, *([x.new_empty((), dtype=torch.float32)] if fmt.has_global_scale else [])]
 
 
+# Policies of selective checkpointing save or drop an operation's results together. They see the two that it is made of,
+# so that the product can be saved, and the columnwise copy, a byte an element of every layer's input, be made again.
+show_inside(quantized_output_op, checkpoint_modes.MODES, _compute_output)
+
+
 def _compute_gradients(
     weight: WeightValues,
     dy_rowwise: Operand | None,
     dy_columnwise: Operand | None,
     x_columnwise: Operand | None,
+    tokens: int,
     groups: Groups | None,
     recipe: Recipe,
     input_dtype: torch.dtype,
@@ -233,16 +258,24 @@ def _compute_gradients(
 ) -> list[torch.Tensor]:
     how, dtypes = _contraction(weight, groups, recipe), (input_dtype, weight_dtype)
     x: Any = x_columnwise  # there where that of dy is
-    both = gradients([dy_rowwise, dy_columnwise], lambda: x, weight, how, dtypes, weight_first=False)
+    both = gradients([dy_rowwise, dy_columnwise], lambda: x, tokens, weight, how, dtypes, weight_first=False)
     return [grad for grad in both if grad is not None]
 
 
-@define_op((Implementation(Backend.AUTO, _compute_gradients),), replayed=decided_by_arguments)
+def _gradients_flops(
+    weight: WeightValues, dy_rowwise: Operand | None, dy_columnwise: Operand | None, x: object, tokens: int, *_: object
+) -> int:
+    products = (dy_rowwise is not None) + (dy_columnwise is not None)
+    return products * product_flops(tokens, _shape_of(weight))
+
+
+@define_op((Implementation(Backend.AUTO, _compute_gradients),), replayed=decided_by_arguments, flops=_gradients_flops)
 def gradients_op(
     weight: WeightValues,
     dy_rowwise: Operand | None,
     dy_columnwise: Operand | None,
     x_columnwise: Operand | None,
+    tokens: int,
     groups: Groups | None,
     recipe: Recipe,
     input_dtype: torch.dtype,
@@ -253,9 +286,33 @@ def gradients_op(
         columns = weight.values.shape[-2] if recipe.transposed else weight.columns
         grads.append(dy_rowwise.qdata.new_empty((dy_rowwise.qdata.shape[0], columns), dtype=input_dtype))
     if dy_columnwise is not None:
-        shape = *weight.values.shape[:-1], weight.columns
-        grads.append(dy_columnwise.qdata.new_empty(shape, dtype=weight_dtype))
+        grads.append(dy_columnwise.qdata.new_empty(_shape_of(weight), dtype=weight_dtype))
     return grads
+
+
+def _compute_grad_weight(
+    a: Operand, b: Operand, groups: Groups | None, tokens: int, out_dtype: torch.dtype, products_by: Backend
+) -> torch.Tensor:
+    if groups is None:
+        return ops.matmul(a, b, out_dtype=out_dtype, backend=products_by)
+    return ops.grouped_matmul(a, b, groups, along="k", out_dtype=out_dtype, backend=products_by)
+
+
+# Of the products' own operations none knows how many tokens are padding, nor so how many operations these do.
+@define_op(
+    (Implementation(Backend.AUTO, _compute_grad_weight),),
+    flops=lambda a, b, groups, tokens, *_: product_flops(tokens, (a.qdata.shape[0], b.qdata.shape[0])),
+)
+def grad_weight_op(
+    a: Operand, b: Operand, groups: Groups | None, tokens: int, out_dtype: torch.dtype, products_by: Backend
+) -> torch.Tensor:
+    shape = a.qdata.shape[0], b.qdata.shape[0]
+    return a.qdata.new_empty(shape if groups is None else (groups.ends.shape[0], *shape), dtype=out_dtype)
+
+
+def _shape_of(weight: WeightValues) -> tuple[int, ...]:
+    """As it lies in memory."""
+    return *weight.values.shape[:-1], weight.columns
 
 
 def _present(copy: Operand | None) -> list[torch.Tensor]:

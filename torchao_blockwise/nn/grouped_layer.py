@@ -155,7 +155,8 @@ def _backward(
         return quantize(x, how, rowwise=False, columnwise=True).columnwise
 
     dy = [*quantize(grad_output, how, rowwise=needs[0], columnwise=needs[1])]
-    return gradients(dy, steps.columnwise_of(saved_x, how.config, anew), weight, how, dtypes, weight_first=False)
+    x_columnwise = steps.columnwise_of(saved_x, how.config, anew)
+    return gradients(dy, x_columnwise, grad_output.shape[0], weight, how, dtypes, weight_first=False)
 
 
 def _take(functions: list[Any]) -> None:

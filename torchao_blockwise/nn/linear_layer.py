@@ -121,6 +121,7 @@ def _backward(
     grad_x, grad_weight = gradients(
         [*quantize(dy, how, rowwise=needs_x, columnwise=needs_weight, over=how.split.grad_output)],
         steps.columnwise_of(saved_x, how.config, anew),
+        dy.shape[0],
         weight,
         how,
         dtypes,

@@ -180,6 +180,7 @@ def _backward(
     grad_y, grad_weight = gradients(
         [*quantize(dy, how, rowwise=any(needs_norm), columnwise=needs_weight)],
         steps.columnwise_of(y_copy, how.config, anew),
+        dy.shape[0],
         weight,
         how,
         dtypes,

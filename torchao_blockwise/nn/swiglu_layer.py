@@ -169,6 +169,7 @@ def _linear_backward(
     dh, grad_weight = gradients(
         [*quantize(dy, how, rowwise=needs[0], columnwise=needs[1])],
         _h_columnwise(how, h_copy, [gate, up]),
+        dy.shape[0],
         weight,
         how,
         dtypes,
@@ -277,6 +278,7 @@ def _mlp_backward(
     dh, grad_down = gradients(
         [*quantize(dy, outer, rowwise=needs_x or needs_gate_up, columnwise=needs_down)],
         _h_columnwise(outer, h_copy, gate_and_up),
+        dy.shape[0],
         down_weight,
         outer,
         (dtype, down_dtype),
@@ -291,7 +293,8 @@ def _mlp_backward(
     # The gradient of gate_up comes last, beside two copies in low precision: with dx last a columnwise copy of gate_up
     # would be there too, with the gradient of down last the copies of dy and h all the time.
     x_columnwise = steps.columnwise_of(x_saved, inner.config, x_anew)
-    grads = gradients(dgate_up, x_columnwise, gate_up_weight, inner, (x_dtype, gate_up_dtype), weight_first=False)
+    dtypes, tokens = (x_dtype, gate_up_dtype), dy.shape[0]
+    grads = gradients(dgate_up, x_columnwise, tokens, gate_up_weight, inner, dtypes, weight_first=False)
     return *grads, grad_down
 
 

@@ -6,6 +6,7 @@ hold it from forward to backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -162,6 +163,14 @@ def master_matmul(
     return _product(a, b, out_dtype, bias, groups, products_by)
 
 
+def product_flops(tokens: int, weight: Sequence[int]) -> int:
+    """Floating point operations of one of the three products: 2 · tokens · N · K for a weight [.., N, K].
+
+    Of experts too, whose numbers of tokens are on the device: each token counts as one of an expert.
+    """
+    return 2 * tokens * weight[-2] * weight[-1]
+
+
 def decided_by_arguments(*args: Any) -> bool:
     """Whether arguments alone decide what `master_matmul` does: no scope keeps copies, no ranks share the weight."""
     return replay.on_device(*args) and not kept_weights and not is_split(*args)
@@ -170,7 +179,11 @@ def decided_by_arguments(*args: Any) -> bool:
 # One operation from the master's values to the product: the quantized copy is never a value of a compiled graph, which
 # could hold it from forward to backward, and a scope that keeps it is asked when the graph runs. It serves experts too:
 # checkpoint policies name one operation.
-@define_op((Implementation(Backend.AUTO, master_matmul),), replayed=decided_by_arguments)
+@define_op(
+    (Implementation(Backend.AUTO, master_matmul),),
+    replayed=decided_by_arguments,
+    flops=lambda a, hp, *_: product_flops(a.qdata.shape[0], hp.shape),
+)
 def master_matmul_op(
     a: Operand,
     hp: torch.Tensor,
@@ -196,7 +209,10 @@ def _transposed_matmul(
 
 # One operation in graphs, for the same reason: PyTorch's partitioner would as soon hold the transposed copy as the
 # payload, and would not see that the payload changed.
-@define_op((Implementation(Backend.AUTO, _transposed_matmul),))
+@define_op(
+    (Implementation(Backend.AUTO, _transposed_matmul),),
+    flops=lambda a, weight, columns, *_: product_flops(a.qdata.shape[0], (weight.qdata.shape[-2], columns)),
+)
 def transposed_matmul_op(
     a: Operand,
     weight: Operand,

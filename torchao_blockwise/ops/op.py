@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups, Operand, get_format
@@ -132,6 +133,7 @@ def define_op(
     sharding: Callable[..., Any] | None = None,
     said: str | None = None,
     replayed: Callable[..., bool] | None = replay.on_device,
+    flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define the operation that a function `<name>_op` describes; what is returned calls it, by position.
 
@@ -148,6 +150,8 @@ def define_op(
     said: the name in messages, where it is another than the operation's.
     replayed: (all arguments, whole or as their parts) -> whether they alone decide what it does, so that it may be
         recorded and replayed, as ops/replay.py says; by default on devices where anything is. None: never.
+    flops: (all arguments) -> the floating point operations of its products, from shapes alone, for PyTorch's
+        `FlopCounterMode`. What other operations do inside is not seen there, so it counts too.
     What makes operands by `CastOptions` returns `Copies`, without global scales; other operands are returned as their
     tensors (qdata, scale, ..). Raises TypeError for an annotation that no schema has.
     """
@@ -191,6 +195,12 @@ def define_op(
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         if sharding is not None and torch.distributed.is_available():
             _compat.register_sharding(overload, _flat_rule(sharding, kinds, whole))
+        if flops is not None:
+
+            def count(*parts: Any, out_val: Any) -> int:
+                return flops(*whole(parts))
+
+            register_flop_formula(getattr(getattr(torch.ops, NAMESPACE), name), get_raw=True)(count)
 
         # What changes its arguments is for functionalization to see; lists take longer to look through than they save.
         is_direct = "!" not in schema and "[]" not in schema.split("->")[0]
@@ -208,9 +218,24 @@ def define_op(
 
         call.overload = overload  # type: ignore[attr-defined]  # for what must have the operation itself
         call.table = rows  # type: ignore[attr-defined]
+        call.whole = whole  # type: ignore[attr-defined]  # the arguments from their parts in the schema
         return call
 
     return define
+
+
+def show_inside(op: Any, modes: Iterable[type], function: Callable[..., Any]) -> None:
+    """Let dispatch modes of these types see what `function` runs in the place of an operation.
+
+    op: what `define_op` gave. function: (its arguments) -> what it gives, as PyTorch does; by other operations.
+    """
+
+    def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        with mode:
+            return function(*op.whole(args))
+
+    for mode in modes:
+        torch.library.register_torch_dispatch(op.overload, mode, rule, lib=_library)
 
 
 def is_watched() -> bool:

@@ -18,7 +18,7 @@ import torch
 from torchao_blockwise.formats import Groups, Operand
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_gluon, why_no_kernels
 from torchao_blockwise.ops.gemm.adding import adding_rows
-from torchao_blockwise.ops.gemm.plain import KERNEL_PAIRS, check_operands, check_sum, count_change
+from torchao_blockwise.ops.gemm.plain import KERNEL_PAIRS, check_operands, check_sum, count_change, count_flops
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import Changed, define_op
@@ -145,7 +145,12 @@ _TABLE = (
 )
 
 
-@define_op(_TABLE, check=lambda a, b, groups, along, out_dtype: _check_groups("grouped_matmul", a, b, groups, along))
+# Sizes of groups are on the device: each row of a, along "k" each padded token, counts as one of a group.
+@define_op(
+    _TABLE,
+    check=lambda a, b, groups, along, out_dtype: _check_groups("grouped_matmul", a, b, groups, along),
+    flops=count_flops,
+)
 def grouped_matmul_op(
     a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype, backend: Backend
 ) -> torch.Tensor:
@@ -157,6 +162,7 @@ def grouped_matmul_op(
 @define_op(
     adding_rows(_TABLE, "k", torch.float32),
     check=lambda out, a, b, groups: _check_groups("add_grouped_matmul_", a, b, groups, "k"),
+    flops=lambda out, *ab: count_flops(*ab),
 )
 def add_grouped_matmul_op(out: Changed, a: Operand, b: Operand, groups: Groups, backend: Backend) -> None:
     """Writes in place."""

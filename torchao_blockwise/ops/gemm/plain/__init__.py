@@ -206,6 +206,12 @@ def _sharding(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor
     return rules
 
 
+def count_flops(a: Operand, b: Operand, *_: object) -> int:
+    """Of a @ b.T: 2 · M · N · K, with the zeros that K was padded with, which products multiply as well."""
+    m, n, k = a.qdata.shape[0], b.qdata.shape[-2], a.qdata.shape[1] * a.format.element.per_byte
+    return 2 * m * n * k
+
+
 _TABLE = (
     Implementation(Backend.CUBLAS, cublas.matmul, cublas.why_not),
     Implementation(Backend.CUBLAS, f"{__name__}.kernels_decode:matmul", _why_not_decoded),
@@ -217,7 +223,7 @@ _TABLE = (
 )
 
 
-@define_op(_TABLE, first=_first, expected=_expected, sharding=_sharding)
+@define_op(_TABLE, first=_first, expected=_expected, sharding=_sharding, flops=count_flops)
 def matmul_op(
     a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, backend: Backend
 ) -> torch.Tensor:
@@ -228,6 +234,7 @@ def matmul_op(
     adding_rows(_TABLE, torch.float32, None),
     first=lambda out, *ab: _first(*ab),
     expected=lambda out, *ab: _expected(*ab),
+    flops=lambda out, *ab: count_flops(*ab),
 )
 def add_matmul_op(out: Changed, a: Operand, b: Operand, backend: Backend) -> None:
     """Writes in place."""

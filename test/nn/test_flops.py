@@ -1,0 +1,147 @@
+"""`FlopCounterMode` counts of a converted model what it counts of the model before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from every_layer import CONFIGS, counting, every_model, flops, make, tokens
+from helpers import FP8, both_formats, forward_backward, mlp
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torchao.quantization import quantize_
+
+from torchao_blockwise import ops
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+OPS = torch.ops.torchao_blockwise
+
+
+@every_model
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_step(model, config):
+    """Of any number of tokens, padded or not."""
+    x = tokens(model)
+    expected = flops(lambda: forward_backward(make(model), x))
+    assert expected > 0
+    assert flops(lambda: forward_backward(make(model, config), x)) == expected
+
+
+@both_formats
+@pytest.mark.parametrize("frozen", (True, False), ids=("frozen_weight", "frozen_input"))
+def test_only_products_that_are_computed_count(config, frozen):
+    def step(config):
+        model, x = make("linear", config), tokens("linear").requires_grad_(frozen)
+        model.weight.requires_grad_(not frozen)
+        model(x).sum().backward()
+
+    assert flops(lambda: step(config)) == flops(lambda: step(None)) == 2 * (2 * 33 * 64 * 48)
+
+
+@pytest.mark.parametrize("model", ("two", "fused_mlp", "norm_linear", "experts"))
+@both_formats
+def test_products_that_checkpointing_runs_again_count_again(model, config):
+    x = tokens(model)
+
+    def step(config):
+        run = make(model, config)
+        checkpoint(run, x.clone().requires_grad_(), use_reentrant=False).sum().backward()
+
+    once = flops(lambda: forward_backward(make(model), x))
+    # By itself PyTorch stops before the last product where that saves nothing of its own.
+    with set_checkpoint_early_stop(False):
+        assert flops(lambda: step(config)) == flops(lambda: step(None)) > once
+
+
+def test_a_sum_in_main_grad_counts():
+    def step(has_main_grad: bool):
+        model = make("linear", FP8)
+        if has_main_grad:
+            model.weight.main_grad = torch.zeros(48, 64)
+        model(tokens("linear", 64).requires_grad_()).sum().backward()
+        assert (model.weight.grad is None) == has_main_grad
+
+    assert flops(lambda: step(True)) == flops(lambda: step(False)) == 6 * 64 * 48 * 64
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@every_model
+@both_formats
+def test_graphs_of_compilers(model, config):
+    """Modes keep torch.compile from compiling, so each graph is counted when it runs."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    def of_graphs(config) -> list[int]:
+        counts = []
+
+        def count(graph, inputs):
+            def run(*args):
+                with counting() as counter:
+                    out = torch.fx.Interpreter(graph).run(*args)
+                counts.append(counter.get_total_flops())
+                return out
+
+            return torch._functorch.aot_autograd.make_boxed_func(run)
+
+        torch._dynamo.reset()
+        # PyTorch compiles its grouped product in bf16 alone.
+        run = torch.compile(make(model, config, torch.bfloat16), backend=aot_autograd(fw_compiler=count))
+        run(tokens(model).bfloat16().requires_grad_()).sum().backward()
+        return counts
+
+    expected = of_graphs(None)
+    assert len(expected) == 2 and all(expected)
+    assert of_graphs(config) == expected
+
+
+@both_formats
+def test_counts_by_module_and_operation(config):
+    with counting() as counter:
+        mlp(config)(tokens("two")).sum()
+    by_module = counter.get_flop_counts()
+    assert by_module["Sequential.0"] == {OPS.master_matmul: 2 * 33 * 64 * 160}
+    assert by_module["Sequential.2"] == {OPS.master_matmul: 2 * 33 * 160 * 32}
+
+
+def operands(config, *shapes: tuple[int, ...]):
+    """Copies by rows of tensors that are wide enough for whole blocks."""
+    return (ops.quantize(torch.randn(shape), config.activation_format).rowwise for shape in shapes)
+
+
+@both_formats
+def test_operations(config):
+    a, b = operands(config, (5, 256), (7, 256))
+    product = 2 * 5 * 7 * 256
+    assert flops(lambda: ops.matmul(a, b, out_dtype=torch.float32)) == product
+    assert flops(lambda: ops.add_matmul_(torch.zeros(5, 7), a, b)) == product
+    (experts,), ends = operands(config, (3, 7, 256)), torch.tensor([1, 1, 4], dtype=torch.int32)
+    # The token of no group counts too: what is on the device is not asked.
+    assert flops(lambda: ops.grouped_matmul(a, experts, ends, out_dtype=torch.float32)) == product
+    x, dy = (
+        ops.grouped_quantize(torch.randn(5, n), ends, config.activation_format, columnwise=True).columnwise
+        for n in (64, 48)
+    )
+    padded = x.qdata.shape[1] * config.activation_format.element.per_byte
+    assert padded > 5
+    along_tokens = 2 * 64 * 48 * padded
+    assert flops(lambda: ops.grouped_matmul(x, dy, ends, along="k", out_dtype=torch.float32)) == along_tokens
+    assert flops(lambda: ops.add_grouped_matmul_(torch.zeros(3, 64, 48), x, dy, ends)) == along_tokens
+
+
+def test_every_operation_that_multiplies_has_a_formula():
+    """Of all that are defined: those whose implementation runs a product of matrices."""
+    from torch.utils.flop_counter import flop_registry
+
+    names = ("matmul", "add_matmul_", "grouped_matmul", "add_grouped_matmul_", "master_matmul", "transposed_matmul")
+    names += ("grad_weight", "quantized_output", "gradients")
+    ours = [getattr(OPS, name) for name in dir(OPS) if isinstance(getattr(OPS, name), torch._ops.OpOverloadPacket)]
+    assert {op for op in ours if op in flop_registry} == {getattr(OPS, name) for name in names}
+
+
+@both_formats
+def test_meta_tensors_are_counted(config):
+    """Shapes are all that is asked."""
+    with torch.device("meta"):
+        model = nn.Linear(4096, 14336, bias=False, dtype=torch.bfloat16)
+        quantize_(model, config)
+        x = torch.empty(8192, 4096, dtype=torch.bfloat16, requires_grad=True)
+        assert flops(lambda: model(x).sum().backward()) == 6 * 8192 * 4096 * 14336

@@ -1,0 +1,29 @@
+"""What selective activation checkpointing of layers here saves: products, and next to nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+from torchao_blockwise.nn.contraction import quantized_output_op
+from torchao_blockwise.nn.weight_products import master_matmul_op
+from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
+from torchao_blockwise.ops.gemm.plain import matmul_op
+from torchao_blockwise.ops.groups.quantization import grouped_amax_bits_op
+from torchao_blockwise.ops.quantization import tensor_amax_bits_op
+
+_PRODUCTS = (master_matmul_op, matmul_op, grouped_matmul_op)
+# Four bytes, for which a whole tensor is read.
+_AMAXES = (tensor_amax_bits_op, grouped_amax_bits_op)
+
+
+def sac_save_list() -> list[torch._ops.OpOverload]:
+    """The operations whose results a policy of selective activation checkpointing should save: those that cost most.
+
+    Products of `output` of all layers, dense and of experts, and in NVFP4 the largest value of each tensor. Quantized
+    copies are not among them: they are made again, as norms and activations are.
+    A new list, for `torch.utils.checkpoint.create_selective_checkpoint_contexts`, by itself or beside PyTorch's own.
+    Eager and compiled. What a policy must not take apart is in the list too: passes over graphs that know no policy's
+    modes meet quantizing and multiplying as one operation.
+    """
+    ops = (*_PRODUCTS, quantized_output_op, *_AMAXES)
+    return [op.overload for op in ops]  # type: ignore[attr-defined]
