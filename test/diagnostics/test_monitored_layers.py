@@ -119,6 +119,42 @@ def test_experts_of_models(config, way):
 
 
 @both_formats
+@pytest.mark.parametrize("way", ("swiglu", "grouped", "stored_transposed", "one_by_one"))
+def test_what_if_of_experts(config, way):
+    """The same experts unconverted, asked what if, and converted: the same x, and the same w."""
+    name, x, reports = "fp8" if config is FP8 else "nvfp4", weight(45, 64), []
+    for convert in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"experts": SwiGLUExperts(4, 64, 96) if way == "swiglu" else ModelsExperts(way)})
+        if convert:
+            quantize_(model, config, filter_fn=linears_and_experts())
+        reports.append(report_of(model, lambda: model["experts"](x, ENDS), what_if=(name,)))  # noqa: B023
+    asked, trained = reports
+    assert seen(asked) == seen(trained) and all(kinds == ALL for kinds in seen(asked).values())
+    first = "experts.gate_up" if way == "swiglu" else "experts.up"
+    kinds = ("x", "w") if way == "swiglu" else ("x", "w", "dy")
+    of_first = [
+        [vars(t) | {"trains": None} for t in r.tensors if t.layer == first and t.tensor in kinds] for r in reports
+    ]
+    assert of_first[0] == of_first[1]
+
+
+def test_layers_inside_of_a_module_of_experts_are_counted_once():
+    class Outer(ModelsExperts):
+        def __init__(self):
+            super().__init__("grouped")
+            self.shared = nn.Linear(64, 96)
+
+        def forward(self, x, ends):
+            return super().forward(x, ends) + self.shared(x)
+
+    model, x = Outer(), weight(45, 64)
+    report = report_of(model, lambda: model(x, ENDS), what_if=("fp8",))
+    assert seen(report) == {"up": ALL, "shared": ALL}
+    assert {t.elements for t in report.tensors if t.tensor == "x"} == {45 * 64}
+
+
+@both_formats
 def test_weights_that_are_quantized_themselves(config):
     """Beside their masters, which the optimizer has; without one there is nothing to compare with."""
     reports = []

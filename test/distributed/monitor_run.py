@@ -11,6 +11,7 @@ from expert_checks import on_one_device, on_this_rank, tokens
 from fsdp_models import blocks, config_of, shard
 from ranks import join, leave, run_each
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
@@ -78,6 +79,37 @@ def fsdp(rank: int, recipe: str) -> None:
     assert {t.elements for t in twice.tensors if t.tensor == "x"} == {4 * 37 * 48, 4 * 37 * 150}
     with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
         model(batch(rank)).square().sum().backward()
+        compare(monitor.step(), expected)
+
+
+def fsdp_of_layers(rank: int, recipe: str | None) -> None:
+    """Each linear layer is a group of its own, whose weight is split again as soon as it has run."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    config = None if recipe is None else config_of(recipe)
+    expected = of_one_process(blocks(config), microbatches)
+    model = blocks(config)
+    for block in model:
+        fully_shard(block.up, mesh=mesh)
+        fully_shard(block.down, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
+        model(batch(rank)).square().sum().backward()
+        compare(monitor.step(), expected)
+
+
+def fsdp_and_tensor_parallel(rank: int, recipe: str | None) -> None:
+    """Four ranks: two batches, each on two ranks that share the weights' rows or columns."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    config, team = None if recipe is None else config_of(recipe), mesh["data"].get_local_rank()
+
+    def run(model, which) -> None:
+        model(batch(which, 128)).backward(batch(10 + which, 128))
+
+    expected = of_one_process(MLP(config), lambda model: [run(model, which) for which in range(2)])
+    model = parallelize_module(MLP(config), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
+        run(model, team)
         compare(monitor.step(), expected)
 
 
@@ -162,6 +194,8 @@ def nonfinite(rank: int) -> None:
 
 
 RUNS = {
+    "fsdp_of_layers": fsdp_of_layers,
+    "fsdp_and_tensor_parallel": fsdp_and_tensor_parallel,
     "fsdp": fsdp, "ddp": ddp, "tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel,
     "pipeline": pipeline, "nonfinite": nonfinite,
 }  # fmt: skip

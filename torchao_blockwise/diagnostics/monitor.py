@@ -1,6 +1,6 @@
 """The numerics monitor: on some steps it looks at every tensor that layers quantize, on all others at nothing.
 
-step()   report steps only: observe layers (nn/observation.py), hook those that are not converted
+step()   report steps only: observe layers (nn/observation.py), and products of those that are not converted
   ...    each pass adds to tallies on the device; nothing is read back
 step()   sums over ranks, one copy to the host, a report; then nothing is armed until the next report step
 """
@@ -8,7 +8,6 @@ step()   sums over ranks, one copy to the host, a report; then nothing is armed 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -42,6 +41,7 @@ from torchao_blockwise.diagnostics.records import (
     recommend,
 )
 from torchao_blockwise.diagnostics.tallies import Tallies
+from torchao_blockwise.diagnostics.unconverted import watch_products
 from torchao_blockwise.diagnostics.writers import Writer, Writers
 from torchao_blockwise.formats import Groups
 from torchao_blockwise.nn import steps
@@ -159,10 +159,8 @@ class NumericsMonitor:
                 observe(before)
                 raise RuntimeError("NumericsMonitor: another monitor looks at this step; close it first")
             stack.callback(observe, None)
-            for index, layer in enumerate(self._layers):
-                if layer.config is None and isinstance(layer.module, nn.Linear):
-                    hook = functools.partial(self._see_unconverted, index)
-                    stack.callback(layer.module.register_forward_hook(hook).remove)
+            modules = {id(layer.module): layer.module for layer in self._layers if layer.config is None}
+            stack.enter_context(watch_products(modules.values(), self._see_product))
             self._order = 0
             self._see_weights()
             self._armed = stack.pop_all()
@@ -216,16 +214,17 @@ class NumericsMonitor:
             return None
         return self._see_input(index, x, how)
 
-    def _see_unconverted(self, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not module.training or not args:
+    def _see_product(self, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor | None, out: torch.Tensor) -> None:
+        index = self._index.find(_compat.local_of(weight))
+        if index is None or self._layers[index].config is not None or not self._layers[index].module.training:
             return
         with torch.no_grad():
-            x = _compat.local_of(args[0])
-            rows = steps.as_rows(x.detach().to(steps.compute_dtype(x)))
+            rows = steps.as_rows(_compat.local_of(x).detach())
             # No product asks for a config: each recipe brings its own.
-            see_gradient = self._see_input(index, rows, Contraction(None))  # type: ignore[arg-type]
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(lambda dy: see_gradient(steps.as_rows(_compat.local_of(dy).detach())))
+            how = Contraction(None, None if ends is None else Groups(ends))  # type: ignore[arg-type]
+            see_gradient = self._see_input(index, rows.to(steps.compute_dtype(rows)), how)
+        if out.requires_grad:
+            out.register_hook(lambda dy: see_gradient(steps.as_rows(_compat.local_of(dy).detach())))
 
     def _see_input(self, index: int, x: torch.Tensor, how: Contraction) -> SeesGradient:
         """Count x [T, K], and return what counts the gradient of the same pass."""
@@ -240,6 +239,8 @@ class NumericsMonitor:
             projected = statistics.project(x, seed, place.first[1] if how.groups is None else 0)
 
         def see_gradient(dy: torch.Tensor) -> None:
+            if self._armed is None:
+                return
             with torch.no_grad(), without_modes(), _compat.no_torch_function():
                 over, kinds = place.split.grad_output, (DY_ROWWISE, DY_COLUMNWISE)
                 of_dy = self._count(layer.name, kinds, dy, recipes, how, over, place.counts_gradient)
