@@ -21,7 +21,7 @@ setup(
     license="BSD-3-Clause",
     license_files=["LICENSE"],
     packages=find_packages(include=["torchao_blockwise", "torchao_blockwise.*"]),
-    package_data={"torchao_blockwise": ["py.typed"]},
+    package_data={"torchao_blockwise": ["py.typed", "diagnostics/page/*"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "torchao>=0.17", "triton; platform_system == 'Linux'"],
     extras_require={"test": [*TEST, *DEMO], "demo": DEMO, "models": MODELS, "deep_gemm": DEEP_GEMM, "dev": DEV},

@@ -39,15 +39,16 @@ EXAMPLES = [page for page in PAGES if blocks(page, "example")]
 
 
 def test_pages_have_examples():
-    assert [page.name for page in EXAMPLES] == ["fusion.md", "moe.md"]
+    assert [page.name for page in EXAMPLES] == ["fusion.md", "moe.md", "monitor.md"]
 
 
 @pytest.mark.usefixtures("no_interpreter")
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
-def test_examples_print_what_is_shown(page):
+def test_examples_print_what_is_shown(page, tmp_path, monkeypatch):
     """One after the other: a later one may use what an earlier one made."""
     if page.name == "fusion.md":
         pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
     shown, namespace = blocks(page, "output"), {"__name__": "docs"}
     for name, code in blocks(page, "example").items():
         printed = io.StringIO()

@@ -27,6 +27,7 @@ COMPAT = {"_compat", "_versions"}
 # Beginnings of the names of modules and folders that hold kernels or parts of them; those of libraries need no Triton.
 TRITON_KERNELS = ("kernels_", "device", "gluon_")
 KERNELS = (*TRITON_KERNELS, "cublas", "deepgemm")
+UNUSED = ("testing", "diagnostics")
 THIRD_PARTIES = {"torch", "torchao", "triton"}
 
 
@@ -90,7 +91,7 @@ def test_every_room_has_a_rank():
         ("ops", "from torchao_blockwise.tensors import NVFP4Tensor", ["tensors"]),
         ("ops", "def f():\n    from torchao_blockwise import nn", ["nn"]),
         ("formats", "import torchao_blockwise.ops.quantization as q", ["ops"]),
-        ("checkpoint", "import torchao_blockwise.diagnostics", ["diagnostics"]),
+        ("conversion", "import torchao_blockwise.diagnostics", ["diagnostics"]),
         ("nn", "from torchao_blockwise import NVFP4Tensor", ["NVFP4Tensor"]),
         ("_compat", "from torchao_blockwise import formats", ["formats"]),
         ("nn", "from torchao_blockwise import _compat, formats, ops\nfrom torchao_blockwise.nn import linear", []),
@@ -266,6 +267,7 @@ NAMES_IN_COMPAT = (
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils.checkpoint._CachedTorchDispatchMode",
     "torch.utils.checkpoint._CachingTorchDispatchMode",
+    "torch.utils._python_dispatch._disable_current_modes",
     "torch.utils._pytree.tree_map_only",
     "torch.UntypedStorage._cdata",
     "torchao.core.config.ALLOWED_AO_MODULES",
@@ -395,6 +397,6 @@ new = set(sys.modules) - before
 heavy = ("triton", "matplotlib", "pytest", "hypothesis", "torch._inductor", "torch._dynamo", "transformers")
 print(sorted(name for name in new if name.startswith(heavy)))
 ours = [name for name in new if name.startswith("torchao_blockwise")]
-print(sorted(name for name in ours if any(part.startswith({(*TRITON_KERNELS, "testing")}) for part in name.split("."))))
+print(sorted(name for name in ours if any(part.startswith({(*TRITON_KERNELS, *UNUSED)}) for part in name.split("."))))
 """
     assert python(code).splitlines() == ["[]", "[]"]

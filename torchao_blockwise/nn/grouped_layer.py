@@ -16,6 +16,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.formats import Operand
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.contraction import gradients, quantize, quantized_output
+from torchao_blockwise.nn.observation import seen
 from torchao_blockwise.nn.weight_products import Contraction
 from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, config_of
 from torchao_blockwise.ops.operands import check_dtype
@@ -116,11 +117,14 @@ class _GroupedLinear(torch.autograd.Function):
         steps.save_for_backward(ctx, (saved_weight,), *groups, *saved_x)
         ctx.config, ctx.rounded_to, ctx.contracts_columns = config, rounded_to, contracts_columns
         ctx.dtypes, ctx.is_transposed = (x.dtype, weight.dtype), isinstance(weight, TransposedWeight)
+        ctx.seen = seen(stored, x, how)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         steps.refuse_second_order("grouped_linear")
+        if ctx.seen is not None:
+            ctx.seen(grad_output)
         config, rounded_to = ctx.config, ctx.rounded_to
         weight, group_ends, tables, saved_x = steps.take_saved(ctx, 3)
         groups = steps.saved_groups(group_ends, tables)

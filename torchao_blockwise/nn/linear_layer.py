@@ -16,6 +16,7 @@ from torchao_blockwise.nn.contraction import (
     quantized_output,
     weight_comes_first,
 )
+from torchao_blockwise.nn.observation import seen
 from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups, sharded_linear
 from torchao_blockwise.nn.weight_products import Contraction, Readable
 from torchao_blockwise.nn.weights import WEIGHTS, check_linear, config_of
@@ -72,6 +73,7 @@ class _Linear(torch.autograd.Function):
         steps.save_for_backward(ctx, (weight,), *saved_x)
         ctx.how, ctx.x_shape, ctx.dtypes = how, x.shape, (x.dtype, weight.dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.seen = seen(weight, x, how)
         return out
 
     @staticmethod
@@ -86,6 +88,8 @@ def linear_gradients(
     # A constant grad_output would leave the second gradient out in silence, so this does not wait for one.
     steps.refuse_second_order("linear")
     weight, saved_x = steps.take_saved(ctx, 1)
+    if ctx.seen is not None:
+        ctx.seen(steps.as_rows(grad_output))
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     args = saved_x, ctx.how, (needs_x, needs_weight), ctx.x_shape, ctx.dtypes
     grads = steps.run_backward((weight,), _backward, grad_output, *args)

@@ -18,6 +18,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import Operand
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.contraction import cast_options, gradients, output, quantize
+from torchao_blockwise.nn.observation import seen
 from torchao_blockwise.nn.weight_products import Contraction, Readable
 from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight
 
@@ -111,16 +112,18 @@ class _NormLinear(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         config = config_of(weight)
+        how = Contraction(config)
         x2d = steps.as_rows(x)
         needs_norm, needs_weight = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         save_quantized = needs_weight and config.saves_quantized_activations
-        args = x2d, (kind, eps, norm_weight, norm_bias), bias, Contraction(config), dtype, save_quantized
+        args = x2d, (kind, eps, norm_weight, norm_bias), bias, how, dtype, save_quantized
         out, statistics, columnwise = steps.run((weight,), _forward, *args)
         needs_x = needs_norm or (needs_weight and not save_quantized)
         saved = (x2d, *statistics, norm_weight, norm_bias) if needs_x else (None,) * 5
         steps.save_for_backward(ctx, (weight,), *saved, *(columnwise.tensors if save_quantized else ()))
         ctx.config, ctx.dtype, ctx.x_shape = config, dtype, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.seen = seen(weight, lambda: ops.normalize(x2d, statistics, norm_weight, norm_bias, dtype=dtype), how)
         return steps.as_shape_of(out, x)
 
     @staticmethod
@@ -129,6 +132,8 @@ class _NormLinear(torch.autograd.Function):
         weight, *norm, copy = steps.take_saved(ctx, 6)
         *needs, needs_weight, needs_bias = ctx.needs_input_grad[:5]
         dy = steps.as_rows(grad_output)
+        if ctx.seen is not None:
+            ctx.seen(dy)
         args = tuple(norm), copy, Contraction(ctx.config), (*needs, needs_weight), (ctx.dtype, weight.dtype)
         # By name: in a compiler of PyTorch 2.11 a starred list is a tuple.
         grad_x, grad_norm_weight, grad_norm_bias, grad_weight = steps.run_backward((weight,), _backward, dy, *args)

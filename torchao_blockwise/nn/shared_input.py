@@ -17,6 +17,7 @@ from torchao_blockwise.formats import Copies, Operand
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.contraction import output, quantize
 from torchao_blockwise.nn.linear_layer import linear, linear_gradients
+from torchao_blockwise.nn.observation import seen
 from torchao_blockwise.nn.weight_products import Contraction, Readable
 from torchao_blockwise.nn.weights import Weight, check_linear, config_of
 
@@ -90,6 +91,7 @@ class _LinearOfCopies(torch.autograd.Function):
         steps.save_for_backward(ctx, (weight,), *(saved_x if ctx.needs_input_grad[1] else ()))
         ctx.how, ctx.x_shape, ctx.dtypes, ctx.x_dtype = how, x.shape, (dtype, weight.dtype), x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.seen = seen(weight, lambda: x.to(dtype), how)
         return out
 
     @staticmethod

@@ -17,7 +17,8 @@ from torch import nn
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import Copies, Groups, Operand
 from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.contraction import cast_options, gradients, output, quantize, quantized_output
+from torchao_blockwise.nn.contraction import cast_options, grad_input, gradients, output, quantize, quantized_output
+from torchao_blockwise.nn.observation import seen
 from torchao_blockwise.nn.sharded_linear import AmaxGroups
 from torchao_blockwise.nn.weight_products import Contraction, Readable
 from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight
@@ -126,6 +127,7 @@ class _SwiGLULinear(torch.autograd.Function):
         ctx.how, ctx.shape = how, gate.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.dtypes = gate.dtype, weight.dtype
+        ctx.seen = seen(weight, lambda: ops.swiglu(gate2d, up2d), how)
         return steps.as_shape_of(out, gate)
 
     @staticmethod
@@ -134,6 +136,8 @@ class _SwiGLULinear(torch.autograd.Function):
         weight, gate, up, copy = steps.take_saved(ctx, 3)
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
         dy, needs = steps.as_rows(grad_output), (needs_gate or needs_up, needs_weight)
+        if ctx.seen is not None:
+            ctx.seen(dy)
         both, grad_weight = steps.run_backward(
             (weight,), _linear_backward, dy, gate, up, copy, ctx.how, needs, ctx.dtypes
         )
@@ -218,6 +222,8 @@ class SwiGLUFunction(torch.autograd.Function):
         ctx.configs, ctx.amax_groups = configs, amax_groups
         ctx.save_x, ctx.x_shape, ctx.x_dtype = save_x, x.shape, x.dtype
         ctx.bias_dtype = None if down_bias is None else down_bias.dtype
+        ctx.inner_seen = seen(gate_up_weight, x2d, inner)
+        ctx.outer_seen = seen(down_weight, lambda: ops.swiglu(*gate_up.chunk(2, 1)), outer)
         return steps.as_shape_of(out, x)
 
     @staticmethod
@@ -227,6 +233,10 @@ class SwiGLUFunction(torch.autograd.Function):
         both = _contractions(ctx.configs, ctx.amax_groups, steps.saved_groups(group_ends, tables))
         *needs, needs_bias = ctx.needs_input_grad[:4]
         dy = steps.as_rows(grad_output)
+        if ctx.outer_seen is not None:
+            ctx.outer_seen(dy)
+        if ctx.inner_seen is not None and gate_up is not None:
+            ctx.inner_seen(_grad_of_gate_up(weights[1], dy, gate_up, both[1]))
         x_saved, h_saved = ([x], copies) if not ctx.save_x else (copies[:3], copies[3:])
         halves = [] if gate_up is None else [*gate_up.chunk(2, 1)]
         dtypes = ctx.x_dtype, dy.dtype if gate_up is None else gate_up.dtype, *(weight.dtype for weight in weights)
@@ -296,6 +306,15 @@ def _mlp_backward(
     dtypes, tokens = (x_dtype, gate_up_dtype), dy.shape[0]
     grads = gradients(dgate_up, x_columnwise, tokens, gate_up_weight, inner, dtypes, weight_first=False)
     return *grads, grad_down
+
+
+def _grad_of_gate_up(
+    down_weight: Readable, dy: torch.Tensor, gate_up: torch.Tensor, outer: Contraction
+) -> torch.Tensor:
+    """What backward quantizes as it computes it, in high precision: for who looks at it."""
+    copies = quantize(dy, outer, rowwise=True, columnwise=False)
+    dh = grad_input(copies.rowwise, down_weight, outer, gate_up.dtype)
+    return torch.cat(ops.swiglu_backward(dh, *gate_up.chunk(2, 1)), 1)
 
 
 def _contractions(

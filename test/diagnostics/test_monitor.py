@@ -1,0 +1,304 @@
+"""The monitor's life: which steps it looks at, what it costs the others, what it leaves, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+import timeit
+import warnings
+
+import pytest
+import torch
+from helpers import FP8, NVFP4, mlp, weight
+from shared_inputs import Counter
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from torchao_blockwise import ops
+from torchao_blockwise.diagnostics import NumericsMonitor
+from torchao_blockwise.nn import observation
+from torchao_blockwise.testing import assert_bitwise_equal, sqnr
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+TOKENS = 50
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left_watching():
+    yield
+    left = observation.observe(None)
+    assert left is None
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    return torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model, monitor, steps: int = 1, run=None, microbatches: int = 1):
+    """Reports of some steps of SGD."""
+    optimizer, reports = torch.optim.SGD(model.parameters(), lr=1e-2), []
+    for step in range(steps):
+        for part in range(microbatches):
+            (model if run is None else run)(tokens(10 * step + part)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reports.append(monitor.step())
+    return reports
+
+
+def tensor_of(report, layer, kind, recipe):
+    return next(t for t in report.tensors if (t.layer, str(t.kind), t.recipe) == (layer, kind, recipe))
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_those_of_what_conversion_quantizes():
+    """Of x, w and dy, in the recipe of the layer and in another, from `ops.quantize` and in float64."""
+    model = mlp(FP8)
+    values = {0: model[0].weight.hp.clone(), 2: model[2].weight.hp.clone()}
+    inputs, gradients = {}, {}
+    for i in (0, 2):
+        model[i].register_forward_hook(lambda module, args, out, i=i: inputs.update({i: args[0].detach()}))
+        model[i].register_full_backward_hook(lambda module, gi, go, i=i: gradients.update({i: go[0]}))
+    with NumericsMonitor(model, what_if=("nvfp4",)) as monitor:
+        (report,) = train(model, monitor)
+    for i in (0, 2):
+        for recipe, activations, weights in (
+            ("fp8", "fp8_1x128", "fp8_128x128"),
+            ("nvfp4", "nvfp4_1x16", "nvfp4_16x16"),
+        ):
+            for kind, x, fmt in (
+                ("x", inputs[i], activations),
+                ("w", values[i], weights),
+                ("dy", gradients[i], activations),
+            ):
+                copies = ops.quantize(x, fmt, columnwise=True)
+                for name, copy in (("rowwise", copies.rowwise), ("columnwise", copies.columnwise)):
+                    found = tensor_of(report, str(i), kind if kind == "w" else f"{kind} {name}", recipe)
+                    decoded = ops.dequantize(copy)
+                    decoded = decoded[:, : x.shape[0]].mT if name == "columnwise" else decoded[:, : x.shape[1]]
+                    assert found.sqnr_db == pytest.approx(sqnr(decoded, x), abs=1e-4)
+                    assert found.elements == x.numel() and found.amax == x.abs().max()
+                    assert found.underflow == 100 * ((decoded == 0) & (x != 0)).sum() / x.numel()
+                    assert found.trains == (recipe == "fp8")
+
+
+@pytest.mark.parametrize("config", (FP8, NVFP4), ids=("fp8", "nvfp4"))
+def test_what_if_is_what_conversion_gives(config):
+    """The same model unconverted, asked what if, and converted: same figures, of the same forward pass."""
+    name = "fp8" if config is FP8 else "nvfp4"
+    plain, converted = nn.Sequential(mlp()[0]), nn.Sequential(mlp(config)[0])
+    reports = []
+    for model, what_if in ((plain, (name,)), (converted, ())):
+        with NumericsMonitor(model, what_if=what_if) as monitor:
+            model(tokens()).backward(weight(TOKENS, 160, seed=1))
+            reports.append(monitor.step())
+    asked, trained = reports
+    assert not any(t.trains for t in asked.tensors) and all(t.trains for t in trained.tensors)
+    for a, b in zip(asked.tensors, trained.tensors, strict=True):
+        assert {**vars(a), "trains": True} == vars(b)
+    assert asked.gradients[0].to_noise == trained.gradients[0].to_noise
+    assert math.isnan(asked.gradient_to_noise) and trained.gradient_to_noise == trained.gradients[0].to_noise
+
+
+def test_training_is_not_changed():
+    results = []
+    for monitored in (False, True):
+        model = mlp(NVFP4)
+        monitor = NumericsMonitor(model, every=1 if monitored else 100, what_if=("fp8",))
+        train(model, monitor, 3)
+        monitor.close()
+        results.append([p.detach().hp if hasattr(p, "hp") else p.detach() for p in model.parameters()])
+    for a, b in zip(*results):
+        assert_bitwise_equal(a, b)
+
+
+def test_microbatches_make_one_report():
+    model, counts = mlp(FP8), []
+    for microbatches in (1, 3):
+        with NumericsMonitor(model) as monitor:
+            (report,) = train(model, monitor, microbatches=microbatches)
+        counts.append({str(t.kind): t.elements for t in report.tensors if t.layer == "0"})
+    assert counts[1] == {kind: (1 if kind == "w" else 3) * count for kind, count in counts[0].items()}
+
+
+def policy(ctx, op, *args, **kwargs):
+    saved = (torch.ops.torchao_blockwise.quantize_both.default, torch.ops.torchao_blockwise.quantize.default)
+    return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS = {
+    "non_reentrant": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "selective": {"use_reentrant": False, "context_fn": lambda: create_selective_checkpoint_contexts(policy)},
+}
+
+
+@pytest.mark.parametrize("options", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_recomputed_activations_are_counted_once(options):
+    results = []
+    for wrap in (False, True):
+        model = mlp(FP8)
+        run = lambda x, m=model: checkpoint(m, x.requires_grad_(), **options) if wrap else m(x)  # noqa: B023, E731
+        with NumericsMonitor(model, what_if=("nvfp4",)) as monitor:
+            reports = train(model, monitor, 2, run)
+        results.append((reports[0].tensors, reports[0].gradients, [p.detach().clone() for p in model.parameters()]))
+    assert results[0][0] == results[1][0] and results[0][1] == results[1][1]
+    for a, b in zip(results[0][2], results[1][2]):
+        assert torch.equal(getattr(a, "hp", a), getattr(b, "hp", b))
+
+
+def test_modes_do_not_see_what_the_monitor_computes():
+    """Such as selective checkpointing, which would save it, and counters of operations."""
+    model, counts = mlp(FP8), []
+    with NumericsMonitor(model, what_if=("nvfp4",)) as monitor:
+        for is_armed in (True, False):
+            assert (monitor._armed is not None) == is_armed
+            with Counter() as counter:
+                model(tokens()).sum().backward()
+            monitor.step()
+            counts.append({op: count for op, count in counter.ran.items() if "torchao_blockwise" in str(op)})
+    assert counts[0] == counts[1] and counter.quantized == 4
+
+
+@pytest.mark.parametrize("wrap", (False, True), ids=("plain", "checkpoint"))
+def test_unconverted_layers_are_counted_once(wrap):
+    model = mlp()
+    run = (lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=False)) if wrap else model
+    with NumericsMonitor(model, what_if=("fp8",)) as monitor:
+        (report,) = train(model, monitor, run=run)
+    assert [t.elements for t in report.tensors] == [3200, 3200, 10240, 8000, 8000, 8000, 8000, 5120, 1600, 1600]
+
+
+def test_the_first_layer_with_nan_is_named():
+    model = mlp(FP8)
+    with NumericsMonitor(model, every=1) as monitor:
+        assert train(model, monitor)[0].first_nonfinite is None
+        model.register_forward_pre_hook(lambda module, args: (args[0].index_fill(1, torch.tensor([3]), math.nan),))
+        (report,) = train(model, monitor)
+        assert report.first_nonfinite == ("0", "x") and tensor_of(report, "0", "x rowwise", "fp8").nonfinite == TOKENS
+        assert monitor.recommend()[0].layer == "0"
+        assert "NaN or Inf first in 0 x" in str(report)
+
+
+def test_gradients_with_nan_are_named_where_they_come_from():
+    model = mlp(FP8)
+    with NumericsMonitor(model, every=1) as monitor:
+        model(tokens()).backward(torch.full((TOKENS, 32), math.inf))
+        assert monitor.step().first_nonfinite == ("2", "dy")
+
+
+@pytest.mark.parametrize("count", (0, 1, 129))
+def test_any_number_of_tokens(count):
+    for config in (FP8, NVFP4):
+        model = mlp(config)
+        with NumericsMonitor(model, what_if=("fp8", "nvfp4")) as monitor:
+            model(torch.ones(count, 64)).sum().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore" if count == 0 else "error")
+                report = monitor.step()
+            assert {t.elements for t in report.tensors if t.layer == "0" and t.tensor == "x"} <= {64 * count}
+
+
+def test_layers_in_evaluation_are_not_seen():
+    model = mlp(FP8)
+    with NumericsMonitor(model) as monitor:
+        model.eval()
+        with torch.no_grad():
+            model(tokens())
+        with pytest.warns(UserWarning, match="no monitored layer ran in step 0"):
+            monitor.step()
+
+
+# --- which steps ------------------------------------------------------------------------------------------------------
+
+
+def test_steps_that_are_reported():
+    model = mlp(FP8)
+    with NumericsMonitor(model, every=3, step=5) as monitor:
+        reports = train(model, monitor, 6)
+    assert [report and report.step for report in reports] == [5, 6, None, None, 9, None]
+
+
+def test_nothing_is_armed_between_reports():
+    model = mlp(FP8)
+    model.append(nn.Linear(32, 8))
+    monitor = NumericsMonitor(model, every=2, what_if=("fp8",))
+    armed = lambda: (observation._observer is not None, len(model[3]._forward_hooks) + len(model[3]._forward_pre_hooks))  # noqa: E731
+    assert armed() == (True, 2)
+    train(model, monitor)
+    assert armed() == (False, 0)
+    train(model, monitor)
+    assert armed() == (True, 2)
+    monitor.close()
+    assert armed() == (False, 0)
+    assert train(model, monitor, 3) == [None, None, None] and armed() == (False, 0)
+
+
+def test_idle_cost_is_below_a_thousandth():
+    """Between reports there are a question a layer in each pass, and a call of `step`; beside a small model's step."""
+    model = mlp(FP8)
+    monitor = NumericsMonitor(model, every=10**9)
+    train(model, monitor)
+    step = min(timeit.repeat(lambda: model(tokens()).sum().backward(), number=3, repeat=3)) / 3
+    w, x, how = model[0].weight, tokens(), None
+    asked = min(timeit.repeat(lambda: observation.seen(w, x, how), number=200, repeat=50)) / 200
+    called = min(timeit.repeat(monitor.step, number=200, repeat=50)) / 200
+    assert 2 * asked + called < 1e-3 * step, (asked, called, step)
+    monitor.close()
+
+
+def test_an_error_inside_of_a_step_leaves_nothing():
+    model = mlp(FP8)
+    with pytest.raises(RuntimeError, match="lost"), NumericsMonitor(model):
+        model(tokens())
+        raise RuntimeError("lost")
+    assert observation._observer is None
+
+
+def test_two_monitors_at_a_time_are_refused():
+    model = mlp(FP8)
+    with NumericsMonitor(model), pytest.raises(RuntimeError, match="another monitor looks at this step"):
+        NumericsMonitor(model)
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+def test_patterns_choose_layers():
+    model = nn.ModuleDict({"attention": mlp(FP8), "mlp": mlp(FP8)})
+    with NumericsMonitor(model, layers="mlp.*") as monitor:
+        sum(part(tokens()).sum() for part in model.values()).backward()
+        assert {t.layer for t in monitor.step().tensors} == {"mlp.0", "mlp.2"}
+    with pytest.raises(ValueError, match=r"layers='mpl.0' matches no layer; the nearest names are mlp.0, mlp.2"):
+        NumericsMonitor(model, layers=("*", "mpl.0"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({"what_if": ("fp4",)}, "what_if must name recipes of fp8, fp8_pow2, nvfp4, or hold configs, got 'fp4'"),
+        ({"every": 0}, "every must be at least 1, got 0"),
+    ),
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        NumericsMonitor(mlp(FP8), **options)
+
+
+def test_a_model_without_layers_or_values():
+    with pytest.raises(ValueError, match="the model has no linear layer and no experts"):
+        NumericsMonitor(nn.LayerNorm(3))
+    with pytest.raises(ValueError, match="the model is on the meta device; materialize it first"):
+        NumericsMonitor(nn.Linear(3, 3, device="meta"))
+
+
+def test_recommend_before_a_report_or_of_an_unknown_recipe():
+    model = mlp(FP8)
+    with NumericsMonitor(model) as monitor:
+        with pytest.raises(RuntimeError, match="no report yet"):
+            monitor.recommend()
+        train(model, monitor)
+        with pytest.raises(ValueError, match="recommend knows fp8, got 'nvfp4'; add it to what_if"):
+            monitor.recommend("nvfp4")

@@ -1,0 +1,208 @@
+"""What test_monitor_over_ranks.py spawns: the numerics monitor on two ranks, beside one process with all there is."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from expert_checks import layer as experts_layer
+from expert_checks import on_one_device, on_this_rank, tokens
+from fsdp_models import blocks, config_of, shard
+from ranks import join, leave, run_each
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torchao.quantization import quantize_
+
+from torchao_blockwise.diagnostics import NumericsMonitor
+from torchao_blockwise.distributed import ExpertParallel
+
+WHAT_IF = ("fp8", "nvfp4")
+RANKS = 2
+
+
+def batch(rank: int, width: int = 48) -> torch.Tensor:
+    return torch.randn(37, width, generator=torch.Generator().manual_seed(rank))
+
+
+class Alone(NumericsMonitor):
+    """The monitor of one process, in a program that has others."""
+
+    def _agree(self):
+        self._group = None
+        return super()._agree()
+
+
+def compare(got, expected, kinds=("x", "w", "dy")) -> None:
+    """Counts and maxima are the same; sums up to their order."""
+    assert got.first_nonfinite == expected.first_nonfinite
+    ours, theirs = (
+        {(t.layer, t.kind, t.recipe): vars(t) for t in r.tensors if t.tensor in kinds} for r in (got, expected)
+    )
+    assert ours.keys() == theirs.keys() and ours
+    for key, of_one in theirs.items():
+        of_ranks = dict(ours[key])
+        for name in ("sqnr_db", "cosine"):
+            assert math.isclose(of_ranks.pop(name), of_one[name], rel_tol=1e-9), (key, name)
+        assert of_ranks == {name: of_one[name] for name in of_ranks}, key
+    for of_ranks, of_one in zip(got.gradients, expected.gradients, strict=True):
+        assert (of_ranks.layer, of_ranks.recipe) == (of_one.layer, of_one.recipe)
+        if len(kinds) == 3:
+            # Random projections are sums in fp32.
+            assert math.isclose(of_ranks.to_noise, of_one.to_noise, rel_tol=1e-5), of_ranks
+
+
+def of_one_process(model, run) -> object:
+    with Alone(model, what_if=WHAT_IF) as monitor:
+        run(model)
+        return monitor.step()
+
+
+def microbatches(model) -> None:
+    for rank in range(RANKS):
+        model(batch(rank)).square().sum().backward()
+
+
+def fsdp(rank: int, recipe: str) -> None:
+    """A rank's batch is what one process has as a microbatch; shards cut blocks of 128 rows."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    config = config_of(recipe)
+    expected = of_one_process(blocks(config), microbatches)
+    model = shard(blocks(config), mesh)
+    with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
+        for _ in range(2):
+            model(batch(rank)).square().sum().backward()
+        monitor._disarm()
+        twice = monitor._tallies.take(0, monitor._group)
+    assert {t.elements for t in twice.tensors if t.tensor == "x"} == {4 * 37 * 48, 4 * 37 * 150}
+    with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
+        model(batch(rank)).square().sum().backward()
+        compare(monitor.step(), expected)
+
+
+def fsdp_of_layers(rank: int, recipe: str | None) -> None:
+    """Each linear layer is a group of its own, whose weight is split again as soon as it has run."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    config = None if recipe is None else config_of(recipe)
+    expected = of_one_process(blocks(config), microbatches)
+    model = blocks(config)
+    for block in model:
+        fully_shard(block.up, mesh=mesh)
+        fully_shard(block.down, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
+        model(batch(rank)).square().sum().backward()
+        compare(monitor.step(), expected)
+
+
+def fsdp_and_tensor_parallel(rank: int, recipe: str | None) -> None:
+    """Four ranks: two batches, each on two ranks that share the weights' rows or columns."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    config, team = None if recipe is None else config_of(recipe), mesh["data"].get_local_rank()
+
+    def run(model, which) -> None:
+        model(batch(which, 128)).backward(batch(10 + which, 128))
+
+    expected = of_one_process(MLP(config), lambda model: [run(model, which) for which in range(2)])
+    model = parallelize_module(MLP(config), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
+        run(model, team)
+        compare(monitor.step(), expected)
+
+
+def ddp(rank: int, recipe: str) -> None:
+    config = config_of(recipe)
+    expected = of_one_process(blocks(config), microbatches)
+    model = DistributedDataParallel(blocks(config))
+    with NumericsMonitor(model.module, what_if=WHAT_IF) as monitor:
+        model(batch(rank)).square().sum().backward()
+        compare(monitor.step(), expected)
+
+
+class MLP(nn.Sequential):
+    def __init__(self, config):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+        if config is not None:
+            quantize_(self, config)
+
+
+def tensor_parallel(rank: int, recipe: str | None) -> None:
+    """Both ranks have the whole batch: what they hold alike counts once.
+
+    The gradient is given: results of sums over ranks have other last bits, and so would a loss of them.
+    """
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    config = None if recipe is None else config_of(recipe)
+    x, dy = batch(0, 128), batch(1, 128)
+    expected = of_one_process(MLP(config), lambda model: model(x).backward(dy))
+    model = parallelize_module(MLP(config), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with NumericsMonitor(model, what_if=WHAT_IF) as monitor:
+        model(x).backward(dy)
+        compare(monitor.step(), expected)
+
+
+def expert_parallel(rank: int, recipe: str) -> None:
+    """Each expert sees the tokens of all ranks; NVFP4's tensor scale alone is that of the experts of a rank."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    config = config_of(recipe)
+    parts = [tokens(r) for r in range(RANKS)]
+    one, spread = nn.ModuleDict({"e": experts_layer(config)}), nn.ModuleDict({"e": experts_layer(config)})
+    expected = of_one_process(one, lambda model: on_one_device(model["e"], parts))
+    parallelize_module(spread["e"], mesh, ExpertParallel())
+    with NumericsMonitor(spread, what_if=WHAT_IF) as monitor:
+        on_this_rank(spread["e"], parts[rank])
+        got = monitor.step()
+    compare(got, expected, ("w",))
+    if recipe == "fp8":
+        only_fp8 = [vars(r)["tensors"] for r in (got, expected)]
+        got, expected = (
+            type(got)(0, tuple(t for t in ts if t.recipe == "fp8"), r.gradients[:3], r.first_nonfinite)
+            for ts, r in zip(only_fp8, (got, expected))
+        )
+        compare(got, expected)
+
+
+def pipeline(rank: int) -> None:
+    """Ranks that hold other layers: every rank reports all of them."""
+    config = config_of("fp8")
+    stage = nn.ModuleDict({f"layers.{rank}".replace(".", "_"): blocks(config, count=1)})
+    with NumericsMonitor(stage) as monitor:
+        for block in stage.values():
+            block(batch(rank)).square().sum().backward()
+        report = monitor.step()
+    names = [f"layers_{r}.0.{name}" for r in range(RANKS) for name in ("up", "down")]
+    assert list(dict.fromkeys(t.layer for t in report.tensors)) == names
+    assert {t.elements for t in report.tensors if t.tensor == "w"} == {48 * 150}
+    assert len({str(t) for t in report.tensors}) == 4 * 5
+
+
+def nonfinite(rank: int) -> None:
+    """NaN on one rank alone is reported by all, and so is where it was first."""
+    model = blocks(config_of("fp8"))
+    with NumericsMonitor(model) as monitor:
+        x = batch(rank)
+        if rank == 1:
+            x[3, 3] = math.nan
+        model(x).square().sum().backward()
+        report = monitor.step()
+    assert report.first_nonfinite == ("0.up", "x")
+    assert math.isnan(next(t.amax for t in report.tensors if t.layer == "0.up" and t.tensor == "x"))
+
+
+RUNS = {
+    "fsdp_of_layers": fsdp_of_layers,
+    "fsdp_and_tensor_parallel": fsdp_and_tensor_parallel,
+    "fsdp": fsdp, "ddp": ddp, "tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel,
+    "pipeline": pipeline, "nonfinite": nonfinite,
+}  # fmt: skip
+
+
+def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:
+    """Leaves what was raised in each case, or None."""
+    join(rank, ranks, port, seconds=180)
+    run_each(RUNS, rank, cases, file)
+    leave()

@@ -1,0 +1,222 @@
+"""Which layers a monitor looks at, which recipes it tries, and how a weight that a product reads is known."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchao_blockwise import _compat
+from torchao_blockwise.conversion.weights import expert_weights
+from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups
+from torchao_blockwise.nn.weights import WEIGHTS, config_of
+from torchao_blockwise.tensors import (
+    BlockwiseFP8TrainingConfig,
+    MasterWeightTensor,
+    NVFP4TrainingConfig,
+    QuantizedTensor,
+    TrainingConfig,
+    TransposedWeight,
+)
+from torchao_blockwise.tensors.weight_operands import group_names
+
+RECIPES: dict[str, TrainingConfig] = {
+    "fp8": BlockwiseFP8TrainingConfig(),
+    "fp8_pow2": BlockwiseFP8TrainingConfig(power_of_2_scales=True),
+    "nvfp4": NVFP4TrainingConfig(),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer, or one weight of experts.
+
+    name: of the layer, or of the weight ("layers.0.experts.down"). parameter: its name in `module`.
+    """
+
+    name: str
+    module: nn.Module
+    parameter: str
+
+    @property
+    def weight(self) -> Any:
+        """As it is now: FSDP2 exchanges it for the gathered one in a pass."""
+        return _compat.parameters_of(self.module)[self.parameter]
+
+    @property
+    def config(self) -> TrainingConfig | None:
+        """What the layer trains by, None for one that is not converted."""
+        local = _compat.local_of(self.weight)
+        return config_of(local) if isinstance(local, WEIGHTS) else None
+
+
+def find_layers(model: nn.Module, patterns: str | Sequence[str]) -> list[Layer]:
+    """Linear layers and weights of experts whose names match one of the patterns, as `fnmatch` does.
+
+    Of layers that share a weight the first stands for all. Raises ValueError for a pattern that matches nothing.
+    """
+    found: dict[int, Layer] = {}
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            found.setdefault(id(module.weight), Layer(fqn, module, "weight"))
+        for name, weight in expert_weights(module).items():
+            found.setdefault(id(weight), Layer(f"{fqn}.{name}".lstrip("."), module, name))
+    layers = list(found.values())
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(layer.name, pattern) for layer in layers):
+            raise ValueError(_nothing_matches(pattern, [layer.name for layer in layers]))
+    return [layer for layer in layers if any(fnmatch.fnmatchcase(layer.name, pattern) for pattern in patterns)]
+
+
+def _nothing_matches(pattern: str, names: list[str]) -> str:
+    if not names:
+        return "NumericsMonitor: the model has no linear layer and no experts"
+    nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or names[:3]
+    return f"NumericsMonitor: layers={pattern!r} matches no layer; the nearest names are {', '.join(nearest)}"
+
+
+def recipe_name(config: TrainingConfig) -> str:
+    """The name of the known recipe that quantizes as `config` does, else that of its class."""
+    for name, known in RECIPES.items():
+        if _cast(known) == _cast(config):
+            return name
+    return type(config).__name__
+
+
+def _cast(config: TrainingConfig) -> tuple[Any, ...]:
+    return config.activation_format.name, config.weight_format.name, config.power_of_2_scales
+
+
+def find_recipes(what_if: Iterable[str | TrainingConfig]) -> dict[str, TrainingConfig]:
+    """Recipes by name, from names and configs."""
+    found: dict[str, TrainingConfig] = {}
+    for recipe in [what_if] if isinstance(what_if, (str, TrainingConfig)) else what_if:
+        if isinstance(recipe, TrainingConfig):
+            found[recipe_name(recipe)] = recipe
+        elif recipe in RECIPES:
+            found[recipe] = RECIPES[recipe]
+        else:
+            raise ValueError(
+                f"NumericsMonitor: what_if must name recipes of {', '.join(RECIPES)}, or hold configs, got {recipe!r}"
+            )
+    return found
+
+
+class WeightIndex:
+    """Finds the layer that holds a weight by where its values lie: products read views, casts and parts of it."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = layers
+        self._by_address: dict[int, int] = {}
+
+    def find(self, weight: Any) -> int | None:
+        """Index of the layer whose values `weight` has, or some of whose experts; None if there is none."""
+        address = _values_of(weight).data_ptr()
+        index = self._by_address.get(address)
+        # FSDP2 frees what it gathered, and another weight comes to lie there.
+        if index is not None and self._range_of(index)[0] == address:
+            return index
+        ranges = [self._range_of(index) for index in range(len(self._layers))]
+        self._by_address = {start: index for index, (start, end) in enumerate(ranges) if end > start}
+        if address in self._by_address:
+            return self._by_address[address]
+        return next((index for index, (start, end) in enumerate(ranges) if start <= address < end), None)
+
+    def _range_of(self, index: int) -> tuple[int, int]:
+        values = _values_of(_compat.local_of(self._layers[index].weight))
+        start = values.data_ptr()
+        # Of what is gathered later there is no address yet.
+        return start, start + values.numel() * values.element_size() if start else 0
+
+
+def _values_of(weight: Any) -> torch.Tensor:
+    if isinstance(weight, TransposedWeight):
+        weight = weight.weight
+    if isinstance(weight, MasterWeightTensor):
+        return weight.source[0]
+    return weight.qdata if isinstance(weight, QuantizedTensor) else weight
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's part of a layer lies under tensor or expert parallelism.
+
+    split: the process groups over which x, the weight and the gradient are split.
+    counts_x, counts_gradient: whether this rank counts them; of what several ranks hold whole the first one does.
+    first: of rows (experts, where there are three dims) and of columns of the weight, the first that is here.
+    """
+
+    split: AmaxGroups = WHOLE
+    counts_x: bool = True
+    counts_gradient: bool = True
+    first: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(cls, weight: Any) -> Place:
+        """By how `weight` is placed while a forward pass runs; a plain tensor is whole."""
+        if _compat.local_of(weight) is weight:
+            return cls()
+        rows, columns = shards_of(weight, 0), shards_of(weight, weight.dim() - 1)
+        first = _first(weight, 0), _first(weight, weight.dim() - 1)
+        if weight.dim() == 3:
+            return cls(first=first)
+        coordinate = weight.device_mesh.get_coordinate()
+        groups = [group_names([weight.device_mesh.get_group(i) for i in dims]) for dims in (columns, rows)]
+        split = AmaxGroups(x=groups[0], grad_output=groups[1])
+        return cls(split, not any(coordinate[i] for i in rows), not any(coordinate[i] for i in columns), first)
+
+
+def shards_of(weight: Any, dim: int) -> list[int]:
+    """Dims of the mesh over which dim `dim` of a DTensor is split."""
+    return [i for i, placement in enumerate(weight.placements) if placement.is_shard(dim)]
+
+
+def _first(weight: Any, dim: int) -> int:
+    size, first = weight.shape[dim], 0
+    for i in shards_of(weight, dim):
+        size = math.ceil(size / weight.device_mesh.size(i))
+        first += size * weight.device_mesh.get_coordinate()[i]
+    return first
+
+
+def own_experts(weight: Any) -> list[int]:
+    """Dims of the mesh over which experts [E, N, K] are dealt out whole, [] where a weight is not, or not only so."""
+    if _compat.local_of(weight) is weight or weight.dim() != 3:
+        return []
+    split = [i for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    return split if split == shards_of(weight, 0) else []
+
+
+def part_of(weight: Any) -> tuple[int, ...]:
+    """Which part of `weight` `values_of_weight` gives: ranks with the same one have the same values."""
+    return tuple(weight.device_mesh.get_coordinate()[i] for i in own_experts(weight))
+
+
+def values_of_weight(weight: Any) -> tuple[torch.Tensor | None, str]:
+    """(values in high precision, groups over which they are split) of a layer's weight; a collective.
+
+    They are whole, gathered where that must be, but for experts that are dealt out to ranks: there they are this
+    rank's. None where there is a quantized weight and no optimizer with its master.
+    """
+    local = _compat.local_of(weight)
+    if isinstance(local, QuantizedTensor):
+        original = local.original if local is weight else None
+        return (None if original is None else original.master(local)), ""
+    values = local.hp if isinstance(local, MasterWeightTensor) else local.detach()
+    if local is weight:
+        return values, ""
+    mesh, experts = weight.device_mesh, own_experts(weight)
+    if experts:
+        return values, group_names([mesh.get_group(i) for i in experts])
+    from torch.distributed.tensor import DTensor
+
+    shape, stride = weight.shape, weight.stride()
+    whole = DTensor.from_local(values, mesh, weight.placements, run_check=False, shape=shape, stride=stride)
+    return whole.full_tensor(), ""

@@ -1,0 +1,283 @@
+"""The numerics monitor: on some steps it looks at every tensor that layers quantize, on all others at nothing.
+
+step()   report steps only: observe layers (nn/observation.py), and products of those that are not converted
+  ...    each pass adds to tallies on the device; nothing is read back
+step()   sums over ranks, one copy to the host, a report; then nothing is armed until the next report step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchao_blockwise import _compat, ops
+from torchao_blockwise._compat.modes import without_modes
+from torchao_blockwise.diagnostics import statistics
+from torchao_blockwise.diagnostics.layers import (
+    Place,
+    WeightIndex,
+    find_layers,
+    find_recipes,
+    part_of,
+    recipe_name,
+    values_of_weight,
+)
+from torchao_blockwise.diagnostics.records import (
+    DY_COLUMNWISE,
+    DY_ROWWISE,
+    WEIGHT,
+    X_COLUMNWISE,
+    X_ROWWISE,
+    Recommendation,
+    Report,
+    recommend,
+)
+from torchao_blockwise.diagnostics.tallies import Tallies
+from torchao_blockwise.diagnostics.unconverted import watch_products
+from torchao_blockwise.diagnostics.writers import Writer, Writers
+from torchao_blockwise.formats import Groups
+from torchao_blockwise.nn import steps
+from torchao_blockwise.nn.contraction import quantize
+from torchao_blockwise.nn.observation import SeesGradient, observe
+from torchao_blockwise.nn.weight_products import Contraction
+from torchao_blockwise.tensors import TrainingConfig
+from torchao_blockwise.tensors.weight_operands import amax_over
+
+
+class NumericsMonitor:
+    """Report what quantization loses, tensor by tensor, every so many steps.
+
+    model: monitored where it is; make the monitor last, after `quantize_`, `fuse`, sharding and loads of checkpoints.
+    every: steps between reports; the first one is of the step that comes next.
+    layers: names of linear layers and weights of experts, patterns as in `fnmatch`.
+    what_if: recipes ("fp8", "fp8_pow2", "nvfp4", or configs) that every layer's tensors are tried in besides.
+    writers: see `diagnostics`; they are given each report, on the first rank alone.
+    step: of the training run, where it continues one.
+    group: the ranks that train the model together, None for all. Making a monitor, and `step`, are collectives.
+
+    Call `step()` once after each optimizer step, all microbatches before it make one report; or use the monitor as a
+    context manager, which closes it. Compiled modules run eagerly in steps that are reported.
+    Raises ValueError for a pattern that matches nothing, or an unknown recipe.
+    Source: FP4 All the Way (arXiv 2505.19115), §4, for the ratio of the gradient to its quantization noise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 100,
+        layers: str | Sequence[str] = "*",
+        what_if: Iterable[str | TrainingConfig] = (),
+        writers: Sequence[Writer] = (),
+        *,
+        step: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"NumericsMonitor: every must be at least 1, got {every}")
+        self.model, self.every = model, every
+        self.report: Report | None = None
+        self._layers, self._what_if = find_layers(model, layers), find_recipes(what_if)
+        self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
+        self._writers = Writers(writers if self._group is None or self._group.rank() == 0 else ())
+        self._index = WeightIndex(self._layers)
+        self._tallies, self._owned = self._agree()
+        self._step, self._order = step, 0
+        self._armed: contextlib.ExitStack | None = None
+        self._is_closed = False
+        self._arm()
+
+    def _agree(self) -> tuple[Tallies, set[str]]:
+        """Tallies for the layers and recipes of all ranks, and the layers whose weight this rank counts."""
+        trained = {layer.name: recipe_name(layer.config) for layer in self._layers if layer.config is not None}
+        parts = {layer.name: part_of(layer.weight) for layer in self._layers}
+        mine = parts, trained, list(self._what_if)
+        everyone: list[Any] = [mine]
+        if self._group is not None:
+            everyone = [None] * self._group.size()
+            dist.all_gather_object(everyone, mine, group=self._group)
+        names = list(dict.fromkeys(name for theirs, _, _ in everyone for name in theirs))
+        all_trained = {name: recipe for _, theirs, _ in everyone for name, recipe in theirs.items()}
+        recipes = dict.fromkeys([*all_trained.values(), *(name for _, _, theirs in everyone for name in theirs)])
+        rank = 0 if self._group is None else self._group.rank()
+        earlier = {(name, part) for theirs, _, _ in everyone[:rank] for name, part in theirs.items()}
+        owned = {name for name, part in parts.items() if (name, part) not in earlier}
+        device = _compat.local_of(self._layers[0].weight).device
+        if device.type == "meta":
+            raise ValueError("NumericsMonitor: the model is on the meta device; materialize it first")
+        return Tallies(names, list(recipes), all_trained, device), owned
+
+    # --- the life of a report ------------------------------------------------------------------------------------
+
+    def step(self) -> Report | None:
+        """Tell the monitor that an optimizer step is done; returns the report if there is one, on every rank."""
+        report = self._finish() if self._armed is not None else None
+        self._step += 1
+        if self._step % self.every == 0 and not self._is_closed:
+            self._arm()
+        return report
+
+    def recommend(self, recipe: str | None = None) -> list[Recommendation]:
+        """Layers to keep in bf16, the worst first, by the last report: as they train, or if they trained by `recipe`.
+
+        Those with NaN or Inf, with a gradient below √3 of its quantization noise, with twice the error of the median
+        layer, or of which a tensor loses most of its elements to zero.
+        Raises RuntimeError before the first report, ValueError for a recipe that is neither trained nor in what_if.
+        """
+        if self.report is None:
+            raise RuntimeError("NumericsMonitor: there is no report yet; train a step and call step()")
+        if recipe is not None and recipe not in self._tallies.recipes:
+            known = ", ".join(self._tallies.recipes)
+            raise ValueError(f"NumericsMonitor: recommend knows {known}, got {recipe!r}; add it to what_if")
+        return recommend(self.report, recipe)
+
+    def close(self) -> None:
+        """Take everything away again that watches the model, and close the writers; a report under way is dropped."""
+        self._disarm()
+        self._is_closed = True
+        self._writers.close()
+
+    def __enter__(self) -> NumericsMonitor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _arm(self) -> None:
+        with contextlib.ExitStack() as stack:
+            # Compiled code calls nobody. Where nothing was compiled the compiler is not loaded for this.
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if (before := observe(self._see)) is not None:
+                observe(before)
+                raise RuntimeError("NumericsMonitor: another monitor looks at this step; close it first")
+            stack.callback(observe, None)
+            modules = {id(layer.module): layer.module for layer in self._layers if layer.config is None}
+            stack.enter_context(watch_products(modules.values(), self._see_product))
+            self._order = 0
+            self._see_weights()
+            self._armed = stack.pop_all()
+
+    def _disarm(self) -> None:
+        if self._armed is not None:
+            self._armed.close()
+            self._armed = None
+
+    def _finish(self) -> Report:
+        self._disarm()
+        self.report = self._tallies.take(self._step, self._group)
+        if not any(t.tensor == "x" for t in self.report.tensors):
+            warnings.warn(
+                f"NumericsMonitor: no monitored layer ran in step {self._step}: what replays a CUDA graph, or runs "
+                "in evaluation mode, is not seen",
+                stacklevel=3,
+            )
+        self._writers.write(self.report)
+        return self.report
+
+    # --- what is seen --------------------------------------------------------------------------------------------
+
+    def _recipes_of(self, config: TrainingConfig | None) -> dict[str, TrainingConfig]:
+        own = {} if config is None else {recipe_name(config): config}
+        return {**self._what_if, **own}
+
+    def _see_weights(self) -> None:
+        with torch.no_grad(), without_modes(), _compat.no_torch_function():
+            for layer in self._layers:
+                values, over = values_of_weight(layer.weight)
+                if values is None or (layer.name not in self._owned and not over):
+                    continue
+                order = self._next()
+                for name, config in self._recipes_of(layer.config).items():
+                    fmt = config.weight_format
+                    copy = ops.quantize(
+                        values,
+                        fmt,
+                        power_of_2_scales=config.power_of_2_scales,
+                        tensor_amax=amax_over(values, over) if fmt.has_global_scale else None,
+                        backend=ops.casting_backend(config.backend),
+                    ).rowwise
+                    if layer.name in self._owned:
+                        found, _ = statistics.tally(values, copy, order)
+                        self._tallies.add(layer.name, WEIGHT, name, found)
+
+    def _see(self, weight: Any, x: torch.Tensor, how: Contraction) -> SeesGradient | None:
+        index = self._index.find(weight)
+        if index is None or not self._layers[index].module.training:
+            return None
+        return self._see_input(index, x, how)
+
+    def _see_product(self, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor | None, out: torch.Tensor) -> None:
+        index = self._index.find(_compat.local_of(weight))
+        if index is None or self._layers[index].config is not None or not self._layers[index].module.training:
+            return
+        with torch.no_grad():
+            rows = steps.as_rows(_compat.local_of(x).detach())
+            # No product asks for a config: each recipe brings its own.
+            how = Contraction(None, None if ends is None else Groups(ends))  # type: ignore[arg-type]
+            see_gradient = self._see_input(index, rows.to(steps.compute_dtype(rows)), how)
+        if out.requires_grad:
+            out.register_hook(lambda dy: see_gradient(steps.as_rows(_compat.local_of(dy).detach())))
+
+    def _see_input(self, index: int, x: torch.Tensor, how: Contraction) -> SeesGradient:
+        """Count x [T, K], and return what counts the gradient of the same pass."""
+        layer = self._layers[index]
+        place = Place.of(layer.weight)
+        recipes, seed = self._recipes_of(how.config), 3 * self._tallies.index(layer.name)
+        # Activation checkpointing computes a layer once more, in backward, and it was counted before.
+        counts = place.counts_x and not _compat.in_backward()
+        with without_modes(), _compat.no_torch_function():
+            kinds = X_ROWWISE, X_COLUMNWISE
+            tokens = self._count(layer.name, kinds, x, recipes, how, place.split.x, counts)
+            projected = statistics.project(x, seed, place.first[1] if how.groups is None else 0)
+
+        def see_gradient(dy: torch.Tensor) -> None:
+            if self._armed is None:
+                return
+            with torch.no_grad(), without_modes(), _compat.no_torch_function():
+                over, kinds = place.split.grad_output, (DY_ROWWISE, DY_COLUMNWISE)
+                of_dy = self._count(layer.name, kinds, dy, recipes, how, over, place.counts_gradient)
+                first = place.first[0]
+                other = statistics.project(dy, seed + 1, first if how.groups is None else 0)
+                probes = statistics.gradient_probes(projected, other, how.groups, seed + 2, first)
+                noise = {name: statistics.gradient_noise(tokens[name], of_dy[name]) for name in recipes}
+                self._tallies.add_gradient(layer.name, probes, noise)
+
+        return see_gradient
+
+    def _count(
+        self,
+        layer: str,
+        kinds: Sequence[Any],
+        x: torch.Tensor,
+        recipes: dict[str, TrainingConfig],
+        how: Contraction,
+        over: str,
+        counts: bool,
+    ) -> dict[str, statistics.TokenSquares]:
+        """Tally both copies of x [T, K] in each recipe, if this rank `counts` it; returns squares along tokens."""
+        orders, tokens = (self._next(), self._next()), {}
+        for name, config in recipes.items():
+            # Tables of groups are made for one size of blocks.
+            groups = None if how.groups is None else how.groups if config is how.config else Groups(how.groups.ends)
+            by = Contraction(config, groups)
+            split = over if config.activation_format.has_global_scale else ""
+            copies = quantize(x, by, rowwise=True, columnwise=True, over=split)
+            for kind, copy, order in zip(kinds, copies, orders):
+                found, tokens[name] = statistics.tally(
+                    x, copy, order, columnwise=kind.direction == "columnwise", groups=groups
+                )
+                if counts:
+                    self._tallies.add(layer, kind, name, found)
+        return tokens
+
+    def _next(self) -> int:
+        self._order += 1
+        return self._order

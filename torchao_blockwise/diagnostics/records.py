@@ -1,0 +1,194 @@
+"""What a report holds: figures of each tensor under each recipe, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+import statistics as medians
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from torchao_blockwise.conversion.report import aligned
+
+# Below this ratio of gradient norm to quantization noise training in FP4 stops to make progress (arXiv 2505.19115).
+LEAST_GRADIENT_TO_NOISE = math.sqrt(3)
+# A layer stands out whose error is twice that of the median layer: 6 dB.
+OUTLIER_DB = 20 * math.log10(2)
+# So does one of which a tensor loses most elements, and twice as many as in the median layer: where a few large values
+# make up the norm, SQNR says nothing of the others.
+OUTLIER_UNDERFLOW = 50.0
+
+
+class Kind(NamedTuple):
+    """Which tensor, and along which of its dims blocks run. Weights have square blocks: their copies are one."""
+
+    tensor: str
+    direction: str
+
+    def __str__(self) -> str:
+        return self.tensor if self.tensor == "w" else f"{self.tensor} {self.direction}"
+
+
+X_ROWWISE, X_COLUMNWISE = Kind("x", "rowwise"), Kind("x", "columnwise")
+WEIGHT = Kind("w", "both")
+DY_ROWWISE, DY_COLUMNWISE = Kind("dy", "rowwise"), Kind("dy", "columnwise")
+KINDS = (X_ROWWISE, X_COLUMNWISE, WEIGHT, DY_ROWWISE, DY_COLUMNWISE)
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """What one recipe makes of one tensor of one layer, in one step.
+
+    layer, tensor ("x", "w", "dy"), direction ("rowwise", "columnwise", "both"): which. recipe: how it was quantized;
+        `trains` says whether the layer really trains so, and is not only asked what if.
+    elements, nonfinite: how many; the latter are NaN or Inf. amax: the largest magnitude.
+    zeros, underflow, saturated: percent of the elements that are zero; that become zero; that are clipped.
+    scale_log2: (least, largest) log2 of block scales, None without blocks other than of zeros. histogram: {e: blocks
+        with a scale in [2^e, 2^(e+1))}.
+    sqnr_db: 10 log10(Σ x² / Σ error²). cosine: of the angle between the tensor and its decoded copy.
+    """
+
+    layer: str
+    tensor: str
+    direction: str
+    recipe: str
+    trains: bool
+    elements: int
+    nonfinite: int
+    amax: float
+    zeros: float
+    underflow: float
+    saturated: float
+    scale_log2: tuple[float, float] | None
+    histogram: dict[int, int]
+    sqnr_db: float
+    cosine: float
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.tensor, self.direction)
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """Norm of a weight's gradient (layer "" : of all layers) over the noise that quantizing x and dy adds to it."""
+
+    layer: str
+    recipe: str
+    trains: bool
+    to_noise: float
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A layer that is better kept in bf16, and why."""
+
+    layer: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one step. Print it for a table of the layers that lose most, `to_dict()` for data.
+
+    first_nonfinite: (layer, tensor) that had NaN or Inf before any other, or None.
+    """
+
+    step: int
+    tensors: tuple[TensorReport, ...]
+    gradients: tuple[GradientReport, ...]
+    first_nonfinite: tuple[str, str] | None
+
+    @property
+    def gradient_to_noise(self) -> float:
+        """Of the layers that train in low precision together; NaN if there is none."""
+        return next((g.to_noise for g in self.gradients if g.trains and not g.layer), math.nan)
+
+    def what_if(self, recipe: str) -> dict[str, float]:
+        """{layer: the least SQNR in dB among its tensors, if it trained by `recipe`}."""
+        return {layer: min(t.sqnr_db for t in tensors) for layer, tensors in by_layer(self, recipe).items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        header = ("layer", "recipe", "worst tensor", "SQNR dB", "underflow %", "saturated %", "gradient / noise")
+        noise = {g.layer: g.to_noise for g in self.gradients if g.trains}
+        rows = []
+        for layer, tensors in by_layer(self, None).items():
+            worst = min(tensors, key=_sqnr_or_worst)
+            figures = worst.sqnr_db, worst.underflow, worst.saturated, noise.get(layer, math.nan)
+            rows.append((layer, worst.recipe, str(worst.kind), *(f"{figure:.2f}" for figure in figures)))
+        rows.sort(key=lambda row: _order(float(row[3])))
+        total = ("all", "", "", "", "", "", f"{self.gradient_to_noise:.2f}")
+        bad = "" if self.first_nonfinite is None else f"; NaN or Inf first in {' '.join(self.first_nonfinite)}"
+        return f"step {self.step}{bad}\n" + aligned(header, rows, total, words=3)
+
+
+def by_layer(report: Report, recipe: str | None) -> dict[str, list[TensorReport]]:
+    """Tensors of each layer under `recipe`, or as they train."""
+    found: dict[str, list[TensorReport]] = {}
+    for tensor in report.tensors:
+        if tensor.trains if recipe is None else tensor.recipe == recipe:
+            found.setdefault(tensor.layer, []).append(tensor)
+    return found
+
+
+def _order(sqnr: float) -> float:
+    return -math.inf if math.isnan(sqnr) else sqnr
+
+
+def _sqnr_or_worst(tensor: TensorReport) -> float:
+    return _order(tensor.sqnr_db)
+
+
+def recommend(report: Report, recipe: str | None = None) -> list[Recommendation]:
+    """Layers to keep in bf16 under `recipe`, or as they train, the worst first.
+
+    Those with NaN or Inf; those whose gradient is less than √3 of its quantization noise; and those of which a tensor
+    has 6 dB less SQNR than the same tensor of the median layer, which is twice the error, or loses more than half of
+    its elements to zero, and twice as many as there.
+    """
+    layers = by_layer(report, recipe)
+    noise = {g.layer: g.to_noise for g in report.gradients if (g.trains if recipe is None else g.recipe == recipe)}
+    together = [t for tensors in layers.values() for t in tensors]
+    medians_of, underflows = _medians(together, "sqnr_db"), _medians(together, "underflow")
+    # The kind of the reason comes first in the order, then how bad it is.
+    found: list[tuple[int, float, str, str]] = []
+    for layer, tensors in layers.items():
+        bad = next((t for t in tensors if t.nonfinite), None)
+        ratio = noise.get(layer, math.nan)
+        worst = max(tensors, key=lambda t: _behind(t, medians_of))
+        behind = _behind(worst, medians_of)
+        flushed = max(tensors, key=lambda t: t.underflow)
+        if bad is not None:
+            found.append((0, 0.0, layer, f"{bad.kind} has {bad.nonfinite} NaN or Inf"))
+        elif ratio < LEAST_GRADIENT_TO_NOISE:
+            found.append((1, ratio, layer, f"its gradient is {ratio:.2f} × its quantization noise, below √3"))
+        elif behind > OUTLIER_DB:
+            median = medians_of[worst.kind]
+            reason = f"{worst.kind} has {worst.sqnr_db:.1f} dB SQNR, the median layer {median:.1f}"
+            found.append((2, -behind, layer, reason))
+        elif flushed.underflow > max(OUTLIER_UNDERFLOW, 2 * underflows[flushed.kind]):
+            lost = f"{flushed.underflow:.0f} % of its elements to zero"
+            reason = f"{flushed.kind} loses {lost}, the median layer {underflows[flushed.kind]:.0f} %"
+            found.append((3, -flushed.underflow, layer, reason))
+    return [Recommendation(layer, reason) for _, _, layer, reason in sorted(found, key=lambda item: item[:2])]
+
+
+def _medians(tensors: Sequence[TensorReport], figure: str) -> dict[Kind, float]:
+    found: dict[Kind, list[float]] = {}
+    for tensor in tensors:
+        value = getattr(tensor, figure)
+        if not math.isnan(value):
+            found.setdefault(tensor.kind, []).append(value)
+    return {kind: medians.median(values) for kind, values in found.items()}
+
+
+def _behind(tensor: TensorReport, medians_of: dict[Kind, float]) -> float:
+    """By how many dB a tensor is worse than the median."""
+    median = medians_of.get(tensor.kind, math.nan)
+    behind = median - tensor.sqnr_db
+    # Both may be infinite: of zeros, nothing is lost.
+    return -math.inf if math.isnan(behind) else behind

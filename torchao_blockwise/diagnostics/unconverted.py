@@ -1,0 +1,68 @@
+"""Products with weights that are not converted, seen where PyTorch is asked for them in the forward pass of a layer.
+
+A converted layer tells what it quantizes; of another one the product is known by its weight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from torchao_blockwise import _compat
+
+# What is told of a product: x, weight, where groups end or None, and the result.
+SeesProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
+
+
+class _Products(TorchFunctionMode):
+    def __init__(self, see: SeesProduct) -> None:
+        super().__init__()
+        self._see, self._grouped = see, (_compat.grouped_mm, *_compat.grouped_products_of_others())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is F.linear:
+            x, weight = (*args, *(kwargs[name] for name in ("input", "weight") if name in kwargs))[:2]
+            self._see(x, weight, None, out)
+        elif func in self._grouped:
+            ends = args[2] if len(args) > 2 else kwargs.get("offs")
+            # Without ends experts are a batch, which low precision does not take.
+            if ends is not None and args[0].dim() == 2:
+                self._see(args[0], args[1], ends, out)
+        return out
+
+
+class _Scope(threading.local):
+    """How many of the modules run now, one inside of the other, in this thread."""
+
+    depth = 0
+    mode: _Products | None = None
+
+
+def watch_products(modules: Iterable[nn.Module], see: SeesProduct) -> ExitStack:
+    """Let `see` know of linear and grouped products in the forward passes of `modules` until the stack is closed."""
+    scope, stack = _Scope(), ExitStack()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        scope.depth += 1
+        if scope.depth == 1:
+            scope.mode = _Products(see)
+            scope.mode.__enter__()
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        scope.depth -= 1
+        if scope.depth == 0 and scope.mode is not None:
+            scope.mode.__exit__(None, None, None)
+
+    for module in modules:
+        stack.callback(module.register_forward_pre_hook(enter).remove)
+        stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+    return stack
