@@ -204,10 +204,8 @@ class Recorder(recordings.TorchDispatchMode):
             self.refuse("calls a library on a tensor from elsewhere")
             return
 
-        def step(tensors: Tensors) -> None:
-            run(*[tensors[place] for place in places])
-
-        self.steps.append((step, set(places), set(), True))
+        given = ", ".join(f"t{place}" for place in places)
+        self.steps.append((f"{self.name(run, run.__name__)}({given})", set(places), set(), True))
 
 
 # Of one matrix of one launch. Memory is given out again at the same addresses step by step.
