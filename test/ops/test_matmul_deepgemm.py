@@ -146,7 +146,7 @@ def test_it_refuses_other_formats_and_gpus(installed, monkeypatch):
         with pytest.raises(ValueError, match=f"multiplies fp8_1x128 by fp8_128x128, got {formats[0].name}"):
             multiply(*operands(8, 64, 128, formats=formats))
     monkeypatch.setattr(deepgemm, "compute_capability", lambda device: (0, 0))
-    with pytest.raises(ValueError, match=r"it is for Hopper GPUs \(sm_90\), got cpu"):
+    with pytest.raises(ValueError, match=r"it needs a Hopper GPU \(sm_90\), got cpu"):
         multiply(*operands(8, 64, 128))
 
 
