@@ -23,6 +23,7 @@ from functools import partial
 from typing import ClassVar
 
 import driver
+import energy
 import errors
 import peers
 import torch
@@ -208,6 +209,8 @@ def measure(recipe: str, mode: str, config: Config, args: Namespace, expected: t
                 "timing": timing._asdict(),
                 "kernels": longest(kernels),
             }
+            if results.with_energy:
+                row["J"] = energy.joules(trainer.step, device)
             results.add(row)
             for name, us in kernels[: args.kernels]:
                 print(f"    {us:10.1f} us  {name[:100]}")
@@ -229,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser(__doc__, RECIPES, RECIPES[:-1], Config.layers, 5)
     options.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     options.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off", "on"])
+    driver.add_energy(options)
     options.add_argument("--kernels", type=int, default=0, help="print the longest kernels of each row")
     args, device = driver.parse(options, argv)
     config = SMOKE if args.smoke else Config(layers=args.layers)
