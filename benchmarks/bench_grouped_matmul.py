@@ -194,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     experts.add_arguments(parser)
     driver.add_backends(parser)
     driver.add_peers(parser, grouped_peers.NAMES)
+    driver.add_energy(parser)
     args, device = driver.parse(parser, argv)
     args.shapes = experts.chosen(args)
     results = Report("grouped_matmul", device, COLUMNS, vars(args))

@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes.add_arguments(parser)
     driver.add_backends(parser)
     driver.add_peers(parser, peers.PRODUCTS)
+    driver.add_energy(parser)
     args, device = driver.parse(parser, argv)
     args.shapes = shapes.chosen(args, ["default"])
     results = Report("matmul", device, COLUMNS, vars(args))

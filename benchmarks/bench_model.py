@@ -23,6 +23,7 @@ from functools import partial
 from typing import ClassVar
 
 import driver
+import energy
 import errors
 import peers
 import torch
@@ -177,6 +178,8 @@ def measure(recipe: str, mode: str, config: Config, args: Namespace, expected: t
                 "timing": timing._asdict(),
                 "kernels": longest(kernels),
             }
+            if results.with_energy:
+                row["J"] = energy.joules(trainer.step, device)
             results.sections.append(table(f"{recipe}, {where}", kernels, timing.us))
             results.add(row)
 
@@ -197,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser(__doc__, RECIPES, DEFAULT_RECIPES, Config.layers, 5)
     options.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     options.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off", "on"])
+    driver.add_energy(options)
     what = f"q, k, v, gate and up are layers of their own, as in transformers; {' '.join(FUSE_RECIPES)} by default"
     options.add_argument("--fuse", action="store_true", help=what)
     args, device = driver.parse(options, argv)

@@ -87,6 +87,10 @@ def add_backends(to: argparse.ArgumentParser) -> None:
     to.add_argument("--backends", nargs="+", choices=[b.value for b in Backend if b is not Backend.AUTO])
 
 
+def add_energy(to: argparse.ArgumentParser) -> None:
+    to.add_argument("--energy", action="store_true", help="measure joules too, 0.7 s more for each time")
+
+
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
     """Arguments and the device; leaves with a message where there is no GPU to measure."""
     args = parser.parse_args(argv)
@@ -194,9 +198,11 @@ def measure(job: Job, names: Sequence[str], results: Report) -> None:
             results.attempt(name, job.where, prepare, name, Peer(run), True)
     for name, peer in found.items():
         results.attempt(name, job.where, prepare, name, peer, False)
-    good = _believed(job, time_runs(runs, results.device), results)
+    times = time_runs(runs, results.device, with_energy=results.with_energy)
+    good = _believed(job, times, results)
     others = {name.removeprefix("peer "): t.us for name, t in good.items() if name in found}
     rates = {name: job.flops / us / 1e6 for name, us in others.items()}
+    spent = {name.removeprefix("peer "): t.joules for name, t in good.items() if name in found}
     floor = results.ceilings.floor_us(job.nbytes, job.flops)
     for name, t in good.items():
         if name in found:
@@ -208,7 +214,8 @@ def measure(job: Job, names: Sequence[str], results: Report) -> None:
             continue
         row = {"by": name} if "by" in results.columns else {}
         row |= {**job.labels, **rate(job, t), **timed(t, floor), **ratios(t.us, others), **job.more, "peers us": others}
-        results.add(row | ({"error": errors[name], "peers TFLOP/s": rates} if job.flops else {}))
+        row |= {"error": errors[name], "peers TFLOP/s": rates} if job.flops else {}
+        results.add(row | ({"J": t.joules, "peers J": spent} if results.with_energy else {}))
 
 
 def _believed(job: Job, times: Mapping[str, Timing | str], results: Report) -> dict[str, Timing]:

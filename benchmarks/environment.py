@@ -10,6 +10,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import energy
 import torch
 
 # A checkout runs without being installed.
@@ -20,6 +21,7 @@ def environment(device: torch.device) -> dict:
     """Device, versions and commit, so that a number can be traced to what made it."""
     return {
         "device": device_name(device),
+        "power limit W": energy.power_limit(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "python": platform.python_version(),
         "torch": torch.__version__,

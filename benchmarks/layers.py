@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import driver
+import energy
 import peers
 import roofline
 import torch
@@ -70,6 +71,7 @@ def parser(doc: str, recipes: Sequence[str], default: Sequence[str]) -> argparse
         "--seconds", type=float,
         help="that each time of a row is measured for; default 0.05 for graphs, 50 eager and 200 launched steps",
     )  # fmt: skip
+    driver.add_energy(made)
     return made
 
 
@@ -172,7 +174,8 @@ def measure(work: Work, recipes: Sequence[str], results: Report, seconds: float 
     del expected
     # Together, for the same clocks; the rest one by one, so that only one layer's gradients live.
     runs = {recipe: (layer.step, sets) for recipe, layer in layers.items()}
-    graphs = time_runs(runs, device, **({} if seconds is None else {"seconds": seconds}))
+    options = {} if seconds is None else {"seconds": seconds}
+    graphs = time_runs(runs, device, with_energy=results.with_energy, **options)
     new: dict[str, dict] = {}
     ours = {recipe: row["us"] for recipe, row in there.items()}
     for recipe, layer in layers.items():
@@ -239,4 +242,5 @@ def _row(
         "intensity": work.flops / work.nbytes,
         "timing": {"graph": graph._asdict() if graph else None, "eager": eager._asdict(), "host": host._asdict()},
         **work.more(layer, inputs),
+        **({"J": graph.joules if graph else energy.joules(step, device)} if results.with_energy else {}),
     }

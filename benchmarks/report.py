@@ -21,11 +21,16 @@ class Report:
 
     name: of the files. columns: what the table shows, in order; rows may hold more, which goes to the JSON alone.
     A row's numbers are µs, TFLOP/s, TB/s or ratios, as the column says; None where there is nothing.
+    with_energy: whether rows have joules, "J", behind their rate or time.
     """
 
     def __init__(self, name: str, device: torch.device, columns: Sequence[str], arguments: Mapping):
         self.name, self.device, self.columns = name, device, list(columns)
         self.arguments = {name: plain(value) for name, value in arguments.items()}
+        self.with_energy = bool(self.arguments.get("energy"))
+        if self.with_energy:
+            before = "TFLOP/s" if "TFLOP/s" in self.columns else "ms a step"
+            self.columns.insert(self.columns.index(before) + 1, "J")
         self.device_name = environment.device_name(device)
         self.environment = environment.environment(device)
         self.rows: list[dict] = []

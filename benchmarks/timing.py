@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import energy
 import torch
 from errors import reason
 
@@ -32,6 +33,7 @@ class Timing(NamedTuple):
     """Microseconds a call: median, and quartiles over `repeats`.
 
     captured: whether calls were replayed from a CUDA graph; if not, gaps between launches are part of the time.
+    joules: of a call, where they were measured (energy.py).
     """
 
     us: float
@@ -39,14 +41,15 @@ class Timing(NamedTuple):
     high: float
     repeats: int
     captured: bool
+    joules: float | None = None
 
     @classmethod
-    def of(cls, samples: Sequence[float], captured: bool = False) -> Timing:
+    def of(cls, samples: Sequence[float], captured: bool = False, joules: float | None = None) -> Timing:
         """Of samples in microseconds; raises ValueError where there are none."""
         if not samples:
             raise ValueError("Timing: no samples; repeat at least once")
         quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
-        return cls(statistics.median(samples), quartiles[0], quartiles[2], len(samples), captured)
+        return cls(statistics.median(samples), quartiles[0], quartiles[2], len(samples), captured, joules)
 
 
 def input_sets(make: Callable[[], tuple], device: torch.device | str, nbytes: int | None = None) -> list[tuple]:
@@ -72,13 +75,18 @@ def set_count(nbytes: int, cache_bytes: int) -> int:
 
 
 def time_runs(
-    runs: Mapping[str, tuple[Callable, Sequence[tuple]]], device: torch.device | str, *, seconds: float = _SECONDS
+    runs: Mapping[str, tuple[Callable, Sequence[tuple]]],
+    device: torch.device | str,
+    *,
+    seconds: float = _SECONDS,
+    with_energy: bool = False,
 ) -> dict[str, Timing | str]:
     """Device time of each run side by side: {name: Timing}, or {name: why it failed}, which leaves the others alone.
 
     runs: name -> (function, its argument tuples as of `input_sets`). Tensors that the function returns are its outputs:
         what it returns must be computed from its arguments alone, and none of them.
     seconds: how long each is timed, after its warm-up.
+    with_energy: whether the joules of each are measured behind its times, which takes 0.7 s.
 
     On a GPU a graph calls the function on every set in turn, each output in memory of its own: by the time a set comes
     round again the cache has forgotten it, and what one replay leaves to be written to memory the next one writes. The
@@ -102,7 +110,11 @@ def time_runs(
     turns = [r for i in range(_MAX_REPEATS) for r in replays.values() if i < r.repeats]
     for replay, us in zip(turns, _sample(turns, device)):
         replay.samples.append(us)
-    return {n: failed[n] if n in failed else Timing.of(replays[n].samples, replays[n].captured) for n in runs}
+    if with_energy:
+        for replay in replays.values():
+            spent = energy.joules(replay.call, device)
+            replay.joules = None if spent is None else spent / replay.sets
+    return {n: failed[n] if n in failed else replays[n].timing() for n in runs}
 
 
 def time_eager(run: Callable[[], object], device: torch.device | str, *, calls: int = 10, repeats: int = 5) -> Timing:
@@ -155,6 +167,10 @@ class _Replay:
         self.graph_outputs = graph_outputs
         self.repeats = _MIN_REPEATS
         self.samples: list[float] = []
+        self.joules: float | None = None
+
+    def timing(self) -> Timing:
+        return Timing.of(self.samples, self.captured, self.joules)
 
 
 def _prepare(run: Callable, sets: Sequence[tuple], device: torch.device) -> _Replay:

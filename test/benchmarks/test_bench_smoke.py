@@ -186,7 +186,7 @@ def test_a_ratio_is_of_graphs_that_took_turns(smoke, torchao_is_bf16, monkeypatc
     """The GPU was slower when the peer ran: ours beside it counts, and the row keeps its first time."""
     graphs = iter([{"fp8": 2.0, "bf16": 3.0}, {"fp8": 4.0, "torchao": 5.0}])
 
-    def time_runs(runs, device):
+    def time_runs(runs, device, with_energy):
         times = next(graphs)
         assert runs.keys() == times.keys()
         return {name: Timing.of([us], captured=True) for name, us in times.items()}

@@ -115,7 +115,7 @@ def test_what_accumulates_starts_from_zeros_for_the_check_and_is_finished(result
 def test_slow_peers_come_last_and_ratios_are_of_the_turns_that_they_took_together(results, monkeypatch):
     asked, turns = [], iter([{"ours": 2.0, "peer quick": 3.0}] * 2 + [{"ours": 4.0, "peer slow": 5.0}] * 2)
 
-    def time_runs(runs, device):
+    def time_runs(runs, device, with_energy):
         times = next(turns)
         assert runs.keys() == times.keys()
         return {name: Timing.of([us]) for name, us in times.items()}

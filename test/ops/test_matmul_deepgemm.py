@@ -146,20 +146,22 @@ def test_it_refuses_other_formats_and_gpus(installed, monkeypatch):
         with pytest.raises(ValueError, match=f"multiplies fp8_1x128 by fp8_128x128, got {formats[0].name}"):
             multiply(*operands(8, 64, 128, formats=formats))
     monkeypatch.setattr(deepgemm, "compute_capability", lambda device: (0, 0))
-    with pytest.raises(ValueError, match=r"it is for Hopper GPUs \(sm_90\), got cpu"):
+    with pytest.raises(ValueError, match=r"it needs a Hopper GPU \(sm_90\), got cpu"):
         multiply(*operands(8, 64, 128))
 
 
 @pytest.mark.parametrize(
     ("shape", "out_dtype", "taken"),
     (
-        ((1024, 1024, 1024), torch.bfloat16, True),
-        ((1023, 1024, 1024), torch.bfloat16, False),
-        ((1024, 1016, 1024), torch.bfloat16, False),
-        ((1024, 1024, 1008), torch.bfloat16, False),
-        ((1024, 1028, 1024), torch.bfloat16, False),
-        ((1024, 1024, 1024), torch.float32, False),
-        ((1024, 1024, 1024), None, False),
+        ((8192, 8192, 4096), torch.bfloat16, True),
+        ((8191, 8192, 4096), torch.bfloat16, False),
+        ((8192, 8192, 4080), torch.bfloat16, False),
+        ((32768, 2048, 4096), torch.bfloat16, True),
+        ((32768, 2040, 8192), torch.bfloat16, False),
+        ((2047, 32768, 8192), torch.bfloat16, False),
+        ((8192, 8196, 4096), torch.bfloat16, False),
+        ((8192, 8192, 4096), torch.float32, False),
+        ((8192, 8192, 4096), None, False),
     ),
 )
 def test_auto_takes_it_where_products_are_large(shape, out_dtype, taken, installed, monkeypatch):

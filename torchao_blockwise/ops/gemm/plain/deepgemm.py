@@ -39,7 +39,7 @@ def _why_not_these(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.T
     device = a.qdata.device
     if compute_capability(device) != (9, 0):
         major, minor = compute_capability(device)
-        return f"it is for Hopper GPUs (sm_90), got {f'sm_{major}{minor}' if device.type == 'cuda' else device.type}"
+        return f"it needs a Hopper GPU (sm_90), got {f'sm_{major}{minor}' if device.type == 'cuda' else device.type}"
     if (a.format_name, b.format_name) != _PAIR:
         return f"it multiplies {_PAIR[0]} by {_PAIR[1]}, got {a.format_name} · {b.format_name}"
     if out_dtype != torch.bfloat16 or bias is not None:
