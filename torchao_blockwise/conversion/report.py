@@ -71,7 +71,7 @@ class ConversionReport:
         return {"layers": layers, "totals": dict(self.totals), "dry_run": self.dry_run}
 
     def __str__(self) -> str:
-        header: tuple[str, ...] = ("layer", "status", "why / format", "shape", "dtype", "before", "after", "quantised")
+        header: tuple[str, ...] = ("layer", "status", "why / format", "shape", "dtype", "before", "after", "quantized")
         rows = [
             (
                 layer.fqn or "(the model itself)",
@@ -177,7 +177,7 @@ def _report(
 def _bytes(
     weight: torch.Tensor, shape: tuple[int, ...], status: str, config: TrainingConfig | None
 ) -> tuple[int, int, int]:
-    """(before, after, quantised)."""
+    """(before, after, quantized)."""
     before = math.prod(shape) * weight.dtype.itemsize
     if isinstance(weight, QuantizedTensor):
         return before, weight.nbytes, weight.nbytes
