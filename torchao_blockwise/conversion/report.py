@@ -21,16 +21,17 @@ from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, Train
 CONVERTED, SKIPPED, CANNOT, REPLACED = "converted", "skipped", "cannot convert", "replaced"
 
 
-def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tuple[str, ...], words: int) -> str:
-    """A table in columns, of which the first `words` are words and the others numbers."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, total)]
+def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tuple[str, ...] | None, words: int) -> str:
+    """A table in columns, of which the first `words` are words and the others numbers; `total` is its last line."""
+    last = [] if total is None else [total]
+    widths = [max(map(len, column)) for column in zip(header, *rows, *last)]
     rule = tuple("-" * width for width in widths)
 
     def line(row: tuple[str, ...]) -> str:
         cells = [c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
         return "  ".join(cells).rstrip()
 
-    return "\n".join(map(line, (header, rule, *rows, rule, total)))
+    return "\n".join(map(line, (header, rule, *rows, *(x for total in last for x in (rule, total)))))
 
 
 @dataclass(frozen=True)
