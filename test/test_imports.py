@@ -266,6 +266,8 @@ NAMES_IN_COMPAT = (
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_map_only",
     "torch.UntypedStorage._cdata",
+    "torch._subclasses.FakeTensor",
+    "torch._subclasses.FakeTensorMode",
     "torchao.core.config.ALLOWED_AO_MODULES",
     "torchao.quantization.quant_api.quantize_",
     "triton.backends.nvidia.driver.make_tensordesc_arg",
