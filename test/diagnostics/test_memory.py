@@ -154,7 +154,7 @@ def test_text_and_data():
     report = memory_report(mlp(FP8), torch.randn(T, D))
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     first = str(report).splitlines()
-    assert first[0].split() == ["bf16", "predicted", "measured"] and "quantized copies, at once" in str(report)
+    assert first[0].split() == ["what", "bf16", "predicted", "measured"] and "quantized copies, at once" in str(report)
 
 
 class Asks(nn.Module):

@@ -103,7 +103,7 @@ class MemoryReport:
             if any(cell for cell in cells):
                 rows.append((name, *("-" if cell is None else human_bytes(cell) for cell in cells)))
         notes = "".join(f"\nnote: {note}" for note in self.notes)
-        return aligned(("", *shown), rows, None, words=1) + notes
+        return aligned(("what", *shown), rows, None, words=1) + notes
 
 
 def memory_report(
