@@ -39,7 +39,7 @@ EXAMPLES = [page for page in PAGES if blocks(page, "example")]
 
 
 def test_pages_have_examples():
-    assert [page.name for page in EXAMPLES] == ["fusion.md", "moe.md", "monitor.md"]
+    assert [page.name for page in EXAMPLES] == ["diagnostics.md", "fusion.md", "moe.md", "monitor.md"]
 
 
 @pytest.mark.usefixtures("no_interpreter")

@@ -20,7 +20,7 @@ PACKAGE = Path(torchao_blockwise.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # An import may only point to the left: a room of a higher rank imports rooms of lower ranks and itself.
 RANKS = {"formats": 0, "ops": 1, "tensors": 2, "nn": 3, "distributed": 4, "conversion": 5}
-RANKS |= {"checkpoint": 6, "integrations": 6, "diagnostics": 6}
+RANKS |= {"checkpoint": 6, "integrations": 6, "diagnostics": 6, "cli": 7, "__main__": 8}
 EXEMPT = {"testing", "__init__"}
 # Where names of others live that they do not promise to keep.
 COMPAT = {"_compat", "_versions"}
@@ -270,11 +270,14 @@ NAMES_IN_COMPAT = (
     "torch.utils._python_dispatch._disable_current_modes",
     "torch.utils._pytree.tree_map_only",
     "torch.UntypedStorage._cdata",
+    "torch._subclasses.FakeTensor",
+    "torch._subclasses.FakeTensorMode",
     "torchao.core.config.ALLOWED_AO_MODULES",
     "torchao.quantization.quant_api.quantize_",
     "triton.backends.nvidia.driver.make_tensordesc_arg",
     "triton.compiler.CompiledKernel.run",
     "triton.knobs.cache.dir",
+    "triton.knobs.nvidia.ptxas.version",
     "triton.knobs.runtime.add_stages_inspection_hook",
     "triton.knobs.runtime.debug",
     "triton.knobs.runtime.interpret",

@@ -9,6 +9,8 @@ import importlib
 import re
 
 _WANTED = {"torch": (2, 11), "torchao": (0, 17)}
+# The newest that tests run with, as constraints.txt has them.
+_TESTED = {"torch": (2, 13), "torchao": (0, 18), "triton": (3, 7)}
 
 
 def why_too_old() -> str | None:
@@ -20,6 +22,20 @@ def why_too_old() -> str | None:
     wanted = " and ".join(f"{name} {major}.{minor}" for name, (major, minor) in _WANTED.items())
     got = " and ".join(f"{name} {version}" for name, version in installed.items())
     return f"torchao_blockwise needs {wanted} or newer, got {got}; pip install -U {' '.join(_WANTED)}"
+
+
+def why_untested() -> str | None:
+    """Which installed versions are newer than those that tests run with, or None."""
+    newer = []
+    for name, tested in _TESTED.items():
+        try:
+            version = str(getattr(importlib.import_module(name), "__version__", ""))
+        except ImportError:
+            continue
+        found = re.match(r"(\d+)\.(\d+)", version)
+        if found is not None and tuple(map(int, found.groups())) > tested:
+            newer.append(f"{name} {version} (tested up to {'.'.join(map(str, tested))})")
+    return f"newer than what torchao_blockwise is tested with: {', '.join(newer)}" if newer else None
 
 
 def check() -> None:

@@ -77,7 +77,7 @@ def test_the_report():
     assert_expected_inline(
         str(conversion_report(model)),
         """\
-layer                  status     why / format                     shape    dtype       before      after  quantised
+layer                  status     why / format                     shape    dtype       before      after  quantized
 ---------------------  ---------  -------------------------------  -------  -------  ---------  ---------  ---------
 layers.0.attention     converted  nvfp4_16x16                      64×64    float32   16.0 KiB   16.0 KiB          -
 layers.0.router        skipped    skip_routers: chooses experts    4×64     float32    1.0 KiB    1.0 KiB          -

@@ -76,6 +76,11 @@ def test_skip_fqns(patterns, left):
         ("my_lm_head", False),
         ("lm_head.proj", False),
         ("decoder.output", True),
+        ("score", True),
+        ("classifier", True),
+        ("cls.predictions.decoder", True),
+        ("decoder", False),
+        ("layers.1.classifier", False),
         ("", False),
     ],
 )

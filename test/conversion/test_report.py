@@ -23,7 +23,7 @@ def test_text():
     assert_expected_inline(
         str(conversion_report(model)),
         """\
-layer     status     why / format                         shape    dtype       before      after  quantised
+layer     status     why / format                         shape    dtype       before      after  quantized
 --------  ---------  -----------------------------------  -------  -------  ---------  ---------  ---------
 blocks.0  converted  fp8_128x128                          256×256  float32  256.0 KiB  256.0 KiB          -
 blocks.1  skipped    keep_last_blocks: in the last block  256×256  float32  256.0 KiB  256.0 KiB          -
@@ -39,7 +39,7 @@ def test_text_of_a_dry_run_that_would_fail():
         str(dry_run(model, NVFP4, min_features(0) & (lambda m, fqn: fqn != "2"))),
         """\
 dry run: what quantize_ would do
-layer  status          why / format                                                                                shape  dtype      before     after  quantised
+layer  status          why / format                                                                                shape  dtype      before     after  quantized
 -----  --------------  ------------------------------------------------------------------------------------------  -----  -------  --------  --------  ---------
 0      cannot convert  its weight is torch.float64; cast it to bfloat16, float16 or float32, or exclude the layer  64×64  float64  32.0 KiB  32.0 KiB          -
 1      cannot convert  its weight is not initialised yet; run one forward pass first                               8×0    float32       0 B       0 B          -
@@ -56,7 +56,7 @@ def test_text_of_one_layer():
     assert_expected_inline(
         str(conversion_report(layer)),
         """\
-layer               status     why / format            shape    dtype        before     after  quantised
+layer               status     why / format            shape    dtype        before     after  quantized
 ------------------  ---------  ----------------------  -------  --------  ---------  --------  ---------
 (the model itself)  converted  nvfp4_16x16, no master  256×256  bfloat16  128.0 KiB  32.3 KiB   32.3 KiB
 ------------------  ---------  ----------------------  -------  --------  ---------  --------  ---------

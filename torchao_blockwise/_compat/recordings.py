@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["TorchDispatchMode", "empty_strided_on", "no_autocast", "storage_of"]
+__all__ = ["TorchDispatchMode", "empty_strided_on", "is_traceable_wrapper_subclass", "no_autocast", "storage_of"]
 
 # A context in which autocast casts nothing, on any device.
 no_autocast = torch._C._DisableAutocast

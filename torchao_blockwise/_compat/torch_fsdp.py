@@ -68,14 +68,20 @@ def why_not_installed() -> str | None:
     """Why FSDP2 must not be given converted weights, with the remedy, or None if it may be."""
     if _installed:
         return None
-    if missing := _missing():
-        return (
-            f"FSDP2 of PyTorch {torch.__version__} has no {' and no '.join(missing)}, by which shards are quantized; "
-            "take a PyTorch that has it (2.11 to 2.13 do), or another way than fully_shard to split the model"
-        )
-    return (
+    return why_unknown() or (
         "what it calls for such weights is installed where a model is converted, and none was in this process; call "
         "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks, before fully_shard if they are quantized"
+    )
+
+
+def why_unknown() -> str | None:
+    """Why this PyTorch's FSDP2 cannot shard converted weights, with the remedy, or None if it can."""
+    missing = _missing() if torch.distributed.is_available() else []
+    if not missing:
+        return None
+    return (
+        f"FSDP2 of PyTorch {torch.__version__} has no {' and no '.join(missing)}, by which shards are quantized; "
+        "take a PyTorch that has it (2.11 to 2.13 do), or another way than fully_shard to split the model"
     )
 
 

@@ -11,7 +11,9 @@ from torch import nn
 
 from torchao_blockwise.conversion.weights import expert_weights
 
-_HEAD_NAMES = ("lm_head", "output", "head", "embed_out", "unembed")
+_HEAD_NAMES = ("lm_head", "output", "head", "embed_out", "unembed", "score", "classifier")
+# Of BERT and its like, whose head is no child of the model.
+_HEAD_PATHS = ("predictions.decoder",)
 _ROUTER_NAMES = ("gate", "router")
 
 _reasons: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -145,15 +147,17 @@ def skip_fqns(*patterns: str) -> Filter:
 
 
 def skip_lm_head() -> Filter:
-    """Leave out the output projection: a layer called lm_head, output, head, embed_out or unembed at its last level.
+    """Leave out the output projection, or what stands in its place.
 
-    A layer of that name inside a numbered block ("layers.3.attention.output") is not a head.
+    A layer called lm_head, output, head, embed_out, unembed, score or classifier at its last level, and BERT's
+    predictions.decoder. A layer of that name inside a numbered block ("layers.3.attention.output") is not a head.
     """
 
     def why_not(module: nn.Module, fqn: str) -> str | None:
         *parents, name = fqn.split(".")
         in_block = any(part.isdigit() for part in parents)
-        return "skip_lm_head: output projection" if name in _HEAD_NAMES and not in_block else None
+        is_head = name in _HEAD_NAMES or ".".join([*parents[-1:], name]) in _HEAD_PATHS
+        return "skip_lm_head: output projection" if is_head and not in_block else None
 
     return Filter(why_not, "skip_lm_head()")
 

@@ -21,16 +21,17 @@ from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, Train
 CONVERTED, SKIPPED, CANNOT, REPLACED = "converted", "skipped", "cannot convert", "replaced"
 
 
-def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tuple[str, ...], words: int) -> str:
-    """A table in columns, of which the first `words` are words and the others numbers."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, total)]
+def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tuple[str, ...] | None, words: int) -> str:
+    """A table in columns, of which the first `words` are words and the others numbers; `total` is its last line."""
+    last = [] if total is None else [total]
+    widths = [max(map(len, column)) for column in zip(header, *rows, *last)]
     rule = tuple("-" * width for width in widths)
 
     def line(row: tuple[str, ...]) -> str:
         cells = [c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
         return "  ".join(cells).rstrip()
 
-    return "\n".join(map(line, (header, rule, *rows, rule, total)))
+    return "\n".join(map(line, (header, rule, *rows, *(x for total in last for x in (rule, total)))))
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class ConversionReport:
         return {"layers": layers, "totals": dict(self.totals), "dry_run": self.dry_run}
 
     def __str__(self) -> str:
-        header: tuple[str, ...] = ("layer", "status", "why / format", "shape", "dtype", "before", "after", "quantised")
+        header: tuple[str, ...] = ("layer", "status", "why / format", "shape", "dtype", "before", "after", "quantized")
         rows = [
             (
                 layer.fqn or "(the model itself)",
@@ -177,7 +178,7 @@ def _report(
 def _bytes(
     weight: torch.Tensor, shape: tuple[int, ...], status: str, config: TrainingConfig | None
 ) -> tuple[int, int, int]:
-    """(before, after, quantised)."""
+    """(before, after, quantized)."""
     before = math.prod(shape) * weight.dtype.itemsize
     if isinstance(weight, QuantizedTensor):
         return before, weight.nbytes, weight.nbytes

@@ -6,8 +6,10 @@ around it, which would take the product apart; so the layer does not rely on bei
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,7 +46,7 @@ class ConvertedLinear(nn.Linear):
             return (linear if shared is None else shared.linear)(input, weight, self.bias)
         if torch.compiler.is_compiling():
             _warn_replaced(self.fqn)
-        elif not self.said_replaced:
+        elif not (self.said_replaced or _meant):
             self.said_replaced = True
             _warn_replaced(self.fqn)
         return super().forward(input)
@@ -73,6 +75,20 @@ setattr(
         ConvertedLinear._mark_distributed,
     ),
 )
+
+
+_meant = False
+
+
+@contextlib.contextmanager
+def high_precision_meant() -> Iterator[None]:
+    """A context in which plain tensors take the places of converted weights on purpose, and nothing warns of it."""
+    global _meant
+    before, _meant = _meant, True
+    try:
+        yield
+    finally:
+        _meant = before
 
 
 @torch.compiler.assume_constant_result

@@ -200,7 +200,7 @@ def master_matmul_op(
     return a.qdata.new_empty((a.qdata.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
 
 
-def _transposed_matmul(
+def transposed_matmul(
     a: Operand, weight: Operand, columns: int, out_dtype: torch.dtype, groups: Groups | None, products_by: Backend
 ) -> torch.Tensor:
     b = ops.transpose(weight, columns=columns, backend=ops.casting_backend(products_by))
@@ -210,7 +210,7 @@ def _transposed_matmul(
 # One operation in graphs, for the same reason: PyTorch's partitioner would as soon hold the transposed copy as the
 # payload, and would not see that the payload changed.
 @define_op(
-    (Implementation(Backend.AUTO, _transposed_matmul),),
+    (Implementation(Backend.AUTO, transposed_matmul),),
     flops=lambda a, weight, columns, *_: product_flops(a.qdata.shape[0], (weight.qdata.shape[-2], columns)),
 )
 def transposed_matmul_op(

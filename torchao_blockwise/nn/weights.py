@@ -45,7 +45,11 @@ def is_fp8_weight(weight: torch.Tensor) -> bool:
 
 def are_plain(*tensors: torch.Tensor | None) -> bool:
     """Whether none is a tensor subclass, such as a shard of a parallel run, which operations here know nothing of."""
-    return all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    plain = (torch.Tensor, torch.nn.Parameter)
+    # Fake tensors stand for plain ones; compilers show theirs as what they stand for.
+    return all(
+        t is None or type(t) in plain or (not torch.compiler.is_compiling() and _compat.is_fake(t)) for t in tensors
+    )
 
 
 def check_square_blocks(op: str, name: str, weight: torch.Tensor) -> None:

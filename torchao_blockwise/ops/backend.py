@@ -172,11 +172,8 @@ def choose(
             if (reason := row.reason(args)) is None:
                 return row
         raise ValueError(f"{op}: backend {backend} cannot run: {reason}; choose another, or auto")
-    preferred = None if first is None else first(*args)
+    rows, preferred = ranked(table, args, first)
     passed: list[tuple[Backend, str]] = []
-    rows: Sequence[Implementation] = table
-    if preferred is not None and table[0].backend is not preferred:
-        rows = sorted(table, key=lambda row: row.backend is not preferred)
     for row in rows:
         reason = None if row.why_not is None else row.why_not(*args)
         if reason is None:
@@ -191,6 +188,16 @@ def choose(
             _warned.add((op, row.backend, wanted))
             warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {unmet}", stacklevel=2)
     return row
+
+
+def ranked(
+    table: Sequence[Implementation], args: Sequence[Any], first: Choice | None
+) -> tuple[Sequence[Implementation], Backend | None]:
+    """(the rows in the order in which AUTO asks them for these arguments, `first(*args)`)."""
+    preferred = None if first is None else first(*args)
+    if preferred is None or table[0].backend is preferred:
+        return table, preferred
+    return sorted(table, key=lambda row: row.backend is not preferred), preferred
 
 
 _warned: set[tuple[str, Backend, Backend | None]] = set()

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups, Operand, get_format
 from torchao_blockwise.ops import replay
-from torchao_blockwise.ops.backend import Backend, Choice, Implementation, choose, get_backend
+from torchao_blockwise.ops.backend import Backend, Choice, Implementation, choose, get_backend, ranked
 from torchao_blockwise.ops.recording import recorder
 
 NAMESPACE = "torchao_blockwise"
@@ -143,6 +143,7 @@ def define_op(
 
     table: who computes it, best first for AUTO; below autograd, so that no operation is differentiable. It stays
         `<name>_op.table`, a list that rows can be added to; operations that are given one list share it.
+        `<name>_op.ranked(*arguments but for backend)` are its rows as AUTO asks them for these.
     first, expected: (the arguments but for `backend`) -> a backend, or None; see `choose`.
     check: (the same) raises for what can be seen only where there are values; fakes have none, and are checked too.
     sharding: DTensor rule, as `torch.distributed.tensor.experimental.register_sharding` takes it, of whole values:
@@ -219,6 +220,7 @@ def define_op(
         call.overload = overload  # type: ignore[attr-defined]  # for what must have the operation itself
         call.table = rows  # type: ignore[attr-defined]
         call.whole = whole  # type: ignore[attr-defined]  # the arguments from their parts in the schema
+        call.ranked = lambda *args: ranked(rows, args, first)[0]  # type: ignore[attr-defined]
         return call
 
     return define

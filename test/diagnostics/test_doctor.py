@@ -1,0 +1,103 @@
+"""The doctor's text, verdict and data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from expecttest import assert_expected_inline
+
+from torchao_blockwise.diagnostics import Examination, doctor, examine
+from torchao_blockwise.diagnostics.environment import NOTE, PROBLEM, Finding
+from torchao_blockwise.diagnostics.layer_checks import ProductReport
+from torchao_blockwise.diagnostics.operations import OperationReport
+from torchao_blockwise.ops import Backend
+
+GLUON, TRITON, REFERENCE = Backend.GLUON, Backend.TRITON, Backend.REFERENCE
+OPERATIONS = (
+    OperationReport("matmul", "fp8", TRITON, ((GLUON, "no Hopper"),), ((REFERENCE, ""), (TRITON, ""))),
+    OperationReport("permute", "bfloat16", REFERENCE, ((GLUON, "no Hopper"), (TRITON, "too old")), ((REFERENCE, ""),)),
+)
+HEALTHY = Examination(
+    "cuda",
+    {"torch": "2.13.0"},
+    OPERATIONS,
+    (ProductReport("fp8", "output", 0.037, 0.052),),
+    (Finding(NOTE, "new"),),
+    True,
+)
+WRONG = replace(
+    HEALTHY,
+    operations=(OPERATIONS[0]._replace(checks=((REFERENCE, ""), (TRITON, "bits differ"))), OPERATIONS[1]),
+    products=(ProductReport("fp8", "output", 0.1, 0.052),),
+    findings=(Finding(PROBLEM, "too old"),),
+)
+
+
+def test_text():
+    assert_expected_inline(
+        str(HEALTHY),
+        """\
+what   version
+-----  -------
+torch  2.13.0
+
+operation  of        auto takes  self-test                 cannot, and why
+---------  --------  ----------  ------------------------  ---------------------
+matmul     fp8       triton      reference ran, triton ok  gluon [1]
+permute    bfloat16  reference   reference ran             gluon [1], triton [2]
+[1] no Hopper
+[2] too old
+
+a linear layer of each recipe: how far its products are from those in fp32
+recipe  product  error  limit  self-test
+------  -------  -----  -----  ---------
+fp8     output   3.70%  5.20%         ok
+
+note: new
+
+healthy: 4 of 4 checks passed, 0 problems""",
+    )
+
+
+def test_text_of_what_is_wrong():
+    assert_expected_inline(
+        "\n".join(line for line in str(WRONG).splitlines() if "failed" in line or "problem" in line),
+        """\
+matmul     fp8       triton      reference ran, triton failed  gluon [1]
+failed: matmul of fp8 by triton: bits differ
+fp8     output   10.00%  5.20%     failed
+problem: too old
+not healthy: 2 of 4 checks passed, 1 problem""",
+    )
+
+
+@pytest.mark.parametrize("part", ("operations", "products", "findings"))
+def test_each_part_alone_is_unhealthy(part):
+    assert HEALTHY.is_healthy and not replace(HEALTHY, **{part: getattr(WRONG, part)}).is_healthy
+
+
+def test_to_dict_is_json():
+    data = WRONG.to_dict()
+    assert json.loads(json.dumps(data)) == data and data["healthy"] is False
+    assert data["operations"][0]["checks"] == {"reference": "", "triton": "bits differ"}
+
+
+@pytest.mark.usefixtures("no_interpreter")
+def test_this_machine():
+    found = examine("cpu")
+    assert len(found.operations) > 40 and not found._failures() and not found._wrong() and found.tested
+    untested = examine("cpu", run=False)
+    assert untested.products == () and "nothing was run" in str(untested)
+
+
+def test_what_a_broken_installation_raises_is_a_problem(monkeypatch):
+    def broken(device, run):
+        yield OPERATIONS[0]
+        raise RuntimeError("CUDA error: no kernel image")
+
+    monkeypatch.setattr(doctor, "check_operations", broken)
+    found = examine("cpu")
+    assert not found.is_healthy and found.operations == (OPERATIONS[0],)
+    assert found.findings[0] == Finding(PROBLEM, "the self-test ended with RuntimeError: CUDA error: no kernel image")

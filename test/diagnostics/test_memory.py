@@ -1,0 +1,177 @@
+"""The memory report: predictions are what a step takes, by hand too, and nothing of the model changes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import FP8, NVFP4, both_formats, mlp, replace
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import quantize_
+
+from torchao_blockwise import linears_and_experts
+from torchao_blockwise.diagnostics import memory_report
+from torchao_blockwise.distributed import MasterWeightOptimizer
+from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+T, D, H = 96, 64, 160
+STEP = ("weights", "buffers", "copies", "gradients", "saved", "peak")
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = SwiGLUExperts(3, D, H)
+
+    def forward(self, x):
+        return self.experts(x, torch.full((3,), T // 3, dtype=torch.int32, device=x.device).cumsum(0).int())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False) if self.training else self.inner(x)
+
+
+MODELS = {
+    "mlp": mlp,
+    "norm": lambda: NormLinear(D, H),
+    "swiglu": lambda: SwiGLUMLP(D, H),
+    "experts": Experts,
+    "checkpointed": Checkpointed,
+    "random": lambda: nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.BatchNorm1d(D)),
+}
+
+
+def tokens() -> torch.Tensor:
+    return torch.randn(T, D, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantized"))
+@both_formats
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_step_takes_what_was_predicted(make, config, master_weights):
+    model = make().bfloat16()
+    plain = memory_report(model, tokens())
+    assert plain.predicted == plain.bf16
+    quantize_(model, replace(config, master_weights=master_weights), filter_fn=linears_and_experts())
+    report = memory_report(model, tokens())
+    assert report.notes == () and report.bf16 == plain.bf16
+    for name in STEP:
+        assert getattr(report.predicted, name) == getattr(report.measured, name), name
+    # Without a step the copy of the largest weight is predicted to be the most; the first layer may need none of a
+    # quantized weight, as its input asks for no gradient.
+    largest = memory_report(model).predicted.copies
+    assert report.bf16.copies == 0 < largest
+    assert report.measured.copies == largest if master_weights else report.measured.copies <= largest
+    with torch.device("meta"):
+        unreal = make().bfloat16()
+    quantize_(unreal, replace(config, master_weights=True), filter_fn=linears_and_experts())
+    if master_weights:
+        found = memory_report(unreal, tokens().to("meta"))
+        assert (found.predicted, found.measured) == (report.predicted, None)
+
+
+@both_formats
+def test_a_linear_layer_by_hand(config):
+    layer = nn.Linear(D, H, bias=False, dtype=torch.bfloat16)
+    quantize_(layer, config)
+    report, element = memory_report(layer, tokens()), torch.bfloat16.itemsize
+    weight, x = H * D * element, config.activation_format.nbytes(D, T)
+    assert report.measured.weights == report.measured.gradients == weight
+    assert (report.measured.saved, report.measured.copies) == (x, config.weight_format.nbytes(H, D))
+    # In bf16 the batch itself is saved, which is there anyway.
+    payload = H * D * config.weight_format.element.bits // 8
+    assert (report.bf16.saved, report.bf16.gathered, report.predicted.gathered) == (0, weight, payload)
+
+
+def state_of(model):
+    tensors = [x.clone() for x in (*model.parameters(), *model.buffers())]
+    grads = [(id(p.grad), None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    modes = [module.training for module in model.modules()]
+    return tensors, grads, modes, torch.get_rng_state()
+
+
+def assert_same(a, b):
+    assert [x[0] for x in a[1]] == [x[0] for x in b[1]] and a[2] == b[2] and torch.equal(a[3], b[3])
+    pairs = [*zip(a[0], b[0]), *((x, y) for (_, x), (_, y) in zip(a[1], b[1]) if x is not None)]
+    for x, y in pairs:
+        assert torch.equal(getattr(x, "hp", x), getattr(y, "hp", y))
+
+
+def test_nothing_changes(recwarn):
+    model = MODELS["random"]()
+    quantize_(model, FP8)
+    model(torch.randn(T, D)).sum().backward()
+    model[1].eval()
+    main_grad = model[0].weight.main_grad = torch.ones(D, D)
+    before = state_of(model)
+    with torch.no_grad():
+        memory_report(model, torch.randn(T, D))
+    # The batch was random.
+    torch.set_rng_state(before[3])
+    assert_same(state_of(model), before)
+    assert model[0].weight.main_grad is main_grad and main_grad.eq(1).all() and recwarn.list == []
+
+
+def test_masters_are_still_made_of_the_first_values():
+    model = mlp()
+    hp = model[0].weight.detach().clone()
+    quantize_(model, replace(FP8, master_weights=False))
+    memory_report(model, torch.randn(T, D))
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, model)
+    assert torch.equal(optimizer.master(model[0].weight).view_as(hp), hp)
+
+
+@pytest.mark.parametrize("make", (torch.optim.AdamW, torch.optim.Adagrad), ids=lambda make: make.__name__)
+def test_states_are_those_after_a_step(make):
+    model = mlp(NVFP4)
+    optimizer = make(model.parameters())
+    model(torch.randn(T, D)).sum().backward()
+    optimizer.step()
+    predicted = memory_report(model, torch.randn(T, D), optimizer=make)
+    assert predicted.measured.states is None
+    report = memory_report(model, torch.randn(T, D), optimizer=optimizer)
+    assert report.predicted.states == report.measured.states == predicted.predicted.states > 0
+
+
+def test_states_of_masters():
+    model = mlp(replace(FP8, master_weights=False))
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, model)
+    model(torch.randn(T, D)).sum().backward()
+    optimizer.step()
+    report = memory_report(model, torch.randn(T, D), optimizer=optimizer)
+    assert report.measured.states == report.predicted.states
+
+
+def test_text_and_data():
+    report = memory_report(mlp(FP8), torch.randn(T, D))
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+    first = str(report).splitlines()
+    assert first[0].split() == ["what", "bf16", "predicted", "measured"] and "quantized copies, at once" in str(report)
+
+
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum().item() < float("inf") else x
+
+
+def test_what_needs_values_is_measured_all_the_same():
+    report = memory_report(Asks(), torch.randn(T, D))
+    assert len(report.notes) == 2 and "needs values: " in str(report)
+    assert report.predicted.saved is None and report.measured.peak > 0
+
+
+def test_nothing_to_differentiate_is_refused():
+    with pytest.raises(ValueError, match="nothing that the model returns asks for a gradient; pass loss="):
+        memory_report(nn.Linear(D, D).requires_grad_(False), torch.randn(T, D))

@@ -1,0 +1,43 @@
+"""What torchao logs when it is imported, and does not mean this package."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+# By logger: what its messages about torchao contain. Compiled kernels for recipes that are not ours, and an enum of
+# torchao that PyTorch 2.13 says is registered in an older way.
+_NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "register_constant"}
+
+
+@contextlib.contextmanager
+def without_noise() -> Iterator[None]:
+    """A context in which torchao is imported without messages that concern nothing here; other messages are logged."""
+    filters = {name: _without(text) for name, text in _NOISE.items()}
+    for name, drop in filters.items():
+        logging.getLogger(name).addFilter(drop)
+    try:
+        yield
+    finally:
+        for name, drop in filters.items():
+            logging.getLogger(name).removeFilter(drop)
+
+
+def _without(text: str) -> logging.Filter:
+    class Without(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            return text not in record.getMessage()
+
+    return Without()
+
+
+def files_not_loaded() -> list[str]:
+    """Names of torchao's compiled kernels that could not be loaded."""
+    import torch
+    import torchao
+
+    loaded = {Path(path).name for path in torch.ops.loaded_libraries}
+    folder = Path(torchao.__file__).parent
+    return sorted(path.name for path in folder.glob("_C*.so") if path.name not in loaded)

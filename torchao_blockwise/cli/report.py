@@ -1,0 +1,123 @@
+"""Say what quantize_ does to a Hugging Face model: each layer, converted or not and why, and its bytes.
+
+MODEL is a config.json, a folder that holds one, or a model id that is in the Hugging Face cache. The model is built
+without values, so that any size takes seconds and no memory; nothing is downloaded.
+
+filters, of which a layer must pass all:
+  is_linear, experts, linears_and_experts    which layers are meant
+  skip_lm_head, skip_routers
+  skip_fqns=PATTERN,..                       names to leave out, as "*.gate"
+  min_features=N
+  keep_last_blocks=N
+
+exit code: 0, 1 if a layer cannot be converted, 2 wrong arguments
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import operator
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import conversion
+from torchao_blockwise.cli.models import meta_model
+from torchao_blockwise.cli.terminal import UsageError, show
+from torchao_blockwise.conversion import ConversionReport, Filter, FusionReport
+from torchao_blockwise.conversion.report import CANNOT
+
+HELP = "what quantize_ and fuse do to a Hugging Face model"
+
+_RECIPES = {"fp8": conversion.BlockwiseFP8TrainingConfig, "nvfp4": conversion.NVFP4TrainingConfig}
+# (model, what follows "=") -> a filter.
+_FILTERS: dict[str, Callable[[nn.Module, str], Filter]] = {
+    "is_linear": lambda model, value: conversion.is_linear(),
+    "experts": lambda model, value: conversion.experts(),
+    "linears_and_experts": lambda model, value: conversion.linears_and_experts(),
+    "skip_lm_head": lambda model, value: conversion.skip_lm_head(),
+    "skip_routers": lambda model, value: conversion.skip_routers(),
+    "skip_fqns": lambda model, value: conversion.skip_fqns(*value.split(",")),
+    "min_features": lambda model, value: conversion.min_features(_number(value)),
+    "keep_last_blocks": lambda model, value: conversion.keep_last_blocks(model, _number(value)),
+}
+_TAKE_VALUES = ("skip_fqns", "min_features", "keep_last_blocks")
+_DEFAULT = ("linears_and_experts", "skip_lm_head")
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What became of a model: print it for tables, `to_dict()` for data."""
+
+    model: str
+    conversion: ConversionReport
+    fusion: FusionReport | None
+
+    def to_dict(self) -> dict[str, Any]:
+        fusion = {} if self.fusion is None else {"fusion": self.fusion.to_dict()}
+        return {"model": self.model, "conversion": self.conversion.to_dict(), **fusion}
+
+    def __str__(self) -> str:
+        parts = (self.model, self.conversion, self.fusion)
+        return "\n\n".join(str(part) for part in parts if part is not None)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="config.json, a folder that holds one, or a model id in the cache"
+    )
+    parser.add_argument("--recipe", choices=_RECIPES, default="fp8", help="default fp8")
+    parser.add_argument(
+        "--filter",
+        action="append",
+        metavar="NAME[=VALUE]",
+        help=f"may be given several times; default {' and '.join(_DEFAULT)}",
+    )
+    parser.add_argument("--no-master-weights", action="store_true", help="Parameters are the quantized tensors")
+    parser.add_argument("--fuse", action="store_true", help="layers that read one activation share its copies")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    model = meta_model(args.model)
+    config = _RECIPES[args.recipe](master_weights=not args.no_master_weights)
+    filter_fn = functools.reduce(operator.and_, [_filter(model, text) for text in args.filter or _DEFAULT])
+    report = conversion.dry_run(model, config, filter_fn)
+    can = all(layer.status != CANNOT for layer in report.layers)
+    if can:
+        with warnings.catch_warnings():
+            # Of ranks, of which there are none here.
+            warnings.simplefilter("ignore")
+            quantize_(model, config, filter_fn)
+        report = conversion.conversion_report(model)
+    fusion = None if not args.fuse else conversion.fuse(model) if can else conversion.fusion_report(model)
+    what = f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters, {filter_fn!r}"
+    show(ModelReport(what, report, fusion), args.json)
+    return 0 if can else 1
+
+
+def _number(value: str) -> int:
+    if not value.isdecimal():
+        raise ValueError(f"VALUE must be a whole number, got {value!r}")
+    return int(value)
+
+
+def _filter(model: nn.Module, text: str) -> Filter:
+    name, equals, value = text.partition("=")
+    if name not in _FILTERS:
+        near = difflib.get_close_matches(name, _FILTERS, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(f"--filter must be one of {', '.join(_FILTERS)}, got {name}{meant}")
+    if bool(equals and value) != (name in _TAKE_VALUES):
+        wanted = f"{name}=VALUE" if name in _TAKE_VALUES else name
+        raise UsageError(f"--filter {name} is written {wanted}, got {text}")
+    try:
+        return _FILTERS[name](model, value)
+    except ValueError as error:
+        raise UsageError(f"--filter {text}: {error}") from None

@@ -1,0 +1,46 @@
+"""What commands print: plain text, colored on a terminal, or JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from typing import Any, Protocol
+
+# Words that say how something is, by the code of their color.
+_COLORS = {
+    "31": ("problem", "failed", "not healthy", "cannot convert"),
+    "32": ("ok", "ran", "healthy", "converted", "fused"),
+    "33": ("note", "skipped", "unfused", "not converted"),
+}
+# A longer phrase before one that it holds: "not healthy" before "healthy".
+_WORDS = dict(
+    sorted(((word, code) for code, words in _COLORS.items() for word in words), key=lambda item: -len(item[0]))
+)
+# As cells of a table, or where a line begins: not inside of a sentence.
+_WORD = re.compile(rf"(?:(?<=^)|(?<=  )|(?<=\w ))({'|'.join(_WORDS)})(?=  |,|:|$)", flags=re.MULTILINE)
+
+
+class UsageError(Exception):
+    """Input that a command cannot work with: one sentence that says what was wanted, what was given and the remedy."""
+
+
+class _Report(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def show(report: _Report, as_json: bool) -> None:
+    """Print a report as text or as JSON."""
+    text = json.dumps(report.to_dict(), indent=1) if as_json else str(report)
+    print(colored(text) if not as_json and wants_color() else text)
+
+
+def wants_color() -> bool:
+    """Whether standard output is a terminal and nothing asks for plain text (NO_COLOR, no-color.org; TERM=dumb)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def colored(text: str) -> str:
+    """`text` with words of its tables in color."""
+    return _WORD.sub(lambda match: f"\033[{_WORDS[match[1]]}m{match[1]}\033[0m", text)

@@ -1,0 +1,155 @@
+"""The environment: versions, device and driver, and what is known to be wrong with them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata
+from typing import NamedTuple
+
+import torch
+
+import torchao_blockwise
+from torchao_blockwise import _compat, _versions
+from torchao_blockwise._compat import torch_fsdp, torchao_import, triton_tools
+from torchao_blockwise.ops import backend
+
+PROBLEM, NOTE = "problem", "note"
+
+
+class Finding(NamedTuple):
+    """What is known of an environment: a "problem", which stands in the way, or a "note"; with the remedy."""
+
+    kind: str
+    text: str
+
+
+def facts(device: torch.device) -> dict[str, str]:
+    """{what: its version or description}, "-" for what is not there."""
+    return {
+        "torchao_blockwise": torchao_blockwise.__version__,
+        "torch": torch.__version__,
+        "torchao": installed("torchao") or "-",
+        "triton": installed("triton") or "-",
+        "Triton's ptxas": triton_tools.ptxas_version() or "-",
+        "CUDA of torch": torch.version.cuda or "-",
+        "NVIDIA driver": driver_version() or "-",
+        "Python": platform.python_version(),
+        "device": described(device),
+    }
+
+
+def described(device: torch.device) -> str:
+    """'NVIDIA H200, sm_90, 140 GiB, 1 of 8', or 'cpu, 2 threads'."""
+    if device.type != "cuda":
+        return f"{device.type}, {torch.get_num_threads()} threads"
+    properties = torch.cuda.get_device_properties(device)
+    capability = "sm_{}{}".format(*backend.compute_capability(device))
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    return f"{properties.name}, {capability}, {memory}, 1 of {torch.cuda.device_count()}"
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver, or None where there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().split("\n")[0] or None
+
+
+def findings(device: torch.device) -> list[Finding]:
+    """What is known of this environment, problems first."""
+    found = [*_of_versions(), *_of_triton(device), *_of_gpu(device)]
+    return sorted(found, key=lambda finding: finding.kind != PROBLEM)
+
+
+def _of_versions() -> Iterator[Finding]:
+    if reason := _versions.why_too_old():
+        yield Finding(PROBLEM, reason)
+    if reason := _versions.why_untested():
+        yield Finding(NOTE, reason)
+    if reason := torch_fsdp.why_unknown():
+        yield Finding(NOTE, reason)
+    if files := torchao_import.files_not_loaded():
+        what = "kernels for other recipes, which nothing here uses"
+        yield Finding(NOTE, f'torchao logs "Failed to load" for {", ".join(files)}: {what}')
+
+
+def _of_triton(device: torch.device) -> Iterator[Finding]:
+    is_gpu = device.type == "cuda"
+    kind = PROBLEM if is_gpu else NOTE
+    if not _compat.has_triton():
+        yield Finding(kind, "triton is not installed: everything is computed by eager PyTorch (pip install triton)")
+        return
+    if reason := _compat.why_old_triton():
+        yield Finding(kind, reason)
+    if backend.interpreting():
+        yield Finding(
+            kind,
+            "TRITON_INTERPRET=1: kernels run in Triton's interpreter, thousands of times slower; unset it to train",
+        )
+    if reason := why_another_triton():
+        yield Finding(NOTE, reason)
+    if reason := triton_tools.why_no_cache():
+        yield Finding(NOTE, reason)
+    if is_gpu and not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
+        yield Finding(PROBLEM, "Triton builds what launches kernels with a C compiler, and there is none; install gcc")
+    if is_gpu and (triton_tools.ptxas_version() or "").startswith("12.8"):
+        yield Finding(
+            NOTE,
+            "ptxas 12.8, which Triton 3.6 and 3.7 carry, loses bytes where half of a word is undefined; kernels here "
+            "avoid that, other kernels that convert to e4m3 may not",
+        )
+
+
+def why_another_triton() -> str | None:
+    """Why the Triton that is installed may not fit PyTorch, which names the version that it was built with, or None."""
+    have = installed("triton")
+    for requirement in metadata.requires("torch") or ():
+        wanted = re.match(r"triton\s*==\s*([\w.+]+)", requirement)
+        if wanted and have and wanted[1] != have:
+            built = f"PyTorch {torch.__version__} was built with Triton {wanted[1]}, got {have}"
+            return f"{built}: torch.compile may fail (pip install triton=={wanted[1]})"
+    return None
+
+
+def _of_gpu(device: torch.device) -> Iterator[Finding]:
+    if device.type != "cuda":
+        if driver_version() and not torch.cuda.is_available():
+            built = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
+            yield Finding(
+                PROBLEM,
+                f"there is an NVIDIA driver, {driver_version()}, but PyTorch, which {built}, sees no GPU; install a "
+                "PyTorch that fits the driver (pytorch.org/get-started), and look at CUDA_VISIBLE_DEVICES",
+            )
+        return
+    capability = backend.compute_capability(device)
+    name = "sm_{}{}".format(*capability)
+    if capability < (8, 0):
+        yield Finding(PROBLEM, f"kernels need sm_80 or newer, got {name}: everything is computed by eager PyTorch")
+    elif capability < (8, 9):
+        yield Finding(
+            NOTE, f"{name} has no FP8: products decode to f16, and eager PyTorch quantizes; it saves memory only"
+        )
+    if capability == (9, 0) and _numbers(torch.version.cuda) < (12, 9):
+        yield Finding(
+            NOTE, f"cuBLASLt scales blocks from CUDA 12.9 on, got {torch.version.cuda}: Gluon and Triton multiply alone"
+        )
+
+
+def _numbers(version: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in (version or "0.0").split(".")[:2])
