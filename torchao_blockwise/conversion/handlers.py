@@ -37,6 +37,9 @@ from torchao_blockwise.tensors import (
 )
 from torchao_blockwise.tensors.original import Original
 
+# Forward passes of linear layers that give the weight to `linear` or `F.linear`, and to nothing else.
+KNOWN_FORWARDS: set[Callable[..., torch.Tensor]] = {nn.Linear.forward, ConvertedLinear.forward}
+
 
 def why_not_convertible(
     module: nn.Module,
@@ -68,7 +71,7 @@ def why_not_convertible(
 def _why_no_forward(module: nn.Linear) -> str | None:
     if hugging_face.is_offloaded_by_accelerate(module):
         return "accelerate offloads its weight and puts a plain one in its place on every use; give it a device"
-    if type(module).forward not in (nn.Linear.forward, ConvertedLinear.forward):
+    if type(module).forward not in KNOWN_FORWARDS:
         return f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention uses its weight without calling it; exclude it"

@@ -1,0 +1,80 @@
+"""torchtitan trains its debug models converted, by its own trainer: one rank, FSDP2, TP and EP on two."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parent))
+
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+pytest.importorskip("torchtitan.config.override", reason="needs torchtitan 0.3", exc_type=ImportError)
+
+import titan_checks
+from helpers import selected_cases
+from ranks import spawn
+
+MISSPELT = "fp8: options are include, exclude"
+# (check, arguments.., keywords as a tuple)
+ALONE = (
+    *(("trains_as_by_hand", family, "fp8", ()) for family in ("llama3", "qwen3", "deepseek_v3")),
+    ("trains_as_by_hand", "gpt_oss", "fp8", (("layers", 1),)),
+    ("trains_as_by_hand", "llama3", "nvfp4", ()),
+    ("converter_gives_the_same", "llama3", "fp8", ()),
+    ("compiles", "llama3", "fp8", ()),
+    ("refuses", "llama3", "fp8", (("exlude", ("*",)),), MISSPELT, ()),
+    ("refuses", "llama3", "fp8", (("exclude", ("layers.9.*",)),), "'layers.9.*' matches no linear layer", ()),
+    ("refuses", "llama3", "fp8", (("include", "layers.0.*"),), "include: must be a list of patterns, got 'layers", ()),
+    ("refuses", "llama3", "fp8", (("min_features", 9999),), "the options select none of the", ()),
+    ("refuses", "llama3", "fp8", (("master_weights", False),), "trainers step master weights", ()),
+)
+PAIR = (
+    ("trains_as_by_hand", "llama3", "fp8", ()),
+    ("trains_as_by_hand", "llama3", "fp8", (("tp", 2),)),
+    ("trains_as_by_hand", "llama3", "nvfp4", (("tp", 2),)),
+    ("trains_as_by_hand", "deepseek_v3", "fp8", (("ep", 2),)),
+    ("saves_and_resumes", "llama3", "fp8", ()),
+    (
+        "refuses",
+        "llama3",
+        "fp8",
+        (),
+        "use --parallelism.spmd_backend partial_dtensor",
+        (("tp", 2), ("backend", "spmd_types")),
+    ),
+    ("refuses", "gpt_oss", "fp8", (), "2880 of 5760 rows, which cuts a block of 128", (("tp", 2), ("layers", 1))),
+    ("refuses", "deepseek_v3", "nvfp4", (), "scales by the largest value of the whole weight", (("tp", 2),)),
+)
+CASES = [(count, case) for count, cases in ((1, ALONE), (2, PAIR)) for case in cases]
+
+
+def case_id(case) -> str:
+    count, (check, *arguments, how) = case
+    words = [str(x) for x in (*arguments[:2], *(x for pair in how for x in pair), *arguments[2:3])]
+    return "-".join([check, *words, f"{count}_ranks"])
+
+
+@pytest.fixture(scope="module")
+def raised(request, tmp_path_factory) -> dict:
+    """{(ranks, case): what each rank raised}: all cases of as many ranks run in one set of processes."""
+    found = {}
+    for count in (1, 2):
+        cases = [case for of, case in selected_cases(request) if of == count]
+        folder = tmp_path_factory.mktemp(f"titan_{count}")
+        left = spawn(titan_checks.run, count, folder, cases, str(folder)) if cases else []
+        found |= {(count, case): [(x or {}).get(case, "not reached") for x in left] for case in cases}
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=map(case_id, CASES))
+def test_training(case, raised):
+    assert raised[case] == [None] * case[0]
+
+
+def test_the_module_for_0_2_says_what_0_3_has():
+    with pytest.raises(ImportError, match=r"needs torchtitan 0\.2.*with 0\.3 use --override\.imports"):
+        import torchao_blockwise.integrations.torchtitan_0_2  # noqa: F401

@@ -1,0 +1,85 @@
+"""What ranks check of models that torchtitan's trainer trains converted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import ranks
+import titan_training as titan
+import torch
+from torchao.quantization import quantize_
+
+from torchao_blockwise import (
+    BlockwiseFP8TrainingConfig,
+    NVFP4TrainingConfig,
+    linears_and_experts,
+    skip_lm_head,
+)
+
+RECIPES = {"fp8": BlockwiseFP8TrainingConfig(), "nvfp4": NVFP4TrainingConfig()}
+
+
+def trains_as_by_hand(rank, folder, family, format, **how):
+    """The losses of `quantize_` by hand on the model that torchtitan builds, bit for bit; not those of bf16."""
+
+    def by_hand(model):
+
+        quantize_(model, RECIPES[format], filter_fn=linears_and_experts() & skip_lm_head())
+        return model
+
+    got = titan.losses(titan.config_of(family, [(format, {})], **how))
+    assert got == titan.losses(titan.config_of(family, **how), by_hand)
+    plain = titan.losses(titan.config_of(family, **how))
+    assert got != plain and all(abs(a - b) < 0.05 * b for a, b in zip(got, plain)), (got, plain)
+
+
+def converter_gives_the_same(rank, folder, family, format):
+    from torchao_blockwise.integrations.torchtitan import BlockwiseConverter
+
+    converted = titan.config_of(family, converters=[BlockwiseConverter.Config(format=format)])
+    assert titan.losses(converted) == titan.losses(titan.config_of(family, [(format, {})]))
+
+
+def compiles(rank, folder, family, format):
+    overrides = [(format, {}), ("selective_ac", {})]
+    eager = titan.losses(titan.config_of(family, overrides, layers=1, selective=True))
+    compiled = titan.losses(titan.config_of(family, overrides, layers=1, selective=True, compiled=True))
+    assert all(abs(a - b) < 0.01 * a for a, b in zip(eager, compiled)), (eager, compiled)
+
+
+def saves_and_resumes(rank, folder, family, format):
+    """Losses go on bit for bit; an unconverted run loads the checkpoint."""
+    first, resumed, plain = (os.path.join(folder, name) for name in ("first", "resumed", "plain"))
+    imports = [(format, {})]
+    straight = titan.losses(titan.config_of(family, imports, steps=4, save=True, folder=first))
+    torch.distributed.barrier()
+    if rank == 0:
+        for other in (resumed, plain):
+            shutil.copytree(f"{first}/checkpoint/step-2", f"{other}/checkpoint/step-2")
+    torch.distributed.barrier()
+    assert titan.losses(titan.config_of(family, imports, steps=4, save=True, folder=resumed)) == straight[2:]
+    unconverted = titan.losses(titan.config_of(family, steps=4, save=True, folder=plain))
+    assert len(unconverted) == 2 and all(abs(a - b) < 0.01 * b for a, b in zip(unconverted, straight[2:]))
+
+
+def refuses(rank, folder, family, name, options, sentence, **how):
+    try:
+        titan.losses(titan.config_of(family, [(name, dict(options))], **how))
+    except (ValueError, TypeError) as e:
+        assert sentence in str(e), str(e)
+    else:
+        raise AssertionError("trained")
+
+
+CHECKS = {f.__name__: f for f in (trains_as_by_hand, converter_gives_the_same, compiles, saves_and_resumes, refuses)}
+
+
+def run(rank, count, port, file, cases, folder):
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(count))
+    ranks.join(rank, count, port, seconds=300)
+    runs = {
+        name: lambda r, *a, _check=check: _check(r, folder, *a[:-1], **dict(a[-1])) for name, check in CHECKS.items()
+    }
+    ranks.run_each(runs, rank, cases, file)
+    ranks.leave()

@@ -1,0 +1,166 @@
+"""torchtitan's own trainer on a CPU: its debug models, made short, on made-up tokens, over gloo."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+SECTION = "torchao_blockwise.integrations.torchtitan"
+
+
+class _CPU(types.ModuleType):
+    """What torchtitan asks of a device, and torch.cpu lacks."""
+
+    def __init__(self):
+        super().__init__("cpu_device")
+        self.get_device_name = lambda *_: "CPU"
+        self.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=2**30)
+        self.current_device = lambda: 0
+        self.memory_stats = lambda *_: {}
+        self.reset_peak_memory_stats = self.empty_cache = lambda *_: None
+
+    def __getattr__(self, name):
+        return getattr(torch.cpu, name)
+
+
+def load() -> types.ModuleType:
+    """torchtitan's trainer, imported for a CPU, gloo and the PyTorch that is here."""
+    cpu = _CPU()
+    with (
+        mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
+        mock.patch("torch._utils._get_device_module", lambda _: cpu),
+    ):
+        trainer = importlib.import_module("torchtitan.trainer")
+    fsdp = importlib.import_module("torchtitan.distributed.fsdp")
+    # PyTorch 2.13 lacks torch.distributed.set_timeout, and gloo sums that divide on the way.
+    importlib.import_module("torchtitan.distributed.utils").set_pg_timeouts = lambda **_: None
+    fsdp.disable_fsdp_gradient_division = _sum_gradients
+    trainer.time = types.SimpleNamespace(
+        sleep=lambda _: None, perf_counter=importlib.import_module("time").perf_counter
+    )
+    return trainer
+
+
+def _sum_gradients(model):
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _parts():
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.protocols.module import Module
+
+    class Tokenizer(BaseTokenizer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, config, tokenizer_path=""):
+            super().__init__()
+
+        encode = decode = get_vocab_size = None
+
+    class Tokens(BaseDataLoader):
+        """Those of a step depend on the step alone."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(self, config, *, dp_world_size, dp_rank, tokenizer, seq_len, local_batch_size, **_):
+            self.ranks, self.rank, self.batch, self.length, self.step = (
+                dp_world_size, dp_rank, local_batch_size, seq_len + 1, 0,
+            )  # fmt: skip
+
+        def __iter__(self):
+            while True:
+                generator = torch.Generator().manual_seed(self.step)
+                every = torch.randint(64, (self.batch * self.ranks, self.length), generator=generator)
+                tokens = every[self.rank * self.batch :][: self.batch]
+                self.step += 1
+                positions = torch.arange(self.length - 1).expand(self.batch, -1)
+                yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:].contiguous()
+
+        def state_dict(self):
+            return {"step": self.step}
+
+        def load_state_dict(self, state):
+            self.step = state["step"]
+
+    class Attention(Module):
+        """Causal attention as a CPU has it forward and backward, which FlexAttention is not."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(Module.Config):
+            pass
+
+        def __init__(self, config):
+            super().__init__()
+
+        def forward(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, out_transform=None, **_):  # their names
+            q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+            scores = scores + torch.full(scores.shape[-2:], float("-inf")).triu(1)
+            out = (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+            return out if out_transform is None else out_transform(out, scores.logsumexp(-1).transpose(1, 2))
+
+    return Tokenizer, Tokens, Attention
+
+
+def config_of(family: str, imports=(), *, layers=2, steps=2, tp=1, ep=1, compiled=False, selective=False,
+              backend="partial_dtensor", folder="", save=False, converters=None):  # fmt: skip
+    """torchtitan's config of a debug model of `layers` layers; imports: (name in the integration, options)."""
+    trainer = load()
+    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.optimizer import default_adamw
+    from torchtitan.config import CompileConfig, OverrideConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.config.configs import DebugConfig
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+    Tokenizer, Tokens, Attention = _parts()
+    spec = importlib.import_module(f"torchtitan.models.{family}").model_registry("debugmodel", converters=converters)
+    spec.model.layers = spec.model.layers[:layers]
+    for layer in spec.model.layers:
+        layer.attention.inner_attention = Attention.Config()
+    checkpoint = CheckpointManager.Config(enable=save, interval=2, last_save_model_only=False)
+    return trainer.Trainer.Config(
+        model_spec=spec,
+        loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
+        tokenizer=Tokenizer.Config(),
+        dataloader=Tokens.Config(),
+        optimizer=default_adamw(lr=1e-3),
+        training=TrainingConfig(local_batch_size=2, seq_len=32, steps=steps, disable_cuda_graphs=True),
+        parallelism=ParallelismConfig(tensor_parallel_degree=tp, expert_parallel_degree=ep, spmd_backend=backend),
+        compile=CompileConfig(enable=compiled),
+        activation_checkpoint=SelectiveAC.Config() if selective else None,
+        checkpoint=checkpoint,
+        debug=DebugConfig(seed=1),
+        override=OverrideConfig(imports=[(f"{SECTION}.{name}", options) for name, options in imports]),
+        dump_folder=folder,
+    )
+
+
+def losses(config, prepare=None) -> list[float]:
+    """Of every step that torchtitan's trainer makes; prepare: done to the model as it is built."""
+    kind = type(config.model_spec.model)
+    build = kind.build
+    made = (lambda self, **kwargs: prepare(build(self, **kwargs))) if prepare else build
+    with mock.patch.object(kind, "build", made):
+        trainer = config.build()
+    seen: list[float] = []
+    trainer.metrics_processor.log = lambda step, mean, *_, **__: seen.append(mean)
+    trainer.metrics_processor.config.log_freq = 1
+    trainer.train()
+    trainer.close()
+    return seen

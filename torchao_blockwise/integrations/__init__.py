@@ -1,0 +1,1 @@
+"""Integrations: one package a framework, each imported only by who uses that framework."""

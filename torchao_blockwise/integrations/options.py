@@ -1,0 +1,161 @@
+"""Options of a conversion as JSON has them, what they say (a training config and a filter), and the conversion."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise.conversion import (
+    Filter,
+    conversion_report,
+    experts,
+    fuse,
+    is_linear,
+    keep_last_blocks,
+    linears_and_experts,
+    min_features,
+    skip_fqns,
+    skip_lm_head,
+    skip_routers,
+)
+from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
+
+FORMATS: dict[str, type[TrainingConfig]] = {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}
+# Trainers make values after the conversion, and their optimizers step Parameters in high precision.
+_NOT_OPTIONS = {"master_weights"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which layers are converted.
+
+    include, exclude: patterns of fully qualified names, as `fnmatch` has them: "layers.0.*", "*.wo". A layer is
+        converted if one of `include` matches and none of `exclude` does. A pattern that matches nothing is an error.
+    experts: also weights of experts. lm_head: also the output projection. Routers are never converted.
+    min_features: leave out layers that are smaller in one dim.
+    keep_last_blocks: how many of the last blocks to leave in high precision.
+    fuse: let layers that read one activation share its quantized copies; see `fuse`.
+    """
+
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    experts: bool = True
+    lm_head: bool = False
+    min_features: int = 0
+    keep_last_blocks: int = 0
+    fuse: bool = False
+
+    def filter_for(self, model: nn.Module) -> Filter:
+        """The filter of `quantize_` for `model`; raises ValueError for patterns that match none of its layers."""
+        chosen = linears_and_experts() if self.experts else is_linear() & skip_routers()
+        names = [fqn for fqn, module in model.named_modules() if is_linear()(module, fqn) or experts()(module, fqn)]
+        for option in ("include", "exclude"):
+            for pattern in getattr(self, option):
+                if not fnmatch.filter(names, pattern):
+                    raise ValueError(
+                        f"{option}: pattern {pattern!r} matches no linear layer and no experts of this model; layers "
+                        f"are called {_examples(names)}; mend the pattern or leave it out"
+                    )
+        if self.include != ("*",):
+            chosen &= Filter(_why_not_included(self.include), f"include{self.include!r}")
+        if self.exclude:
+            chosen &= skip_fqns(*self.exclude)
+        if not self.lm_head:
+            chosen &= skip_lm_head()
+        if self.min_features:
+            chosen &= min_features(self.min_features)
+        if self.keep_last_blocks:
+            chosen &= _keep_last_blocks(model, self.keep_last_blocks)
+        return chosen
+
+
+def _why_not_included(patterns: tuple[str, ...]) -> Callable[[nn.Module, str], str | None]:
+    def why_not(module: nn.Module, fqn: str) -> str | None:
+        return None if any(fnmatch.fnmatchcase(fqn, p) for p in patterns) else "include: no pattern matches"
+
+    return why_not
+
+
+def _keep_last_blocks(model: nn.Module, count: int) -> Filter:
+    """`keep_last_blocks`, for models whose `layers` are a ModuleDict."""
+    layers: Any = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleDict):
+        return keep_last_blocks(model, count)
+    return keep_last_blocks(nn.ModuleList(layers.values()), count)
+
+
+def _examples(names: list[str]) -> str:
+    kinds: dict[str, str] = {}
+    for name in names:
+        kinds.setdefault(".".join(part for part in name.split(".") if not part.isdigit()), name)
+    shown = [repr(name) for name in kinds.values()]
+    return ", ".join(shown[:8]) + (", …" if len(shown) > 8 else "")
+
+
+@dataclass(frozen=True)
+class Options:
+    """A training config, and which layers get it."""
+
+    recipe: TrainingConfig
+    selection: Selection = field(default_factory=Selection)
+
+    @classmethod
+    def of(cls, format: str, given: Mapping[str, Any]) -> Options:
+        """`given`: fields of `Selection` and of the format's training config, as JSON has them.
+
+        Raises ValueError for a name that is none of them, and as those two do; TypeError for a wrong type.
+        """
+        if format not in FORMATS:
+            raise ValueError(f"format must be one of {sorted(FORMATS)}, got {format!r}")
+        of_selection = {f.name: f for f in fields(Selection)}
+        of_recipe = {f.name for f in fields(FORMATS[format])} - _NOT_OPTIONS
+        for name in given:
+            if name in _NOT_OPTIONS:
+                raise ValueError(
+                    f"{format}: trainers step master weights, which {name}=False would take away; leave it out"
+                )
+            if name not in of_selection.keys() | of_recipe:
+                names = [*of_selection, *sorted(of_recipe)]
+                close = difflib.get_close_matches(name, names, 1)
+                remedy = f"did you mean {close[0]!r}?" if close else "leave it out"
+                raise ValueError(f"{format}: options are {', '.join(names)}; got {name!r}; {remedy}")
+        selected = {name: _of_type(name, value) for name, value in given.items() if name in of_selection}
+        recipe = {name: value for name, value in given.items() if name in of_recipe}
+        if isinstance(recipe.get("out_dtype"), str):
+            recipe["out_dtype"] = getattr(torch, recipe["out_dtype"], recipe["out_dtype"])
+        return cls(FORMATS[format](**recipe), Selection(**selected))
+
+
+def convert(model: nn.Module, options: Options) -> None:
+    """`quantize_` what the options select of `model`, in place; the report goes to the log.
+
+    Raises ValueError where nothing is selected, and as `Selection.filter_for` and `quantize_` do.
+    """
+    quantize_(model, options.recipe, filter_fn=options.selection.filter_for(model))
+    report = conversion_report(model)
+    if not report.totals["converted"]:
+        raise ValueError(
+            f"{type(options.recipe).__name__}: the options select none of the {report.totals['layers']} linear layers "
+            f"and experts of this model; widen include, or drop the conversion\n{report}"
+        )
+    if options.selection.fuse:
+        fuse(model)
+    logging.getLogger().info(f"Converted by torchao_blockwise:\n{report}")
+
+
+def _of_type(name: str, value: Any) -> Any:
+    wanted = type(getattr(Selection, name))
+    if wanted is tuple and isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value):
+        return tuple(value)
+    if type(value) is wanted and (wanted is not int or value >= 0):
+        return value
+    kinds = {tuple: "a list of patterns", bool: "true or false", int: "an integer, 0 or more"}
+    raise TypeError(f"{name}: must be {kinds[wanted]}, got {value!r}")

@@ -1,0 +1,59 @@
+"""torchtitan 0.2, which converts models that are built: registers the converters `blockwise_fp8` and `blockwise_nvfp4`.
+
+    --job.custom_config_module torchao_blockwise.integrations.torchtitan_0_2 --model.converters blockwise_fp8
+    --blockwise.options '{"exclude": ["layers.0.*"]}'
+
+The options are those of `torchao_blockwise.integrations.torchtitan`, as one JSON object.
+"""
+
+# No postponed annotations: torchtitan makes a class of the fields here, elsewhere, where names are not known.
+import functools
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+try:
+    from torchtitan.protocols.model_converter import register_model_converter
+except ImportError as e:
+    raise ImportError(
+        "torchao_blockwise.integrations.torchtitan_0_2 needs torchtitan 0.2, whose model converters are not there; "
+        "with 0.3 use --override.imports torchao_blockwise.integrations.torchtitan.fp8"
+    ) from e
+
+from torchao_blockwise.integrations.options import FORMATS, Options, convert
+
+
+@dataclass
+class Blockwise:
+    options: str = "{}"
+    """Which layers are converted and how, as a JSON object."""
+
+
+@dataclass
+class JobConfig:
+    """What torchtitan merges into its own."""
+
+    blockwise: Blockwise = field(default_factory=Blockwise)
+
+
+class Converter:
+    """Converts a model as the section `blockwise` of the job's config says."""
+
+    def __init__(self, format: str, job_config: Any, parallel_dims: Any):
+        section = getattr(job_config, "blockwise", Blockwise())
+        given = json.loads(section.options)
+        if not isinstance(given, dict):
+            raise ValueError(f"--blockwise.options must be a JSON object, got {section.options!r}; write {{...}}")
+        self.options = Options.of(format, given)
+
+    def convert(self, model: nn.Module) -> None:
+        convert(model, self.options)
+
+    def post_optimizer_hook(self, model: Any) -> None:
+        """Nothing: what is derived from a weight lives no longer than a pass."""
+
+
+for _format in FORMATS:
+    register_model_converter(functools.partial(Converter, _format), f"blockwise_{_format}")
