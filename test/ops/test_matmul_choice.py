@@ -70,10 +70,10 @@ def test_on_hopper_deep_gemm_takes_what_pays(gpu, monkeypatch):
     monkeypatch.setattr(deep_gemm_library, "product_on", lambda device: print)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choice(4096, 2048, 7168) is Backend.DEEP_GEMM
-        assert choice(64, 2048, 7168) is choice(4096, 2048, 7168, out_dtype=torch.float32) is Backend.GLUON
+        assert choice(16384, 4096, 7168) is Backend.DEEP_GEMM
+        assert choice(4096, 4096, 7168) is choice(16384, 4096, 7168, out_dtype=torch.float32) is Backend.GLUON
         monkeypatch.setattr(deep_gemm_library, "product_on", lambda device: "it is broken")
-        assert choice(4096, 2048, 7168) is Backend.GLUON
+        assert choice(16384, 4096, 7168) is Backend.GLUON
 
 
 @pytest.mark.parametrize(("tokens", "chosen"), ((16, "gluon"), (256, "gluon"), (257, "cublas"), (65536, "cublas")))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.nn.contraction import quantized_output_op
 from torchao_blockwise.nn.weight_products import master_matmul_op
 from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
@@ -16,7 +15,7 @@ _PRODUCTS = (master_matmul_op, matmul_op, grouped_matmul_op)
 _AMAXES = (tensor_amax_bits_op, grouped_amax_bits_op)
 
 
-def sac_save_list() -> list[torch._ops.OpOverload]:
+def sac_save_list() -> list[Operation]:
     """The operations whose results a policy of selective activation checkpointing should save: those that cost most.
 
     Products of `output` of all layers, dense and of experts, and in NVFP4 the largest value of each tensor. Quantized

@@ -25,10 +25,10 @@ except ImportError as e:
         "torchao_blockwise.integrations.torchtitan_0_2"
     ) from e
 
-from torchao_blockwise import nn as layers
 from torchao_blockwise.conversion.handlers import KNOWN_FORWARDS
 from torchao_blockwise.integrations.options import Options, Selection
 from torchao_blockwise.integrations.torchtitan.conversion import built_converted
+from torchao_blockwise.nn import sac_save_list
 
 __all__ = ["BlockwiseConverter", "Options", "Selection", "SelectiveACOfProducts", "fp8", "nvfp4", "selective_ac"]
 
@@ -74,8 +74,7 @@ class SelectiveACOfProducts(SelectiveAC):
         pass
 
     def get_save_ops(self) -> set[Any]:
-        saved: list[Any] = getattr(layers, "sac_save_list", list)()
-        return super().get_save_ops() | set(saved)
+        return super().get_save_ops() | set(sac_save_list())
 
 
 @override(target=SelectiveAC.Config, exact=True, description="saves products of converted layers")
