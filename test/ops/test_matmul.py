@@ -243,7 +243,7 @@ REFUSALS = {
     ),
     "unknown backend": (
         lambda: multiply(backend="cutlass"),
-        ValueError("no backend 'cutlass'; the backends are auto, reference, triton, cublas, gluon"),
+        ValueError("no backend 'cutlass'; the backends are auto, reference, triton, cublas, gluon, deep_gemm"),
     ),
     "cublas on a CPU": (
         lambda: multiply(backend="cublas"),

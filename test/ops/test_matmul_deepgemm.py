@@ -17,7 +17,6 @@ import pytest
 import torch
 from replayed import CALLS, assert_replayed
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, ops
@@ -42,13 +41,12 @@ def product(a, b, out):
     for x in (qa, qb):
         assert x.is_contiguous() and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
     assert out.shape == (m, n) and out.dtype == torch.bfloat16 and out.is_contiguous()
-    # A library's own code is seen by no mode.
-    with _disable_current_modes():
-        decoded = [
-            q.float() * scale.repeat_interleave(128, 1)[:, :k].repeat_interleave(rows, 0)[: len(q)]
-            for q, scale, rows in ((qa, a_scale, 1), (qb, b_scale, 128))
-        ]
-        out.copy_(decoded[0] @ decoded[1].t())
+    # As the library does, on tensors that nobody else knows.
+    decoded = [
+        q.detach().float() * scale.detach().repeat_interleave(128, 1)[:, :k].repeat_interleave(rows, 0)[: len(q)]
+        for q, scale, rows in ((qa, a_scale, 1), (qb, b_scale, 128))
+    ]
+    out.copy_(decoded[0] @ decoded[1].t())
 
 
 @pytest.fixture

@@ -82,7 +82,8 @@ def _results(row: Implementation, case: Case) -> list[torch.Tensor]:
     own = _compat.pytree.tree_map_only(torch.Tensor, torch.clone, list(case.args))
     with torch.no_grad():
         out = row.function(*own)
-    leaves = _compat.pytree.tree_leaves(own if out is None else out)
+    writes = _compat.schema_of(case.op.overload).is_mutable  # type: ignore[attr-defined]
+    leaves = _compat.pytree.tree_leaves(own if writes else out)
     return [case.defined(x.cpu()) for x in leaves if isinstance(x, torch.Tensor)]
 
 

@@ -147,8 +147,7 @@ def _why_not_decoded(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch
     """Why cuBLAS does not multiply what was decoded to bf16 before, or None if it does."""
     device = a.qdata.device
     if a.format.element is not E2M1 or device.type != "cuda" or compute_capability(device) >= (10, 0):
-        # What is multiplied as it is; `cublas.why_not` says why that cannot be.
-        return cublas.why_not(a, b, out_dtype, bias)
+        return cublas.why_not(a, b, out_dtype, bias) or "it is multiplied as it is"
     return "there is nothing to multiply" if 0 in (*a.qdata.shape, b.qdata.shape[0]) else why_no_kernels(a)
 
 
