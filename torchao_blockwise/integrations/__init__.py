@@ -1,0 +1,1 @@
+"""Training frameworks: a file for each, imported only by who uses it."""
