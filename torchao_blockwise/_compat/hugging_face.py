@@ -29,3 +29,8 @@ def is_silu(activation: torch.nn.Module) -> bool:
     """Whether `activation` computes x · sigmoid(x): PyTorch's module, or the one that transformers wrote."""
     cls = type(activation)
     return cls is torch.nn.SiLU or (cls.__module__, cls.__name__) == ("transformers.activations", "SiLUActivation")
+
+
+def kept_in_fp32(model: torch.nn.Module) -> list[str] | None:
+    """Names of modules that transformers keeps in fp32 whatever dtype the model is loaded in."""
+    return getattr(model, "_keep_in_fp32_modules", None)

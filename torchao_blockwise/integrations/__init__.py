@@ -1,1 +1,1 @@
-"""Integrations: one package a framework, each imported only by who uses that framework."""
+"""Training frameworks: a module for each, imported only by who uses it."""

@@ -1,0 +1,125 @@
+"""Lightning with the precision plugin and callbacks: the bits of the same steps by hand."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from helpers import FP8, NVFP4, mlp
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise.integrations import recipes
+from torchao_blockwise.testing import assert_bitwise_equal
+
+lightning = pytest.importorskip("lightning", "2.4")
+
+from torchao_blockwise.integrations import lightning as ours  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+BATCHES = torch.randn(8, 16, 64, generator=torch.Generator().manual_seed(0))
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, model=None):
+        super().__init__()
+        self.model = mlp() if model is None else model
+
+    def training_step(self, batch, index):
+        return self.model(batch).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(module, plugin, folder, steps=4, callbacks=(), batches=BATCHES, accumulate=2, **options):
+    trainer = lightning.Trainer(
+        max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, default_root_dir=folder, accumulate_grad_batches=accumulate, plugins=[plugin],
+        callbacks=list(callbacks),
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None), **options)
+    return trainer
+
+
+def by_hand(config, precision="32-true"):
+    model = mlp()
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    quantize_(model.to(dtype), config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for pair in BATCHES.to(dtype).split(2):
+        for batch in pair:
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                loss = model(batch).float().square().mean()
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def assert_same_states(model, expected):
+    for name, x in expected.state_dict().items():
+        assert_bitwise_equal(model.state_dict()[name], x, name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "precision"),
+    (("fp8", FP8, "32-true"), ("nvfp4", NVFP4, "32-true"), (FP8, FP8, "bf16-mixed"), ("fp8", FP8, "bf16-true")),
+    ids=("fp8", "nvfp4", "mixed", "bf16"),
+)
+def test_fit_is_the_steps_by_hand(recipe, config, precision, tmp_path):
+    """With gradient accumulation in `weights_unchanged` and a monitor, which is stepped once an optimizer step."""
+    calls = []
+    stand_in = types.SimpleNamespace(step=lambda: calls.append("step"), close=lambda: calls.append("close"))
+    callbacks = [ours.UnchangedWeights(), ours.Numerics(lambda module: calls.append("make") or stand_in)]
+    module = Module()
+    fit(module, ours.BlockwisePrecision(recipe, precision), tmp_path, callbacks=callbacks)
+    assert calls == ["make", *["step"] * 4, "close"]
+    assert_same_states(module.model, by_hand(config, precision))
+
+
+def test_resumes(tmp_path):
+    """Bit for bit; of one batch, as a trainer that resumes begins with the first one again."""
+    one = {"batches": BATCHES[:1], "accumulate": 1}
+    whole, begun, resumed = Module(), Module(), Module()
+    saved = tmp_path / "half.ckpt"
+    fit(whole, ours.BlockwisePrecision("fp8"), tmp_path, 4, **one)
+    fit(begun, ours.BlockwisePrecision("fp8"), tmp_path, 2, **one).save_checkpoint(saved)
+    fit(resumed, ours.BlockwisePrecision("fp8"), tmp_path, 4, **one, ckpt_path=str(saved))
+    assert_same_states(resumed.model, whole.model)
+
+
+def test_an_exception_leaves_the_scope_and_closes_the_monitor(tmp_path):
+    class Fails(lightning.Callback):
+        def on_train_batch_end(self, *args):
+            raise KeyError("on purpose")
+
+    closed, module, unchanged = [], Module(), ours.UnchangedWeights()
+    monitor = types.SimpleNamespace(step=lambda: None, close=lambda: closed.append(True))
+    callbacks = [unchanged, ours.Numerics(lambda module: monitor), Fails()]
+    with pytest.raises(KeyError, match="on purpose"):
+        fit(module, ours.BlockwisePrecision("fp8"), tmp_path, callbacks=callbacks)
+    assert closed == [True]
+    with torch.no_grad():
+        module.model[0].weight.mul_(2)
+    # A scope that was left open would refuse the changed weight.
+    module.model(BATCHES[0])
+
+
+def test_bad_names():
+    with pytest.raises(ValueError, match="did you mean 'nvfp4'"):
+        ours.BlockwisePrecision("nvfp")
+    with pytest.raises(ValueError, match=r"precision must be one of .*'bf16-mixed'; did|did you mean 'bf16-mixed'"):
+        ours.BlockwisePrecision("fp8", "bf16-mix")
+
+
+def test_a_module_with_nothing_to_convert(tmp_path):
+    with pytest.raises(ValueError, match="Module: no layer was converted"):
+        fit(Module(nn.Sequential(nn.Conv1d(1, 1, 1))), ours.BlockwisePrecision("fp8"), tmp_path)
+
+
+def test_converted_by_hand_stays(tmp_path):
+    module = Module(mlp(NVFP4))
+    assert ours.BlockwisePrecision("fp8").convert_module(module) is module
+    assert module.model[0].weight.config == NVFP4 and recipes.is_converted(module)

@@ -1,0 +1,210 @@
+"""transformers with our quantization configs, offline: load, train, save, load again, merge adapters."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import pytest
+import torch
+from helpers import FP8, NVFP4, replace
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor, conversion_report, fusion_report, linears_and_experts, skip_lm_head
+from torchao_blockwise.integrations import recipes
+from torchao_blockwise.testing import assert_bitwise_equal
+
+transformers = pytest.importorskip("transformers", "5.0")
+
+from torchao_blockwise.integrations import transformers as ours  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+both = pytest.mark.parametrize(
+    ("cls", "config"), ((ours.BlockwiseFP8Config, FP8), (ours.NVFP4Config, NVFP4)), ids=("fp8", "nvfp4")
+)
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOKENS = torch.arange(8)[None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A plain model on disk."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("llama")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(path)
+    return path
+
+
+def load(folder, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def converted(folder, config):
+    model = load(folder)
+    quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head())
+    return model
+
+
+def rows(count):
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (count, 8), generator=generator)]
+
+
+def trainer(model, folder, steps, callbacks=(), **options):
+    args = transformers.TrainingArguments(
+        str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
+        lr_scheduler_type="constant", save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, max_grad_norm=0,
+        train_sampling_strategy="sequential", optim="adamw_torch", **options,
+    )  # fmt: skip
+    return transformers.Trainer(model, args, train_dataset=rows(16), callbacks=list(callbacks))
+
+
+def assert_same_states(model, expected):
+    for name, x in expected.state_dict().items():
+        assert_bitwise_equal(model.state_dict()[name], x, name)
+
+
+@both
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+def test_loads_converted_and_remembers_the_recipe(cls, config, masters, folder, tmp_path):
+    """As `quantize_` after loading; what is saved is plain, comes back converted, and a plain model loads it."""
+    model = load(folder, quantization_config=cls(master_weights=masters, out_dtype="float32", backend="reference"))
+    expected = converted(folder, replace(config, master_weights=masters, out_dtype=torch.float32, backend="reference"))
+    assert conversion_report(model).totals == conversion_report(expected).totals
+    assert_bitwise_equal(model(TOKENS).logits.detach(), expected(TOKENS).logits.detach())
+    assert all(p.requires_grad for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert saved["quant_method"] == cls.method and saved["master_weights"] is masters
+    again = load(tmp_path)
+    assert again.hf_quantizer.quantization_config.training_config == model.config.quantization_config.training_config
+    assert_bitwise_equal(again(TOKENS).logits.detach(), expected(TOKENS).logits.detach())
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    from safetensors.torch import load_file
+
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert_same_states(plain, model)
+
+
+def test_dequantize_gives_the_plain_model_back(folder):
+    model, plain = load(folder, quantization_config=ours.BlockwiseFP8Config()), load(folder)
+    model.dequantize()
+    assert not recipes.is_converted(model) and not hasattr(model.config, "quantization_config")
+    assert_bitwise_equal(model(TOKENS).logits.detach(), plain(TOKENS).logits.detach())
+
+
+def test_what_is_converted(folder):
+    """Named modules stay plain; by default the head alone does; `fused` fuses."""
+    report = conversion_report(load(folder, quantization_config=ours.BlockwiseFP8Config()))
+    assert [layer.fqn for layer in report.layers if layer.status != "converted"] == ["lm_head"]
+    some = load(folder, quantization_config=ours.BlockwiseFP8Config(["lm_head", r"model.layers.*.mlp"], fused=True))
+    left = [layer.fqn for layer in conversion_report(some).layers if layer.status != "converted"]
+    assert left == [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")] + ["lm_head"]
+    assert str(fusion_report(some)) != str(fusion_report(load(folder)))
+
+
+@both
+def test_trainer_is_the_steps_by_hand(cls, config, folder, tmp_path):
+    """With gradient accumulation in `weights_unchanged` and a monitor; bit for bit, and again where it resumes."""
+    calls = []
+    stand_in = types.SimpleNamespace(step=lambda: calls.append("step"), close=lambda: calls.append("close"))
+    callbacks = [ours.UnchangedWeights(), ours.Numerics(lambda model: calls.append(type(model).__name__) or stand_in)]
+    model = load(folder, quantization_config=cls())
+    trainer(model, tmp_path, 4, callbacks).train()
+    assert calls == ["LlamaForCausalLM", *["step"] * 4, "close"]
+
+    by_hand = converted(folder, config).train()
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2, weight_decay=0.0)
+    microbatches = torch.stack([row["input_ids"] for row in rows(16)]).split(2)
+    for first, second in zip(microbatches[::2], microbatches[1::2]):
+        for ids in (first, second):
+            by_hand(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(2 * 2 * 7)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_states(model, by_hand)
+
+    resumed = load(folder, quantization_config=cls())
+    trainer(resumed, tmp_path, 4, [ours.UnchangedWeights()]).train(str(tmp_path / "checkpoint-2"))
+    assert_same_states(resumed, by_hand)
+
+
+def test_a_training_that_failed_leaves_no_scope(folder, tmp_path):
+    """The next training with the same callback enters one of its own."""
+
+    class Fails(transformers.TrainerCallback):
+        def on_substep_end(self, *args, **kwargs):
+            raise KeyError("on purpose")
+
+    callback, model = ours.UnchangedWeights(), load(folder, quantization_config=ours.BlockwiseFP8Config())
+    with pytest.raises(KeyError, match="on purpose"):
+        trainer(model, tmp_path, 1, [callback, Fails()]).train()
+    before = model.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()
+    trainer(model, tmp_path, 1, [callback]).train()
+    assert not torch.equal(before, model.state_dict()["model.layers.0.mlp.up_proj.weight"])
+
+
+@both
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+def test_lora_trains_and_merges(cls, config, masters, folder, tmp_path):
+    """PEFT needs no help: the adapter trains as on a base converted by hand, and merging gives decoded + B · A."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(base):
+        torch.manual_seed(0)
+        return peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4))
+
+    model = adapted(load(folder, quantization_config=cls(master_weights=masters)))
+    by_hand = adapted(converted(folder, replace(config, master_weights=masters)))
+    base = by_hand.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    values = (base.hp if masters else base.dequantize()).clone()
+    for each in (model, by_hand):
+        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(2):
+            each(input_ids=TOKENS, labels=TOKENS).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_states(model, by_hand)
+    delta = model.base_model.model.model.layers[0].self_attn.q_proj.get_delta_weight("default").detach()
+    assert delta.any()
+    merged = model.merge_and_unload()
+    got = merged.model.layers[0].self_attn.q_proj
+    expected = torch.nn.Linear(32, 32, bias=False)
+    with torch.no_grad():
+        expected.weight.copy_(values + delta)
+    quantize_(expected, replace(config, master_weights=masters))
+    assert isinstance(got.weight, MasterWeightTensor) is masters
+    x = torch.randn(3, 32)
+    assert_bitwise_equal(got(x).detach(), expected(x).detach())
+
+
+def test_quantized_parameters_train_by_adapters_alone(folder, tmp_path):
+    model = load(folder, quantization_config=ours.NVFP4Config(master_weights=False))
+    with pytest.raises(ValueError, match="attach trainable adapters"):
+        trainer(model, tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    (
+        ({"save_activation": "fp8"}, ValueError, "did you mean 'save_activations'"),
+        ({"modules_to_not_convert": "lm_head"}, TypeError, "must be a list of names"),
+        ({"quant_method": "fp8"}, ValueError, "quant_method must be 'blockwise_fp8'"),
+        ({"out_dtype": "bfloat61"}, ValueError, "out_dtype must be"),
+        ({"backend": "tritonn"}, ValueError, "tritonn"),
+    ),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        ours.BlockwiseFP8Config(**options)
+
+
+def test_a_model_with_nothing_to_convert(folder):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: no layer was converted; .* widen the filter"):
+        load(folder, quantization_config=ours.BlockwiseFP8Config(["lm_head", "model.layers"]))
+
+
+def test_another_recipe_than_the_saved_one(folder, tmp_path):
+    load(folder, quantization_config=ours.BlockwiseFP8Config()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="quantized with BlockwiseFP8Config but you are passing a NVFP4Config"):
+        load(tmp_path, quantization_config=ours.NVFP4Config())

@@ -1,0 +1,141 @@
+"""Lightning: a precision plugin that converts the module, and callbacks.
+
+    from torchao_blockwise.integrations.lightning import BlockwisePrecision
+
+    trainer = Trainer(plugins=[BlockwisePrecision("fp8")])
+
+With `ModelParallelStrategy` convert before you shard, in `configure_model`:
+
+    self.trainer.precision_plugin.convert_module(self.model)
+    fully_shard(self.model)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchao_blockwise.integrations.recipes import (
+    OpenScope,
+    convert,
+    is_converted,
+    nearest,
+    require,
+    training_config,
+)
+from torchao_blockwise.tensors import TrainingConfig
+
+require("lightning", (2, 4))
+
+from lightning.pytorch import Callback  # noqa: E402  # after its version is known
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision  # noqa: E402
+
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+
+class BlockwisePrecision(Precision):
+    """`Trainer(plugins=[BlockwisePrecision("fp8")])`: converts the module before its optimizers are made.
+
+    recipe: "fp8", "nvfp4", or a training config.
+    precision: of all else, as `Trainer(precision=...)`: "32-true", "bf16-mixed" or "bf16-true".
+    filter_fn: which layers; default all linear layers and experts, without routers and the output projection.
+    Raises ValueError for another name, and where nothing is converted.
+    """
+
+    def __init__(
+        self,
+        recipe: str | TrainingConfig,
+        precision: str = "32-true",
+        filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    ) -> None:
+        if precision not in _PRECISIONS:
+            raise ValueError(nearest("BlockwisePrecision: precision", precision, _PRECISIONS))
+        self.config = training_config(recipe)
+        self.precision = precision  # type: ignore[assignment]  # one of the names that Lightning lists
+        self._filter_fn = filter_fn
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._others: Precision = (
+            Precision()
+            if precision == "32-true"
+            else HalfPrecision("bf16-true")
+            if precision == "bf16-true"
+            else MixedPrecision("bf16-mixed", device)
+        )
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert `module` in place, unless a part of it is converted; returns it."""
+        if is_converted(module):
+            return module
+        if any(hasattr(p, "device_mesh") for p in module.parameters()):
+            raise ValueError(
+                "BlockwisePrecision: the module is sharded already; in configure_model call "
+                "self.trainer.precision_plugin.convert_module(self.model) before fully_shard"
+            )
+        return convert(self._others.convert_module(module), self.config, self._filter_fn)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        return self._others.forward_context()
+
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        return self._others.tensor_init_context()
+
+    def module_init_context(self) -> AbstractContextManager[None]:
+        return self._others.module_init_context()
+
+    def convert_input(self, data: Any) -> Any:
+        return self._others.convert_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        return self._others.convert_output(data)
+
+
+class UnchangedWeights(Callback):
+    """Quantizes each weight once an optimizer step: its microbatches run in `weights_unchanged(module, keep)`."""
+
+    def __init__(self, keep: str = "rowwise") -> None:
+        self._scope = OpenScope(keep)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+        self._scope.enter(pl_module)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
+        self._scope.leave()
+
+    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        self._scope.leave()
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        self._scope.leave()
+
+
+class Numerics(Callback):
+    """Makes a monitor of the module when training begins, steps it after each optimizer step and closes it at the end.
+
+    make: module -> a monitor with `step()` and `close()`, as `lambda module: NumericsMonitor(module, every=100)`.
+    """
+
+    def __init__(self, make: Callable[[nn.Module], Any]) -> None:
+        self._make = make
+        self._steps = 0
+        self.monitor: Any = None
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        self.monitor, self._steps = self._make(pl_module), trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        # Not after each microbatch.
+        if trainer.global_step != self._steps:
+            self._steps = trainer.global_step
+            self.monitor.step()
+
+    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None:
+            monitor.close()
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)

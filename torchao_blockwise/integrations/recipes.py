@@ -1,0 +1,99 @@
+"""What the files of frameworks share: recipes by name, a conversion that must find something, and versions."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import re
+from collections.abc import Callable, Iterable
+
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise.conversion import conversion_report, linears_and_experts, skip_lm_head
+from torchao_blockwise.tensors import (
+    BlockwiseFP8TrainingConfig,
+    NVFP4TrainingConfig,
+    TrainingConfig,
+    weights_unchanged,
+)
+
+RECIPES: dict[str, type[TrainingConfig]] = {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}
+
+
+def nearest(what: str, name: object, known: Iterable[str]) -> str:
+    """A sentence about an unknown name: what there is, and which of it is spelled nearly so."""
+    known = list(known)
+    close = difflib.get_close_matches(str(name), known, n=1)
+    meant = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{what} must be one of {known}, got {name!r}{meant}"
+
+
+def training_config(recipe: str | TrainingConfig) -> TrainingConfig:
+    """The config of a recipe's name, "fp8" or "nvfp4", with its defaults; a config is returned as it is.
+
+    Raises ValueError for another name, TypeError for another type.
+    """
+    if isinstance(recipe, TrainingConfig):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"recipe must be a name or a training config, got {type(recipe).__name__}")
+    if recipe not in RECIPES:
+        raise ValueError(nearest("recipe", recipe, RECIPES))
+    return RECIPES[recipe]()
+
+
+def convert(
+    model: nn.Module, config: TrainingConfig, filter_fn: Callable[[nn.Module, str], bool] | None = None
+) -> nn.Module:
+    """`quantize_(model, config, filter_fn)`, in place; returns `model`.
+
+    filter_fn: default all linear layers and experts, without routers and the output projection.
+    Raises ValueError if that converts nothing.
+    """
+    quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head() if filter_fn is None else filter_fn)
+    if not is_converted(model):
+        raise ValueError(
+            f"{type(model).__name__}: no layer was converted; it has no linear layer or expert outside of those that "
+            "are left out, so widen the filter, or train it without a recipe"
+        )
+    return model
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether a layer of `model` is converted."""
+    return conversion_report(model).totals["converted"] > 0
+
+
+def require(package: str, least: tuple[int, int]) -> None:
+    """Raise ImportError, with the remedy, unless `package` is installed in this version or a newer one."""
+    wanted = f"{package}>={'.'.join(map(str, least))}"
+    try:
+        version = str(importlib.import_module(package).__version__)
+    except ModuleNotFoundError as e:
+        raise ImportError(f"torchao_blockwise.integrations.{package} needs {wanted}; pip install '{wanted}'") from e
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and tuple(map(int, found.groups())) < least:
+        raise ImportError(
+            f"torchao_blockwise.integrations.{package} needs {wanted}, got {version}; pip install -U '{wanted}'"
+        )
+
+
+class OpenScope:
+    """A `weights_unchanged` that callbacks enter and leave: `enter` again and `leave` again do nothing."""
+
+    def __init__(self, keep: str) -> None:
+        self._keep = keep
+        self._stack: contextlib.ExitStack | None = None
+
+    def enter(self, model: nn.Module) -> None:
+        if self._stack is None:
+            stack = contextlib.ExitStack()
+            stack.enter_context(weights_unchanged(model, keep=self._keep))
+            self._stack = stack
+
+    def leave(self) -> None:
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            stack.close()

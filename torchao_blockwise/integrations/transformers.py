@@ -1,0 +1,184 @@
+"""transformers: models that `from_pretrained` converts, and callbacks of its Trainer.
+
+    from torchao_blockwise.integrations.transformers import BlockwiseFP8Config
+
+    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=BlockwiseFP8Config())
+
+Importing this file registers the configs. A saved model has plain weights, and its config.json has the recipe: where
+this file is imported the model comes back converted, elsewhere transformers warns and loads it as a plain one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from torchao_blockwise._compat import hugging_face
+from torchao_blockwise.conversion import custom, fuse, linears_and_experts, unconvert
+from torchao_blockwise.integrations.recipes import OpenScope, convert, nearest, require
+from torchao_blockwise.ops import Backend
+from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, TrainingConfig
+from torchao_blockwise.tensors import NVFP4TrainingConfig as _NVFP4
+
+require("transformers", (5, 0))
+
+from transformers import TrainerCallback  # noqa: E402  # after its version is known
+from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: E402
+from transformers.quantizers.base import HfQuantizer  # noqa: E402
+from transformers.quantizers.quantizers_utils import should_convert_module  # noqa: E402
+from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
+
+
+class BlockwiseConfig(QuantizationConfigMixin):
+    """What both configs are: take `BlockwiseFP8Config` or `NVFP4Config`.
+
+    modules_to_not_convert: names or patterns as transformers takes them; default the output projection, tied weights
+        and what the model keeps in fp32. Routers are never converted.
+    fused: whether `fuse(model)` is called, too.
+    options: fields of the training config; backend and out_dtype by name, too ("triton", "bfloat16").
+    Raises ValueError for an option that the training config does not have, and what it raises for values.
+    """
+
+    method: ClassVar[str]
+    recipe: ClassVar[type[TrainingConfig]]
+
+    def __init__(
+        self,
+        modules_to_not_convert: Sequence[str] | None = None,
+        fused: bool = False,
+        quant_method: str | None = None,
+        **options: Any,
+    ) -> None:
+        name, known = type(self).__name__, [field.name for field in dataclasses.fields(self.recipe)]
+        for option in options:
+            if option not in known:
+                raise ValueError(nearest(f"{name}: an option", option, ["modules_to_not_convert", "fused", *known]))
+        if isinstance(modules_to_not_convert, str):
+            raise TypeError(f"{name}: modules_to_not_convert must be a list of names, got a string; write [...]")
+        method = self.method
+        if quant_method not in (None, method):
+            raise ValueError(f"{name}: quant_method must be {method!r}, got {quant_method!r}; take the class of that")
+        dtype = options.get("out_dtype")
+        if isinstance(dtype, str):
+            options["out_dtype"] = getattr(torch, dtype.removeprefix("torch."), dtype)
+        self.quant_method = method  # type: ignore[assignment]  # transformers lists its own methods alone
+        self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        self.fused = fused
+        self.training_config = self.recipe(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, from which `from_dict` makes the config again."""
+        mine = ("quant_method", "modules_to_not_convert", "fused")
+        plain = {name: getattr(self, name) for name in mine}
+        for field in dataclasses.fields(self.training_config):
+            value = getattr(self.training_config, field.name)
+            if isinstance(value, Backend):
+                value = value.value
+            elif isinstance(value, torch.dtype):
+                value = str(value).removeprefix("torch.")
+            plain[field.name] = value
+        return plain
+
+    def get_apply_tensor_subclass(self) -> TrainingConfig:
+        """What PEFT passes to `quantize_` after it has merged an adapter."""
+        return self.training_config
+
+
+@register_quantization_config("blockwise_fp8")
+class BlockwiseFP8Config(BlockwiseConfig):
+    """`quantization_config=` for blockwise FP8; options are those of `BlockwiseFP8TrainingConfig`."""
+
+    method = "blockwise_fp8"
+    recipe = BlockwiseFP8TrainingConfig
+
+
+@register_quantization_config("blockwise_nvfp4")
+class NVFP4Config(BlockwiseConfig):
+    """`quantization_config=` for NVFP4; options are those of `NVFP4TrainingConfig`."""
+
+    method = "blockwise_nvfp4"
+    recipe = _NVFP4
+
+
+@register_quantizer("blockwise_fp8")
+@register_quantizer("blockwise_nvfp4")
+class BlockwiseQuantizer(HfQuantizer):
+    """Converts a model when its weights are loaded, in high precision; `model.dequantize()` is `unconvert(model)`."""
+
+    quantization_config: BlockwiseConfig
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train on any recipe."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """All weights train if there are master weights; quantized Parameters are bases of adapters."""
+        return self.quantization_config.training_config.master_weights
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
+        config = self.quantization_config
+        kept = self.get_modules_to_not_convert(model, config.modules_to_not_convert, hugging_face.kept_in_fp32(model))
+        chosen = custom(lambda module, fqn: should_convert_module(fqn, kept), "named in modules_to_not_convert")
+        convert(model, config.training_config, linears_and_experts() & chosen)
+        if config.fused:
+            fuse(model)
+        return model
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        return unconvert(model)
+
+
+class UnchangedWeights(TrainerCallback):
+    """Quantizes each weight once an optimizer step: its microbatches run in `weights_unchanged(model, keep)`."""
+
+    def __init__(self, keep: str = "rowwise") -> None:
+        self._scope = OpenScope(keep)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._scope.enter(kwargs["model"])
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._scope.leave()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Of a training that an exception ended.
+        self._scope.leave()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._scope.leave()
+
+
+class Numerics(TrainerCallback):
+    """Makes a monitor of the model when training begins, steps it after each optimizer step and closes it at the end.
+
+    make: model -> a monitor with `step()` and `close()`, as `lambda model: NumericsMonitor(model, every=100)`.
+    """
+
+    def __init__(self, make: Callable[[nn.Module], Any]) -> None:
+        self._make = make
+        self.monitor: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_train_end(args, state, control)
+        self.monitor = self._make(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.monitor.step()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None:
+            monitor.close()
