@@ -26,9 +26,9 @@ from torchao_blockwise.conversion import (
     skip_lm_head,
     skip_routers,
 )
-from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
+from torchao_blockwise.integrations.recipes import RECIPES, nearest
+from torchao_blockwise.tensors import TrainingConfig
 
-FORMATS: dict[str, type[TrainingConfig]] = {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}
 # Trainers make values after the conversion, and their optimizers step Parameters in high precision.
 _NOT_OPTIONS = {"master_weights"}
 
@@ -113,10 +113,10 @@ class Options:
 
         Raises ValueError for a name that is none of them, and as those two do; TypeError for a wrong type.
         """
-        if format not in FORMATS:
-            raise ValueError(f"format must be one of {sorted(FORMATS)}, got {format!r}")
+        if format not in RECIPES:
+            raise ValueError(nearest("format", format, RECIPES))
         of_selection = {f.name: f for f in fields(Selection)}
-        of_recipe = {f.name for f in fields(FORMATS[format])} - _NOT_OPTIONS
+        of_recipe = {f.name for f in fields(RECIPES[format])} - _NOT_OPTIONS
         for name in given:
             if name in _NOT_OPTIONS:
                 raise ValueError(
@@ -131,7 +131,7 @@ class Options:
         recipe = {name: value for name, value in given.items() if name in of_recipe}
         if isinstance(recipe.get("out_dtype"), str):
             recipe["out_dtype"] = getattr(torch, recipe["out_dtype"], recipe["out_dtype"])
-        return cls(FORMATS[format](**recipe), Selection(**selected))
+        return cls(RECIPES[format](**recipe), Selection(**selected))
 
 
 def convert(model: nn.Module, options: Options) -> None:

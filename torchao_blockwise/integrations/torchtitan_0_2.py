@@ -22,7 +22,8 @@ except ImportError as e:
         "with 0.3 use --override.imports torchao_blockwise.integrations.torchtitan.fp8"
     ) from e
 
-from torchao_blockwise.integrations.options import FORMATS, Options, convert
+from torchao_blockwise.integrations.options import Options, convert
+from torchao_blockwise.integrations.recipes import RECIPES
 
 
 @dataclass
@@ -55,5 +56,5 @@ class Converter:
         """Nothing: what is derived from a weight lives no longer than a pass."""
 
 
-for _format in FORMATS:
+for _format in RECIPES:
     register_model_converter(functools.partial(Converter, _format), f"blockwise_{_format}")
