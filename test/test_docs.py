@@ -39,14 +39,20 @@ EXAMPLES = [page for page in PAGES if blocks(page, "example")]
 
 
 def test_pages_have_examples():
-    assert [page.name for page in EXAMPLES] == ["diagnostics.md", "fusion.md", "moe.md", "monitor.md"]
+    assert [page.name for page in EXAMPLES] == [
+        "diagnostics.md",
+        "fusion.md",
+        "integrations.md",
+        "moe.md",
+        "monitor.md",
+    ]
 
 
 @pytest.mark.usefixtures("no_interpreter")
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
 def test_examples_print_what_is_shown(page, tmp_path, monkeypatch):
     """One after the other: a later one may use what an earlier one made."""
-    if page.name == "fusion.md":
+    if page.name in ("fusion.md", "integrations.md"):
         pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     shown, namespace = blocks(page, "output"), {"__name__": "docs"}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from names_of_others import ATTRIBUTES_IN_COMPAT, NAMES_IN_COMPAT
 
 import torchao_blockwise
 
@@ -208,109 +209,6 @@ def private_names(tree: ast.AST, ours: set[str]) -> set[str]:
 
 OURS = set().union(*(defined_names(parse(path)) for path in FILES))
 # Every name that _compat takes from torch and torchao without their promise, from a module that can be imported.
-NAMES_IN_COMPAT = (
-    "torch._C._DisableAutocast",
-    "torch._C._ForceDispatchKeyGuard",
-    "torch._C._are_functorch_transforms_active",
-    "torch._C._dispatch_tls_local_exclude_set",
-    "torch._C._dispatch_tls_local_include_set",
-    "torch._C._dynamo.guards._empty_strided_cpu",
-    "torch._C._get_tracing_state",
-    "torch._C._len_torch_dispatch_stack",
-    "torch._C._len_torch_function_stack",
-    "torch.Tensor._make_wrapper_subclass",
-    "torch.Tensor._use_count",
-    "torch.Tensor._version",
-    "torch._grouped_mm",
-    "torch._scaled_mm_v2",
-    "torch.compiler.config.cache_key_tag",
-    "torch.autograd.profiler._is_profiler_enabled",
-    "torch._C._current_graph_task_id",
-    "torch.autograd.grad_mode._unsafe_preserve_version_counter",
-    "torch.distributed._functional_collectives.AsyncCollectiveTensor",
-    "torch.distributed.distributed_c10d._get_default_store",
-    "torch.distributed.ProcessGroup._get_backend",
-    "torch._C._distributed_c10d.Backend.Options._timeout",
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._sharded_local_tensor",
-    "torch.distributed.fsdp._flat_param.FlatParamHandle",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_extensions",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._setattr_on_modules",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_dtensor",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.is_unsharded",
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",
-    "torch.distributed.tensor.DTensor._local_tensor",
-    "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
-    "torch.distributed.tensor.DTensor._spec",
-    "torch.distributed.tensor.DTensor._stable_hash_for_caching",
-    "torch.ops._c10d_functional._wrap_tensor_autograd",
-    "torch.ops._c10d_functional.all_reduce",
-    "torch.ops.aten.mm.default._overloadpacket",
-    "torch.ops.aten.mm.default._schema",
-    "torch.nn.Linear._backward_hooks",
-    "torch.nn.Linear._backward_pre_hooks",
-    "torch.nn.Linear._forward_hooks",
-    "torch.nn.Linear._forward_pre_hooks",
-    "torch.nn.Linear._load_state_dict_pre_hooks",
-    "torch.nn.Linear._apply",
-    "torch.nn.Linear._parameters",
-    "torch.nn.Linear._state_dict_hooks",
-    "torch.nn.functional.ScalingType.BlockWise1x128",
-    "torch.nn.functional.ScalingType.BlockWise128x128",
-    "torch.nn.functional.ScalingType.BlockWise1x16",
-    "torch.nn.functional.ScalingType.TensorWise",
-    "torch.nn.functional.SwizzleType.SWIZZLE_32_4_4",
-    "torch.nn.functional.SwizzleType.NO_SWIZZLE",
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "torch.utils.checkpoint._CachedTorchDispatchMode",
-    "torch.utils.checkpoint._CachingTorchDispatchMode",
-    "torch.utils._python_dispatch._disable_current_modes",
-    "torch.utils._pytree.tree_map_only",
-    "torch.UntypedStorage._cdata",
-    "torch._subclasses.FakeTensor",
-    "torch._subclasses.FakeTensorMode",
-    "torchao.core.config.ALLOWED_AO_MODULES",
-    "torchao.quantization.quant_api.quantize_",
-    "triton.backends.nvidia.driver.make_tensordesc_arg",
-    "triton.compiler.CompiledKernel.run",
-    "triton.knobs.cache.dir",
-    "triton.knobs.nvidia.ptxas.version",
-    "triton.knobs.runtime.add_stages_inspection_hook",
-    "triton.knobs.runtime.debug",
-    "triton.knobs.runtime.interpret",
-    "triton.knobs.runtime.launch_enter_hook",
-    "triton.knobs.runtime.launch_exit_hook",
-    "triton.runtime.driver",
-    "triton.runtime.jit.JITFunction.add_pre_run_hook",
-)
-# What only instances of these classes have: their sources assign it.
-FSDP = "torch.distributed.fsdp._fully_shard"
-ATTRIBUTES_IN_COMPAT = {
-    f"{FSDP}._fsdp_state.FSDPState": ("_fsdp_param_group", "_modules", "_state_ctx"),
-    f"{FSDP}._fsdp_state.FSDPStateContext": ("all_states", "iter_forward_root"),
-    f"{FSDP}._fsdp_param.FSDPParam": (
-        "_module_info",
-        "_orig_size",
-        "_param_fqn",
-        "fsdp_placement",
-        "mesh_info",
-        "mp_policy",
-        "offload_to_cpu",
-        "sharded_param",
-        "_sharding_spec",
-    ),
-    "triton.backends.nvidia.driver.CudaLauncher": (
-        "global_scratch_size",
-        "launch",
-        "launch_cooperative_grid",
-        "launch_pdl",
-        "profile_scratch_size",
-    ),
-    f"{FSDP}._fsdp_param_group.FSDPParamGroup": ("fsdp_params", "mesh_info", "post_forward_mesh_info"),
-}
 
 
 @ids

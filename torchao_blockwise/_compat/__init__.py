@@ -170,20 +170,6 @@ def decomposed(op: Operation, args: Args, kwargs: Kwargs) -> Any:
     return op.decompose(*args, **kwargs) if torch.is_inference_mode_enabled() else NotImplemented
 
 
-def fake_mode() -> AbstractContextManager[object]:
-    """A context in which tensors are fake: they have a device, shapes and dtypes, and no memory."""
-    from torch._subclasses import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def is_fake(x: torch.Tensor) -> bool:
-    """Whether `x` has a device, a shape and a dtype, and no memory."""
-    from torch._subclasses import FakeTensor
-
-    return isinstance(x, FakeTensor)
-
-
 def schema_of(op: Operation) -> torch.FunctionSchema:
     """The schema of an operator overload."""
     return op._schema

@@ -13,6 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchao_blockwise import _compat
+from torchao_blockwise._compat import fakes
 from torchao_blockwise._compat.recordings import is_traceable_wrapper_subclass, storage_of
 from torchao_blockwise.diagnostics.live_memory import LiveMemory, plain_tensors
 from torchao_blockwise.nn.converted import high_precision_meant
@@ -135,7 +136,7 @@ def _with_fakes(
     dtype_of: Callable[[torch.Tensor], torch.dtype],
     fake: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
 ) -> Run:
-    mode = _compat.fake_mode()
+    mode = fakes.fake_mode()
     with mode:
         tensors: dict[str, torch.Tensor] = {}
         for name, p in model.named_parameters():

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from torchao_blockwise import _compat
+from torchao_blockwise._compat import fakes
 from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -48,7 +49,7 @@ def are_plain(*tensors: torch.Tensor | None) -> bool:
     plain = (torch.Tensor, torch.nn.Parameter)
     # Fake tensors stand for plain ones; compilers show theirs as what they stand for.
     return all(
-        t is None or type(t) in plain or (not torch.compiler.is_compiling() and _compat.is_fake(t)) for t in tensors
+        t is None or type(t) in plain or (not torch.compiler.is_compiling() and fakes.is_fake(t)) for t in tensors
     )
 
 
