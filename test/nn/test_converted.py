@@ -48,7 +48,11 @@ def test_the_layer_is_what_it_was_to_others(config, master_weights):
     layer = converted(copy.deepcopy(plain), replace(config, master_weights=master_weights))
     assert isinstance(layer, ConvertedLinear) and isinstance(layer, nn.Linear)
     assert (type(layer).__name__, type(layer).__module__) == ("Linear", "torch.nn.modules.linear")
-    assert repr(layer) == repr(plain) and list(layer.state_dict()) == list(plain.state_dict())
+    assert list(layer.state_dict()) == list(plain.state_dict())
+    assert repr(layer) == repr(plain)[:-1] + f", weight in {config.weight_format.name})"
+    layer.weight = plain.weight
+    assert repr(layer) == repr(plain)
+    layer.weight = converted(copy.deepcopy(plain), replace(config, master_weights=master_weights)).weight
     assert_bitwise_equal(layer(input=X), layer(X))
     assert type(fx.symbolic_trace(nn.Sequential(layer)).get_submodule("0")) is type(layer)
 
@@ -69,7 +73,7 @@ def test_one_class_for_all_layers_of_a_kind_and_no_more_of_them_in_a_second_conv
 
 def test_subclasses():
     layer = converted(Named(64, "mine"))
-    assert isinstance(layer, Named) and repr(layer) == "Named(tag=mine)" and layer.tag == "mine"
+    assert isinstance(layer, Named) and repr(layer) == "Named(tag=mine, weight in fp8_128x128)" and layer.tag == "mine"
     by_hand = Doubling(64, 64)
     with pytest.raises(ValueError, match=r"overrides nn\.Linear\.forward"):
         quantize_(by_hand, FP8)

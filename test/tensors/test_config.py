@@ -23,11 +23,11 @@ both_classes = pytest.mark.parametrize("cls", CONFIGS, ids=("fp8", "nvfp4"))
 def test_defaults():
     assert_expected_inline(
         repr(BlockwiseFP8TrainingConfig()),
-        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, save_activations='fp8', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None)""",  # noqa: E501
+        """BlockwiseFP8TrainingConfig(power_of_2_scales=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None)""",  # noqa: E501
     )
     assert_expected_inline(
         repr(NVFP4TrainingConfig()),
-        """NVFP4TrainingConfig(save_activations='nvfp4', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None)""",  # noqa: E501
+        """NVFP4TrainingConfig(save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None)""",  # noqa: E501
     )
 
 
@@ -42,7 +42,7 @@ WRONG = {
     "save_activations": (
         {"save_activations": "bf16"},
         ValueError,
-        r"save_activations must be one of \('.*', 'high_precision'\)",
+        "save_activations must be 'quantized' or 'high_precision', got 'bf16'",
     ),
     "master_weights": ({"master_weights": "yes"}, TypeError, "master_weights must be True or False, got 'yes'"),
     "master_weights_int": ({"master_weights": 1}, TypeError, "master_weights must be True or False, got 1"),
@@ -74,8 +74,18 @@ def test_power_of_2_scales_belong_to_fp8():
         BlockwiseFP8TrainingConfig(power_of_2_scales=2)
     with pytest.raises(TypeError, match="power_of_2_scales"):
         NVFP4TrainingConfig(power_of_2_scales=True)
-    with pytest.raises(ValueError, match="save_activations must be one of"):
+    with pytest.raises(ValueError, match="save_activations must be 'quantized' or 'high_precision', got 'fp8'"):
         NVFP4TrainingConfig(save_activations="fp8")
+
+
+@both_classes
+def test_the_name_that_a_format_had_for_what_it_saves_is_still_taken(cls):
+    """Saved configs have it."""
+    assert cls(save_activations=cls.quantized_activations) == cls()
+    state = {**dataclasses.asdict(cls()), "save_activations": cls.quantized_activations}
+    loaded = object.__new__(cls)
+    loaded.__setstate__(state)
+    assert loaded == cls()
 
 
 @both_formats

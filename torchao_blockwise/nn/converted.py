@@ -21,7 +21,7 @@ from torchao_blockwise.nn.linear_layer import linear
 from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
 from torchao_blockwise.nn.shared_input import SharedInput
-from torchao_blockwise.nn.weights import is_low_precision
+from torchao_blockwise.nn.weights import config_of, is_low_precision
 from torchao_blockwise.tensors.unchanged import check_unchanged
 
 
@@ -50,6 +50,11 @@ class ConvertedLinear(nn.Linear):
             self.said_replaced = True
             _warn_replaced(self.fqn)
         return super().forward(input)
+
+    def extra_repr(self) -> str:
+        weight: Any = self.weight
+        shown = f", weight in {config_of(weight).weight_format.name}" if is_low_precision(weight) else ""
+        return super().extra_repr() + shown
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)

@@ -19,6 +19,9 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops import Backend, get_backend
 
+# What a layer saves for backward: the quantized copy.
+QUANTIZED = "quantized"
+
 
 @dataclass(frozen=True)
 class TrainingConfig(AOBaseConfig):
@@ -29,19 +32,20 @@ class TrainingConfig(AOBaseConfig):
     quantized_activations: ClassVar[str]
     power_of_2_scales: ClassVar[bool] = False
 
-    save_activations: str = ""
+    save_activations: str = QUANTIZED
     master_weights: bool = True
     backend: Backend | str = Backend.AUTO
     out_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if not self.save_activations:
-            object.__setattr__(self, "save_activations", self.quantized_activations)
+        if self.save_activations == self.quantized_activations:
+            # As it was called before there was one name for all formats; saved configs have it.
+            object.__setattr__(self, "save_activations", QUANTIZED)
         object.__setattr__(self, "backend", get_backend(self.backend))
         name = type(self).__name__
-        for field, choices in (("save_activations", (self.quantized_activations, "high_precision")),):
-            if getattr(self, field) not in choices:
-                raise ValueError(f"{name}: {field} must be one of {choices}, got {getattr(self, field)!r}")
+        if self.save_activations not in (QUANTIZED, "high_precision"):
+            wanted = f"{QUANTIZED!r} or 'high_precision'"
+            raise ValueError(f"{name}: save_activations must be {wanted}, got {self.save_activations!r}")
         for field in ("master_weights", "power_of_2_scales"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{name}: {field} must be True or False, got {getattr(self, field)!r}")
@@ -62,15 +66,15 @@ class TrainingConfig(AOBaseConfig):
 
     @property
     def saves_quantized_activations(self) -> bool:
-        return self.save_activations == self.quantized_activations
+        return self.save_activations == QUANTIZED
 
 
 @dataclass(frozen=True)
 class BlockwiseFP8TrainingConfig(TrainingConfig):
     """Train in blockwise FP8: weights 128×128, activations and gradients 1×128, all three GEMMs in e4m3.
 
-    save_activations: "fp8" (default) saves the columnwise FP8 copy of the input for `grad_weight`, 1 byte an element;
-        "high_precision" saves the input itself and quantises it in backward. Gradients are the same bits.
+    save_activations: "quantized" (default) saves the columnwise FP8 copy of the input for `grad_weight`, 1 byte an
+        element; "high_precision" saves the input itself and quantizes it in backward. Gradients are the same bits.
     power_of_2_scales: round scales to powers of two.
     master_weights: True (default) keeps the Parameter in high precision and quantizes it where a product reads it,
         forward and backward (`weights_unchanged` keeps the copies of several passes); False makes the Parameter the
@@ -87,7 +91,6 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
     activation_format: ClassVar[BlockFormat] = FP8_1X128
     quantized_activations: ClassVar[str] = "fp8"
 
-    save_activations: str = "fp8"
     power_of_2_scales: bool = False  # type: ignore[misc]  # a constant in formats that have no choice
 
 
@@ -95,10 +98,10 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
 class NVFP4TrainingConfig(TrainingConfig):
     """Train in NVFP4: weights 16×16, activations and gradients 1×16, round to nearest.
 
-    Fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3); save_activations is
-    "nvfp4" (default) or "high_precision". Where there are no FP4 tensor cores, products are computed from decoded
-    values in bf16 with fp32 accumulation. Keep the last blocks and the head in higher precision (`keep_last_blocks`,
-    `skip_lm_head`).
+    Fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3). Where there are no FP4
+    tensor cores, products are computed from decoded values in bf16 with fp32 accumulation. Keep the last blocks and the
+    head in higher precision (`keep_last_blocks`, `skip_lm_head`). An activation has one tensor scale for the whole
+    batch: what a token is quantized to depends on the tokens beside it.
 
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).
     """
@@ -106,8 +109,6 @@ class NVFP4TrainingConfig(TrainingConfig):
     weight_format: ClassVar[BlockFormat] = NVFP4_16X16
     activation_format: ClassVar[BlockFormat] = NVFP4_1X16
     quantized_activations: ClassVar[str] = "nvfp4"
-
-    save_activations: str = "nvfp4"
 
 
 _compat.allow_config_module(__name__)
