@@ -167,3 +167,24 @@ def test_human_bytes(count, expected):
 def test_a_model_without_linear_layers():
     report = conversion_report(nn.Sequential(nn.ReLU()))
     assert report.layers == () and report.totals["layers"] == 0 and "0 of 0" in str(report)
+
+
+def test_matrices_that_no_linear_layer_has_are_shown_with_the_reason():
+    class Conv1D(nn.Module):
+        """As GPT-2's: y = x · w + b."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(64, 192))
+
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 4), "cross": nn.MultiheadAttention(64, 4, kdim=32)})
+    model["c_attn"] = Conv1D()
+    expected = {
+        "attention.in_proj_weight": "q, k and v are one Parameter of attention, no nn.Linear's",
+        "c_attn.weight": "Conv1D holds its weight transposed; replace it by nn.Linear",
+    }
+    planned = {layer.fqn: layer.reason for layer in dry_run(model, FP8).layers if layer.fqn in expected}
+    quantize_(model, FP8)
+    layers = {layer.fqn: layer for layer in conversion_report(model).layers}
+    assert planned == expected == {fqn: layers[fqn].reason for fqn in expected}
+    assert {layers[fqn].status for fqn in expected} == {"skipped"} and "cross.in_proj_weight" not in layers

@@ -104,7 +104,10 @@ def human_bytes(count: int) -> str:
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """What became of every `nn.Linear` and of all experts in `model`: converted or skipped, why, shape and bytes."""
+    """What became of every `nn.Linear` and of all experts in `model`: converted or skipped, why, shape and bytes.
+
+    Matrices of `nn.MultiheadAttention` and of transformers' Conv1D are shown too: as skipped.
+    """
     return _report([(name, m, weight, *_state(m, weight)) for name, _, m, weight in _layers(model)], dry_run=False)
 
 
@@ -121,7 +124,7 @@ def dry_run(
 
     def state(fqn: str, module: nn.Module) -> tuple[str, str, TrainingConfig | None]:
         if not selected(module, fqn):
-            return SKIPPED, skip_reason(module) or "not selected", None
+            return SKIPPED, _why_skipped(module), None
         reason = why_not_convertible(module, config, model, raw=raw)
         return (CONVERTED, _format(config), config) if reason is None else (CANNOT, reason, None)
 
@@ -134,8 +137,26 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, torch.Tenso
         if isinstance(module, nn.Linear):
             yield fqn, fqn, module, module.weight
         else:
-            for name, weight in expert_weights(module).items():
+            for name, weight in (expert_weights(module) | _packed_weights(module)).items():
                 yield f"{fqn}.{name}".lstrip("."), fqn, module, weight
+
+
+# By name of a class that is no linear layer and multiplies by a matrix: the matrix, and why it is not converted.
+_PACKED = {
+    "MultiheadAttention": ("in_proj_weight", "q, k and v are one Parameter of attention, no nn.Linear's"),
+    "Conv1D": ("weight", "Conv1D holds its weight transposed; replace it by nn.Linear"),
+}
+
+
+def _packed_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    name, _ = _PACKED.get(type(module).__name__, ("", ""))
+    weight = getattr(module, name, None)
+    return {name: weight} if isinstance(weight, torch.Tensor) else {}
+
+
+def _why_skipped(module: nn.Module) -> str:
+    _, reason = _PACKED.get(type(module).__name__, ("", ""))
+    return reason or skip_reason(module) or "not selected"
 
 
 def _state(module: nn.Module, weight: torch.Tensor) -> tuple[str, str, TrainingConfig | None]:
@@ -146,7 +167,7 @@ def _state(module: nn.Module, weight: torch.Tensor) -> tuple[str, str, TrainingC
         return CONVERTED, f"{weight.fmt.name}, no master", weight.config
     if is_converted(module):
         return REPLACED, "was converted, weight replaced", None
-    return SKIPPED, skip_reason(module) or "not selected", None
+    return SKIPPED, _why_skipped(module), None
 
 
 def _format(config: TrainingConfig) -> str:
