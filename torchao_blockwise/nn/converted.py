@@ -53,8 +53,9 @@ class ConvertedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         weight: Any = self.weight
-        shown = f", weight in {config_of(weight).weight_format.name}" if is_low_precision(weight) else ""
-        return super().extra_repr() + shown
+        if not is_low_precision(weight):
+            return super().extra_repr()
+        return f"{super().extra_repr()}, weight in {config_of(_compat.local_of(weight)).weight_format.name}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
