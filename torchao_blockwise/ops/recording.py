@@ -203,7 +203,6 @@ class Recorder(recordings.TorchDispatchMode):
         if -1 in places:
             self.refuse("calls a library on a tensor from elsewhere")
             return
-
         given = ", ".join(f"t{place}" for place in places)
         self.steps.append((f"{self.name(run, run.__name__)}({given})", set(places), set(), True))
 
