@@ -17,6 +17,7 @@ from torchao_blockwise.formats import (
     Copies,
     Groups,
     Operand,
+    Place,
 )
 from torchao_blockwise.nn.weight_products import Recipe, WeightValues
 from torchao_blockwise.ops import op as op_module
@@ -46,7 +47,11 @@ SCHEMAS = {
     "optional operand": (Operand | None, "Tensor? x, Tensor? x_scale, Tensor? x_global, str x_format"),
     "groups": (Groups, "Tensor x_ends, Tensor? x_tables"),
     "optional groups": (Groups | None, "Tensor? x_ends, Tensor? x_tables"),
-    "options": (CastOptions, "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded"),
+    "options": (
+        CastOptions,
+        "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard",
+    ),
+    "place": (Place, "SymInt operand, SymInt row, SymInt column, SymInt grid, SymInt expert"),
     "norm": (Norm, "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, ScalarType dtype"),
     "shards": (
         Shards,
@@ -121,7 +126,8 @@ VALUES = {
     "operand": (Operand, OPERAND),
     "operand with a global scale": (Operand, WITH_GLOBAL),
     "options": (CastOptions, CastOptions(FP8_128X128, False, True, True, False)),
-    "other options": (CastOptions, CastOptions(NVFP4_1X16, True, False, False, True)),
+    "other options": (CastOptions, CastOptions(NVFP4_1X16, True, False, False, True, 5)),
+    "place": (Place, Place(1, 2, 3, -1, 4)),
     "shards": (Shards, Shards([X[0], X[1]], [0, 3], [1, 2, 3] * 2, [0, 1], torch.float16, FP8_128X128)),
     "norm": (Norm, Norm(X, None, X[0], None, X[:, 0], torch.bfloat16)),
     "groups": (Groups, Groups(ENDS)),

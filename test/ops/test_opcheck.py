@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Groups
+from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Groups, hadamard_number
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
 
 library = torch.ops.torchao_blockwise
@@ -46,7 +46,7 @@ copies_asked = pytest.mark.parametrize("copies", COPIES, ids=("rowwise", "column
 
 def options_of(fmt, copies, padded: bool) -> tuple:
     """`CastOptions` as a schema has them."""
-    return fmt.name, *copies, False, padded
+    return fmt.name, *copies, False, padded, 0
 
 
 def quantize(x: torch.Tensor, fmt):
@@ -220,16 +220,30 @@ def test_permute(tokens, weighted):
     opcheck(library.unpermute_backward.default, (x, y if weighted else None, source, 3, weights, "reference"))
 
 
+@pytest.mark.parametrize("tokens", (48, 33, 0))
+@pytest.mark.parametrize("grouped", (False, True), ids=("whole", "groups"))
+def test_randomized_quantize(tokens, grouped):
+    x, key = random_tensor(tokens, 40), torch.tensor([1, 2, 3])
+    groups = (torch.tensor([tokens // 2, tokens], dtype=torch.int32) if grouped else None, None)
+    opcheck(library.hadamard_amax_bits.default, (x, hadamard_number(True), *groups, "reference"))
+    place = 1, 0, 2, -1, 5
+    for columnwise, hadamard, rounded in ((False, 0, True), (True, 0, True), (True, hadamard_number(True), False)):
+        options = NVFP4_1X16.name, not columnwise, columnwise, False, True, hadamard
+        bits = torch.ones(()).view(torch.int32), key if rounded else None
+        opcheck(library.randomized_quantize.default, (x, bits[0], *options, *groups, bits[1], *place, "reference"))
+
+
 CHECKED = {"quantize", "quantize_both", "tensor_amax_bits", "global_scale", "dequantize", "transpose", "matmul"}
 CHECKED |= {"add_matmul_", "norm_statistics", "normalize", "norm_quantize"}
 CHECKED |= {"grouped_matmul", "add_grouped_matmul_"}
 CHECKED |= {"grouped_quantize", "grouped_amax_bits", "group_tables", "permute", "unpermute", "unpermute_backward"}
+CHECKED |= {"randomized_quantize", "hadamard_amax_bits"}
 CHECKED |= {"swiglu", "swiglu_backward", "swiglu_quantize", "swiglu_backward_quantize"}
 
 
 def test_every_op_of_these_folders_is_checked():
     names = ("dequantization", "fused.norm", "fused.swiglu", "gemm.grouped", "gemm.plain", "groups.permutation")
-    names += ("groups.quantization", "groups.tables", "quantization", "transposition")
+    names += ("groups.quantization", "groups.tables", "quantization", "randomization", "transposition")
     folders = [importlib.import_module(f"torchao_blockwise.ops.{name}") for name in names]
     defined = [x.overload for folder in folders for x in vars(folder).values() if hasattr(x, "overload")]
     assert {op.name().split("::")[1] for op in defined} == CHECKED

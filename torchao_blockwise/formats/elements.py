@@ -95,6 +95,11 @@ def _e2m1_borders() -> list[float]:
 _E2M1_BORDERS = _e2m1_borders()
 
 
+def _e2m1_step(v: torch.Tensor) -> torch.Tensor:
+    """The distance of the values of the grid on both sides of v >= 0."""
+    return torch.where(v < 2, 0.5, torch.where(v < 4, 1.0, 2.0))
+
+
 class _E2M1(Element):
     """1 sign, 2 exponent, 1 mantissa bit; no NaN, no infinity. A NaN encodes as 0. Source: OCP Microscaling spec."""
 
@@ -105,6 +110,18 @@ class _E2M1(Element):
         for border in _E2M1_BORDERS:
             code += magnitude >= border
         return self.pack(code)
+
+    def encode_stochastically(self, y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+        """`encode`, but rounded up with the probability of the distance to the lower neighbor; NaN encodes as 0.
+
+        random: uint8 in y's shape, u an element. With v = min(|y|, 6) and step(v) the distance of its neighbors,
+        v + u/256 · step(v) is rounded down to a value of the grid: on the grid already, v stays.
+        """
+        v = y.abs().clamp(max=self.max)
+        t = (v + random.float() / 256 * _e2m1_step(v)).clamp(max=self.max)
+        # Not below zero: of a NaN, which no comparison is true of.
+        code = (t.unsqueeze(-1) >= torch.tensor(E2M1_VALUES, device=y.device)).sum(-1, dtype=torch.uint8).clamp(min=1)
+        return self.pack(code - 1 + (y.signbit() & ~y.isnan()).to(torch.uint8) * _SIGN_BIT)
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
         values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=qdata.device)

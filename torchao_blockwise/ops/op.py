@@ -23,7 +23,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups, Operand, get_format
+from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups, Operand, Place, get_format
 from torchao_blockwise.ops import replay
 from torchao_blockwise.ops.backend import Backend, Choice, Implementation, choose, get_backend, ranked
 from torchao_blockwise.ops.recording import recorder
@@ -112,6 +112,7 @@ def travels(value: _T) -> _T:
 
 
 travels(CastOptions)
+travels(Place)
 _RESULTS: dict[Any, str] = {
     type(None): "()",
     torch.Tensor: "Tensor",

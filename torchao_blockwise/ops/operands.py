@@ -13,7 +13,9 @@ from torchao_blockwise import _compat
 from torchao_blockwise.formats import (
     FORMATS,
     FP8_1X128,
+    HADAMARD_SIZE,
     HIGH_PRECISION_DTYPES,
+    NVFP4_1X16,
     BlockFormat,
     CastOptions,
     Copies,
@@ -46,6 +48,10 @@ def check_options(op: str, options: CastOptions) -> None:
         raise ValueError(f"{op}: nothing to compute; ask for rowwise, columnwise or both")
     if options.power_of_2_scales and not fmt.has_power_of_2_scales:
         raise ValueError(f"{op}: {fmt.name} has no power_of_2_scales; its block scales are {fmt.scale_dtype}")
+    if options.hadamard and fmt.name != NVFP4_1X16.name:
+        raise ValueError(f"{op}: hadamard is for {NVFP4_1X16.name}, got {fmt.name}; leave it out")
+    if options.hadamard and not options.columnwise:
+        raise ValueError(f"{op}: hadamard transforms the columnwise copy, which is not asked for; leave it out")
 
 
 def check_tensor_amax(op: str, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> None:
@@ -66,18 +72,23 @@ def new_copies(x: torch.Tensor, shape: tuple[int, ...], options: CastOptions, gr
     if groups is not None:
         tokens = padded_tokens(rows, groups.ends.shape[0], fmt.block[1])
     else:
-        tokens = padded_size(rows) if options.padded else rows
+        tokens = padded_size(rows) if options.padded else width_of(rows, options)
     return Copies(
         Operand(*fmt.new_empty(x, *batch, rows, columns), None, fmt.name) if options.rowwise else None,
         Operand(*fmt.new_empty(x, *batch, columns, tokens), None, fmt.name) if options.columnwise else None,
     )
 
 
+def width_of(tokens: int, options: CastOptions) -> int:
+    """How wide the columnwise copy of so many tokens is, if it is not padded: of a transform in whole chunks."""
+    return -(-tokens // HADAMARD_SIZE) * HADAMARD_SIZE if options.hadamard else tokens
+
+
 def as_asked(copies: Copies, tokens: int, options: CastOptions) -> Copies:
     """What a kernel made of so many tokens, which pads the columnwise copy in any case."""
     if options.padded or copies.columnwise is None:
         return copies
-    return copies._replace(columnwise=without_padding(copies.columnwise, tokens))
+    return copies._replace(columnwise=without_padding(copies.columnwise, width_of(tokens, options)))
 
 
 def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:

@@ -191,6 +191,24 @@ def encode_e2m1(y, MAX: tl.constexpr):
 
 
 @triton.jit
+def encode_e2m1_stochastically(y, random, MAX: tl.constexpr):
+    """e2m1 codes of fp32 `y`, one a byte, rounded by random bits from 0 to 255, saturating at ±MAX; NaN is 0.
+
+    A step of the grid at |y|, times random / 256, is added, and what is below a step cut off. From 1 on the code is the
+    exponent and the first bit of the mantissa.
+    """
+    sign = (y.to(tl.int32, bitcast=True) >> _SIGN_SHIFT) & 1
+    v = tl.minimum(tl.abs(y), MAX)
+    step = tl.where(v < 2.0, 0.5 / 256, tl.where(v < 4.0, 1.0 / 256, 2.0 / 256))
+    t = tl.minimum(v + random.to(tl.float32) * step, MAX)
+    half: tl.constexpr = (_BIAS - 1) << _MANTISSA_BITS
+    shift: tl.constexpr = _MANTISSA_BITS - _E2M1_MANTISSA_BITS
+    normal = (t.to(tl.int32, bitcast=True) - half) >> shift
+    code = tl.where(t >= 1.0, normal, (t >= 0.5).to(tl.int32)) | (sign << _E2M1_SIGN_SHIFT)
+    return tl.where(y == y, code, 0).to(tl.uint8)
+
+
+@triton.jit
 def decode_e2m1(code):
     """f16 of e2m1 codes (bits above 3 are ignored) times 2^-14 (the difference of the biases): exact."""
     magnitude = (code & _E2M1_MAGNITUDE).to(tl.uint16)

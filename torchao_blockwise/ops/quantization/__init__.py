@@ -1,4 +1,4 @@
-"""Quantize: one read of a high-precision tensor to its rowwise and columnwise block-scaled copies."""
+"""Quantize: one read of a high-precision tensor to its rowwise and columnwise copies; see ops/casting.py."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from torchao_blockwise.formats import (
     Copies,
     Groups,
     Operand,
-    get_format,
     global_scale_of,
 )
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
+from torchao_blockwise.ops.backend import Backend, Implementation, why_no_encoders, why_no_kernels
 from torchao_blockwise.ops.op import define_op, with_global_scale, without_grad
-from torchao_blockwise.ops.operands import check_dtype, check_options, check_tensor_amax, new_copies, why_no_tiles
+from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies, why_no_tiles
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.ops.quantization import reference
 from torchao_blockwise.ops.sharding import Rules, Spec, shards_on_blocks
@@ -31,52 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 _KERNEL_FORMATS = {fmt.name for fmt in (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)}
-
-
-def quantize(
-    x: torch.Tensor,
-    fmt: BlockFormat | str,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    power_of_2_scales: bool = False,
-    tensor_amax: torch.Tensor | None = None,
-    padded: bool = False,
-    backend: Backend | str | None = None,
-) -> Copies:
-    """Quantize `x` block by block: scale = max(amax, fmt.min_amax) / fmt.element.max, qdata = rne(x / scale).
-
-    x: [.., M, K] bf16 | f16 | f32, any strides; leading dims are independent matrices.
-    rowwise: blocks along K: qdata [.., M, K], scale, global_scale; FP8_1X128 scales are [.., ⌈K/128⌉, M], all others
-        [.., M blocks, K blocks]. 4-bit payload is packed two a byte: [.., M, ⌈K/2⌉] uint8.
-    columnwise: `x` with its last two dims swapped, quantized rowwise, contiguous: qdata [.., K, M]. For square blocks
-        that is the exact transpose of the rowwise result.
-    power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
-    tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar.
-    padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 32: for products of two such
-        copies, to which they add nothing. Without it, M that is no such multiple costs a copy.
-    backend: AUTO (default), or one by name.
-    Returns `Copies(rowwise, columnwise)` of operands, None for what is not asked for, from one read of `x`.
-    A zero block decodes to zeros. A block with NaN decodes to NaN, one with Inf to no finite number; in NVFP4 either
-    makes the whole tensor NaN. Bits do not depend on the backend. Not differentiable.
-
-    Raises TypeError for a dtype, ValueError for a shape, format, option or backend that does not exist.
-    Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3; NVFP4 pretraining (arXiv 2509.25149).
-    """
-    return quantize_with(
-        x, CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, padded), tensor_amax, backend
-    )
-
-
-def quantize_with(
-    x: torch.Tensor, options: CastOptions, tensor_amax: torch.Tensor | None, backend: Backend | str | None
-) -> Copies:
-    """`quantize` by options that travel whole."""
-    check_dtype("quantize", x)
-    if x.dim() < 2:
-        raise ValueError(f"quantize: x must have at least 2 dims [.., M, K], got shape {list(x.shape)}; reshape it")
-    op = quantize_both_op if options.rowwise and options.columnwise else quantize_op
-    return copies_by(op, (get_backend(backend),), x, options, tensor_amax, tensor_amax_bits_op, "quantize")
 
 
 def copies_by(

@@ -8,9 +8,9 @@ import torch
 
 from torchao_blockwise.formats import FP8_1X128, HIGH_PRECISION_DTYPES, CastOptions, Copies
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
+from torchao_blockwise.ops.casting import quantize_by
 from torchao_blockwise.ops.fused.norm import reference
 from torchao_blockwise.ops.fused.norm.values import Norm
-from torchao_blockwise.ops.groups.quantization import quantize_by
 from torchao_blockwise.ops.op import define_op, without_grad
 from torchao_blockwise.ops.operands import check_dtype, check_options, new_copies, why_no_tiles
 from torchao_blockwise.ops.quantization import reference as quantize_reference

@@ -6,9 +6,9 @@ import torch
 
 from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
+from torchao_blockwise.ops.casting import quantize_by
 from torchao_blockwise.ops.fused.swiglu import reference
 from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
-from torchao_blockwise.ops.groups.quantization import quantize_by
 from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import define_op, without_grad

@@ -4,74 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups, get_format
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
-from torchao_blockwise.ops.groups.ends import as_groups, check_group_ends, check_row_blocks
+from torchao_blockwise.formats import CastOptions, Copies, Groups
+from torchao_blockwise.ops.backend import Backend, Implementation, why_no_kernels
+from torchao_blockwise.ops.groups.ends import check_group_ends
 from torchao_blockwise.ops.groups.quantization import reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import define_op
-from torchao_blockwise.ops.operands import check_dtype, new_copies, why_no_tiles
-from torchao_blockwise.ops.quantization import amax_of, copies_by, quantize_with, why_no_quantizers
-
-
-def grouped_quantize(
-    x: torch.Tensor,
-    groups: Groups | torch.Tensor,
-    fmt: BlockFormat | str,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    power_of_2_scales: bool = False,
-    tensor_amax: torch.Tensor | None = None,
-    backend: Backend | str | None = None,
-) -> Copies:
-    """`quantize` of tokens in groups: no block along the tokens reaches from one group into the next.
-
-    x: [M, K] bf16 | f16 | f32, any strides.
-    groups: a result of `make_groups` for M and `fmt`, or the ends alone, int32 [E], cumulative, on x's device: group g
-        is rows [ends[g-1], ends[g]). Rows after the last group count as zeros, whatever they hold, NaN as well.
-    fmt: of one-row blocks, fp8_1x128 | nvfp4_1x16.
-    rowwise: the operand of [M, K] that `quantize` gives for x with those rows set to zero.
-    columnwise: the operand of [K, P], P = padded_tokens(M, E, B) for blocks of B, that `quantize` gives for x with each
-        group padded with zero rows to a multiple of B: group g fills columns [padded_ends[g-1], padded_ends[g]), and
-        columns after the last group are zeros. Scales as there, FP8 [P/B, K], NVFP4 [K, P/B].
-    power_of_2_scales, backend: as in `quantize`.
-    tensor_amax: NVFP4 only, as in `quantize`; without it the amax is that of the rows in groups.
-    Every byte is defined. The host reads nothing back: shapes and launches follow from M and E alone. Bits do not
-    depend on the backend. Not differentiable.
-
-    On a CPU the values of the ends are checked; a GPU takes end g for the largest of ends 0 to g, each clamped to
-    [0, M].
-    Raises TypeError for a dtype, ValueError for shapes, devices, ends, or a format, option or backend that does not
-    exist.
-    """
-    options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales)
-    return quantize_by(x, options, as_groups(groups), tensor_amax=tensor_amax, backend=backend)
-
-
-def quantize_by(
-    x: torch.Tensor,
-    options: CastOptions,
-    groups: Groups | None = None,
-    *,
-    tensor_amax: torch.Tensor | None = None,
-    backend: Backend | str | None = None,
-) -> Copies:
-    """`quantize` of `x` by options that travel whole, or `grouped_quantize` where its rows are in groups."""
-    if groups is None:
-        return quantize_with(x, options, tensor_amax, backend)
-    # Each group is padded anyway.
-    name, options = "grouped_quantize", options if options.padded else options._replace(padded=True)
-    check_row_blocks(name, options.fmt)
-    check_dtype(name, x)
-    if x.dim() != 2:
-        raise ValueError(f"{name}: x must be [M, K], got shape {list(x.shape)}; flatten its leading dims")
-
-    def amax_bits_of(x: torch.Tensor, backend: Backend) -> torch.Tensor:
-        return grouped_amax_bits_op(x, groups.ends, backend)
-
-    others = groups, get_backend(backend)
-    return copies_by(grouped_quantize_op, others, x, options, tensor_amax, amax_bits_of, name)
+from torchao_blockwise.ops.operands import new_copies, why_no_tiles
+from torchao_blockwise.ops.quantization import amax_of, why_no_quantizers
 
 
 def _check_groups(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions, groups: Groups) -> None:

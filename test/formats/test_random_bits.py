@@ -1,0 +1,101 @@
+"""Philox, the bytes of blocks, and rounding by them: known answers, statistics, neighbors."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from torchao_blockwise.formats import E2M1, E2M1_VALUES, StochasticRounding, block_bytes, draws_of, key_of, philox
+
+# Random123's known answers of Philox4x32-10: (key, counter, words).
+KNOWN = (
+    ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 2, (2**32 - 1,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0xA4093822, 0x299F31D0),
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+)
+
+
+@pytest.mark.parametrize("key, counter, words", KNOWN)
+def test_philox_gives_the_known_answers(key, counter, words):
+    made = philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
+    assert tuple(int(word) for word in made) == words
+
+
+def test_a_block_s_bytes_are_the_words_in_little_endian_order():
+    (seed0, seed1), counter, words = KNOWN[2]
+    block, stream, use = counter[0] | counter[1] << 32, counter[2], counter[3]
+    signed = block - 2**64 if block >> 63 else block
+    key = key_of(StochasticRounding(seed0 | seed1 << 32, stream, use), torch.device("cpu"))
+    made = block_bytes(torch.tensor([[signed]]), key, 0)
+    assert bytes(made.flatten().tolist()) == b"".join(word.to_bytes(4, "little") for word in words)
+    # The columnwise copy has the next stream.
+    less = key_of(StochasticRounding(seed0 | seed1 << 32, stream - 1, use), torch.device("cpu"))
+    assert torch.equal(block_bytes(torch.tensor([[signed]]), less, 1), made)
+
+
+@pytest.mark.parametrize("field", ("seed", "stream", "use", "block"))
+def test_other_numbers_are_other_bits(field):
+    def bits(**changed):
+        numbers = {"seed": 1, "stream": 2, "use": 3, "block": 4} | changed
+        block = numbers.pop("block")
+        key = key_of(StochasticRounding(**numbers), torch.device("cpu"))
+        return block_bytes(torch.tensor(block), key, 0)
+
+    base = bits()
+    for value in (99, 2**31, 2**32 - 1, *((2**40, 2**63 - 1) if field in ("seed", "block") else ())):
+        assert not torch.equal(bits(**{field: value}), base)
+
+
+def test_use_may_be_a_tensor():
+    by_tensor = draws_of(StochasticRounding(2**64 - 1, 7, torch.tensor(9)), torch.device("cpu"))
+    by_number = draws_of(StochasticRounding(2**64 - 1, 7, 9), torch.device("cpu"))
+    assert torch.equal(by_tensor.key, by_number.key)
+    assert by_tensor[1:] == by_number[1:]
+
+
+@pytest.mark.parametrize("numbers", ((-1, 0, 0), (2**64, 0, 0), (0, 2**32, 0), (0, 0, -1), (0, 0, 2**32)))
+def test_numbers_of_more_bits_are_refused(numbers):
+    with pytest.raises(ValueError, match="must be from 0 to 2"):
+        key_of(StochasticRounding(*numbers), torch.device("cpu"))
+
+
+def test_bytes_are_uniform():
+    """Chi-square of 2^20 bytes over 256 values: mean 255, standard deviation 22.6."""
+    key = key_of(StochasticRounding(5, 6, 7), torch.device("cpu"))
+    counts = block_bytes(torch.arange(2**16), key, 0).flatten().bincount(minlength=256).double()
+    chi_square = ((counts - 4096) ** 2 / 4096).sum().item()
+    assert 255 - 4 * 22.6 < chi_square < 255 + 4 * 22.6
+
+
+def _decoded(y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    return E2M1.decode(E2M1.encode_stochastically(y, random), y.shape[-1])
+
+
+def test_rounding_takes_a_neighbor_with_the_probability_of_the_distance():
+    """All 256 bytes once: the number of those that round up is what the formula says, whatever the value."""
+    random = torch.arange(256, dtype=torch.uint8)
+    steps = {low: high - low for low, high in pairwise(E2M1_VALUES)}
+    for low, step in steps.items():
+        for part in (0.0, 1 / 512, 1 / 256, 0.25, 0.3, 0.5, 0.75, 255 / 256, 0.999):
+            v = low + part * step
+            for sign in (1.0, -1.0):
+                values = _decoded(torch.full((256,), sign * v), random)
+                assert set(values.tolist()) <= {sign * low, sign * (low + step)}
+                up = (values.abs() > low).sum().item()
+                assert up == sum(part + u / 256 >= 1 for u in range(256)), (v, up)
+
+
+def test_values_of_the_grid_never_move_and_large_ones_saturate():
+    for u in (0, 1, 128, 255):
+        y = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)])
+        assert torch.equal(_decoded(y, torch.full_like(y, u, dtype=torch.uint8)), y)
+        far = torch.tensor([6.1, 7.9, 1e30, float("inf"), -float("inf"), -9.0])
+        assert _decoded(far, torch.full_like(far, u, dtype=torch.uint8)).tolist() == [6, 6, 6, 6, -6, -6]
+    zeros = torch.tensor([float("nan"), -0.0])
+    assert E2M1.encode_stochastically(zeros, torch.full((2,), 255, dtype=torch.uint8)).tolist() == [8 << 4]

@@ -1,0 +1,75 @@
+"""Kernels of transformed and stochastically rounded copies compile for GPUs: no spills, few builds. Needs no GPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+sys.path.append(str(Path(__file__).parent))
+import kernel_builds
+
+# From Hopper on: who trains in NVFP4 has one of these.
+TARGETS = kernel_builds.TARGETS[1:]
+
+
+def _cases(target: int):
+    """(label, call of a launcher) for every variant of every kernel."""
+    import torch
+
+    from torchao_blockwise.formats import NVFP4_1X16, CastOptions, Groups, Place, hadamard_number
+    from torchao_blockwise.ops.randomization import kernels_triton as kernels
+
+    number, bits, key = hadamard_number(True), torch.ones(()).view(torch.int32), torch.zeros(3, dtype=torch.int64)
+    whole = Place()
+    ends = Groups(torch.zeros(8, dtype=torch.int32))
+
+    def case(name, m, k, dtype, groups=None, rowwise=False, hadamard=0, key=None, place=whole):
+        x = torch.zeros(m, k, dtype=dtype)
+        options = CastOptions(NVFP4_1X16, rowwise, not rowwise, padded=True, hadamard=hadamard)
+        label = f"{name} {m}x{k} {str(dtype)[6:]}" + " groups" * (groups is not None)
+        return label, lambda: kernels.quantize(x, bits, options, groups, key, place)
+
+    for groups in (None, ends):
+        for m, k in ((512, 1024), (528, 1024), (531, 1024)):
+            x = torch.zeros(m, k, dtype=torch.bfloat16)
+            label = f"amaxes {m}x{k} bfloat16" + " groups" * (groups is not None)
+            yield label, lambda x=x, groups=groups: kernels.amaxes(x, number, groups)
+            for dtype in (torch.bfloat16, torch.float32) if m == 512 else (torch.bfloat16,):
+                yield case("transformed", m, k, dtype, groups, hadamard=number)
+                yield case("both", m, k, dtype, groups, hadamard=number, key=key)
+                yield case("rounded", m, k, dtype, groups, key=key)
+                yield case("rowwise", m, k, dtype, groups, rowwise=True, key=key)
+        yield case("both", 512, 1024, torch.bfloat16, groups, hadamard=number, key=key, place=Place(0, 128, 7, 99, 5))
+
+
+@pytest.fixture(scope="module")
+def builds():
+    return kernel_builds.built_for(__file__, TARGETS)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_spills(builds, target):
+    assert [(row["label"], row["kernel"]) for row in builds[target] if row["STACK"] + row["LOCAL"]] == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_round_as_the_reference_does(builds, target):
+    """Division rounded correctly, subnormals kept, no contraction."""
+    for row in builds[target]:
+        names = row["instructions"]
+        assert {i for i in names if i.startswith("div")} <= {"div.rn.f32"}, row["label"]
+        assert not [i for i in names if ".ftz" in i or i.startswith("fma")], row["label"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_token_counts_and_places_make_few_builds(builds, target):
+    for name in ("transformed", "both", "rounded", "rowwise", "amaxes"):
+        rows = [row for row in kernel_builds.of(builds[target], name, "bfloat16") if "groups" not in row["label"]]
+        # Columnwise scales are stored more at a time where their rows are multiples of 16.
+        assert len({row["build"] for row in rows}) <= 2, name
+
+
+if __name__ == "__main__":
+    kernel_builds.main(_cases, *sys.argv[1:])

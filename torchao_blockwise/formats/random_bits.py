@@ -1,0 +1,113 @@
+"""Random bits for stochastic rounding that belong to the element, not to the launch that rounds it.
+
+One call of Philox4x32-10 gives the 16 bytes of one 1×16 block: byte i of its little-endian words is for element i.
+
+    key = seed (64 bits)      counter = (block, low word; block, high word; stream; use), 32 bits each
+
+The block is numbered in the whole tensor, row by row. So the bits are the same on any device, for any tile, and for a
+part of the tensor that says where it lies.
+Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC'11).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+_WORD = 1 << 32
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+RANDOM_BITS = 8
+
+
+class StochasticRounding(NamedTuple):
+    """Which random bits a copy in e2m1 is rounded by.
+
+    seed: 64 bits. stream: which tensor of a model, 32 bits; the columnwise copy of the same call has the next one.
+    use: how often the stream was used before, 32 bits; a number, or an int64 scalar on the tensor's device.
+    start: (row, block column) of this part in the block grid of the whole copy. grid: block columns of the whole copy;
+        None: those of the part. Of a columnwise copy rows are features and block columns run along the tokens.
+    expert: of tokens in groups the number of the first group's expert among all; there the grid is a group's own, and
+        `start` counts in it.
+    """
+
+    seed: int
+    stream: int
+    use: int | torch.Tensor = 0
+    start: tuple[int, int] = (0, 0)
+    grid: int | None = None
+    expert: int = 0
+
+
+class Place(NamedTuple):
+    """Which blocks a copy is made of, as an operation carries it: numbers of `StochasticRounding`.
+
+    operand: what is added to the stream. grid: -1 for that of the part.
+    """
+
+    operand: int = 0
+    row: int = 0
+    column: int = 0
+    grid: int = -1
+    expert: int = 0
+
+
+class Draws(NamedTuple):
+    """The random bits of both copies of one cast. key: (seed, stream, use) as `key_of` gives it."""
+
+    key: torch.Tensor
+    rowwise: Place = Place()
+    columnwise: Place = Place(operand=1)
+
+
+def draws_of(rounding: StochasticRounding, device: torch.device) -> Draws:
+    """What operations on `device` carry of it."""
+    grid = -1 if rounding.grid is None else rounding.grid
+    place = Place(0, *rounding.start, grid, rounding.expert)
+    return Draws(key_of(rounding, device), place, place._replace(operand=1))
+
+
+def key_of(rounding: StochasticRounding, device: torch.device) -> torch.Tensor:
+    """(seed, stream, use) as kernels read them: int64 [3] on `device`.
+
+    Raises ValueError for numbers of more bits.
+    """
+    seed, stream, use = rounding[:3]
+    numbers = {"seed": (seed, 64), "stream": (stream, 32), "use": (0 if isinstance(use, torch.Tensor) else use, 32)}
+    for name, (number, bits) in numbers.items():
+        if not 0 <= number < 1 << bits:
+            raise ValueError(f"stochastic: {name} must be from 0 to 2^{bits} - 1, got {number}")
+    signed = seed - (1 << 64) if seed >> 63 else seed
+    if not isinstance(use, torch.Tensor):
+        return torch.tensor([signed, stream, use], device=device)
+    return torch.stack((torch.tensor(signed, device=device), torch.tensor(stream, device=device), use.long()))
+
+
+def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Philox4x32-10: four words of a counter of four and a key of two, all int64 in [0, 2^32), broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _product(c0, _MULTIPLIERS[0])
+        high1, low1 = _product(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) % _WORD, (k1 + _KEY_STEPS[1]) % _WORD
+    return c0, c1, c2, c3
+
+
+def _product(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(high, low) word of the product of words; int64 would overflow, so in halves."""
+    low, high = x * (factor & 0xFFFF), x * (factor >> 16)
+    upper = (low >> 16) + high
+    return upper >> 16, ((upper & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def block_bytes(block: torch.Tensor, key: torch.Tensor, operand: int) -> torch.Tensor:
+    """uint8 [.., 16] of blocks [..], numbers of 64 bits as int64. key: what `key_of` gives."""
+    seed, stream, use = key.unbind()
+    counter = block & (_WORD - 1), (block >> 32) & (_WORD - 1), (stream + operand) % _WORD, use % _WORD
+    words = torch.stack(torch.broadcast_tensors(*philox(counter, (seed & (_WORD - 1), (seed >> 32) & (_WORD - 1)))), -1)
+    shifts = torch.arange(0, 32, RANDOM_BITS, device=block.device)
+    return ((words[..., None] >> shifts) & 0xFF).flatten(-2).to(torch.uint8)

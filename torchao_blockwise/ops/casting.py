@@ -1,0 +1,151 @@
+"""What quantizes: `quantize` of a tensor, `grouped_quantize` of tokens in groups, and which operations they take.
+
+Copies that are transformed or rounded stochastically are made one by one (ops/randomization); all others come from one
+read (ops/quantization, ops/groups/quantization).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchao_blockwise.formats import (
+    BlockFormat,
+    CastOptions,
+    Copies,
+    Draws,
+    Groups,
+    StochasticRounding,
+    draws_of,
+    get_format,
+    hadamard_number,
+)
+from torchao_blockwise.ops.backend import Backend, get_backend
+from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
+from torchao_blockwise.ops.groups.quantization import grouped_amax_bits_op, grouped_quantize_op
+from torchao_blockwise.ops.operands import check_dtype
+from torchao_blockwise.ops.quantization import copies_by, quantize_both_op, quantize_op, tensor_amax_bits_op
+from torchao_blockwise.ops.randomization import check_rounding, randomized_copies
+
+
+def quantize(
+    x: torch.Tensor,
+    fmt: BlockFormat | str,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    power_of_2_scales: bool = False,
+    hadamard: bool | Sequence[int] = False,
+    stochastic: StochasticRounding | None = None,
+    tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    padded: bool = False,
+    backend: Backend | str | None = None,
+) -> Copies:
+    """Quantize `x` block by block: scale = max(amax, fmt.min_amax) / fmt.element.max, qdata = rne(x / scale).
+
+    x: [.., M, K] bf16 | f16 | f32, any strides; leading dims are independent matrices.
+    rowwise: blocks along K: qdata [.., M, K], scale, global_scale; FP8_1X128 scales are [.., ⌈K/128⌉, M], all others
+        [.., M blocks, K blocks]. 4-bit payload is packed two a byte: [.., M, ⌈K/2⌉] uint8.
+    columnwise: `x` with its last two dims swapped, quantized rowwise, contiguous: qdata [.., K, M]. For square blocks
+        that is the exact transpose of the rowwise result.
+    power_of_2_scales: FP8 only; rounds the encode factor down to a power of two.
+    hadamard: NVFP4_1X16 only; the columnwise copy is that of the random Hadamard transform along M, in chunks of 16
+        rows, the last one filled with zeros: qdata [K, ⌈M/16⌉ · 16 / 2], with a tensor scale of its own. True for
+        `formats.DEFAULT_SIGNS`, or 16 signs. A product of two such copies is that of the tensors themselves.
+    stochastic: NVFP4_1X16 only; round up or down by random bits, to the neighbor that is nearer the more often; see
+        `StochasticRounding`. Both are for x [M, K].
+    tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar;
+        with `hadamard` two, that of the tensor and that of its transform.
+    padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 32: for products of two such
+        copies, to which they add nothing. Without it, M that is no such multiple costs a copy.
+    backend: AUTO (default), or one by name.
+    Returns `Copies(rowwise, columnwise)` of operands, None for what is not asked for, from one read of `x`; from one
+    each with `hadamard` or `stochastic`.
+    A zero block decodes to zeros. A block with NaN decodes to NaN, one with Inf to no finite number; in NVFP4 either
+    makes the whole tensor NaN. Bits do not depend on the backend. Not differentiable.
+
+    Raises TypeError for a dtype, ValueError for a shape, format, option or backend that does not exist.
+    Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3; NVFP4 pretraining (arXiv 2509.25149).
+    """
+    fmt, number = get_format(fmt), hadamard_number(hadamard)
+    options = CastOptions(fmt, rowwise, columnwise, power_of_2_scales, padded, number)
+    check_rounding("quantize", options, stochastic)
+    draws = None if stochastic is None else draws_of(stochastic, x.device)
+    return quantize_by(x, options, tensor_amax=tensor_amax, draws=draws, backend=backend)
+
+
+def grouped_quantize(
+    x: torch.Tensor,
+    groups: Groups | torch.Tensor,
+    fmt: BlockFormat | str,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    power_of_2_scales: bool = False,
+    hadamard: bool | Sequence[int] = False,
+    stochastic: StochasticRounding | None = None,
+    tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    backend: Backend | str | None = None,
+) -> Copies:
+    """`quantize` of tokens in groups: no block along the tokens reaches from one group into the next.
+
+    x: [M, K] bf16 | f16 | f32, any strides.
+    groups: a result of `make_groups` for M and `fmt`, or the ends alone, int32 [E], cumulative, on x's device: group g
+        is rows [ends[g-1], ends[g]). Rows after the last group count as zeros, whatever they hold, NaN as well.
+    fmt: of one-row blocks, fp8_1x128 | nvfp4_1x16.
+    rowwise: the operand of [M, K] that `quantize` gives for x with those rows set to zero.
+    columnwise: the operand of [K, P], P = padded_tokens(M, E, B) for blocks of B, that `quantize` gives for x with each
+        group padded with zero rows to a multiple of B: group g fills columns [padded_ends[g-1], padded_ends[g]), and
+        columns after the last group are zeros. Scales as there, FP8 [P/B, K], NVFP4 [K, P/B].
+    power_of_2_scales, hadamard, stochastic, backend: as in `quantize`; each group has the bits that it has by itself.
+    tensor_amax: NVFP4 only, as in `quantize`; without it the amax is that of the rows in groups.
+    Every byte is defined. The host reads nothing back: shapes and launches follow from M and E alone. Bits do not
+    depend on the backend. Not differentiable.
+
+    On a CPU the values of the ends are checked; a GPU takes end g for the largest of ends 0 to g, each clamped to
+    [0, M].
+    Raises TypeError for a dtype, ValueError for shapes, devices, ends, or a format, option or backend that does not
+    exist.
+    """
+    number = hadamard_number(hadamard)
+    options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, hadamard=number)
+    check_rounding("grouped_quantize", options, stochastic)
+    draws = None if stochastic is None else draws_of(stochastic, x.device)
+    return quantize_by(x, options, as_groups(groups), tensor_amax=tensor_amax, draws=draws, backend=backend)
+
+
+def quantize_by(
+    x: torch.Tensor,
+    options: CastOptions,
+    groups: Groups | None = None,
+    *,
+    tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    draws: Draws | None = None,
+    backend: Backend | str | None = None,
+) -> Copies:
+    """`quantize` of `x` by options that travel whole, or `grouped_quantize` where its rows are in groups."""
+    op = "quantize" if groups is None else "grouped_quantize"
+    check_dtype(op, x)
+    if groups is not None:
+        # Each group is padded anyway.
+        options = options if options.padded else options._replace(padded=True)
+        check_row_blocks(op, options.fmt)
+        if x.dim() != 2:
+            raise ValueError(f"{op}: x must be [M, K], got shape {list(x.shape)}; flatten its leading dims")
+    if options.hadamard or draws is not None:
+        return randomized_copies(op, x, options, groups, draws, tensor_amax, backend)
+    if isinstance(tensor_amax, tuple):
+        raise ValueError(f"{op}: two of tensor_amax are for hadamard=True; pass one")
+    if groups is not None:
+        ends = groups.ends
+
+        def amax_bits_of(x: torch.Tensor, backend: Backend) -> torch.Tensor:
+            return grouped_amax_bits_op(x, ends, backend)
+
+        others = groups, get_backend(backend)
+        return copies_by(grouped_quantize_op, others, x, options, tensor_amax, amax_bits_of, op)
+    if x.dim() < 2:
+        raise ValueError(f"{op}: x must have at least 2 dims [.., M, K], got shape {list(x.shape)}; reshape it")
+    by = quantize_both_op if options.rowwise and options.columnwise else quantize_op
+    return copies_by(by, (get_backend(backend),), x, options, tensor_amax, tensor_amax_bits_op, op)

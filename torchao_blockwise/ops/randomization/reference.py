@@ -1,0 +1,109 @@
+"""Transformed and stochastically rounded copies in eager torch: the bit oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from torchao_blockwise.formats import (
+    E2M1,
+    HADAMARD_SIZE,
+    BlockFormat,
+    CastOptions,
+    Groups,
+    Operand,
+    Place,
+    block_bytes,
+    hadamard_transform,
+)
+from torchao_blockwise.ops.groups.ends import clamped_ends, padded_ends, starts_of
+from torchao_blockwise.ops.groups.quantization.reference import in_groups, padded
+from torchao_blockwise.ops.padding import with_zero_tokens
+from torchao_blockwise.ops.quantization.reference import block_amax, expand_blocks, quantize, tensor_amax
+
+_BLOCK = HADAMARD_SIZE
+
+
+def amaxes(x: torch.Tensor, hadamard: int, groups: Groups | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The amax of `x` [M, K] and of its transform, fp32 scalars."""
+    made_of = x if groups is None else in_groups(x, groups.ends)
+    return tensor_amax(made_of), tensor_amax(_tokens(x, groups, hadamard))
+
+
+def copy(
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    options: CastOptions,
+    groups: Groups | None,
+    key: torch.Tensor | None,
+    place: Place,
+) -> Operand:
+    """The one copy of `x` [M, K] that is asked for. key: None for round to nearest."""
+    if options.rowwise:
+        made_of = x if groups is None else in_groups(x, groups.ends)
+        return _round(made_of, options.fmt, amax, key, place, lambda: _rowwise_numbers(x, groups, place))
+    tokens = _tokens(x, groups, options.hadamard)
+    made_of = (with_zero_tokens(tokens) if options.padded and groups is None else tokens).mT
+    return _round(made_of, options.fmt, amax, key, place, lambda: _columnwise_numbers(x, groups, place, made_of))
+
+
+def _tokens(x: torch.Tensor, groups: Groups | None, hadamard: int) -> torch.Tensor:
+    """What a columnwise copy is made of: tokens padded to whole chunks in each group, and transformed."""
+    if groups is None:
+        return hadamard_transform(x, hadamard) if hadamard else x
+    tokens = padded(x, groups.ends, _BLOCK)
+    if not hadamard:
+        return tokens
+    # Behind the last group zeros stay what they are: a transform may make -0 of them.
+    return in_groups(hadamard_transform(tokens, hadamard), padded_ends(groups.ends, x.shape[0], _BLOCK))
+
+
+def _round(
+    x: torch.Tensor,
+    fmt: BlockFormat,
+    amax: torch.Tensor,
+    key: torch.Tensor | None,
+    place: Place,
+    numbers: Callable[[], torch.Tensor],
+) -> Operand:
+    """`x` [rows, columns] quantized, rounded by the bits of blocks of these numbers; to nearest without a key."""
+    if key is None:
+        return quantize(x, fmt, amax, False)
+    x = x.float().contiguous()
+    scales = fmt.compute_scales(block_amax(x, fmt), amax, False)
+    random = block_bytes(numbers(), key, place.operand).flatten(-2)[..., : x.shape[-1]]
+    y = x * expand_blocks(scales.encode, fmt, *x.shape)
+    return Operand(E2M1.encode_stochastically(y, random), scales.scale, None, fmt.name)
+
+
+def _rowwise_numbers(x: torch.Tensor, groups: Groups | None, place: Place) -> torch.Tensor:
+    """The numbers of the blocks of `x` [M, K] in the whole that it is a part of: int64 [M, blocks]."""
+    blocks = -(-x.shape[1] // _BLOCK)
+    grid = blocks if place.grid < 0 else place.grid
+    row = torch.arange(x.shape[0], device=x.device)
+    column = place.column + torch.arange(blocks, device=x.device)
+    if groups is None:
+        return (place.row + row)[:, None] * grid + column
+    ends = clamped_ends(groups.ends, x.shape[0])
+    group = _group_of(row, ends)
+    row = place.row + row - starts_of(ends)[group]
+    return (row[:, None] * grid + column) | (place.expert + group)[:, None] << 32
+
+
+def _columnwise_numbers(x: torch.Tensor, groups: Groups | None, place: Place, copied: torch.Tensor) -> torch.Tensor:
+    """The same of the blocks of its columnwise copy, `copied` [K, tokens]; padding has any."""
+    row = (place.row + torch.arange(copied.shape[0], device=x.device))[:, None]
+    block = torch.arange(-(-copied.shape[1] // _BLOCK), device=x.device)
+    if groups is None:
+        return row * (-(-x.shape[0] // _BLOCK) if place.grid < 0 else place.grid) + place.column + block
+    ends = padded_ends(groups.ends, x.shape[0], _BLOCK) // _BLOCK
+    group = _group_of(block, ends)
+    first = starts_of(ends)[group]
+    grid = ends[group] - first if place.grid < 0 else place.grid
+    return (row * grid + place.column + block - first) | (place.expert + group) << 32
+
+
+def _group_of(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The group in which each row lies; the last one for those behind."""
+    return torch.searchsorted(ends, rows.to(ends.dtype), right=True).clamp(max=ends.numel() - 1)
