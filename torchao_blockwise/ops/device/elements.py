@@ -19,6 +19,7 @@ _BIAS = tl.constexpr(127)
 _EXPONENT = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _SIGN_SHIFT = tl.constexpr(31)
+_TWO_TO_23 = tl.constexpr(0x4B000000)
 _QUIET_NAN = tl.constexpr(0x7FC00000)
 _F32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -45,6 +46,26 @@ def from_f32(x, dtype: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x == x, rounded, _QUIET_NAN >> 16).to(tl.uint16).to(dtype, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def round_both(a, b, dtype: tl.constexpr):
+    """fp32 `a` and `b` rounded to nearest even in bf16 | f16 | f32, in fp32; NaN as 0x7fff0000 or as `from_f32` has it.
+
+    GPUs round two to bf16 in one instruction, at eight times the rate of one.
+    """
+    if INTERPRETING or dtype != tl.bfloat16:
+        return to_f32(from_f32(a, dtype)), to_f32(from_f32(b, dtype))
+    else:
+        both = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            constraints="=r,f,f",
+            args=[a, b],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        return (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -199,8 +220,11 @@ def encode_e2m1_stochastically(y, random, MAX: tl.constexpr):
     """
     sign = (y.to(tl.int32, bitcast=True) >> _SIGN_SHIFT) & 1
     v = tl.minimum(tl.abs(y), MAX)
-    step = tl.where(v < 2.0, 0.5 / 256, tl.where(v < 4.0, 1.0 / 256, 2.0 / 256))
-    t = tl.minimum(v + random.to(tl.float32) * step, MAX)
+    # A conversion takes as long as eight sums: 2^23 + random by its bits, less 2^23.
+    number = (random | _TWO_TO_23).to(tl.float32, bitcast=True) - 8388608.0
+    power = tl.maximum(v.to(tl.int32, bitcast=True), _BIAS << _MANTISSA_BITS) & _EXPONENT
+    step = (power - ((_E2M1_MANTISSA_BITS + 8) << _MANTISSA_BITS)).to(tl.float32, bitcast=True)
+    t = tl.minimum(v + number * step, MAX)
     half: tl.constexpr = (_BIAS - 1) << _MANTISSA_BITS
     shift: tl.constexpr = _MANTISSA_BITS - _E2M1_MANTISSA_BITS
     normal = (t.to(tl.int32, bitcast=True) - half) >> shift

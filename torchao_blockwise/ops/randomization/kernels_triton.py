@@ -18,8 +18,8 @@ from torchao_blockwise.formats import NVFP4_1X16, CastOptions, Copies, Groups, P
 from torchao_blockwise.ops.device.elements import (
     encode_e2m1,
     encode_e2m1_stochastically,
-    from_f32,
     magnitude_bits,
+    round_both,
     to_f32,
 )
 from torchao_blockwise.ops.device.group_blocks import load_block
@@ -77,8 +77,9 @@ def _transform(tiles, dtype: tl.constexpr, HADAMARD: tl.constexpr):
             values = values + (tiles[i],)
     values = _butterflies(_butterflies(_butterflies(_butterflies(values, 1), 2), 4), 8)
     rounded = ()
-    for i in tl.static_range(_BLOCK):
-        rounded = rounded + (to_f32(from_f32(values[i] * 0.25, dtype)),)
+    for i in tl.static_range(_BLOCK // 2):
+        first, second = round_both(values[2 * i] * 0.25, values[2 * i + 1] * 0.25, dtype)
+        rounded = rounded + (first, second)
     return rounded
 
 
