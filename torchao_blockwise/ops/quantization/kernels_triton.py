@@ -10,6 +10,7 @@ A program takes one tile of a matrix, and every block that touches it lies in it
 FP8: a tile is as long as a block (128) along the dims that blocks run along. Both copies of one-row blocks take a
 launch each: a tile held in registers, with two sets of scaled values, would spill.
 NVFP4: a tile holds many blocks of 16, seen by a reshape; two codes are packed in a byte along each copy's last dim.
+Columnwise copies of one-row blocks have a kernel of their own (kernels_chunks.py).
 
 Columnwise payload is stored 16 bytes at a time whatever M is: its rows are padded to whole runs
 (ops/padding.py) with the zeros that a tile holds beside its matrix.
@@ -27,13 +28,14 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import E2M1, BlockFormat, CastOptions, Copies, Groups
+from torchao_blockwise.formats import E2M1, NVFP4_1X16, BlockFormat, CastOptions, Copies, Groups
 from torchao_blockwise.ops.device.elements import encode_e2m1, encode_e4m3, largest_magnitude, magnitude_bits, to_f32
 from torchao_blockwise.ops.device.group_blocks import load_block
-from torchao_blockwise.ops.device.scales import deal_out, fp8_scales, fp8_vector_scales, nvfp4_scales
+from torchao_blockwise.ops.device.scales import fp8_scales, fp8_vector_scales, nvfp4_scales
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
+from torchao_blockwise.ops.quantization.kernels_chunks import columnwise_copy
 
 # (tile rows, tile columns, warps, warps where rows of K elements do not start on 16 bytes), measured on an H200 by
 # benchmarks/tune_quantize.py, as it was at commit d352a7a. One-row blocks along K leave the tile's height free, those
@@ -192,8 +194,8 @@ def _quantize_nvfp4_kernel(
     tensor_amax_ptr,  # f32 scalar
     q_ptr,  # [B, M, ⌈K/2⌉] two codes a byte
     s_ptr,  # [B, M, K/BLOCK] e4m3 bytes, or [B, M/BLOCK, K/BLOCK] where SQUARE
-    qt_ptr,  # [B, K, width_qt] two codes a byte
-    st_ptr,  # [B, K, M/BLOCK] e4m3 bytes, or [B, K/BLOCK, M/BLOCK] where SQUARE
+    qt_ptr,  # where SQUARE [B, K, width_qt] two codes a byte; other columnwise copies are made of chunks
+    st_ptr,  # [B, K/BLOCK, M/BLOCK] e4m3 bytes
     blocks_ptr,  # as above
     M,
     K,
@@ -224,19 +226,12 @@ def _quantize_nvfp4_kernel(
     blocks_k = tile_k * BLOCKS_K + tl.arange(0, BLOCKS_K)
     grid_m, grid_k = tl.cdiv(M, BLOCK), tl.cdiv(K, BLOCK)
 
-    offs_x, end_x = offs_m, M
+    end_x = M
     if blocks_ptr is not None:
-        if COLUMNWISE:
-            # Of blocks behind the copy, which are not stored, the table may have none.
-            firsts, end_x, _ = load_block(blocks_ptr, tl.where(offs_m < M, offs_m // BLOCK, -1))
-            offs_x = firsts + offs_m % BLOCK
-            # Padded tokens are whole blocks, so that packed rows start on 8 bytes.
-            width_qt = M // BLOCK * (BLOCK // 2)
-        else:
-            _, end_x, _ = load_block(blocks_ptr, -1)
+        _, end_x, _ = load_block(blocks_ptr, -1)
 
     tensor_amax = tl.load(tensor_amax_ptr)
-    x = _load_tile(x_ptr, batch, offs_x, offs_k, end_x, K, stride_xb, stride_xm, stride_xk)
+    x = _load_tile(x_ptr, batch, offs_m, offs_k, end_x, K, stride_xb, stride_xm, stride_xk)
     magnitude = magnitude_bits(x)  # [TILE_M, TILE_K]
 
     if SQUARE:
@@ -251,19 +246,11 @@ def _quantize_nvfp4_kernel(
             _store_tile(qt_ptr, batch, _pack_transposed(codes, TILE_M, TILE_K), offs_k, pairs_m, K, width_qt)
             _store_tile(st_ptr, batch, tl.trans(scale), blocks_k, blocks_m, grid_k, width_qt // (BLOCK // 2))
     else:
-        if ROWWISE:
-            amax = tl.max(magnitude.reshape(TILE_M, BLOCKS_K, BLOCK), 2)
-            encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [TILE_M, BLOCKS_K]
-            codes = encode_e2m1(x.reshape(TILE_M, BLOCKS_K, BLOCK) * encode[:, :, None], ELEMENT_MAX)
-            _store_tile(q_ptr, batch, _pack(codes, TILE_M, TILE_K), offs_m, pairs_k, M, packed_k)
-            _store_tile(s_ptr, batch, scale, offs_m, blocks_k, M, grid_k)
-        if COLUMNWISE:
-            amax = deal_out(tl.max(magnitude.reshape(BLOCKS_M, BLOCK, TILE_K), 1))
-            encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [BLOCKS_M, TILE_K]
-            encode = deal_out(encode)
-            codes = encode_e2m1(x.reshape(BLOCKS_M, BLOCK, TILE_K) * encode[:, None, :], ELEMENT_MAX)
-            _store_tile(qt_ptr, batch, _pack_transposed(codes, TILE_M, TILE_K), offs_k, pairs_m, K, width_qt)
-            _store_tile(st_ptr, batch, tl.trans(scale), offs_k, blocks_m, K, width_qt // (BLOCK // 2))
+        amax = tl.max(magnitude.reshape(TILE_M, BLOCKS_K, BLOCK), 2)
+        encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [TILE_M, BLOCKS_K]
+        codes = encode_e2m1(x.reshape(TILE_M, BLOCKS_K, BLOCK) * encode[:, :, None], ELEMENT_MAX)
+        _store_tile(q_ptr, batch, _pack(codes, TILE_M, TILE_K), offs_m, pairs_k, M, packed_k)
+        _store_tile(s_ptr, batch, scale, offs_m, blocks_k, M, grid_k)
 
 
 def quantize(
@@ -274,15 +261,19 @@ def quantize(
     padded = options.padded or groups is not None or not options.columnwise
     copies = new_copies(x, x.shape, options if padded else options._replace(padded=True), groups)
     if x.numel() > 0:
-        blocks = None if groups is None else block_table(groups, x.shape[0], fmt)
         rowwise, columnwise = copies
+        if columnwise and fmt.name == NVFP4_1X16.name:
+            assert amax_bits is not None
+            columnwise_copy(x, amax_bits.view(torch.float32), columnwise, groups)
+            columnwise = None
+        blocks = None if groups is None else block_table(groups, x.shape[0], fmt)
         power_of_2 = options.power_of_2_scales
         if rowwise and columnwise and (K % _ALIGNMENT or not fmt.is_square):
             # A program with two sets of values, or of addresses, spills or has few neighbours.
             _launch(x, amax_bits, Copies(rowwise, None), fmt, power_of_2, blocks)
             _launch(x, amax_bits, Copies(None, columnwise), fmt, power_of_2, blocks)
-        else:
-            _launch(x, amax_bits, copies, fmt, power_of_2, blocks)
+        elif rowwise or columnwise:
+            _launch(x, amax_bits, Copies(rowwise, columnwise), fmt, power_of_2, blocks)
     return copies if padded else as_asked(copies, x.shape[-2], options)
 
 
