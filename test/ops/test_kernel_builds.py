@@ -12,7 +12,6 @@ sys.path.append(str(Path(__file__).parent))
 import kernel_builds
 from kernel_builds import TARGETS
 
-
 _SIXTEEN_BYTES = {"st.global.v4.b32", "st.global.v2.b64"}
 
 
