@@ -11,8 +11,7 @@ from llm.config import RunConfig
 from llm.report import gap
 from llm.training import Result
 
-COLORS = {"bf16": "#22262b", "fp8": "#2563eb", "nvfp4": "#e8710a"}
-NAMES = {"bf16": "BF16", "fp8": "FP8", "nvfp4": "NVFP4"}
+_COLORS = {"bf16": "#22262b", "fp8": "#2563eb", "nvfp4": "#e8710a"}
 
 
 def write_plot(
@@ -44,6 +43,17 @@ def tokens_text(count: float) -> str:
     return f"{count / 1e6:.3g} M" if count >= 999_500 else f"{count / 1e3:.3g} k"
 
 
+def color_of(recipe: str) -> str:
+    """That of its precision."""
+    return _COLORS[recipe.split("_")[0]]
+
+
+def name_of(recipe: str) -> str:
+    """fp8_fused -> FP8 fused."""
+    precision, *rest = recipe.split("_")
+    return " ".join((precision.upper(), *rest))
+
+
 def smooth(values: list[float], span: int) -> list[float]:
     """Mean over the `span` steps around each; near the start fewer, on both sides alike, so that it does not lag."""
     out = []
@@ -72,10 +82,10 @@ def _draw_losses(ax, config: RunConfig, results: list[Result], span: int, unigra
     for r in results:
         tokens = _tokens(config, len(r.losses))
         curve = smooth(r.losses, span)
-        ax.plot(tokens, r.losses, color=COLORS[r.recipe], alpha=0.18, linewidth=0.8)
-        ax.plot(tokens, curve, color=COLORS[r.recipe], linewidth=1.9)
+        ax.plot(tokens, r.losses, color=color_of(r.recipe), alpha=0.18, linewidth=0.8)
+        ax.plot(tokens, curve, color=color_of(r.recipe), linewidth=1.9)
         ends.append(_last_finite(curve, unigram_entropy))
-        labels.append(f"{NAMES[r.recipe]}  {_held_out(r, results)}")
+        labels.append(f"{name_of(r.recipe)}  {_held_out(r, results)}")
     lowest = min(loss for r in results for loss in r.losses if math.isfinite(loss))
     highest = max(unigram_entropy * 1.12, lowest + 0.5)
     ax.set_ylim(lowest - 0.04 * (highest - lowest), highest)
@@ -93,16 +103,16 @@ def _draw_gaps(ax, config: RunConfig, base: Result, gaps: list[Result], span: in
     ends, settled = [], []
     for r in gaps:
         curve = [100 * (x / y - 1) for x, y in zip(smooth(r.losses, span), reference)]
-        ax.plot(_tokens(config, len(curve)), curve, color=COLORS[r.recipe], linewidth=1.7)
+        ax.plot(_tokens(config, len(curve)), curve, color=color_of(r.recipe), linewidth=1.7)
         ends.append(_last_finite(curve, 0.0))
         settled += [x for x in curve if math.isfinite(x)]
-    ax.axhline(0, color=COLORS["bf16"], linewidth=1.2)
+    ax.axhline(0, color=_COLORS["bf16"], linewidth=1.2)
     reach = max(0.5, 1.15 * max(map(abs, settled), default=0.0))
     low, high = min(settled, default=0.0), max(settled, default=0.0)
     ax.set_ylim(min(-0.25 * reach, 1.15 * low), reach if high > 0 else 0.25 * reach)
     ax.yaxis.set_major_formatter(lambda y, _: f"{y:+g} %" if y else "0")
     ax.set_ylabel("gap to BF16\n(smoothed)")
-    _label_ends(ax, gaps, ends, [NAMES[r.recipe] for r in gaps])
+    _label_ends(ax, gaps, ends, [name_of(r.recipe) for r in gaps])
 
 
 def _label_ends(ax, results: list[Result], ends: list[float], labels: list[str], heading: str | None = None) -> None:
@@ -118,7 +128,7 @@ def _label_ends(ax, results: list[Result], ends: list[float], labels: list[str],
         "annotation_clip": False,
     }
     for r, place, label in zip(results, places, labels):
-        ax.annotate(label, (1, place), (8, 0), color=COLORS[r.recipe], fontweight="bold", **style)
+        ax.annotate(label, (1, place), (8, 0), color=color_of(r.recipe), fontweight="bold", **style)
     if heading:
         ax.annotate(heading, (1, max(places) + line), (8, 0), color=FAINT, fontsize=9, **style)
 

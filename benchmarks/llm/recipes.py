@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from llm.config import UsageError
@@ -12,7 +13,8 @@ from llm.config import UsageError
 class Recipe(NamedTuple):
     """How linear layers and experts train, and what is fused besides.
 
-    precision: "bf16", "fp8" or "nvfp4". fused: "inputs", where layers that read one input share its quantization;
+    precision: "bf16", "bf16_perturbed", "fp8", "fp8_power_of_2" or "nvfp4".
+    fused: "inputs", where layers that read one input share its quantization;
     "once", where SwiGLU quantizes what it computes as well; or "".
     """
 
@@ -22,26 +24,34 @@ class Recipe(NamedTuple):
 
 RECIPES = {
     "bf16": Recipe("bf16"),
+    "bf16_perturbed": Recipe("bf16_perturbed"),
     "fp8": Recipe("fp8"),
+    "fp8_power_of_2": Recipe("fp8_power_of_2"),
     "fp8_fused": Recipe("fp8", "inputs"),
     "fp8_fused_once": Recipe("fp8", "once"),
     "nvfp4": Recipe("nvfp4"),
     "nvfp4_fused": Recipe("nvfp4", "inputs"),
 }
-DEFAULT = tuple(name for name, recipe in RECIPES.items() if not recipe.fused)
-# What there is for a model with separate projections, and for one whose merged projections share their input already.
-SEPARATE, MERGED = tuple(RECIPES), tuple(name for name, recipe in RECIPES.items() if recipe.fused != "inputs")
+DEFAULT = "bf16", "fp8", "nvfp4"
+# What is timed of a model with separate projections, and of one whose merged projections share their input already.
+SEPARATE = tuple(name for name, recipe in RECIPES.items() if recipe.precision in DEFAULT)
+MERGED = tuple(name for name in SEPARATE if RECIPES[name].fused != "inputs")
 
 
 def convert(model: nn.Module, recipe: str) -> str:
     """Make the decoder's linear layers and experts train in `recipe`, in place; what became of them, in a few words.
 
-    bf16: unchanged, autocast runs its products in bf16. fp8: DeepSeek-V3's blockwise FP8. nvfp4: the last block is
-    kept in high precision as well. The head and the routers always keep high precision.
+    bf16: unchanged, autocast runs its products in bf16; perturbed: each first weight is the next larger number.
+    fp8: DeepSeek-V3's blockwise FP8. nvfp4: the last block is kept in high precision as well. The head and the routers
+    always keep high precision.
     Source: arXiv 2412.19437 §3.3; arXiv 2509.25149 §4.
     """
     precision, fused = RECIPES[recipe]
-    if precision == "bf16":
+    if precision == "bf16_perturbed":
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
+    if precision.startswith("bf16"):
         return "every linear layer in bf16" if not model.routers() else "every linear layer and expert in bf16"
     from torchao.quantization import quantize_
 
@@ -49,8 +59,9 @@ def convert(model: nn.Module, recipe: str) -> str:
     from torchao_blockwise.conversion import keep_last_blocks, linears_and_experts, skip_lm_head
 
     filter_fn = linears_and_experts() & skip_lm_head()
-    if precision == "fp8":
-        quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=filter_fn)
+    if precision.startswith("fp8"):
+        config = BlockwiseFP8TrainingConfig(power_of_2_scales=precision == "fp8_power_of_2")
+        quantize_(model, config, filter_fn=filter_fn)
     else:
         quantize_(model, NVFP4TrainingConfig(), filter_fn=filter_fn & keep_last_blocks(model, 1))
     layers = conversion_report(model).layers

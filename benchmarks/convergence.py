@@ -1,0 +1,261 @@
+"""Train recipes with several seeds, and compare each with bf16 of the same seed: does low precision learn as well?
+
+python benchmarks/convergence.py                                  # bf16, fp8 and nvfp4 with two seeds, on any machine
+python benchmarks/convergence.py --recipes bf16 bf16_perturbed fp8 nvfp4_full --seeds 0 1 2 --preset 1b --compile
+python benchmarks/convergence.py --merge other_machine/convergence --results
+
+A run is `train_llm.py` of one recipe and one seed, as a process of its own; with several GPUs one runs on each. What is
+finished is kept: the same command goes on where it was interrupted. All other options go to train_llm.py.
+A gap is between held-out losses of a recipe and of bf16 with the same seed, so with the same weights and order of data.
+bf16_perturbed is bf16 with every first weight one bit off: its gap is what chance alone gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import queue
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import environment
+import torch
+from llm.config import UsageError
+from llm.recipes import RECIPES
+
+RESULTS = Path(__file__).resolve().parent / "results"
+_TRAIN = Path(__file__).resolve().with_name("train_llm.py")
+_FILE = "train_llm.json"
+HEADER = ("recipe", "seeds", "held-out loss", "gap to bf16", "least, most", "tokens/s", "peak memory")
+
+
+class Run(NamedTuple):
+    """One finished run: what `train_llm.py` wrote of it."""
+
+    recipe: str
+    seed: int
+    content: dict
+
+    @property
+    def row(self) -> dict:
+        """Its row of the table; a run has one recipe."""
+        return self.content["table"][0]
+
+    @property
+    def loss(self) -> float:
+        """Held-out loss; NaN where the run diverged."""
+        found = self.row["held_out_loss"]
+        return math.nan if found is None else found
+
+    @property
+    def curve(self) -> list[float]:
+        """Training loss of each step."""
+        return [math.nan if x is None else x for x in self.content["curves"][self.recipe]["loss"]]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    shown = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("convergence", description=__doc__, formatter_class=shown, allow_abbrev=False)
+    add = parser.add_argument
+    add("--recipes", nargs="+", choices=RECIPES, default=["bf16", "fp8", "nvfp4"], help="default: bf16 fp8 nvfp4")
+    add("--seeds", nargs="+", type=int, default=[0, 1], metavar="N", help="default: 0 1")
+    add("--out", type=Path, default=Path("runs/convergence"), metavar="DIR", help="default: %(default)s")
+    add(
+        "--merge", nargs="+", type=Path, default=[], metavar="DIR", help="train nothing; take the runs of these folders"
+    )
+    add("--results", action="store_true", help="write the table into benchmarks/results/ too")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; 0: all runs are there, 1: some are missing or diverged, 2: it could not run."""
+    args, others = make_parser().parse_known_args(argv)
+    try:
+        if args.merge and others:
+            raise UsageError(f"--merge trains nothing, got {' '.join(others)}; leave one of them out")
+        if not args.merge:
+            train_all(args, others)
+        runs = found_in([args.out, *args.merge] if args.merge else [args.out])
+        return report(args, runs)
+    except UsageError as error:
+        print(f"convergence: {error}", file=sys.stderr)
+        return 2
+
+
+def train_all(args: argparse.Namespace, others: list[str]) -> None:
+    """Train what is not there yet, one run a GPU; a run that fails is named at the end, and the others go on."""
+    wanted = [(recipe, seed) for seed in args.seeds for recipe in args.recipes]
+    missing = [pair for pair in wanted if not (folder_of(args.out, *pair) / _FILE).exists()]
+    # A CPU trains one after the other.
+    devices: queue.Queue[int] = queue.Queue()
+    for device in range(max(1, torch.cuda.device_count())):
+        devices.put(device)
+
+    def train(pair: tuple[str, int]) -> None:
+        recipe, seed = pair
+        folder, device = folder_of(args.out, recipe, seed), devices.get()
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, str(_TRAIN), "--recipes", recipe, "--seed", str(seed), "--out", str(folder), *others]
+        place = {"CUDA_VISIBLE_DEVICES": str(device)} if torch.cuda.is_available() else {}
+        try:
+            with (folder / "log.txt").open("w") as log:
+                code = subprocess.run(command, stdout=log, stderr=log, env={**os.environ, **place}).returncode
+        finally:
+            devices.put(device)
+        ended = "done" if code == 0 else f"ended with code {code}, see {folder / 'log.txt'}"
+        print(f"{recipe}, seed {seed}: {ended}", file=sys.stderr)
+
+    with ThreadPoolExecutor(devices.qsize()) as pool:
+        list(pool.map(train, missing))
+
+
+def folder_of(out: Path, recipe: str, seed: int) -> Path:
+    """Where a run leaves its files."""
+    return out / f"{recipe}_seed_{seed}"
+
+
+def found_in(folders: list[Path]) -> list[Run]:
+    """The finished runs of these folders, in the order of the recipes; of two of one recipe and seed the first.
+
+    Raises UsageError where none is there, or where they differ in more than recipe and seed.
+    """
+    found: dict[tuple[str, int], Run] = {}
+    for file in (file for folder in folders for file in sorted(folder.glob(f"*/{_FILE}"))):
+        content = json.loads(file.read_text())
+        run = Run(content["table"][0]["recipe"], content["config"]["seed"], content)
+        found.setdefault((run.recipe, run.seed), run)
+    runs = sorted(found.values(), key=lambda run: (list(RECIPES).index(run.recipe), run.seed))
+    if not runs:
+        raise UsageError(f"no finished run in {', '.join(map(str, folders))}; see the log.txt of each")
+    kinds = {_kind(run) for run in runs}
+    if len(kinds) > 1:
+        said = "; ".join(sorted(kinds))
+        raise UsageError(f"runs of different models, data or machines cannot be compared: {said}; merge those alike")
+    return runs
+
+
+def _kind(run: Run) -> str:
+    """What runs must share to be compared."""
+    config, content = run.content["config"], run.content
+    shape = {name: value for name, value in sorted(config.items()) if name != "seed"}
+    return f"{content['environment']['device']}, data {content['data']['sha256_16']}, {json.dumps(shape)}"
+
+
+def gaps(runs: list[Run], recipe: str) -> list[float]:
+    """Held-out losses of `recipe` above those of bf16 with the same seed, in %."""
+    base = {run.seed: run.loss for run in runs if run.recipe == "bf16"}
+    return [100 * (run.loss / base[run.seed] - 1) for run in runs if run.recipe == recipe and run.seed in base]
+
+
+def rows(runs: list[Run]) -> list[dict]:
+    """The table as data, a dict a recipe; None where there is no value."""
+    made = []
+    for recipe in dict.fromkeys(run.recipe for run in runs):
+        own, distances = [run for run in runs if run.recipe == recipe], gaps(runs, recipe)
+        peaks = [run.row["peak_bytes"] for run in own]
+        made.append(
+            {
+                "recipe": recipe,
+                "layers": own[0].row["layers"],
+                "seeds": [run.seed for run in own],
+                "held_out_losses": [run.row["held_out_loss"] for run in own],
+                "gaps_percent": distances,
+                "mean_gap_percent": statistics.fmean(distances) if distances else None,
+                "tokens_per_second": statistics.median(run.row["tokens_per_second"] for run in own),
+                "peak_bytes": None if None in peaks else max(peaks),
+            }
+        )
+    return made
+
+
+def table(runs: list[Run]) -> str:
+    """The runs as a Markdown table."""
+    lines = [f"| {' | '.join(HEADER)} |", f"|---|{'---:|' * (len(HEADER) - 1)}"]
+    for row in rows(runs):
+        losses = [math.nan if x is None else x for x in row["held_out_losses"]]
+        distances = row["gaps_percent"]
+        mean, spread = "-", "-"
+        if distances and row["recipe"] != "bf16":
+            mean, spread = f"{row['mean_gap_percent']:+.2f} %", f"{min(distances):+.2f}, {max(distances):+.2f} %"
+        peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f} GiB"
+        seeds, loss = ", ".join(map(str, row["seeds"])), f"{statistics.fmean(losses):.4f}"
+        cells = row["recipe"], seeds, loss, mean, spread, f"{row['tokens_per_second']:,.0f}", peak
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def report(args: argparse.Namespace, runs: list[Run]) -> int:
+    """Print the table and what is missing, and write both with the picture."""
+    config, content = runs[0].content["config"], runs[0].content
+    there = {(run.recipe, run.seed) for run in runs}
+    wanted = [] if args.merge else [(recipe, seed) for recipe in args.recipes for seed in args.seeds]
+    missing = [f"{recipe}, seed {seed}" for recipe, seed in wanted if (recipe, seed) not in there]
+    diverged = [f"{run.recipe}, seed {run.seed}" for run in runs if math.isnan(run.loss)]
+    tokens = config["steps"] * config["batch_size"] * config["grad_accumulation"] * config["seq_len"]
+    notes = [
+        f"{content['environment']['device']}. {config['preset']}: {config['parameters'] / 1e6:,.1f} M parameters, "
+        f"{config['steps']:,} steps, {tokens:,} tokens of {content['data']['name']} ({content['data']['sha256_16']}), "
+        f"which are read {content['data']['passes']:.2f} times.",
+        "gap: held-out loss above that of bf16 with the same seed; mean, then least and most, over the seeds.",
+        *[f"Not there: {'; '.join(missing)}."] * bool(missing),
+        *[f"Diverged: {'; '.join(diverged)}."] * bool(diverged),
+    ]
+    text = f"{table(runs)}\n\n" + "\n".join(notes) + "\n"
+    print(f"\n{text}")
+    device = content["environment"]["device"]
+    slug = device.lower().replace(" ", "_") if "NVIDIA" in device else "cpu"
+    name = "_".join(["convergence", *config["preset"].split("-"), slug])
+    for folder in (args.out, *[RESULTS] * args.results):
+        folder.mkdir(parents=True, exist_ok=True)
+        environment.write_text(folder / f"{name}.md", text)
+        curves = {f"{run.recipe}, seed {run.seed}": run.row | run.content["curves"][run.recipe] for run in runs}
+        parts = {key: content[key] for key in ("config", "data", "environment")}
+        written = parts | {"table": rows(runs), "runs": curves, "missing": missing}
+        environment.write_json(folder / f"{name}.json", written)
+        _write_picture(folder / f"{name}.png", runs, notes[0])
+    return int(bool(missing or diverged))
+
+
+def _write_picture(path: Path, runs: list[Run], below: str) -> None:
+    """Gaps of the training loss to bf16 over the steps: the mean of the seeds, and a band from least to most."""
+    try:
+        from llm.plot import smooth
+        from picture import FAINT, STYLE, entitle, plt, save
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+        return
+    base = {run.seed: run.curve for run in runs if run.recipe == "bf16"}
+    names = [r for r in dict.fromkeys(run.recipe for run in runs) if r != "bf16"]
+    with plt.rc_context(STYLE):
+        figure, ax = plt.subplots(figsize=(9, 5), layout="constrained")
+        for name in names:
+            curves = []
+            for run in (run for run in runs if run.recipe == name and run.seed in base):
+                span = max(3, len(run.curve) // 20)
+                pairs = zip(smooth(run.curve, span), smooth(base[run.seed], span))
+                curves.append([100 * (x / y - 1) for x, y in pairs])
+            if not curves:
+                continue
+            points = list(zip(*curves))
+            steps = range(1, len(points) + 1)
+            (line,) = ax.plot(steps, [statistics.fmean(p) for p in points], linewidth=1.7, label=name)
+            band = [min(p) for p in points], [max(p) for p in points]
+            ax.fill_between(steps, *band, color=line.get_color(), alpha=0.2)
+        ax.axhline(0, color=FAINT, linewidth=1)
+        ax.set_xlabel("steps")
+        ax.set_ylabel("training loss above bf16's, % (smoothed)")
+        if ax.lines[:-1]:
+            ax.legend(frameon=False)
+        entitle(figure, ax, "Distance to bf16 of the same seed", below.split(". ")[0])
+        save(figure, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
