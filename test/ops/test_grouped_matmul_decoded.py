@@ -112,12 +112,20 @@ def test_simulated_products_of_a_training_step(simulated):
         torch.testing.assert_close(out, wanted, rtol=2.0**-16, atol=2.0**-16 * wanted.abs().max().item())
 
 
+@functools.cache
+def in_one_order(along: str) -> tuple[Case, torch.Tensor]:
+    """A product, and its result in one order of the partitions."""
+    of = case(along, "long_and_short", 200, 140)
+    with pytest.MonkeyPatch.context() as patch:
+        simulate(patch, pipeline.grouped_matmul_bf16_kernel)
+        return of, product(of, torch.bfloat16)
+
+
 @every_direction
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("programs", (1, 2, 5))
 def test_any_order_of_the_partitions_gives_the_same_bits(simulated, programs, seed, along):
-    of = case(along, "long_and_short", 264, 300)
-    wanted = product(of, torch.bfloat16)
+    of, wanted = in_one_order(along)
     simulated.programs, simulated.seed = programs, 1000 * (seed + 1)
     for build in ("256x128", "256x128-pair"):
         assert torch.equal(product(of, torch.bfloat16, build), wanted)
@@ -140,10 +148,9 @@ def test_scales_of_nan_reach_no_other_group(simulated, along):
     """A tensor scale is every group's, and none of what no group has; block scales are of their blocks."""
     sizes = [16, 0, 30, 16]
     of = Case(along, PAIRS[along], (sizes, 5), "cpu")
-    scale = of.a.scale.clone()
+    right, whole, scale = product(of), of.a, of.a.scale.clone()
     (scale[16:46] if along == "m" else scale[:, 1:3]).view(torch.uint8).fill_(0x7F)
-    out, right = product(of), product(of)
-    of.a, whole = of.a._replace(scale=scale), of.a
+    of.a = whole._replace(scale=scale)
     out = product(of)
     hit = slice(16, 46) if along == "m" else slice(2, 3)
     assert out[hit].isnan().all()

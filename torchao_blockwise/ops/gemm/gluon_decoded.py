@@ -1,11 +1,11 @@
 """The sums of `gluon_pipeline.py` of operands that were decoded to bf16 beforehand (B.decoded).
 
-bf16 sums need no promotion: wgmma adds to fp32 accumulators over the whole of K, and what scales it, both tensors'
-scales, is one factor at the end. A stage holds 128 bytes of a row, 64 columns, and is freed while the tensor cores
-multiply the next:
+bf16 sums need no promotion: wgmma adds to fp32 accumulators over the whole of K. What scales them, the product of both
+tensor scales, is one factor at the end. A stage holds 128 bytes of a row, 64 columns. A consumer, here one of two waves
+w0 and w1, frees it when the products of the next stage have been issued, so that the tensor cores always have work:
 
-    stage       0        1        2                 a consumer of two waves; both take
-    issued      w0 w1    w0 w1    w0 w1             turns on the tensor cores
+    stage       0        1        2
+    issued      w0 w1    w0 w1    w0 w1
     freed                0        1        2
 
 Along "k" groups begin at multiples of a block, 16 columns, so that a group's last stage may hold columns of the next
