@@ -158,7 +158,11 @@ def by_backend(
 
     arguments: of the operation, by which its backends say whether they can compute them. named: backends, if any are.
     """
-    reasons = {row.backend: row.reason(arguments) for row in op.table}
+    reasons: dict[Backend, str | None] = {}
+    for row in op.table:
+        # Of several rows of a backend one is enough.
+        if reasons.get(row.backend, "") is not None:
+            reasons[row.backend] = row.reason(arguments)
     able = [x for x, why in reasons.items() if why is None and x is not Backend.REFERENCE] or [Backend.REFERENCE]
     return {
         backend.value: run_on(backend) if why is None else why

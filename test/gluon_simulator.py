@@ -33,10 +33,24 @@ from gluon_scheduler import WARPGROUP, Scheduler
 
 @dataclass
 class _Product:
+    """An asynchronous product: `value` is there when it has been waited for."""
+
     a: Shared
     b: Shared
-    bytes: tuple
     acc: torch.Tensor | _Product
+    value: torch.Tensor | None = None
+
+    def __post_init__(self):
+        self._bytes = self.a.bytes(), self.b.bytes()
+
+    def __mul__(self, other):
+        raise SimulationError("a product was used before it was waited for")
+
+    def finish(self) -> None:
+        if not (torch.equal(self._bytes[0], self.a.bytes()) and torch.equal(self._bytes[1], self.b.bytes())):
+            raise SimulationError("shared memory changed while a wgmma read it")
+        acc = self.acc.value if isinstance(self.acc, _Product) else self.acc
+        self.value, self.acc = acc + self.a.data.float() @ self.b.data.float(), None
 
 
 @dataclass
@@ -53,6 +67,7 @@ class Multiprocessor:
     partitions: list = field(default_factory=list)
     running: int = 0
     stores: dict = field(default_factory=dict)
+    products: dict[int, list[_Product]] = field(default_factory=dict)  # of each thread, which are not waited for
     free_stages: list[Barrier] = field(default_factory=list)
 
     def names(self) -> dict[str, object]:
@@ -240,30 +255,24 @@ class Multiprocessor:
             mine.pop(0)()
 
     # tensor cores
-    def _warpgroup_mma(self, a, b, acc, *, use_acc, is_async):
+    def _warpgroup_mma(self, a, b, acc, *, use_acc=True, is_async):
         assert is_async
         if not isinstance(acc, _Product):
             acc = acc.clone() if bool(use_acc) else torch.zeros_like(acc)
         elif use_acc is not True:
             raise SimulationError("a product that is not done is dropped")
         self.scheduler.pause()
-        return _Product(a, b, (a.bytes(), b.bytes()), acc)
+        product = _Product(a, b, acc)
+        self.products.setdefault(threading.get_ident(), []).append(product)
+        return product
 
     def _warpgroup_mma_wait(self, outstanding, deps):
         self.scheduler.pause()
-        products = [x for x in deps if isinstance(x, _Product)]
-        if outstanding:
-            assert outstanding == 1 and not any(isinstance(x.acc, _Product) for x in products)
-            return deps[0] if len(deps) == 1 else tuple(deps)
-        results = tuple(self._finish(x) if isinstance(x, _Product) else x for x in deps)
+        mine = self.products.get(threading.get_ident(), [])
+        while len(mine) > outstanding:
+            mine.pop(0).finish()
+        results = tuple(x.value if isinstance(x, _Product) and x.value is not None else x for x in deps)
         return results[0] if len(results) == 1 else results
-
-    @classmethod
-    def _finish(cls, product):
-        if not (torch.equal(product.bytes[0], product.a.bytes()) and torch.equal(product.bytes[1], product.b.bytes())):
-            raise SimulationError("shared memory changed while a wgmma read it")
-        acc = cls._finish(product.acc) if isinstance(product.acc, _Product) else product.acc
-        return acc + product.a.data.float() @ product.b.data.float()
 
 
 def _argument(x):
@@ -287,6 +296,8 @@ def run(kernel, grid: int, *args, num_ctas: int = 1, seed: int = 0, **kwargs) ->
         scheduler.run([partition for multiprocessor in cluster for partition in multiprocessor.partitions])
         if any(any(multiprocessor.stores.values()) for multiprocessor in cluster):
             raise SimulationError("a program ended before its stores had left shared memory")
+        if any(any(multiprocessor.products.values()) for multiprocessor in cluster):
+            raise SimulationError("a program ended before its products were waited for")
         shared = max(multiprocessor.shared_bytes for multiprocessor in cluster)
     return shared
 

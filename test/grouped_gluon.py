@@ -7,14 +7,15 @@ import pytest
 import torch
 from grouped_cases import ROUTINGS
 
-from torchao_blockwise.formats import Groups
 from torchao_blockwise.ops.gemm.builds import BUILDS as ALL_BUILDS
 from torchao_blockwise.ops.groups.ends import as_groups
 
 gluon = pytest.importorskip("torchao_blockwise.ops.gemm.grouped.kernels_gluon")
+decoded = pytest.importorskip("torchao_blockwise.ops.gemm.grouped.kernels_decoded")
 pipeline = pytest.importorskip("torchao_blockwise.ops.gemm.gluon_pipeline")
 tiles = pytest.importorskip("torchao_blockwise.ops.gemm.gluon_order")
 tables = pytest.importorskip("torchao_blockwise.ops.groups.tables.kernels_triton")
+decode = decoded.decode
 every_routing = pytest.mark.parametrize("routing", ROUTINGS)
 BUILDS = dict(zip(("256x128-pair", "256x128", "128x128", "64x64"), ALL_BUILDS))
 every_build = pytest.mark.parametrize("build", BUILDS)
@@ -30,19 +31,20 @@ def add_product(out, a, b, groups, build) -> None:
 
 def simulate(monkeypatch, kernel=pipeline.grouped_matmul_fp8_kernel) -> simulator.Launcher:
     launcher = simulator.Launcher(kernel, output=6)
-    monkeypatch.setattr(gluon, "grouped_matmul_fp8_kernel", launcher)
+    monkeypatch.setattr(gluon, kernel.fn.__name__, launcher)
     monkeypatch.setattr(gluon, "multiprocessors", launcher.multiprocessors)
     for name in ("row_schedule", "group_schedule"):
-        monkeypatch.setattr(gluon, name, scheduled_by(getattr(tables, name)))
+        monkeypatch.setattr(gluon, name, by_triton(getattr(tables, name)))
+    monkeypatch.setattr(decoded, "decode", by_triton(decode))
     return launcher
 
 
-def scheduled_by(function):
-    """Where there is a GPU, Triton's kernels run there, and the simulator here."""
+def by_triton(function):
+    """`function` of a NamedTuple of tensors: where there is a GPU, Triton's kernels run there, the simulator here."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def scheduled(groups, *sizes):
-        tensors = (None if t is None else t.to(device) for t in groups)
-        return function(Groups(*tensors), *sizes).cpu()
+    def run(tensors, *args):
+        moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in tensors]
+        return function(type(tensors)(*moved), *args).cpu()
 
-    return scheduled
+    return run

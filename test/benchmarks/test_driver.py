@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import driver
 import pytest
@@ -14,6 +15,8 @@ from errors import Unavailable, Wrong
 from report import Report
 from roofline import Ceilings
 from timing import Timing
+
+from torchao_blockwise.ops.backend import Backend, Implementation
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread", "without_gpu")
 CPU = torch.device("cpu")
@@ -198,3 +201,13 @@ def test_rows_that_come_late_stand_where_they_belong(tmp_path):
     lines = (tmp_path / "things_cpu.md").read_text().splitlines()
     assert lines[2:] == ["| a | 1 | 2 |", "| a | 2 | - |", "| b | 1 | - |"]
     assert json.loads((tmp_path / "things_cpu.json").read_text())["rows"][0]["x peer"] == 2.0
+
+
+def test_a_backend_of_several_rows_runs_if_one_of_them_can():
+    def row(backend, reason):
+        return Implementation(backend, print, lambda x: reason)
+
+    rows = [row(Backend.CUBLAS, None), row(Backend.CUBLAS, "not decoded"), row(Backend.GLUON, "one")]
+    op = SimpleNamespace(table=[*rows, row(Backend.GLUON, "another"), row(Backend.TRITON, None)])
+    ways = {"cublas": Backend.CUBLAS, "gluon": "another", "triton": Backend.TRITON}
+    assert driver.by_backend(op, (1,), None, lambda backend: backend) == ways

@@ -19,15 +19,17 @@ TARGET = 90
 
 def _cases(target: int):
     """(label, call of a launcher) for every variant of every kernel."""
-    from torchao_blockwise.formats import FP8_1X128, FP8_128X128
+    from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
     from torchao_blockwise.ops.gemm.builds import BUILDS
     from torchao_blockwise.ops.gemm.gluon_pipeline import MAX_CTAS
+    from torchao_blockwise.ops.gemm.grouped import kernels_decoded, kernels_gluon
 
     for build in BUILDS:
         if build.ctas <= MAX_CTAS:
             for b_fmt in (FP8_128X128, FP8_1X128):
                 yield from _plain_cases(build, b_fmt)
-            yield from _grouped_cases(build)
+            yield from _grouped_cases("grouped", kernels_gluon, FP8_1X128, FP8_128X128, build)
+            yield from _grouped_cases("decoded", kernels_decoded, NVFP4_1X16, NVFP4_16X16, build)
 
 
 def _tile(build) -> str:
@@ -60,10 +62,10 @@ def _plain_cases(build, b_fmt):
     yield label, lambda: gluon.add_matmul(out, a, b, build)
 
 
-def _grouped_cases(build):
+def _grouped_cases(kind, module, fmt, weight_fmt, build):
     import torch
 
-    from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Groups
+    from torchao_blockwise.formats import Groups
     from torchao_blockwise.ops.gemm.grouped import kernels_gluon as gluon
     from torchao_blockwise.ops.groups.ends import padded_tokens
 
@@ -72,15 +74,15 @@ def _grouped_cases(build):
     def case(along, m, n, k, groups, out_dtype, accumulate=False):
         ends = Groups(torch.zeros(groups, dtype=torch.int32))
         dtype = "adding" if accumulate else str(out_dtype)[6:]
-        label = f"grouped_{along} {_tile(build)} {m}x{n}x{k} E{groups} {dtype}"
+        label = f"{kind}_{along} {_tile(build)} {m}x{n}x{k} E{groups} {dtype}"
         if along == "m":
-            a, b = kernel_builds.operand(FP8_1X128, m, k), kernel_builds.operand(FP8_128X128, groups, n, k)
+            a, b = kernel_builds.operand(fmt, m, k), kernel_builds.operand(weight_fmt, groups, n, k)
         else:
-            columns = padded_tokens(m, groups, FP8_1X128.block[1])
-            a, b = (kernel_builds.operand(FP8_1X128, size, columns) for size in (n, k))
+            columns = padded_tokens(m, groups, fmt.block[1])
+            a, b = (kernel_builds.operand(fmt, size, columns) for size in (n, k))
         if accumulate:
-            return label, lambda: gluon.add_grouped_matmul(torch.zeros(groups, n, k), a, b, ends, build)
-        return label, lambda: gluon.grouped_matmul(a, b, ends, along, out_dtype, build)
+            return label, lambda: module.add_grouped_matmul(torch.zeros(groups, n, k), a, b, ends, build)
+        return label, lambda: module.grouped_matmul(a, b, ends, along, out_dtype, build)
 
     bf16, f32 = torch.bfloat16, torch.float32
     for along in ("m", "k"):
@@ -96,11 +98,15 @@ def builds():
     return kernel_builds.built_for(__file__, (TARGET,))[TARGET]
 
 
+KERNELS = ("matmul_fp8_kernel", "grouped_matmul_fp8_kernel", "grouped_matmul_bf16_kernel")
+
+
 def products(builds, *words):
-    return [row for row in kernel_builds.of(builds, *words) if row["kernel"].endswith("matmul_fp8_kernel")]
+    return [row for row in kernel_builds.of(builds, *words) if row["kernel"] in KERNELS]
 
 
-KINDS = ("plain", "grouped_m", "grouped_k")
+KINDS = ("plain", "grouped_m", "grouped_k", "decoded_m", "decoded_k")
+grouped_kinds = pytest.mark.parametrize("kind", KINDS[1:])
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -117,9 +123,10 @@ def test_nothing_spills(builds):
 
 
 @kinds
-def test_products_run_on_fp8_tensor_cores(builds, kind):
+def test_products_run_on_tensor_cores(builds, kind):
+    element = r"bf16\.bf16" if kind.startswith("decoded") else r"e4m3\.e4m3"
     for row in products(builds, kind):
-        assert any(re.match(r"wgmma\.mma_async\S*e4m3\.e4m3", i) for i in row["instructions"]), row["label"]
+        assert any(re.match(rf"wgmma\.mma_async\S*{element}", i) for i in row["instructions"]), row["label"]
 
 
 @kinds
@@ -128,12 +135,12 @@ def test_products_fit_in_shared_memory(builds, kind):
         assert row["SHARED"] <= 227 * 1024, row["label"]
 
 
-@pytest.mark.parametrize("along", ("m", "k"))
-def test_each_partition_loads_the_entry_of_each_tile(builds, along):
+@grouped_kinds
+def test_each_partition_loads_the_entry_of_each_tile(builds, kind):
     """Triton 3.6 and 3.7 lost the producer's loads from a `for`: its tiles were all the first, and the kernel hung."""
-    for row in products(builds, f"grouped_{along}"):
+    for row in products(builds, kind):
         loads = row["loads_in_loops"]
-        assert len(loads) >= 2 and min(loads) >= {"m": 4, "k": 2}[along], row["label"]
+        assert len(loads) >= 2 and min(loads) >= {"m": 4, "k": 2}[kind[-1]], row["label"]
 
 
 def test_token_counts_do_not_rebuild_products(builds):
@@ -144,16 +151,16 @@ def test_token_counts_do_not_rebuild_products(builds):
             assert len({row["build"] for row in rows}) == 1
 
 
-@pytest.mark.parametrize("along", ("m", "k"))
-def test_token_counts_do_not_rebuild_grouped_products_or_schedules(builds, along):
-    kind = f"grouped_{along}"
+@grouped_kinds
+def test_token_counts_do_not_rebuild_grouped_products_or_schedules(builds, kind):
     for tile in {row["label"].split()[1] for row in products(builds, kind)}:
         rows = [
             row
             for m in (1024, 1040, 1043)
             for row in kernel_builds.of(builds, kind, tile, f"{m}x512x1024", "E4", "bfloat16")
         ]
-        assert len({row["build"] for row in rows}) == len({row["kernel"] for row in rows}) == 2
+        kernels = {row["kernel"] for row in rows} - {"_decode_kernel"}
+        assert len({row["build"] for row in rows if row["kernel"] in kernels}) == len(kernels) == 2
 
 
 if __name__ == "__main__":

@@ -47,6 +47,15 @@ def test_decodes_exactly(fmt, shape, device):
 
 
 @FORMATS
+@pytest.mark.parametrize("rows", (1, 16, 24, 33))
+def test_decodes_matrices_one_below_the_other(fmt, rows, device):
+    """Blocks of square formats begin anew with each expert."""
+    x = operand(fmt, 3, rows, 50, device=device)
+    each = [decoded.decode(x._replace(qdata=x.qdata[e], scale=x.scale[e])) for e in range(3)]
+    assert_bitwise_equal(decoded.decode(x), torch.cat(each))
+
+
+@FORMATS
 def test_every_code_and_every_scale(fmt, device):
     """All 16 codes under all 256 block scales, NaN among them."""
     rows, columns = 256 * fmt.block[0], 16

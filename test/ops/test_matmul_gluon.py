@@ -164,13 +164,13 @@ FAULTS = {
         "its_phase, pred=k + 1 < last)\n            second, b_factor",
         "its_phase)\n            second, b_factor",
     ),
-    "a barrier expects too few bytes": ("BYTES: gl.constexpr = (B.tile_m", "BYTES: gl.constexpr = -512 + (B.tile_m"),
-    "a barrier expects too many bytes": ("BYTES: gl.constexpr = (B.tile_m", "BYTES: gl.constexpr = 512 + (B.tile_m"),
+    "a barrier expects too few bytes": ("expect(bar, B.copied_bytes)", "expect(bar, B.copied_bytes - 512)"),
+    "a barrier expects too many bytes": ("expect(bar, B.copied_bytes)", "expect(bar, B.copied_bytes + 512)"),
     "a barrier counts one consumer": (
         "make_barriers(B.stages, _WARPS * B.consumers * B.ctas)",
         "make_barriers(B.stages, _WARPS * B.ctas)",
     ),
-    "the phase never turns": ("gl.where(wraps, phase ^ 1, phase)", "phase"),
+    "the phase never turns": ("stage, phase = following, its_phase", "stage = following"),
     "output is staged before the last copy left": (
         "tma.store_wait(B.waves - 1)\n",
         "tma.store_wait(B.waves)\n",

@@ -28,7 +28,7 @@ from torchao_blockwise.ops.shards import merge, partial_cast
 from torchao_blockwise.ops.shards.flat import WHOLE, Shards, block_count
 from torchao_blockwise.ops.transposition import many
 
-# Tokens are more than those for which few rows choose another backend, and no multiple of a block.
+# Tokens are more than the rows up to which plain products choose another backend, and no multiple of a block.
 TOKENS, FEATURES_IN, FEATURES_OUT = 520, 384, 256
 # One expert has no tokens, and the last tokens have no expert.
 ENDS = (100, 100, 390, 500)

@@ -10,6 +10,8 @@ from torchao_blockwise.ops.launch import ceil_div
 
 # Rows of a wgmma, and so of the tiles that the copy engine moves.
 WAVE_ROWS = 64
+# Of a row of a stage: the widest swizzle of shared memory, which is also a block of K in FP8.
+STAGE_BYTES = 128
 # Tokens of 16 bytes of scales, which is where the copy engine can begin.
 TOKEN_ALIGNMENT = 4
 # int32 fields of an entry of a schedule of groups, of which the first is its header.
@@ -26,9 +28,10 @@ class Build:
     stages: int
     group: int  # rows of tiles whose programs run side by side and share tiles of b in the L2 cache
     ctas: int = 1  # multiprocessors of a program: 1, or 2 from Triton 3.8 on
-    block: int = 0
+    block: int = 0  # of K: where groups begin along "k", and what FP8 is scaled by
     splits: int = 1  # of K; their products are added afterwards
     along: str = ""  # where groups of tokens lie: "m" for rows of a, "k" for the contraction, "" for no groups
+    decoded: bool = False  # bf16 that needs no scales but those of whole tensors, instead of FP8
     b_square: bool = False
     copy_out: bool = False  # whole tiles leave through shared memory and the copy engine
     accumulate: bool = False
@@ -60,6 +63,28 @@ class Build:
     def stride(self) -> int:
         """Waves from one of a consumer to its next: they take turns, so that both have work in a tile half used."""
         return 1 if self.all_live else self.consumers
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of a and b."""
+        return 2 if self.decoded else 1
+
+    @property
+    def stage_blocks(self) -> int:
+        """Blocks of K in a stage."""
+        return STAGE_BYTES // (self.block * self.itemsize)
+
+    @property
+    def depth(self) -> int:
+        """Columns of a and b in a stage."""
+        return self.stage_blocks * self.block
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that a multiprocessor copies into a stage."""
+        payload = (self.tile_m + self.tile_n) * self.depth * self.itemsize
+        scales = 0 if self.decoded else self.tile_m + (0 if self.b_square else self.tile_n)
+        return payload + scales * 4
 
     @property
     def width(self) -> int:

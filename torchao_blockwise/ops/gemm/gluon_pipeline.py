@@ -1,4 +1,4 @@
-"""The kernels of kernels_gluon.py of matmul and of grouped_matmul: FP8 NT products on Hopper, in Gluon.
+"""The kernels of kernels_gluon.py of matmul and of grouped_matmul: NT products on Hopper, in Gluon.
 
 Persistent programs, one a multiprocessor. A producer warp fills a ring of shared memory with the copy engine (TMA),
 consumer warpgroups multiply and promote:
@@ -16,7 +16,9 @@ one reads the rows of a for both (multicast), a third less from the L2 cache. It
 
 Ragged M, N and K: the copy engine reads zeros beside a tensor and writes nothing there.
 
-Groups of tokens (B.along): a schedule in device memory says where a tile lies (`gluon_tiles.py`). What a tile holds
+Operands that were decoded to bf16 (B.decoded) take the same way without scales: see `gluon_decoded.py`.
+
+Groups of tokens (B.along): a schedule in device memory says where a tile lies (`gluon_order.py`). What a tile holds
 beyond its group is another's: it is read and not written. A wave without a row of the group is not multiplied either,
 and consumers take waves in turns, so that both have work in a tile that is half used. All else is as without groups.
 """
@@ -38,7 +40,9 @@ from torchao_blockwise.ops.gemm.gluon_barriers import (
     make_barriers,
     wait_for_stage,
 )
+from torchao_blockwise.ops.gemm.gluon_decoded import accumulate_decoded
 from torchao_blockwise.ops.gemm.gluon_order import load_entry, locate_tile, turns_of_program
+from torchao_blockwise.ops.gemm.gluon_ring import WARPGROUP, accumulator_layout, first_wave, next_stage, wave_of
 
 # Names of the copies moved in Triton 3.8.
 _load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -46,31 +50,17 @@ _store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glo
 # In Triton 3.7 consumers cannot arrive at the other multiprocessor's barriers.
 MAX_CTAS = 2 if hasattr(tma, "async_load") else 1
 
-WARPGROUP = 4
 _WAVE: gl.constexpr = gl.constexpr(WAVE_ROWS)
 _WARPS: gl.constexpr = gl.constexpr(WARPGROUP)
-_MMA_K = 32
 # Of a thread: two consumers and a producer share the 64 Ki of a multiprocessor.
 _CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)
 _PRODUCER_REGISTERS: gl.constexpr = gl.constexpr(24)
 
 
 @gluon.constexpr_function
-def _accumulator_layout(tile_n, ctas):
-    splits = {"cga_layout": [[0, 1]]} if ctas == 2 else {}
-    return gl.NVMMADistributedLayout([3, 0], [WARPGROUP, 1], [16, tile_n, _MMA_K], **splits)
-
-
-@gluon.constexpr_function
 def _barrier_layout(ctas):
     """Of a barrier a multiprocessor."""
     return mbarrier.MBarrierLayout([[1]] if ctas == 2 else None)
-
-
-@gluon.constexpr_function
-def first_wave(consumer, build):
-    """The first of a consumer's waves in a tile."""
-    return consumer * (build.waves if build.stride == 1 else 1)
 
 
 @gluon.jit
@@ -85,13 +75,6 @@ def _rank(ctas: gl.constexpr):
 
 
 @gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    """The following stage of the ring, and the parity of its barriers' phase."""
-    wraps = stage + 1 == STAGES
-    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
 def _load_shared(descriptor, coordinates, bar, target, B: gl.constexpr):
     """A copy that the multiprocessors of a program share."""
     if B.ctas == 2:
@@ -102,11 +85,10 @@ def _load_shared(descriptor, coordinates, bar, target, B: gl.constexpr):
 
 @gluon.jit
 def _produce(operands, rings, groups, M, N, K, B: gl.constexpr):
-    """Fill the ring, a stage a block of K, for every tile of this program."""
+    """Fill the ring, stage by stage of K, for every tile of this program."""
     a, a_scale, b, b_scale = operands
     a_ring, a_scale_ring, b_ring, b_scale_ring, full = rings
     COPIES: gl.constexpr = B.copies
-    BYTES: gl.constexpr = (B.tile_m + B.tile_n) * B.block + (B.tile_m + (0 if B.b_square else B.tile_n)) * 4
     turn, turns, step, entries = turns_of_program(groups, M, N, B)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     tile = gl.to_tensor(turn)
@@ -119,23 +101,24 @@ def _produce(operands, rings, groups, M, N, K, B: gl.constexpr):
         entry = load_entry(tile, entries, groups, M, N, B)
         # A group of rows has N rows of b to itself, from which the last tile runs on into the next group's.
         b_row = part * N + column if B.along == "m" else column
-        for k in range(first, last):
+        for k in range(first, last, B.stage_blocks):
             wait_for_stage(stage, phase, B.ctas)
             bar = full.index(stage)
-            mbarrier.expect(bar, BYTES)
+            mbarrier.expect(bar, B.copied_bytes)
             for copy in gl.static_range(COPIES):
                 rows = row + copy * B.copied_rows
                 _load_shared(a, [rows, k * B.block], bar, a_ring.index(stage * COPIES + copy), B)
-                _load_shared(a_scale, [k, rows], bar, a_scale_ring.index(stage * COPIES + copy), B)
+                if not B.decoded:
+                    _load_shared(a_scale, [k, rows], bar, a_scale_ring.index(stage * COPIES + copy), B)
             _load_async(b, [b_row, k * B.block], bar, b_ring.index(stage))
-            if not B.b_square:
+            if not (B.b_square or B.decoded):
                 _load_async(b_scale, [k, b_row], bar, b_scale_ring.index(stage))
-            stage, phase = _next(stage, phase, B.stages)
+            stage, phase = next_stage(stage, phase, B.stages)
     if B.ctas == 2:
         # The other's consumers arrive here: stay until the last has.
         for _ in range(B.stages):
             wait_for_stage(stage, phase, B.ctas)
-            stage, phase = _next(stage, phase, B.stages)
+            stage, phase = next_stage(stage, phase, B.stages)
 
 
 @gluon.jit
@@ -204,28 +187,18 @@ def _write(
 
 
 @gluon.jit
-def _wave_of(ring, stage, WAVE: gl.constexpr, B: gl.constexpr):
-    """A wave of the tile of a in a stage."""
-    if B.copies == 1:
-        rows = ring.index(stage).slice(WAVE * _WAVE, _WAVE)
-    else:
-        rows = ring.index(stage * B.copies + WAVE)
-    return rows
-
-
-@gluon.jit
 def _load_row_scales(ring, stage, WAVE: gl.constexpr, B: gl.constexpr):
     """The scales of a wave."""
     if B.copies == 1:
         scales = ring.index(stage).reshape([B.copied_rows]).slice(WAVE * _WAVE, _WAVE)
     else:
         scales = ring.index(stage * B.copies + WAVE).reshape([_WAVE])
-    return scales.load(gl.SliceLayout(1, _accumulator_layout(B.tile_n, B.ctas)))
+    return scales.load(gl.SliceLayout(1, accumulator_layout(B)))
 
 
 @gluon.jit
 def _load_column_scales(ring, stage, B: gl.constexpr):
-    return ring.index(stage).reshape([B.width]).load(gl.SliceLayout(0, _accumulator_layout(B.tile_n, B.ctas)))
+    return ring.index(stage).reshape([B.width]).load(gl.SliceLayout(0, accumulator_layout(B)))
 
 
 @gluon.jit
@@ -244,11 +217,11 @@ def _multiply_first(
     the product has been issued and before the rest is, so that one consumer loads while the other multiplies. Loads
     come in order: who has b's scales has a's, where a's are asked for first.
     """
-    MMA: gl.constexpr = _accumulator_layout(B.tile_n, B.ctas)
+    MMA: gl.constexpr = accumulator_layout(B)
     WIDTH: gl.constexpr = B.width
     HALF: gl.constexpr = B.block // 2
     QUARTER: gl.constexpr = B.block // 4
-    a = _wave_of(a_ring, stage, WAVE, B)
+    a = wave_of(a_ring, stage, WAVE, B)
     acc = gl.zeros((_WAVE, WIDTH), gl.float32, MMA)
     if B.b_square:
         acc = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
@@ -271,7 +244,7 @@ def _multiply_first(
 
 
 @gluon.jit
-def _accumulate(
+def _accumulate_blocks(
     LIVE: gl.constexpr,
     CONSUMER: gl.constexpr,
     b_scale_ptrs,
@@ -283,11 +256,11 @@ def _accumulate(
     M,
     B: gl.constexpr,
 ):
-    """Sums of products over blocks first .. last of K, for the first LIVE waves of a consumer."""
+    """Sums of products over blocks first .. last of K, each block promoted, for the first LIVE waves of a consumer."""
     a_ring, a_scale_ring, b_ring, b_scale_ring, full = rings
     WAVE: gl.constexpr = first_wave(CONSUMER, B)
     WIDTH: gl.constexpr = B.width
-    MMA: gl.constexpr = _accumulator_layout(B.tile_n, B.ctas)
+    MMA: gl.constexpr = accumulator_layout(B)
     # False, which the compiler cannot know: the second wave begins from the first's registers and takes no others.
     from_partial = M < 0
     zero = gl.where(from_partial, 1, 0)
@@ -302,7 +275,7 @@ def _accumulate(
         if B.b_square:
             b_scale = b_scale_next
             b_scale_next = gl.load(b_scale_ptrs + gl.minimum(k + 1, last - 1))
-        following, its_phase = _next(stage, phase, B.stages)
+        following, its_phase = next_stage(stage, phase, B.stages)
         b = b_ring.index(stage).permute((1, 0))
         if LIVE == 0:
             free_stage(stage, B.ctas)
@@ -321,7 +294,7 @@ def _accumulate(
             acc0 += partial * b_factor
         if LIVE == 2:
             SECOND: gl.constexpr = WAVE + B.stride
-            a = _wave_of(a_ring, stage, SECOND, B)
+            a = wave_of(a_ring, stage, SECOND, B)
             second = warpgroup_mma(a, b, partial, use_acc=from_partial, is_async=True)
             # acc0 passes through, so that its promotion cannot sink below a wait.
             second, acc0 = warpgroup_mma_wait(1, deps=[second, acc0])
@@ -337,31 +310,45 @@ def _accumulate(
 
 
 @gluon.jit
-def _consume(CONSUMER: gl.constexpr, b_scale_ptr, out, out_ring, bias_ptr, rings, groups, M, N, K, B: gl.constexpr):
+def _accumulate(
+    LIVE: gl.constexpr, CONSUMER: gl.constexpr, scale, rings, stage, phase, first, last, M, B: gl.constexpr
+):
+    """Sums of products over blocks first .. last of K, for the first LIVE waves of a consumer.
+
+    scale: pointers to b's scales of a tile where B.b_square, of decoded operands both tensor scales' product.
+    """
+    if B.decoded:
+        return accumulate_decoded(LIVE, CONSUMER, scale, rings, stage, phase, first, last, B)
+    else:
+        return _accumulate_blocks(LIVE, CONSUMER, scale, rings, stage, phase, first, last, M, B)
+
+
+@gluon.jit
+def _consume(CONSUMER: gl.constexpr, scale, out, out_ring, bias_ptr, rings, groups, M, N, K, B: gl.constexpr):
     """Multiply, promote and write the waves of one consumer, of every tile of this program."""
     WAVE: gl.constexpr = first_wave(CONSUMER, B)
     LAST: gl.constexpr = (B.waves - 1) * B.stride * _WAVE
-    MMA: gl.constexpr = _accumulator_layout(B.tile_n, B.ctas)
+    MMA: gl.constexpr = accumulator_layout(B)
     turn, turns, step, entries = turns_of_program(groups, M, N, B)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     entry = load_entry(turn, entries, groups, M, N, B)
     for tile in range(turn, turns, step):
         part, row, start, end, column, first, last = locate_tile(tile, entry, M, N, K, B)
-        b_scale_ptrs = b_scale_ptr
+        tile_scale = scale
         if B.b_square:
             block_n = (column + _rank(B.ctas) * B.tile_n) // B.block
             block_n = gl.minimum(block_n, gl.cdiv(N, B.block) - 1)
             if B.along == "m":
                 block_n += part * gl.cdiv(N, B.block)
-            b_scale_ptrs = b_scale_ptr + block_n.to(gl.int64) * gl.cdiv(K, B.block)
+            tile_scale = scale + block_n.to(gl.int64) * gl.cdiv(K, B.block)
         if B.all_live or row + WAVE * _WAVE + LAST < end:
             acc0, acc1, stage, phase = _accumulate(
-                B.waves, CONSUMER, b_scale_ptrs, rings, stage, phase, first, last, M, B
+                B.waves, CONSUMER, tile_scale, rings, stage, phase, first, last, M, B
             )
         elif B.waves == 2 and row + WAVE * _WAVE < end:
-            acc0, acc1, stage, phase = _accumulate(1, CONSUMER, b_scale_ptrs, rings, stage, phase, first, last, M, B)
+            acc0, acc1, stage, phase = _accumulate(1, CONSUMER, tile_scale, rings, stage, phase, first, last, M, B)
         else:
-            acc0, acc1, stage, phase = _accumulate(0, CONSUMER, b_scale_ptrs, rings, stage, phase, first, last, M, B)
+            acc0, acc1, stage, phase = _accumulate(0, CONSUMER, tile_scale, rings, stage, phase, first, last, M, B)
         # On its way from memory while this tile is written.
         entry = load_entry(tile + step, entries, groups, M, N, B)
         row += WAVE * _WAVE
@@ -385,12 +372,14 @@ def _multiply(a, a_scale, b, b_scale, bias_ptr, out, groups, M, N, K, B: gl.cons
     gl.static_assert(B.block % B.tile_n == 0 or not B.b_square)
     # The first of a pair copies into the other's memory too, so each waits for the consumers of both.
     make_barriers(B.stages, _WARPS * B.consumers * B.ctas)
-    a_ring = gl.allocate_shared_memory(a.dtype, [B.stages * B.copies, B.copied_rows, B.block], a.layout)
-    b_ring = gl.allocate_shared_memory(b.dtype, [B.stages, B.width, B.block], b.layout)
-    a_scale_ring = gl.allocate_shared_memory(gl.float32, [B.stages * B.copies, 1, B.copied_rows], a_scale.layout)
+    a_ring = gl.allocate_shared_memory(a.dtype, [B.stages * B.copies, B.copied_rows, B.depth], a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [B.stages, B.width, B.depth], b.layout)
     # What a build has no use for stands in its place: partitions take no None.
+    a_scale_ring = a_ring
+    if not B.decoded:
+        a_scale_ring = gl.allocate_shared_memory(gl.float32, [B.stages * B.copies, 1, B.copied_rows], a_scale.layout)
     b_scale_ring = a_scale_ring
-    if not B.b_square:
+    if not (B.b_square or B.decoded):
         b_scale_ring = gl.allocate_shared_memory(gl.float32, [B.stages, 1, B.width], b_scale.layout)
     out_ring = a_scale_ring
     if B.copy_out:
@@ -402,10 +391,13 @@ def _multiply(a, a_scale, b, b_scale, bias_ptr, out, groups, M, N, K, B: gl.cons
     fence_async_shared()
     rings = (a_ring, a_scale_ring, b_ring, b_scale_ring, full)
     operands = (a, a_scale, b, b_scale)
+    scale = b_scale
+    if B.decoded:
+        scale = gl.load(a_scale) * gl.load(b_scale)
     if B.consumers == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, b_scale, out, out_ring, bias_ptr, rings, groups, M, N, K, B)),
+                (_consume, (0, scale, out, out_ring, bias_ptr, rings, groups, M, N, K, B)),
                 (_produce, (operands, rings, groups, M, N, K, B)),
             ],
             [1],
@@ -415,8 +407,8 @@ def _multiply(a, a_scale, b, b_scale, bias_ptr, out, groups, M, N, K, B: gl.cons
         gl.static_assert(B.consumers == 2)
         gl.warp_specialize(
             [
-                (_consume, (0, b_scale, out, out_ring, bias_ptr, rings, groups, M, N, K, B)),
-                (_consume, (1, b_scale, out, out_ring, bias_ptr, rings, groups, M, N, K, B)),
+                (_consume, (0, scale, out, out_ring, bias_ptr, rings, groups, M, N, K, B)),
+                (_consume, (1, scale, out, out_ring, bias_ptr, rings, groups, M, N, K, B)),
                 (_produce, (operands, rings, groups, M, N, K, B)),
             ],
             [_WARPS, 1],
@@ -453,5 +445,22 @@ def grouped_matmul_fp8_kernel(
     N,
     K,
     B: gl.constexpr,  # a Build
+):
+    _multiply(a, a_scale, b, b_scale, schedule, out, (schedule, out_ptr), M, N, K, B)
+
+
+@gluon.jit(do_not_specialize=["M", "K"])
+def grouped_matmul_bf16_kernel(
+    a,  # descriptor of [M, K] bf16
+    a_scale,  # pointer to a's tensor scale, f32
+    b,  # descriptor of [E·N, K] bf16 along "m", of [N, K] along "k"
+    b_scale,  # pointer to b's tensor scale, f32
+    schedule,  # as above, and so are the rest
+    out,
+    out_ptr,
+    M,
+    N,
+    K,
+    B: gl.constexpr,  # a Build that is decoded
 ):
     _multiply(a, a_scale, b, b_scale, schedule, out, (schedule, out_ptr), M, N, K, B)

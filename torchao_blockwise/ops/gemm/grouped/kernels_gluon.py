@@ -1,4 +1,4 @@
-"""Grouped products of FP8 operands on Hopper: the kernel of `ops/gemm/gluon_pipeline.py`, led by a schedule.
+"""Grouped products on Hopper, of FP8 operands: the kernels of `ops/gemm/gluon_pipeline.py`, led by a schedule.
 
     along "m"   a [M, K]   b [E·N, K]   out [M, N]      tiles of rows that begin where groups do
     along "k"   a [N, P]   b [K, P]     out [E·N, K]    tiles of out[g], whose contraction is the tokens of group g
@@ -10,13 +10,19 @@ ends, because only the device knows. Columns from N on are beside the output for
 
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Groups, Operand
+from torchao_blockwise.formats import FP8_1X128, FP8_128X128, BlockFormat, Groups, Operand
 from torchao_blockwise.ops.backend import interpreting
 from torchao_blockwise.ops.gemm.builds import Build, builds_for, bytes_of_rounds
-from torchao_blockwise.ops.gemm.gluon_pipeline import MAX_CTAS, WARPGROUP, grouped_matmul_fp8_kernel
+from torchao_blockwise.ops.gemm.gluon_pipeline import (
+    MAX_CTAS,
+    grouped_matmul_bf16_kernel,
+    grouped_matmul_fp8_kernel,
+)
+from torchao_blockwise.ops.gemm.gluon_ring import WARPGROUP
 from torchao_blockwise.ops.gemm.plain.kernels_gluon import copies_out, in_tiles, multiprocessors, tiles_of
 from torchao_blockwise.ops.gemm.rows import aligned_rows
 from torchao_blockwise.ops.groups.tables.kernels_triton import group_schedule, row_schedule
@@ -57,61 +63,89 @@ def choose_build(
     return min(builds_for(available, max_ctas), key=bytes_read)
 
 
+class Factors(NamedTuple):
+    """What a product multiplies: matrices of aligned rows, and what scales them.
+
+    Payload and the scales of its blocks; or what they decode to, in bf16, and the tensor scales.
+    """
+
+    a: torch.Tensor  # [M, K]
+    a_scale: torch.Tensor
+    b: torch.Tensor  # along "m" [E·N, K], else [N, K]
+    b_scale: torch.Tensor
+    fmt: BlockFormat  # to whose blocks groups are padded along "k"
+    decoded: bool
+
+
 def grouped_matmul(
     a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype, build: Build | None = None
 ) -> torch.Tensor:
     """Product within what `why_not` admits. Arguments as in the op; build: the default is `choose_build`'s."""
-    rows, columns = a.qdata.shape[0], b.qdata.shape[-2]
-    if along == "m":
-        out = a.qdata.new_empty((rows, columns), dtype=out_dtype)
-        _launch_along_m(out, a, b, groups, build)
-    else:
-        out = a.qdata.new_empty((groups.ends.shape[0], rows, columns), dtype=out_dtype)
-        _launch_along_k(out, a, b, groups, False, build)
-    return out
+    return multiply(_factors(a, b), groups, along, out_dtype, build)
 
 
 def add_grouped_matmul(out: torch.Tensor, a: Operand, b: Operand, groups: Groups, build: Build | None = None) -> None:
     """out [E, N, K] f32 += the groups' products, in the one pass that they take; empty groups are not touched."""
-    _launch_along_k(out, a, b, groups, True, build)
+    launch_along_k(out, _factors(a, b), groups, True, build)
 
 
-def _launch_along_m(out: torch.Tensor, a: Operand, b: Operand, groups: Groups, build: Build | None) -> None:
-    (M, N), experts, fmt = out.shape, b.qdata.shape[0], a.format
+def _factors(a: Operand, b: Operand) -> Factors:
+    qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata.reshape(-1, b.qdata.shape[-1]))
+    return Factors(qa, a.scale, qb, b.scale, a.format, False)
+
+
+def multiply(factors: Factors, groups: Groups, along: str, out_dtype: torch.dtype, build: Build | None) -> torch.Tensor:
+    """The product of these factors, as `grouped_matmul` gives it."""
+    rows, experts = factors.a.shape[0], groups.ends.shape[0]
+    if along == "m":
+        out = factors.a.new_empty((rows, factors.b.shape[0] // experts), dtype=out_dtype)
+        _launch_along_m(out, factors, groups, build)
+    else:
+        out = factors.a.new_empty((experts, rows, factors.b.shape[0]), dtype=out_dtype)
+        launch_along_k(out, factors, groups, False, build)
+    return out
+
+
+def _launch_along_m(out: torch.Tensor, factors: Factors, groups: Groups, build: Build | None) -> None:
+    (M, N), K, experts, fmt = out.shape, factors.a.shape[1], groups.ends.shape[0], factors.fmt
     available = multiprocessors(out.device)
-    qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata.reshape(experts * N, -1))
-    K = qa.shape[1]
     build = choose_build("m", M, experts, M, N, K, available) if build is None else build
-    build = replace(build, block=fmt.block[1], along="m", b_square=True, copy_out=copies_out(N, out.dtype))
+    build = replace(
+        build,
+        block=fmt.block[1],
+        along="m",
+        decoded=factors.decoded,
+        b_square=not factors.decoded,
+        copy_out=copies_out(N, out.dtype),
+    )
     schedule = row_schedule(groups, M, fmt, build.tile_m)
     # As many as there may be: how many there are, the schedule says.
     tiles = count_rows(M, experts, build.tile_m) * ceil_div(N, build.width)
-    _launch((qa, a.scale, qb, b.scale), schedule, out, (M, N, K), tiles, build)
+    _launch(factors, schedule, out, (M, N, K), tiles, build)
 
 
-def _launch_along_k(
-    out: torch.Tensor, a: Operand, b: Operand, groups: Groups, accumulate: bool, build: Build | None
-) -> None:
-    (experts, M, N), fmt, padded = out.shape, a.format, a.qdata.shape[1]
+def launch_along_k(out: torch.Tensor, factors: Factors, groups: Groups, accumulate: bool, build: Build | None) -> None:
+    """out [E, M, N] = or += the groups' products."""
+    (experts, M, N), padded, fmt = out.shape, factors.a.shape[1], factors.fmt
     available, block = multiprocessors(out.device), fmt.block[1]
     mean = ceil_div(padded, experts * block) * block
     build = choose_build("k", padded, experts, M, N, mean, available) if build is None else build
     # The copy engine ends where the tensor does; a tile that runs on into the next group's rows is stored.
     copy_out = not accumulate and copies_out(N, out.dtype) and M % build.tile_m == 0
-    build = replace(build, block=block, along="k", accumulate=accumulate, copy_out=copy_out)
+    build = replace(build, block=block, along="k", decoded=factors.decoded, accumulate=accumulate, copy_out=copy_out)
     schedule = group_schedule(groups, padded, fmt)
     tiles = experts * ceil_div(M, build.tile_m) * ceil_div(N, build.width)
-    operands = aligned_rows(a.qdata), a.scale, aligned_rows(b.qdata), b.scale
-    _launch(operands, schedule, out.view(experts * M, N), (M, N, padded), tiles, build)
+    _launch(factors, schedule, out.view(experts * M, N), (M, N, padded), tiles, build)
 
 
-def _launch(operands: tuple, schedule, out, sizes: tuple[int, int, int], programs: int, build: Build) -> None:
-    """operands: a [M, K] and b [N, K], of aligned rows, each before its scales. out: a matrix."""
+def _launch(factors: Factors, schedule, out, sizes: tuple[int, int, int], programs: int, build: Build) -> None:
+    """out: a matrix."""
     tiles = tiles_of(build)
+    a, a_scale, b, b_scale, *_ = factors
     launch(
-        grouped_matmul_fp8_kernel,
+        grouped_matmul_bf16_kernel if build.decoded else grouped_matmul_fp8_kernel,
         min(programs, multiprocessors(out.device) // build.ctas),
-        *in_tiles(*operands, tiles),
+        *in_tiles(a, a_scale, b, b_scale, tiles),
         schedule,
         out if tiles.out is None else (out, tiles.out),
         out,

@@ -25,9 +25,9 @@ _E2M1_FACTOR = tl.constexpr(2.0**14)
 
 @triton.jit
 def _decode_kernel(
-    q_ptr,  # [M, BYTES] two codes a byte
-    s_ptr,  # [⌈M/ROWS⌉, COLUMNS] e4m3 bytes
-    out_ptr,  # [M, BYTES] int32: two bf16 a word
+    q_ptr,  # [matrices, M, BYTES] two codes a byte
+    s_ptr,  # [matrices, ⌈M/ROWS⌉, COLUMNS] e4m3 bytes
+    out_ptr,  # [matrices, M, BYTES] int32: two bf16 a word
     M,
     stride_q,
     BYTES,
@@ -37,15 +37,16 @@ def _decode_kernel(
     TILE_M: tl.constexpr,
     TILE_BYTES: tl.constexpr,
 ):
-    tiles = tl.cdiv(BYTES, TILE_BYTES)
-    tile_m, tile_k = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    tiles_m, tiles_k = tl.cdiv(M, TILE_M), tl.cdiv(BYTES, TILE_BYTES)
+    tile, tile_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
+    matrix, tile_m = (tile // tiles_m).to(tl.int64), tile % tiles_m
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_BYTES + tl.arange(0, TILE_BYTES)
     mask = (rows < M)[:, None] & (columns < BYTES)[None, :]
-    wide = rows.to(tl.int64)
+    wide = matrix * M + rows
     codes = tl.load(q_ptr + wide[:, None] * stride_q + columns[None, :], mask=mask, other=0)
     blocks = tile_k * (2 * TILE_BYTES // BLOCK) + tl.arange(0, 2 * TILE_BYTES // BLOCK)
-    at = (wide // ROWS)[:, None] * COLUMNS + blocks[None, :]
+    at = (matrix * tl.cdiv(M, ROWS) + rows // ROWS)[:, None] * COLUMNS + blocks[None, :]
     scales = tl.load(s_ptr + at, mask=(rows < M)[:, None] & (blocks < COLUMNS)[None, :], other=0)
     scale = to_f32(decode_e4m3(scales, 1.0)) * _E2M1_FACTOR
     PER_BLOCK: tl.constexpr = BLOCK // 2
@@ -81,15 +82,20 @@ def _scale_kernel(
 
 
 def decode(x: Operand) -> torch.Tensor:
-    """x [M, packed(K)] in bf16 without its tensor scale, exact: [M, 2 · packed(K)]."""
-    (M, size), fmt = x.qdata.shape, x.format
-    out = torch.empty((M, 2 * size), dtype=torch.bfloat16, device=x.qdata.device)
-    qdata = x.qdata if x.qdata.stride(1) == 1 else x.qdata.contiguous()
+    """x [.., M, packed(K)] in bf16 without its tensor scale, exact.
+
+    Matrices lie one below the other: [.. · M, 2 · packed(K)].
+    """
+    (*_, M, size), fmt = x.qdata.shape, x.format
+    qdata = x.qdata.flatten(0, -2)
+    qdata = qdata if qdata.stride(1) == 1 else qdata.contiguous()
     scale = x.scale.contiguous()
+    out = torch.empty((qdata.shape[0], 2 * size), dtype=torch.bfloat16, device=qdata.device)
     rows, columns = _TILE
+    tiles = qdata.shape[0] // M * ceil_div(M, rows) * ceil_div(size, columns)
     launch(
-        _decode_kernel, ceil_div(M, rows) * ceil_div(size, columns), qdata, (scale, torch.uint8), (out, torch.int32),
-        M, qdata.stride(0), size, scale.shape[1],
+        _decode_kernel, tiles, qdata, (scale, torch.uint8), (out, torch.int32),
+        M, qdata.stride(0), size, scale.shape[-1],
         ROWS=fmt.block[0], BLOCK=fmt.block[1], TILE_M=rows, TILE_BYTES=columns, num_warps=_TILE_WARPS,
     )  # fmt: skip
     return out

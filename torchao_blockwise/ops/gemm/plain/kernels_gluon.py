@@ -11,14 +11,13 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from torchao_blockwise.formats import Operand
-from torchao_blockwise.ops.gemm.builds import WAVE_ROWS, Build, choose_build
-from torchao_blockwise.ops.gemm.gluon_pipeline import MAX_CTAS, WARPGROUP, matmul_fp8_kernel
+from torchao_blockwise.ops.gemm.builds import STAGE_BYTES, WAVE_ROWS, Build, choose_build
+from torchao_blockwise.ops.gemm.gluon_pipeline import MAX_CTAS, matmul_fp8_kernel
+from torchao_blockwise.ops.gemm.gluon_ring import WARPGROUP
 from torchao_blockwise.ops.gemm.rows import aligned_rows
 from torchao_blockwise.ops.launch import Tile, ceil_div, launch
 from torchao_blockwise.ops.padding import ROW_BYTES
 
-# Bytes of the widest swizzle, which is also a block of K.
-_SWIZZLE = 128
 # How tiles are dealt out to a pair of multiprocessors: one for both, or a half of its rows or columns to each.
 _SHARED, _ROWS_HALVED, _COLUMNS_HALVED = [[0, 0]], [[1, 0]], [[0, 1]]
 
@@ -86,7 +85,7 @@ class TilesOf(NamedTuple):
     """In what tiles the copy engine moves what a product takes; None for what it does not move."""
 
     a: Tile
-    a_scale: Tile
+    a_scale: Tile | None
     b: Tile
     b_scale: Tile | None
     out: Tile | None
@@ -102,25 +101,26 @@ def copies_out(columns: int, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def tiles_of(build: Build) -> TilesOf:
-    """The tiles in which a build's matrices are moved: payload, fp32 scales, and an output of 16 bits."""
+    """The tiles in which a build's matrices are moved: payload, fp32 scales of blocks, and an output of 16 bits."""
 
     def tile(rows, columns, dealt, itemsize):
         # Rows of a tile that fill a swizzle are swizzled; rows of scales are read as they lie.
-        swizzle = _SWIZZLE if rows > 1 else 0
+        swizzle = STAGE_BYTES if rows > 1 else 0
         halves = {"cga_layout": dealt} if build.ctas == 2 else {}
         layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=itemsize * 8, rank=2, **halves)
         return Tile((rows, columns), layout)
 
     return TilesOf(
-        tile(build.copied_rows, build.block, _SHARED, 1),
-        tile(1, build.copied_rows, _SHARED, 4),
-        tile(build.width, build.block, _ROWS_HALVED, 1),
-        None if build.b_square else tile(1, build.width, _COLUMNS_HALVED, 4),
+        tile(build.copied_rows, build.depth, _SHARED, build.itemsize),
+        None if build.decoded else tile(1, build.copied_rows, _SHARED, 4),
+        tile(build.width, build.depth, _ROWS_HALVED, build.itemsize),
+        None if build.decoded or build.b_square else tile(1, build.width, _COLUMNS_HALVED, 4),
         tile(WAVE_ROWS, build.width, _COLUMNS_HALVED, 2) if build.copy_out else None,
     )
 
 
 def in_tiles(a, a_scale, b, b_scale, tiles: TilesOf) -> tuple:
     """What the kernels take for matrices a [M, K] and b [N, K] of aligned rows, and their scales."""
+    a_scale = a_scale.contiguous() if tiles.a_scale is None else (aligned_rows(a_scale), tiles.a_scale)
     b_scale = b_scale.contiguous() if tiles.b_scale is None else (aligned_rows(b_scale), tiles.b_scale)
-    return (a, tiles.a), (aligned_rows(a_scale), tiles.a_scale), (b, tiles.b), b_scale
+    return (a, tiles.a), a_scale, (b, tiles.b), b_scale
