@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from torchao_blockwise.ops.gemm.builds import WAVE_ROWS
 from torchao_blockwise.ops.gemm.gluon_barriers import free_stage
-from torchao_blockwise.ops.gemm.gluon_ring import accumulator_layout, first_wave, next_stage, wave_of
+from torchao_blockwise.ops.gemm.gluon_ring import accumulator_layout, first_wave, next_stage, previous_stage, wave_of
 
 _WAVE: gl.constexpr = gl.constexpr(WAVE_ROWS)
 
@@ -62,21 +62,21 @@ def accumulate_decoded(
     end = last
     if B.along == "k":
         end = first + (last - first) // B.stage_blocks * B.stage_blocks
-    before = stage
     for k in range(first, end, B.stage_blocks):
         mbarrier.wait(full.index(stage), phase)
         if LIVE == 0:
             free_stage(stage, B.ctas)
         else:
             acc0, acc1 = _multiply(LIVE, WAVE, 0, B.depth, LIVE, a_ring, b_ring, stage, acc0, acc1, B)
+            # Not a variable that is carried from turn to turn: one that begins as a copy of `stage` Triton 3.6 and 3.7
+            # take for a constant of the loop.
             if k > first:
-                free_stage(before, B.ctas)
-        before = stage
+                free_stage(previous_stage(stage, B.stages), B.ctas)
         stage, phase = next_stage(stage, phase, B.stages)
     if LIVE > 0:
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         if first < end:
-            free_stage(before, B.ctas)
+            free_stage(previous_stage(stage, B.stages), B.ctas)
     if end < last:
         mbarrier.wait(full.index(stage), phase)
         if LIVE > 0:

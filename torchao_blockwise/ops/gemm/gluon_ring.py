@@ -32,6 +32,11 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def previous_stage(stage, STAGES: gl.constexpr):
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def wave_of(ring, stage, WAVE: gl.constexpr, B: gl.constexpr):
     """A wave of the tile of a in a stage."""
     if B.copies == 1:
