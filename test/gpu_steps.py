@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import torch
 
@@ -54,19 +55,28 @@ def check_training_without_syncs(model, xs) -> None:
             train_step(model, optimizer, x)
 
 
-def check_captured_training(make, xs, lr: float) -> None:
-    """Replays of one captured step of SGD have the losses and leave the weights of eager steps on the same batches.
+def sgd(lr: float):
+    return functools.partial(torch.optim.SGD, lr=lr)
 
-    make: () -> the model, with the same weights each time.
+
+def check_captured_training(make, xs, make_optimizer) -> None:
+    """Replays of one captured step have the losses and leave the weights of eager steps on the same batches.
+
+    make: () -> the model, with the same weights each time. make_optimizer: (parameters) -> an optimizer that a graph
+        may capture, whose state begins with zeros.
     """
     captured, eager = make(), make()
-    optimizer = torch.optim.SGD(eager.parameters(), lr=lr)
+    optimizer = make_optimizer(eager.parameters())
     expected = [train_step(eager, optimizer, x).detach().clone() for x in xs]
 
     state, x = copy.deepcopy(captured.state_dict()), xs[0].clone()
-    optimizer = torch.optim.SGD(captured.parameters(), lr=lr)
+    optimizer = make_optimizer(captured.parameters())
     graph, loss = capture(lambda: train_step(captured, optimizer, x))
     captured.load_state_dict(state)
+    for values in optimizer.state.values():
+        for value in values.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
     for batch, want in zip(xs, expected, strict=True):
         x.copy_(batch)
         graph.replay()

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from gpu_steps import check_captured_training, check_training_without_syncs
+from gpu_steps import check_captured_training, check_training_without_syncs, sgd
 from helpers import FP8, both_formats, replace
 from torch import nn
 from torchao.quantization import quantize_
@@ -36,7 +36,7 @@ def test_training_never_waits_for_the_gpu(config):
 
 @both_formats
 def test_a_captured_training_step_equals_eager(config):
-    check_captured_training(lambda: mlp(config), batches(6), lr=0.5)
+    check_captured_training(lambda: mlp(config), batches(6), sgd(0.5))
 
 
 @both_formats

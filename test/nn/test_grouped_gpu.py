@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_steps import check_captured_training, check_training_without_syncs, train_step
+from gpu_steps import check_captured_training, check_training_without_syncs, sgd, train_step
 from helpers import FP8, both_formats, replace
 from torch import nn
 from torchao.quantization import quantize_
@@ -71,7 +71,7 @@ def test_the_profiler_sees_no_copy_to_the_host():
 
 @both_formats
 def test_a_captured_step_with_changing_routing_equals_eager(config):
-    check_captured_training(lambda: moe(config), batches(5), lr=0.1)
+    check_captured_training(lambda: moe(config), batches(5), sgd(0.1))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -1,0 +1,136 @@
+"""Ways to replay training from CUDA graphs: each step has the bits of an eager one, and sees the weights of then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_steps import capture, check_captured_training
+from helpers import both_formats
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import linears_and_experts, weights_unchanged
+from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.gpu
+
+DIM, TOKENS, STEPS = 256, 320, 5
+
+
+class Experts(nn.Module):
+    """Three experts, of which one has no tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = SwiGLUExperts(3, DIM, 384)
+        self.register_buffer("ends", torch.tensor([100, 100, TOKENS], dtype=torch.int32))
+
+    def forward(self, x):
+        return self.experts(x, self.ends)
+
+
+MODELS = {"linear": lambda: nn.Linear(DIM, DIM), "swiglu": lambda: SwiGLUMLP(DIM, 384), "experts": Experts}
+every_model = pytest.mark.parametrize("kind", MODELS)
+
+
+def make(kind: str, config) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[kind]().cuda()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    quantize_(model, config, filter_fn=linears_and_experts())
+    return model
+
+
+def batches() -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(1)
+    return torch.randn(STEPS, TOKENS, DIM, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+
+def adamw(parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True, capturable=True)
+
+
+def gradients_of(model: nn.Module, call, x: torch.Tensor) -> torch.Tensor:
+    """The loss, with new gradients of the weights."""
+    model.zero_grad(set_to_none=True)
+    loss = call(x).float().square().mean()
+    loss.backward()
+    return loss
+
+
+def check_steps(replayed: nn.Module, eager: nn.Module, gradients) -> None:
+    """`gradients(x)` has the losses and gradients of `eager`, while optimizers outside change the weights of both."""
+    optimizers = [adamw(model.parameters()) for model in (replayed, eager)]
+    losses = []
+    for x in batches():
+        loss, want = gradients(x).detach().clone(), gradients_of(eager, eager, x).detach()
+        assert_bitwise_equal(loss, want, "loss")
+        for (name, parameter), other in zip(replayed.named_parameters(), eager.parameters(), strict=True):
+            assert_bitwise_equal(parameter.grad, other.grad, name)
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    assert len(set(losses)) == STEPS
+
+
+@every_model
+@both_formats
+def test_forward_and_backward_in_a_graph(kind, config):
+    model, x = make(kind, config), batches()[0].clone()
+    graph, loss = capture(lambda: gradients_of(model, model, x))
+
+    def gradients(batch):
+        x.copy_(batch)
+        graph.replay()
+        return loss
+
+    check_steps(model, make(kind, config), gradients)
+
+
+@every_model
+@both_formats
+def test_a_graph_captured_in_a_scope_quantizes_in_each_replay(kind, config):
+    """Copies were kept when it was captured; the optimizer changes the weights after the scope."""
+    model, x = make(kind, config), batches()[0].clone()
+    with weights_unchanged(model, keep="both"):
+        graph, loss = capture(lambda: gradients_of(model, model, x))
+
+    def gradients(batch):
+        x.copy_(batch)
+        graph.replay()
+        return loss
+
+    check_steps(model, make(kind, config), gradients)
+
+
+@every_model
+@both_formats
+def test_a_whole_step_with_its_optimizer_in_a_graph(kind, config):
+    check_captured_training(lambda: make(kind, config), batches(), adamw)
+
+
+@every_model
+@both_formats
+def test_make_graphed_callables(kind, config):
+    model = make(kind, config)
+    graphed = torch.cuda.make_graphed_callables(model, (batches()[0].clone(),))
+    check_steps(model, make(kind, config), lambda x: gradients_of(model, graphed, x))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@every_model
+@both_formats
+def test_reduce_overhead(kind, config):
+    """And inductor does make graphs of it."""
+    model, counters = make(kind, config), torch._dynamo.utils.counters["inductor"]
+    skipped = counters["cudagraph_skips"]
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+
+    def gradients(x):
+        torch.compiler.cudagraph_mark_step_begin()
+        return gradients_of(model, compiled, x)
+
+    check_steps(model, make(kind, config), gradients)
+    assert counters["cudagraph_skips"] == skipped
