@@ -1,10 +1,11 @@
-"""Modes that see every operation, which PyTorch lets be left by private names alone."""
+"""Who sees every operation: modes, which PyTorch lets be left by private names alone, and profilers."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch.utils import _python_dispatch
 
 
@@ -14,3 +15,8 @@ def without_modes() -> AbstractContextManager[Any]:
     Selective checkpointing is one: it counts operations, and would take those of an observer for the layer's.
     """
     return _python_dispatch._disable_current_modes()
+
+
+def is_profiling() -> bool:
+    """Whether one of PyTorch's profilers runs."""
+    return torch.autograd.profiler._is_profiler_enabled

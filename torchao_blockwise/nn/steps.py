@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchao_blockwise import _compat, ops
+from torchao_blockwise._compat import modes
 from torchao_blockwise.formats import Groups, Operand
 from torchao_blockwise.nn.contraction import main_grad_of, operand_of
 from torchao_blockwise.nn.weight_products import values_of
@@ -62,7 +63,7 @@ def run(weights: tuple[Any, ...], work: Callable[..., Any], *args: Any) -> Any:
     """
     args = (*map(values_of, weights), *args)
     if kept_weights or is_watched() or not replay.on_device(args):
-        return work(*args)
+        return _named(work, args)
     program, given = _recordings[work].find(work, args)
     return program(*given)
 
@@ -74,8 +75,20 @@ def run_backward(weights: tuple[Any, ...], work: Callable[..., Any], *args: Any)
     to counts its changes, which no recording does.
     """
     if any(main_grad_of(weight) is not None for weight in weights):
-        return work(*weights, *args)
+        return _named(work, (*weights, *args))
     return run(weights, work, *args)
+
+
+def _named(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """`work(*args)`, under a name in profiles, such as `torchao_blockwise.linear_layer.forward`.
+
+    A pass is not replayed while a profiler runs, so what is replayed needs no name and pays for none.
+    """
+    if torch.compiler.is_compiling() or not modes.is_profiling():
+        return work(*args)
+    name = f"{work.__module__.rpartition('.')[2]}.{work.__name__.lstrip('_')}"
+    with torch.profiler.record_function(f"torchao_blockwise.{name}"):
+        return work(*args)
 
 
 def save_for_backward(ctx: Any, weights: tuple[Any, ...], *tensors: torch.Tensor | None) -> None:

@@ -1,0 +1,58 @@
+"""Profiles name the passes of layers, whoever runs them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FP8, both_formats
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import linears_and_experts
+from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+ENDS = torch.tensor([3, 8], dtype=torch.int32)
+LAYERS = {
+    "linear_layer": (lambda: nn.Linear(32, 32), (), ("forward", "backward")),
+    "swiglu_layer": (lambda: SwiGLUMLP(32, 48), (), ("mlp_forward", "mlp_backward")),
+    "experts": (lambda: SwiGLUExperts(2, 32, 48), (ENDS,), ("mlp_forward", "mlp_backward")),
+}
+
+
+def names_of_a_step(model: nn.Module, *rest: torch.Tensor) -> list[str]:
+    """What a profile calls passes of ours, in the order in which they ran."""
+    x = torch.randn(8, 32, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(x, *rest).sum().backward()
+    found = [e for e in profile.events() if e.name.startswith("torchao_blockwise.")]
+    return [e.name for e in sorted(found, key=lambda e: e.time_range.start)]
+
+
+def converted(kind: str, config) -> nn.Module:
+    model = LAYERS[kind][0]()
+    quantize_(model, config, filter_fn=linears_and_experts())
+    return model
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_passes_have_names(kind):
+    _, rest, passes = LAYERS[kind]
+    module = "swiglu_layer" if kind == "experts" else kind
+    assert names_of_a_step(converted(kind, FP8), *rest) == [f"torchao_blockwise.{module}.{name}" for name in passes]
+
+
+@both_formats
+def test_a_pass_that_adds_to_main_grad_has_a_name(config):
+    layer = converted("linear_layer", config)
+    layer.weight.main_grad = torch.zeros(32, 32)
+    assert names_of_a_step(layer)[-1] == "torchao_blockwise.linear_layer.backward"
+    assert layer.weight.main_grad.any()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_profiler_breaks_no_compiled_graph():
+    model = torch.compile(converted("linear_layer", FP8), backend="aot_eager", fullgraph=True)
+    # A compiled graph has operations, whose names profiles show anyway.
+    assert names_of_a_step(model) == []
