@@ -66,7 +66,7 @@ class NumericsMonitor:
     Call `step()` once after each optimizer step, all microbatches before it make one report; or use the monitor as a
     context manager, which closes it. Compiled modules run eagerly in steps that are reported.
     Raises ValueError for a pattern that matches nothing, or an unknown recipe.
-    Source: FP4 All the Way (arXiv 2505.19115), §4, for the ratio of the gradient to its quantization noise.
+    Source: FP4 All the Way (arXiv 2505.19115), abstract, for the ratio of the gradient to its quantization noise.
     """
 
     def __init__(

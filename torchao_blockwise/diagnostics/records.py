@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torchao_blockwise.conversion.report import aligned
 
-# Below this ratio of gradient norm to quantization noise training in FP4 stops to make progress (arXiv 2505.19115).
+# Below about this ratio of gradient norm to quantization noise FP4 training becomes less effective (arXiv 2505.19115).
 LEAST_GRADIENT_TO_NOISE = math.sqrt(3)
 # A layer stands out whose error is twice that of the median layer: 6 dB.
 OUTLIER_DB = 20 * math.log10(2)
