@@ -178,11 +178,14 @@ FAULTS = {
     "a block of the next group is multiplied": ("if end + i < last:", "if end + i < last + 1:"),
     "a stage is freed while it is multiplied": ("0, B.depth, LIVE, a_ring", "0, B.depth, 2 * LIVE, a_ring"),
     "the stage after is freed": (
-        "if k > first:\n                free_stage(before",
+        "if k > first:\n                free_stage(previous_stage(stage, B.stages)",
         "if k > first:\n                free_stage(stage",
     ),
     "the last stage is not freed": ("        if first < end:\n", "        if last < 0:\n"),
-    "the last stage is freed by who has read none": ("        if first < end:\n", "        if True:\n"),
+    "a stage is freed by who has read none": (
+        "        if first < end:\n            free_stage(previous_stage(stage, B.stages)",
+        "        if True:\n            free_stage(stage",
+    ),
     "the last products are not waited for": ("warpgroup_mma_wait(0, deps=[acc0, acc1])", "(acc0, acc1)"),
     "a consumer without work frees nothing": (
         "        if LIVE == 0:\n            free_stage(stage, B.ctas)\n",
