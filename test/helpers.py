@@ -30,6 +30,7 @@ FP8, FP8_POW2, NVFP4 = (
     BlockwiseFP8TrainingConfig(power_of_2_scales=True),
     NVFP4Config(),
 )
+HADAMARD = NVFP4Config(hadamard=True)
 RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "nvfp4": NVFP4}
 every_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from helpers import RECIPES, replace
+from helpers import HADAMARD, RECIPES, replace
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +16,8 @@ from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.testing import assert_bitwise_equal
 
 # The same bits as Triton's interpreter, many times faster.
-CONFIGS = {name: replace(config, backend="reference") for name, config in RECIPES.items()}
+_ALL = RECIPES | {"nvfp4_hadamard": HADAMARD}
+CONFIGS = {name: replace(config, backend="reference") for name, config in _ALL.items()}
 # What is compared bit for bit must step alike: on a GPU foreach, the default of plain tensors alone, divides otherwise.
 FOR_LOOP = {"foreach": False}
 # Results of other kernels, whose sums differ in the last bits: some elements that are quantised next round the other
@@ -26,7 +27,7 @@ ANOTHER_ROUNDING = 1e-2
 
 def config_of(name: str):
     """The config of that name for this rank; on a GPU with the kernels that AUTO finds, as users have it."""
-    return (CONFIGS if device().type == "cpu" else RECIPES)[name]
+    return (CONFIGS if device().type == "cpu" else _ALL)[name]
 
 
 class Block(nn.Module):

@@ -22,7 +22,7 @@ CHECKS = (
     (checks.sequence_parallel, (2, 4), BOTH),
     (checks.prepares_module_output, (2,), BOTH),
     (checks.loss_in_parallel, (2, 4), BOTH),
-    (checks.splits_tokens_alone, (2, 4), BOTH),
+    (checks.splits_tokens_alone, (2, 4), (*BOTH, "nvfp4_hadamard")),
     (checks.redistributes_what_lies_otherwise, (2,), BOTH),
     (checks.takes_any_tokens, (1, 2), BOTH),
     (checks.leaves_frozen_parts, (2,), BOTH),
@@ -39,7 +39,7 @@ CHECKS = (
     (life.is_copied_and_reported, (2,), BOTH),
     (life.refuses_cut_blocks, (2, 4), BOTH),
     (life.refuses_what_it_cannot_place, (2,), BOTH),
-    (life.compiles, (2,), BOTH),
+    (life.compiles, (2,), (*BOTH, "nvfp4_hadamard")),
     (life.compiles_quantized_weights, (2,), BOTH),
     (life.shards_in_two_dims, ((2, 2),), ("fp8", "fp8_pow2", "nvfp4")),
 )

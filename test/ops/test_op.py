@@ -59,7 +59,8 @@ SCHEMAS = {
     ),
     "recipe": (
         Recipe,
-        "str activation_format, str weight_format, bool power_of_2_scales, bool transposed, str backend",
+        "str activation_format, str weight_format, bool power_of_2_scales, SymInt hadamard_number, bool transposed, "
+        "str backend",
     ),
     "weight": (
         WeightValues,

@@ -31,12 +31,13 @@ from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
 from torchao_blockwise.ops.op import define_op, show_inside
 from torchao_blockwise.ops.operands import new_copies
 from torchao_blockwise.tensors import QuantizedTensor, TrainingConfig
-from torchao_blockwise.tensors.weight_operands import amax_over
+from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over
 
 
 def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> CastOptions:
     """How a layer of this config quantizes an activation or its gradient."""
-    return CastOptions(config.activation_format, rowwise, columnwise, config.power_of_2_scales, padded=True)
+    hadamard = config.hadamard_number if columnwise else 0
+    return CastOptions(config.activation_format, rowwise, columnwise, config.power_of_2_scales, True, hadamard)
 
 
 def operand_of(tensors: Sequence[torch.Tensor], config: TrainingConfig) -> Operand:
@@ -49,11 +50,12 @@ def quantize(x: torch.Tensor, how: Contraction, *, rowwise: bool, columnwise: bo
     """Copies of x [T, K], none where none are asked for. over: the process groups over which `x` is split."""
     if not (rowwise or columnwise):
         return Copies(None, None)
+    options = cast_options(how.config, rowwise, columnwise)
     return ops.quantize_by(
         x,
-        cast_options(how.config, rowwise, columnwise),
+        options,
         how.groups,
-        tensor_amax=amax_over(x, over),
+        tensor_amax=amaxes_over(x, over, options.hadamard) if options.hadamard else amax_over(x, over),
         backend=ops.casting_backend(how.config.backend),
     )
 
@@ -186,6 +188,7 @@ def _recipe(how: Contraction) -> Recipe:
         config.activation_format,
         config.weight_format,
         config.power_of_2_scales,
+        config.hadamard_number,
         how.transposed,
         get_backend(config.backend),
     )
@@ -235,7 +238,7 @@ def quantized_output_op(
     if not columnwise:
         return [out]
     fmt = recipe.activation_format
-    options = CastOptions(fmt, False, True, recipe.power_of_2_scales, padded=True)
+    options = CastOptions(fmt, False, True, recipe.power_of_2_scales, True, recipe.hadamard_number)
     copy = new_copies(x, tuple(x.shape), options, groups).columnwise
     return [out, copy.qdata, copy.scale, *([x.new_empty((), dtype=torch.float32)] if fmt.has_global_scale else [])]
 

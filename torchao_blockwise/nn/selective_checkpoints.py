@@ -9,17 +9,18 @@ from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
 from torchao_blockwise.ops.gemm.plain import matmul_op
 from torchao_blockwise.ops.groups.quantization import grouped_amax_bits_op
 from torchao_blockwise.ops.quantization import tensor_amax_bits_op
+from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
 
 _PRODUCTS = (master_matmul_op, matmul_op, grouped_matmul_op)
 # Four bytes, for which a whole tensor is read.
-_AMAXES = (tensor_amax_bits_op, grouped_amax_bits_op)
+_AMAXES = (tensor_amax_bits_op, grouped_amax_bits_op, hadamard_amax_bits_op)
 
 
 def sac_save_list() -> list[Operation]:
     """The operations whose results a policy of selective activation checkpointing should save: those that cost most.
 
-    Products of `output` of all layers, dense and of experts, and in NVFP4 the largest value of each tensor. Quantized
-    copies are not among them: they are made again, as norms and activations are.
+    Products of `output` of all layers, dense and of experts, and in NVFP4 the largest value of each tensor and of its
+    transform. Quantized copies are not among them: they are made again, as norms and activations are.
     A new list, for `torch.utils.checkpoint.create_selective_checkpoint_contexts`, by itself or beside PyTorch's own.
     Eager and compiled. What a policy must not take apart is in the list too: passes over graphs that know no policy's
     modes meet quantizing and multiplying as one operation.

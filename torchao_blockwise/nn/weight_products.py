@@ -34,6 +34,7 @@ class Recipe(NamedTuple):
     activation_format: BlockFormat
     weight_format: BlockFormat
     power_of_2_scales: bool
+    hadamard_number: int
     transposed: bool
     backend: Backend
 

@@ -16,6 +16,7 @@ from torchao_blockwise.formats import (
     NVFP4_1X16,
     NVFP4_16X16,
     BlockFormat,
+    hadamard_number,
 )
 from torchao_blockwise.ops import Backend, get_backend
 
@@ -65,6 +66,11 @@ class TrainingConfig(AOBaseConfig):
         self.__post_init__()
 
     @property
+    def hadamard_number(self) -> int:
+        """Of the transform of both operands of `grad_weight`, as `CastOptions` carries it; 0 for none."""
+        return 0
+
+    @property
     def saves_quantized_activations(self) -> bool:
         return self.save_activations == QUANTIZED
 
@@ -98,17 +104,37 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
 class NVFP4TrainingConfig(TrainingConfig):
     """Train in NVFP4: weights 16×16, activations and gradients 1×16, round to nearest.
 
-    Fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3). Where there are no FP4
-    tensor cores, products are computed from decoded values in bf16 with fp32 accumulation. Keep the last blocks and the
-    head in higher precision (`keep_last_blocks`, `skip_lm_head`). An activation has one tensor scale for the whole
-    batch: what a token is quantized to depends on the tokens beside it.
+    hadamard: transform both operands of `grad_weight`, x and dy, along the tokens: a random Hadamard transform in
+        chunks of 16 tokens, which spreads outliers over a chunk and leaves the product as it is. False (default); True
+        for `formats.DEFAULT_SIGNS`, or 16 signs. Chunks begin with the tokens of a rank, and of an expert.
+    Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3). Where there are
+    no FP4 tensor cores, products are computed from decoded values in bf16 with fp32 accumulation. Keep the last blocks
+    and the head in higher precision (`keep_last_blocks`, `skip_lm_head`). An activation has one tensor scale for the
+    whole batch: what a token is quantized to depends on the tokens beside it.
 
+    Raises ValueError or TypeError for a value that cannot work.
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).
     """
 
     weight_format: ClassVar[BlockFormat] = NVFP4_16X16
     activation_format: ClassVar[BlockFormat] = NVFP4_1X16
     quantized_activations: ClassVar[str] = "nvfp4"
+
+    hadamard: bool | tuple[int, ...] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.hadamard, bool):
+            # So that a list is one too.
+            object.__setattr__(self, "hadamard", tuple(self.hadamard))
+        try:
+            hadamard_number(self.hadamard)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: {error}") from None
+
+    @property
+    def hadamard_number(self) -> int:
+        return hadamard_number(self.hadamard)
 
 
 _compat.allow_config_module(__name__)

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.ops.quantization import tensor_amax_bits_op
+from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
 
 # Names of the process groups over which the tensor is split that the values are a part of.
 _splits: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -177,7 +178,19 @@ def amax_over(x: torch.Tensor, groups: str) -> torch.Tensor | None:
     if not groups:
         return None
     # Bits, because a MAX over ranks loses a NaN among floats.
-    bits = tensor_amax_bits_op(x, ops.Backend.AUTO)
+    return _largest_over(tensor_amax_bits_op(x, ops.Backend.AUTO), groups)
+
+
+def amaxes_over(x: torch.Tensor, groups: str, hadamard: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`amax_over` of the tensor and of its transform, which begins anew with each rank's first token."""
+    if not groups:
+        return None
+    plain, transformed = hadamard_amax_bits_op(x, hadamard, None, ops.Backend.AUTO)
+    largest = _largest_over(torch.stack((plain, transformed)), groups)
+    return largest[0], largest[1]
+
+
+def _largest_over(bits: torch.Tensor, groups: str) -> torch.Tensor:
     for group in groups.split(","):
         bits = _compat.max_over_ranks(bits, group)
     return bits.view(torch.float32)
