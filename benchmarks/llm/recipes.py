@@ -13,7 +13,7 @@ from llm.config import UsageError
 class Recipe(NamedTuple):
     """How linear layers and experts train, and what is fused besides.
 
-    precision: "bf16", "bf16_perturbed", "fp8", "fp8_power_of_2" or "nvfp4".
+    precision: "bf16", "bf16_perturbed", "fp8", "fp8_power_of_2", "nvfp4", "nvfp4_hadamard".
     fused: "inputs", where layers that read one input share its quantization;
     "once", where SwiGLU quantizes what it computes as well; or "".
     """
@@ -30,6 +30,7 @@ RECIPES = {
     "fp8_fused": Recipe("fp8", "inputs"),
     "fp8_fused_once": Recipe("fp8", "once"),
     "nvfp4": Recipe("nvfp4"),
+    "nvfp4_hadamard": Recipe("nvfp4_hadamard"),
     "nvfp4_fused": Recipe("nvfp4", "inputs"),
 }
 DEFAULT = "bf16", "fp8", "nvfp4"
@@ -63,7 +64,8 @@ def convert(model: nn.Module, recipe: str) -> str:
         config = BlockwiseFP8TrainingConfig(power_of_2_scales=precision == "fp8_power_of_2")
         quantize_(model, config, filter_fn=filter_fn)
     else:
-        quantize_(model, NVFP4TrainingConfig(), filter_fn=filter_fn & keep_last_blocks(model, 1))
+        config = NVFP4TrainingConfig(hadamard=precision == "nvfp4_hadamard")
+        quantize_(model, config, filter_fn=filter_fn & keep_last_blocks(model, 1))
     layers = conversion_report(model).layers
     converted = [layer for layer in layers if layer.status == "converted"]
     formats = ", ".join(sorted({layer.reason for layer in converted}))

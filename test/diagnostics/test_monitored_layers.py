@@ -200,8 +200,9 @@ def test_compiled_models(config, backend, how):
 
 
 def test_the_compiler_is_not_loaded_for_models_that_are_not_compiled(monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch._dynamo")
     model = mlp(FP8)
+    # Converting may load it.
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     monkeypatch.setattr(torch.compiler, "set_stance", None)
     with NumericsMonitor(model):
         pass

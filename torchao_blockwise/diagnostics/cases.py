@@ -16,8 +16,18 @@ from torchao_blockwise.formats import (
     CastOptions,
     Groups,
     Operand,
+    Place,
+    hadamard_number,
 )
-from torchao_blockwise.ops import dequantization, grouped_quantize, make_groups, quantization, quantize, transposition
+from torchao_blockwise.ops import (
+    dequantization,
+    grouped_quantize,
+    make_groups,
+    quantization,
+    quantize,
+    randomization,
+    transposition,
+)
 from torchao_blockwise.ops.fused import norm, swiglu
 from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.gemm import grouped, plain
@@ -93,8 +103,24 @@ def _cast_cases(x: torch.Tensor, w: torch.Tensor, fmt: BlockFormat, weight_fmt: 
         found += [
             Case(quantization.tensor_amax_bits_op, fmt.name, (x,)),
             Case(quantization.global_scale_op, fmt.name, (_amax_bits(x, fmt),)),
+            *_randomized_cases(x, None, fmt),
         ]
     return found
+
+
+def _randomized_cases(x: torch.Tensor, groups: Groups | None, fmt: BlockFormat) -> list[Case]:
+    number, key, bits = hadamard_number(True), torch.tensor([1, 2, 3], device=x.device), _amax_bits(x, fmt)
+    in_groups = " in groups" * (groups is not None)
+    rowwise, columnwise = CastOptions(fmt), CastOptions(fmt, False, True, padded=True, hadamard=number)
+    return [
+        Case(randomization.hadamard_amax_bits_op, fmt.name + in_groups, (x, number, groups)),
+        Case(randomization.randomized_quantize_op, f"{fmt.name}{in_groups}", (x, bits, rowwise, groups, key, Place())),
+        Case(
+            randomization.randomized_quantize_op,
+            f"{fmt.name} columnwise{in_groups}",
+            (x, bits, columnwise, groups, key, Place(operand=1)),
+        ),
+    ]
 
 
 def _product_cases(
@@ -139,6 +165,7 @@ def _group_cases(
     ]
     if fmt.has_global_scale:
         found.append(Case(grouped_quantization.grouped_amax_bits_op, fmt.name, (x, ends)))
+        found += _randomized_cases(x, groups, fmt)
     return found
 
 
