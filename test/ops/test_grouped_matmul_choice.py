@@ -46,7 +46,7 @@ def choice(along: str, a_shape, b_shape, pair=NVFP4, named=Backend.AUTO):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "module"), ((1, "triton"), (1024, "triton"), (16384, "decoded"), (2**20, "decoded")), ids=str
+    ("tokens", "module"), ((1, "triton"), (16384, "triton"), (32768, "decoded"), (2**20, "decoded")), ids=str
 )
 def test_nvfp4_along_m_goes_by_tokens_an_expert(tokens, module, gpu):
     with warnings.catch_warnings():

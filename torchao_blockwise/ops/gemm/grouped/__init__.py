@@ -31,10 +31,10 @@ from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import Changed, define_op
 
 _ALONG = ("m", "k")
-# In NVFP4 on Hopper AUTO decodes before the product where each decoded element is multiplied so often. A count, for an
-# H200: decoding before moves 4 bytes an element more, written and read again in bf16, 0.93 ps at 4.3 TB/s. It saves
-# 8.5 fs a multiplication: 11.8 fs in the kernel that decodes (170 TFLOP/s) less 3.3 fs in bf16 (at 600 TFLOP/s).
-_DECODED_WORK = 110
+# In NVFP4 on Hopper AUTO decodes before the product where each decoded element is multiplied so often: decoding moves 4
+# bytes an element more, written and read again in bf16. On an H100, rows along "m": at 118 (128 tokens an expert) it
+# took 1.2 times as long as decoding in the kernel, above 200 (256 tokens) 0.7 times.
+_DECODED_WORK = 150
 
 
 def grouped_matmul(
