@@ -1,6 +1,8 @@
 """Quantizers against the bytes that they must move.
 
-For each shape: rowwise, columnwise, both, a weight in square blocks, and the transpose that makes its columnwise copy.
+For each shape: rowwise, columnwise, both, a weight in square blocks, and the transpose that makes its columnwise copy;
+in NVFP4 also the columnwise copy of the random Hadamard transform ("transformed"), and both copies of a gradient,
+rounded stochastically, the columnwise one transformed ("gradient").
 Checks first that bits are the reference's. Bytes that must move: the input read once (twice where the scale of the
 tensor must be known first), the payload and scales written. Floor: those over the copy bandwidth measured here.
 Writes benchmarks/results/quantize_<device>.json, .md and .png.
@@ -25,8 +27,10 @@ from products import RECIPES
 from report import Report
 
 from torchao_blockwise import ops
+from torchao_blockwise.formats import CastOptions, Draws, hadamard_number
 
-CASES = ("rowwise", "columnwise", "both", "weight", "transpose")
+NVFP4_ONLY = ("transformed", "gradient")
+CASES = ("rowwise", "columnwise", "both", "weight", "transpose", *NVFP4_ONLY)
 PEERS = ("torchao", "torchao rhs")
 COLUMNS = ("case", "shape", "by", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
 # torchao's kernels compile and try 45 variants for each new width of activations, some 20 seconds.
@@ -37,19 +41,24 @@ def job(case: str, rows: int, columns: int, recipe: str, device: torch.device, w
     """The job of that name for [rows, columns]."""
     fmt = RECIPES[recipe][case in ("weight", "transpose")]
     rowwise, columnwise = fmt.nbytes(rows, columns), fmt.nbytes(columns, rows)
-    written = {"columnwise": columnwise, "both": rowwise + columnwise}.get(case, rowwise)
+    both = rowwise + columnwise
+    written = {"columnwise": columnwise, "transformed": columnwise, "both": both, "gradient": both}.get(case, rowwise)
     read = (2 if fmt.has_global_scale else 1) * rows * columns * torch.bfloat16.itemsize
 
     def make():
         x = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+        if case == "gradient":
+            return x, torch.tensor([1, 2, 3], device=device)
         return (ops.quantize(x, fmt).rowwise if case == "transpose" else x,)
 
-    def run(x, backend=None):
+    def run(x, key=None, backend=None):
         if case == "transpose":
             return ops.transpose(x, columns=columns, backend=backend)
-        copies = {"rowwise": case != "columnwise", "columnwise": case in ("columnwise", "both")}
+        with_columns = case in ("columnwise", "both", *NVFP4_ONLY)
+        number = hadamard_number(case in NVFP4_ONLY)
         # Padded, as layers ask for it.
-        return ops.quantize(x, fmt, **copies, padded=True, backend=backend)
+        options = CastOptions(fmt, case not in ("columnwise", "transformed"), with_columns, False, True, number)
+        return ops.quantize_by(x, options, draws=None if key is None else Draws(key), backend=backend)
 
     def check(out, inputs, peer):
         if peer is None and not same_bits(out, run(*inputs, backend="reference")):
@@ -108,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Report("quantize", device, COLUMNS, vars(args))
     jobs = []
     for case, shape, recipe in itertools.product(args.only, args.shapes, args.recipes):
+        if case in NVFP4_ONLY and recipe != "nvfp4":
+            continue
         weight = case in ("weight", "transpose")
         size = shape.out_features if weight else shape.tokens, shape.in_features
         wanted = bool(args.peers) if args.peers is not None else case == "weight" or size in ACTIVATIONS_WITH_PEERS

@@ -49,6 +49,7 @@ RUNS = {
             for square in [case in ("weight", "transpose")]
             for shape in (("256x384", "64x128") if square else ROWS)
             for recipe, block in (("fp8", "1x128"), ("nvfp4", "1x16"))
+            if recipe == "nvfp4" or case not in bench_quantize.NVFP4_ONLY
         ],
     ),
     bench_fused: (
