@@ -24,7 +24,7 @@ RANKS = {"formats": 0, "ops": 1, "tensors": 2, "nn": 3, "distributed": 4, "conve
 RANKS |= {"checkpoint": 6, "integrations": 6, "diagnostics": 6, "cli": 7, "__main__": 8}
 EXEMPT = {"testing", "__init__"}
 # Where names of others live that they do not promise to keep.
-COMPAT = {"_compat", "_versions"}
+COMPAT = {"_compat", "_names", "_versions"}
 # Beginnings of the names of modules and folders that hold kernels or parts of them; those of libraries need no Triton.
 TRITON_KERNELS = ("kernels_", "device", "gluon_")
 KERNELS = (*TRITON_KERNELS, "cublas", "deepgemm")

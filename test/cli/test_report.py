@@ -89,7 +89,7 @@ WRONG = {
     "folder": (["."], ". holds no config.json; give a folder that does, or the file"),
     "id": (["nobody/nothing"], "no configuration of 'nobody/nothing' is in the Hugging Face cache; download it (hf "),
     "broken": (["broken"], "transformers cannot read the configuration in broken: "),
-    "filter": (["good", "--filter", "skip_lmhead"], "got skip_lmhead; did you mean skip_lm_head?"),
+    "filter": (["good", "--filter", "skip_lmhead"], "got skip_lmhead; did you mean 'skip_lm_head'?"),
     "another filter": (["good", "--filter", "xyz"], "--filter must be one of is_linear, experts, "),
     "no value": (["good", "--filter", "min_features"], "is written min_features=VALUE, got min_features"),
     "a value": (["good", "--filter", "experts=3"], "--filter experts is written experts, got experts=3"),

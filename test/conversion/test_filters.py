@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict
+
 import pytest
 from expecttest import assert_expected_inline
 from helpers import FP8, Tied
@@ -178,3 +181,21 @@ def test_a_filter_works_on_a_root_that_is_a_layer():
     assert dry_run(layer, FP8, min_features(128)).layers[0].reason == "min_features: 64 < 128"
     quantize_(layer, FP8, min_features(64))
     assert isinstance(layer.weight, MasterWeightTensor)
+
+
+@pytest.mark.parametrize("combine", (lambda f: f, lambda f: is_linear() & f, lambda f: f & (lambda m, fqn: True)))
+def test_quantize_warns_of_patterns_that_match_nothing(combine):
+    model = nn.Sequential(OrderedDict(block=nn.Sequential(OrderedDict(up=nn.Linear(64, 64), down=nn.Linear(64, 64)))))
+    said = (
+        r"quantize_: 'block.uo' of Filter\(.*\) matches no layer and leaves nothing out; the nearest names are block.up"
+    )
+    with pytest.warns(UserWarning, match=said) as seen:
+        quantize_(model, FP8, filter_fn=combine(skip_fqns("block.uo", "*.down")))
+    assert len([w for w in seen if "matches no layer" in str(w.message)]) == 1
+
+
+def test_patterns_that_match_are_no_reason_to_warn():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*matches no layer.*")
+        quantize_(model, FP8, filter_fn=skip_fqns("1"))

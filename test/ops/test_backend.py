@@ -36,12 +36,13 @@ def test_none_is_auto():
     assert get_backend(None) is Backend.AUTO
 
 
-@pytest.mark.parametrize("name", ("Triton", "", "cutlass"))
-def test_unknown_name(name):
+@pytest.mark.parametrize(("name", "nearest"), (("Triton", "triton"), ("", None), ("cutlass", "cublas")))
+def test_unknown_name(name, nearest):
     with pytest.raises(ValueError) as error:
         get_backend(name)
     names = "auto, reference, triton, cublas, gluon, deep_gemm"
-    assert str(error.value) == f"no backend {name!r}; the backends are {names}"
+    meant = "" if nearest is None else f"; did you mean {nearest!r}?"
+    assert str(error.value) == f"no backend {name!r}; the backends are {names}{meant}"
 
 
 def pick(backend, reasons, is_cuda=False, **rules):

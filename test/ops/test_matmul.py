@@ -242,8 +242,8 @@ REFUSALS = {
         ValueError("matmul: bias must be a float vector of 8 elements, got torch.int32 of shape [8]"),
     ),
     "unknown backend": (
-        lambda: multiply(backend="cutlass"),
-        ValueError("no backend 'cutlass'; the backends are auto, reference, triton, cublas, gluon, deep_gemm"),
+        lambda: multiply(backend="none"),
+        ValueError("no backend 'none'; the backends are auto, reference, triton, cublas, gluon, deep_gemm"),
     ),
     "cublas on a CPU": (
         lambda: multiply(backend="cublas"),

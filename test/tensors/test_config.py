@@ -57,7 +57,7 @@ WRONG = {
         r"out_dtype must be .* or None \(the input's\), got torch.float64",
     ),
     "out_dtype_str": ({"out_dtype": "bfloat16"}, ValueError, "out_dtype must be torch.bfloat16"),
-    "misspelt": ({"backends": "auto"}, TypeError, "unexpected keyword argument 'backends'"),
+    "misspelt": ({"backends": "auto"}, TypeError, "no option 'backends'"),
 }
 
 
@@ -131,3 +131,15 @@ def test_round_trips(cls, trip):
 def test_configs_of_different_classes_differ():
     assert BlockwiseFP8TrainingConfig() != NVFP4TrainingConfig()
     assert len({cls(master_weights=m) for cls in CONFIGS for m in (True, False)}) == 4
+
+
+@pytest.mark.parametrize("kind", (BlockwiseFP8TrainingConfig, NVFP4TrainingConfig))
+def test_a_misspelled_option_is_named_with_the_nearest(kind):
+    with pytest.raises(
+        TypeError, match=f"{kind.__name__}: no option 'save_activation'.*; did you mean 'save_activations'?"
+    ):
+        kind(save_activation="quantized")
+    with pytest.raises(TypeError, match=r"no option 'x'; its options are .*save_activations, master_weights"):
+        kind(x=1)
+    with pytest.raises(ValueError, match=r"no backend 'tritn'; .*; did you mean 'triton'\?"):
+        kind(backend="tritn")

@@ -16,7 +16,6 @@ exit code: 0, 1 if a layer cannot be converted, 2 wrong arguments
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import operator
 import warnings
@@ -28,6 +27,7 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion
+from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.cli.models import meta_model
 from torchao_blockwise.cli.terminal import UsageError, show
 from torchao_blockwise.conversion import ConversionReport, Filter, FusionReport
@@ -111,9 +111,8 @@ def _number(value: str) -> int:
 def _filter(model: nn.Module, text: str) -> Filter:
     name, equals, value = text.partition("=")
     if name not in _FILTERS:
-        near = difflib.get_close_matches(name, _FILTERS, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise UsageError(f"--filter must be one of {', '.join(_FILTERS)}, got {name}{meant}")
+        known = ", ".join(_FILTERS)
+        raise UsageError(f"--filter must be one of {known}, got {name}{did_you_mean(name, _FILTERS)}")
     if bool(equals and value) != (name in _TAKE_VALUES):
         wanted = f"{name}=VALUE" if name in _TAKE_VALUES else name
         raise UsageError(f"--filter {name} is written {wanted}, got {text}")

@@ -29,6 +29,7 @@ class Filter:
 
     `a & b` accepts what both accept, `a | b` what one of them does: `(is_linear() | experts()) & skip_fqns("*.0.*")`.
     why_not: (module, fqn) -> the reason to leave the layer out, or None.
+    unused: (names of all layers) -> patterns of the filter that name none of them; quantize_ warns of these.
     kind: which modules it is asked about; nothing else is ever accepted. Without one it is asked about what the filters
         that it is combined with are for, and by itself about `nn.Linear`.
     """
@@ -38,8 +39,10 @@ class Filter:
         why_not: Callable[[nn.Module, str], str | None],
         description: str,
         kind: Callable[[nn.Module], bool] | None = None,
+        unused: Callable[[list[str]], list[str]] = lambda names: [],
     ):
         self.why_not = why_not
+        self.unused = unused
         self.description = description
         self.kind = kind
 
@@ -66,7 +69,7 @@ class Filter:
 
         kinds = [f.kind for f in (first, second) if f.kind is not None]
         kind = None if not kinds else lambda module: all(kind(module) for kind in kinds)
-        return Filter(why_not, f"{first.description} & {second.description}", kind)
+        return Filter(why_not, f"{first.description} & {second.description}", kind, _unused_of(first, second))
 
     __rand__ = __and__
 
@@ -79,12 +82,16 @@ class Filter:
             return None if None in reasons else reasons[0]
 
         kind = lambda module: any(f._is_about(module) for f in both)  # noqa: E731  # as in __and__
-        return Filter(why_not, f"({self.description} | {other.description})", kind)
+        return Filter(why_not, f"({self.description} | {other.description})", kind, _unused_of(*both))
 
     __ror__ = __or__
 
     def __repr__(self) -> str:
         return f"Filter({self.description})"
+
+
+def _unused_of(*filters: Filter) -> Callable[[list[str]], list[str]]:
+    return lambda names: [pattern for f in filters for pattern in f.unused(names)]
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -134,7 +141,7 @@ def linears_and_experts() -> Filter:
 def skip_fqns(*patterns: str) -> Filter:
     """Leave out layers whose fully qualified name matches a pattern, as `fnmatch` does: "layers.0.*", "*.gate".
 
-    Raises TypeError unless patterns are strings.
+    `quantize_` warns of a pattern that matches no layer. Raises TypeError unless patterns are strings.
     """
     if not all(isinstance(p, str) for p in patterns):
         raise TypeError(f"skip_fqns: patterns must be strings, got {patterns!r}")
@@ -143,7 +150,10 @@ def skip_fqns(*patterns: str) -> Filter:
         hit = next((p for p in patterns if fnmatch.fnmatchcase(fqn, p)), None)
         return None if hit is None else f"skip_fqns: matches {hit!r}"
 
-    return Filter(why_not, f"skip_fqns{patterns!r}")
+    def unused(names: list[str]) -> list[str]:
+        return [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
+
+    return Filter(why_not, f"skip_fqns{patterns!r}", unused=unused)
 
 
 def skip_lm_head() -> Filter:

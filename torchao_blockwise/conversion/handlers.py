@@ -8,7 +8,9 @@ of a `quantize_` checks all layers that will follow, so that a model is converte
 
 from __future__ import annotations
 
+import difflib
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -18,6 +20,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from torchao_blockwise import _compat, _versions
 from torchao_blockwise._compat import hugging_face, torch_fsdp
+from torchao_blockwise.conversion.filters import Filter
 from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
@@ -158,6 +161,8 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     else:
         targets = _targets_if_first(module, model, filter_fn)
     _check(targets, config, model, parameter_name)
+    if targets and isinstance(filter_fn, Filter):
+        _warn_of_unused(filter_fn, model)
     torch_fsdp.install()
     move_whole()
     if not isinstance(module, nn.Linear):
@@ -195,6 +200,15 @@ def _targets_if_first(
     if first is not module:
         return []
     return [(fqn, m) for fqn, m in model.named_modules() if filter_fn(m, fqn)]
+
+
+def _warn_of_unused(filter_fn: Filter, model: nn.Module) -> None:
+    """Warn of patterns that match no layer, with the names that are nearest."""
+    names = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear) or expert_weights(m)]
+    for pattern in filter_fn.unused(names):
+        near = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0))
+        said = f"{pattern!r} of {filter_fn} matches no layer and leaves nothing out"
+        warnings.warn(f"quantize_: {said}; the nearest names are {near}", stacklevel=2)
 
 
 def _check(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import logging
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torchao.quantization import quantize_
 
+from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.conversion import (
     Filter,
     conversion_report,
@@ -124,9 +124,8 @@ class Options:
                 )
             if name not in of_selection.keys() | of_recipe:
                 names = [*of_selection, *sorted(of_recipe)]
-                close = difflib.get_close_matches(name, names, 1)
-                remedy = f"did you mean {close[0]!r}?" if close else "leave it out"
-                raise ValueError(f"{format}: options are {', '.join(names)}; got {name!r}; {remedy}")
+                remedy = did_you_mean(name, names) or "; leave it out"
+                raise ValueError(f"{format}: options are {', '.join(names)}; got {name!r}{remedy}")
         selected = {name: _of_type(name, value) for name, value in given.items() if name in of_selection}
         recipe = {name: value for name, value in given.items() if name in of_recipe}
         if isinstance(recipe.get("out_dtype"), str):

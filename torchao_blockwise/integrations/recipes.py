@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import re
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 from torchao.quantization import quantize_
 
+from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.conversion import conversion_report, linears_and_experts, skip_lm_head
 from torchao_blockwise.tensors import (
     BlockwiseFP8TrainingConfig,
@@ -25,9 +25,7 @@ RECIPES: dict[str, type[TrainingConfig]] = {"fp8": BlockwiseFP8TrainingConfig, "
 def nearest(what: str, name: object, known: Iterable[str]) -> str:
     """A sentence about an unknown name: what there is, and which of it is spelled nearly so."""
     known = list(known)
-    close = difflib.get_close_matches(str(name), known, n=1)
-    meant = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{what} must be one of {known}, got {name!r}{meant}"
+    return f"{what} must be one of {known}, got {name!r}{did_you_mean(name, known)}"
 
 
 def training_config(recipe: str | TrainingConfig) -> TrainingConfig:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchao_blockwise import _compat
+from torchao_blockwise._names import did_you_mean
 
 
 class Backend(str, Enum):
@@ -64,7 +65,8 @@ def get_backend(backend: Backend | str | None) -> Backend:
     if backend is None:
         return Backend.AUTO
     if backend not in _BY_NAME:
-        raise ValueError(f"no backend {backend!r}; the backends are {', '.join(_BY_NAME)}")
+        known = ", ".join(_BY_NAME)
+        raise ValueError(f"no backend {backend!r}; the backends are {known}{did_you_mean(backend, _BY_NAME)}")
     return _BY_NAME[backend]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torchao.core.config import AOBaseConfig
 
 from torchao_blockwise import _compat
+from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.formats import (
     FP8_1X128,
     FP8_128X128,
@@ -19,6 +20,9 @@ from torchao_blockwise.formats import (
     hadamard_number,
 )
 from torchao_blockwise.ops import Backend, get_backend
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # What a layer saves for backward: the quantized copy.
 QUANTIZED = "quantized"
@@ -37,6 +41,14 @@ class TrainingConfig(AOBaseConfig):
     master_weights: bool = True
     backend: Backend | str = Backend.AUTO
     out_dtype: torch.dtype | None = None
+
+    def __new__(cls, *args: object, **options: object) -> Self:
+        """A misspelled option is named with the one that is nearest."""
+        known = [field.name for field in fields(cls)]
+        for name in options.keys() - known:
+            meant = did_you_mean(name, known)
+            raise TypeError(f"{cls.__name__}: no option {name!r}; its options are {', '.join(known)}{meant}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.save_activations == self.quantized_activations:
