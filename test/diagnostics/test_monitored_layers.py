@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, both_formats, mlp, replace, weight
+from helpers import FP8, HADAMARD, NVFP4, both_formats, mlp, replace, weight
 from shared_inputs import attention, tokens
 from torch import nn
 from torchao.quantization import quantize_
@@ -43,6 +43,19 @@ ALL = {"x rowwise", "x columnwise", "w", "dy rowwise", "dy columnwise"}
 def of_input(report) -> list[dict]:
     """Figures but those of w."""
     return [vars(t) for t in report.tensors if t.tensor != "w"]
+
+
+def test_figures_of_transformed_layers_are_about_the_tensors():
+    """With a Hadamard transform the columnwise copy is of other values; figures are of the tensors themselves."""
+    reports = []
+    for config in (NVFP4, HADAMARD):
+        torch.manual_seed(0)
+        model, x = mlp(config), weight(50, 64)
+        reports.append(report_of(model, lambda: model(x)))  # noqa: B023
+    # The second layer's gradients are the same, those behind it are not.
+    first, second = ({(t.layer, str(t.kind)): vars(t) for t in report.tensors} for report in reports)
+    for key in (("0", "x rowwise"), ("0", "x columnwise"), ("2", "x columnwise"), ("2", "dy columnwise")):
+        assert first[key] == second[key]
 
 
 @both_formats

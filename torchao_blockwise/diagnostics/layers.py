@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,11 @@ def recipe_name(config: TrainingConfig) -> str:
         if _cast(known) == _cast(config):
             return name
     return type(config).__name__
+
+
+def untransformed(config: TrainingConfig) -> TrainingConfig:
+    """The config without a random Hadamard transform: figures are about the tensors, not about their transforms."""
+    return replace(config, hadamard=False) if config.hadamard_number else config  # type: ignore[call-arg]  # NVFP4
 
 
 def _cast(config: TrainingConfig) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ from torchao_blockwise.diagnostics.layers import (
     find_recipes,
     part_of,
     recipe_name,
+    untransformed,
     values_of_weight,
 )
 from torchao_blockwise.diagnostics.records import (
@@ -267,7 +268,7 @@ class NumericsMonitor:
         for name, config in recipes.items():
             # Tables of groups are made for one size of blocks.
             groups = None if how.groups is None else how.groups if config is how.config else Groups(how.groups.ends)
-            by = Contraction(config, groups)
+            by = Contraction(untransformed(config), groups)
             split = over if config.activation_format.has_global_scale else ""
             copies = quantize(x, by, rowwise=True, columnwise=True, over=split)
             for kind, copy, order in zip(kinds, copies, orders):
