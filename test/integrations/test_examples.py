@@ -1,0 +1,38 @@
+"""The programs of docs/examples run offline, and their losses fall."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "docs" / "examples"
+NEEDS = {
+    "trainer": ("transformers", "accelerate"),
+    "lora": ("transformers", "peft"),
+    "lightning_module": ("lightning",),
+}
+
+
+def test_every_example_is_run():
+    assert {file.stem for file in FOLDER.glob("*.py")} == set(NEEDS)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_it_trains(name, tmp_path):
+    for package in NEEDS[name]:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    root = str(FOLDER.parents[1])
+    environment = os.environ | {"PYTHONPATH": root, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(FOLDER / f"{name}.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", done.stdout).groups())
+    assert last < 0.9 * first
+    assert not list(tmp_path.iterdir()), "it left files behind"
