@@ -61,7 +61,7 @@ def assert_copies_equal(got, expected) -> None:
 def taken(machine, monkeypatch):
     """Launches of Gluon kernels, of which none happens; every machine will do."""
     # What is quantized alone is not of them.
-    monkeypatch.setattr(sys.modules[ops.quantize.__module__], "why_no_tiles", lambda options, x: "left out")
+    monkeypatch.setattr("torchao_blockwise.ops.quantization.why_no_tiles", lambda options, x: "left out")
     machine.runs_gluon()
     return machine.launches_of(gluon_tiles, happen=False)
 

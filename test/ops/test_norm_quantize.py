@@ -50,7 +50,7 @@ def by_hand(x, statistics, weight, bias, dtype=None):
 
 def quantized(y, options):
     """By the reference, as an operation of its own."""
-    return ops.quantize(y, **options._asdict(), backend="reference")
+    return ops.quantize_by(y, options, backend="reference")
 
 
 def assert_copies_equal(got, expected) -> None:

@@ -64,7 +64,7 @@ def gradients_by_hand(dh, gate, up):
 
 def quantized(x, options):
     """By the reference, as an operation of its own."""
-    return ops.quantize(x, **options._asdict(), backend="reference")
+    return ops.quantize_by(x, options, backend="reference")
 
 
 def assert_copies_equal(got, expected) -> None:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import Groups, Operand, Place
+from torchao_blockwise.formats import Operand, Place
 from torchao_blockwise.ops.device.elements import (
     encode_e2m1,
     encode_e2m1_stochastically,
@@ -25,7 +25,6 @@ from torchao_blockwise.ops.device.group_blocks import load_block
 from torchao_blockwise.ops.device.groups import load_ends
 from torchao_blockwise.ops.device.random_bits import block_words, load_key
 from torchao_blockwise.ops.device.scales import nvfp4_scales
-from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 _BLOCK = tl.constexpr(16)
@@ -185,23 +184,22 @@ def columnwise_copy(
     x: torch.Tensor,
     amax: torch.Tensor,
     copy: Operand,
-    groups: Groups | None,
+    blocks: torch.Tensor | None,
     hadamard: int = 0,
     key: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
     place: Place | None = None,
 ) -> None:
     """Write the columnwise copy of `x` [.., M, K], not empty, which is padded; of tokens in groups it always is.
 
-    amax: f32 scalar. hadamard, key, place: as in `ops.randomization`; without a key round to nearest.
+    amax: f32 scalar. blocks: of tokens in groups their table; ends: of these groups, where there is a key.
+    hadamard, key, place: as in `ops.randomization`; without a key round to nearest.
     """
     fmt, (*batch, M, K) = copy.format, x.shape
     x = x.flatten(0, -3) if batch else x
     B, strides = (x.shape[0], x.stride()) if batch else (1, (0, *x.stride()))
     operand, *where = Place() if place is None else place
-    blocks, count = None, 1
-    if groups is not None:
-        blocks, count = block_table(groups, M, fmt), groups.ends.shape[0]
-    ends = None if groups is None or key is None else groups.ends
+    count = 1 if ends is None else ends.shape[0]
     width = copy.scale.shape[-1]
     chunks, columns, warps = TILE
     launch(

@@ -261,12 +261,12 @@ def quantize(
     padded = options.padded or groups is not None or not options.columnwise
     copies = new_copies(x, x.shape, options if padded else options._replace(padded=True), groups)
     if x.numel() > 0:
+        blocks = None if groups is None else block_table(groups, x.shape[0], fmt)
         rowwise, columnwise = copies
         if columnwise and fmt.name == NVFP4_1X16.name:
             assert amax_bits is not None
-            columnwise_copy(x, amax_bits.view(torch.float32), columnwise, groups)
+            columnwise_copy(x, amax_bits.view(torch.float32), columnwise, blocks)
             columnwise = None
-        blocks = None if groups is None else block_table(groups, x.shape[0], fmt)
         power_of_2 = options.power_of_2_scales
         if rowwise and columnwise and (K % _ALIGNMENT or not fmt.is_square):
             # A program with two sets of values, or of addresses, spills or has few neighbours.

@@ -160,7 +160,9 @@ def quantize(
         if options.rowwise:
             _rowwise_copy(x, amax, copies.rowwise, groups, key, place)
         else:
-            columnwise_copy(x, amax, copies.columnwise, groups, options.hadamard, key, place)
+            blocks = None if groups is None else block_table(groups, x.shape[0], options.fmt)
+            ends = None if groups is None or key is None else groups.ends
+            columnwise_copy(x, amax, copies.columnwise, blocks, options.hadamard, key, ends, place)
     return copies if padded else as_asked(copies, x.shape[0], options)
 
 
