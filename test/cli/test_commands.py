@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
 
+from torchao_blockwise._compat import torchao_import
 from torchao_blockwise.cli import COMMANDS, doctor, main, terminal
 from torchao_blockwise.cli.terminal import colored
 from torchao_blockwise.diagnostics import Examination
@@ -70,6 +73,19 @@ def test_as_a_process():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.startswith("what ") and "nothing was run, 0 problems" in done.stdout
+
+
+def test_what_python_says_of_the_source_of_torchao_is_not_shown():
+    """As it does where it compiles that source, which is once an installation."""
+
+    def said(package: str) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.resetwarnings()
+            with torchao_import.without_noise() if package != "torchao, later" else contextlib.nullcontext():
+                compile("1 is 1", f"/packages/{package.split(',')[0]}/file.py", "exec")
+        return len(caught)
+
+    assert [said(package) for package in ("torchao", "other", "torchao, later")] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
