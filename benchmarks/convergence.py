@@ -1,7 +1,7 @@
 """Train recipes with several seeds, and compare each with bf16 of the same seed: does low precision learn as well?
 
 python benchmarks/convergence.py                                  # bf16, fp8 and nvfp4 with two seeds, on any machine
-python benchmarks/convergence.py --recipes bf16 bf16_perturbed fp8 nvfp4_full --seeds 0 1 2 --preset 1b --compile
+python benchmarks/convergence.py --recipes bf16 bf16_perturbed fp8 nvfp4_hadamard --seeds 0 1 2 --preset 1b --compile
 python benchmarks/convergence.py --merge other_machine/convergence --results
 
 A run is `train_llm.py` of one recipe and one seed, as a process of its own; with several GPUs one runs on each. What is
@@ -210,7 +210,7 @@ def report(args: argparse.Namespace, runs: list[Run]) -> int:
     text = f"{table(runs)}\n\n" + "\n".join(notes) + "\n"
     print(f"\n{text}")
     device = content["environment"]["device"]
-    slug = device.lower().replace(" ", "_") if "NVIDIA" in device else "cpu"
+    slug = environment.slug_of(device) if "NVIDIA" in device else "cpu"
     name = "_".join(["convergence", *config["preset"].split("-"), slug])
     for folder in (args.out, *[RESULTS] * args.results):
         folder.mkdir(parents=True, exist_ok=True)

@@ -46,9 +46,12 @@ def device_name(device: torch.device) -> str:
 
 def slug(device: torch.device) -> str:
     """The device in a file name: `cpu`, `nvidia_h200`."""
-    if device.type == "cpu":
-        return "cpu"
-    return "_".join("".join(c if c.isalnum() else " " for c in device_name(device).lower()).split())
+    return "cpu" if device.type == "cpu" else slug_of(device_name(device))
+
+
+def slug_of(name: str) -> str:
+    """A device's name in a file name."""
+    return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
 def write_text(path: Path, text: str) -> None:
