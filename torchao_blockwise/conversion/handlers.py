@@ -8,7 +8,6 @@ of a `quantize_` checks all layers that will follow, so that a model is converte
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import warnings
 import weakref
@@ -20,6 +19,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from torchao_blockwise import _compat, _versions
 from torchao_blockwise._compat import hugging_face, torch_fsdp
+from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.filters import Filter
 from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
@@ -206,9 +206,8 @@ def _warn_of_unused(filter_fn: Filter, model: nn.Module) -> None:
     """Warn of patterns that match no layer, with the names that are nearest."""
     names = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear) or expert_weights(m)]
     for pattern in filter_fn.unused(names):
-        near = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0))
         said = f"{pattern!r} of {filter_fn} matches no layer and leaves nothing out"
-        warnings.warn(f"quantize_: {said}; the nearest names are {near}", stacklevel=2)
+        warnings.warn(f"quantize_: {said}; the nearest names are {nearest_names(pattern, names)}", stacklevel=2)
 
 
 def _check(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import math
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat
+from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups
 from torchao_blockwise.nn.weights import WEIGHTS, config_of
@@ -78,8 +78,8 @@ def find_layers(model: nn.Module, patterns: str | Sequence[str]) -> list[Layer]:
 def _nothing_matches(pattern: str, names: list[str]) -> str:
     if not names:
         return "NumericsMonitor: the model has no linear layer and no experts"
-    nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or names[:3]
-    return f"NumericsMonitor: layers={pattern!r} matches no layer; the nearest names are {', '.join(nearest)}"
+    near = nearest_names(pattern, names)
+    return f"NumericsMonitor: layers={pattern!r} matches no layer; the nearest names are {near}"
 
 
 def recipe_name(config: TrainingConfig) -> str:

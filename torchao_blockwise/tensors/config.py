@@ -45,7 +45,7 @@ class TrainingConfig(AOBaseConfig):
     def __new__(cls, *args: object, **options: object) -> Self:
         """A misspelled option is named with the one that is nearest."""
         known = [field.name for field in fields(cls)]
-        for name in options.keys() - known:
+        for name in (name for name in options if name not in known):
             meant = did_you_mean(name, known)
             raise TypeError(f"{cls.__name__}: no option {name!r}; its options are {', '.join(known)}{meant}")
         return super().__new__(cls)
