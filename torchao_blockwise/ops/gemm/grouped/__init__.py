@@ -26,6 +26,7 @@ from torchao_blockwise.ops.backend import (
 )
 from torchao_blockwise.ops.gemm.adding import adding_rows
 from torchao_blockwise.ops.gemm.plain import KERNEL_PAIRS, check_operands, check_sum, count_change, count_flops
+from torchao_blockwise.ops.gemm.rows import why_not_copied
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import Changed, define_op
@@ -144,11 +145,7 @@ def _why_not_decoded(a: Operand, b: Operand, groups: Groups, along: str, out_dty
     """Why Gluon does not multiply what was decoded to bf16 before, or None if it does."""
     if a.format.element is not E2M1:
         return _why_no_gluon(a, b, groups, along, out_dtype) or "it is multiplied as it is"
-    reason = why_no_gluon(a.qdata.device) or _why_no_triton(a, b, groups, along, out_dtype)
-    if reason is None and 0 in (*a.qdata.shape, *b.qdata.shape):
-        got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
-        return f"the copy engine has no empty tensors, got payloads of shape {got}"
-    return reason
+    return why_no_gluon(a.qdata.device) or _why_no_triton(a, b, groups, along, out_dtype) or why_not_copied(a, b)
 
 
 def _why_no_triton(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> str | None:

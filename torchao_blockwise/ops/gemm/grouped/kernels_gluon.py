@@ -24,7 +24,7 @@ from torchao_blockwise.ops.gemm.gluon_pipeline import (
 )
 from torchao_blockwise.ops.gemm.gluon_ring import WARPGROUP
 from torchao_blockwise.ops.gemm.plain.kernels_gluon import copies_out, in_tiles, multiprocessors, tiles_of
-from torchao_blockwise.ops.gemm.rows import aligned_rows
+from torchao_blockwise.ops.gemm.rows import aligned_rows, why_not_copied
 from torchao_blockwise.ops.groups.tables.kernels_triton import group_schedule, row_schedule
 from torchao_blockwise.ops.groups.tables.layout import count_rows
 from torchao_blockwise.ops.launch import ceil_div, launch
@@ -37,11 +37,9 @@ def why_not(a: Operand, b: Operand, along: str) -> str | None:
     if (a.format, b.format) != _PAIRS[along]:
         wanted = " · ".join(fmt.name for fmt in _PAIRS[along])
         return f'along "{along}" the kernels multiply {wanted}, got {a.format_name} · {b.format_name}'
-    if 0 in (*a.qdata.shape, *b.qdata.shape):
-        got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
-        return f"the copy engine has no empty tensors, got payloads of shape {got}"
+    reason = why_not_copied(a, b)
     # Asked last: reading the environment takes 0.6 µs.
-    return "Triton's interpreter does not know Gluon" if interpreting() else None
+    return "Triton's interpreter does not know Gluon" if reason is None and interpreting() else reason
 
 
 @functools.lru_cache(maxsize=4096)
