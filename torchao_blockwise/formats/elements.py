@@ -6,6 +6,7 @@ by the block's encode factor; `decode` gives back fp32 values before any scale.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -104,12 +105,7 @@ class _E2M1(Element):
     """1 sign, 2 exponent, 1 mantissa bit; no NaN, no infinity. A NaN encodes as 0. Source: OCP Microscaling spec."""
 
     def encode(self, y: torch.Tensor) -> torch.Tensor:
-        code = (y.signbit() & ~y.isnan()).to(torch.uint8) * _SIGN_BIT
-        magnitude = y.abs()
-        # One comparison after the other: on a CPU `bucketize` takes ten times as long.
-        for border in _E2M1_BORDERS:
-            code += magnitude >= border
-        return self.pack(code)
+        return self._pack_largest_below(y.abs(), _E2M1_BORDERS, y)
 
     def encode_stochastically(self, y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
         """`encode`, but rounded up with the probability of the distance to the lower neighbor; NaN encodes as 0.
@@ -119,9 +115,15 @@ class _E2M1(Element):
         """
         v = y.abs().clamp(max=self.max)
         t = (v + random.float() / 256 * _e2m1_step(v)).clamp(max=self.max)
-        # Not below zero: of a NaN, which no comparison is true of.
-        code = (t.unsqueeze(-1) >= torch.tensor(E2M1_VALUES, device=y.device)).sum(-1, dtype=torch.uint8).clamp(min=1)
-        return self.pack(code - 1 + (y.signbit() & ~y.isnan()).to(torch.uint8) * _SIGN_BIT)
+        return self._pack_largest_below(t, E2M1_VALUES[1:], y)
+
+    def _pack_largest_below(self, magnitude: torch.Tensor, borders: Sequence[float], y: torch.Tensor) -> torch.Tensor:
+        """Codes that count the borders up to each magnitude, with the signs of `y`, packed; of a NaN 0."""
+        code = (y.signbit() & ~y.isnan()).to(torch.uint8) * _SIGN_BIT
+        # One comparison after the other: on a CPU `bucketize` takes ten times as long.
+        for border in borders:
+            code += magnitude >= border
+        return self.pack(code)
 
     def decode(self, qdata: torch.Tensor, columns: int) -> torch.Tensor:
         values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=qdata.device)

@@ -37,7 +37,8 @@ from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over
 def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> CastOptions:
     """How a layer of this config quantizes an activation or its gradient."""
     hadamard = config.hadamard_number if columnwise else 0
-    return CastOptions(config.activation_format, rowwise, columnwise, config.power_of_2_scales, True, hadamard)
+    power_of_2 = config.power_of_2_scales
+    return CastOptions(config.activation_format, rowwise, columnwise, power_of_2, padded=True, hadamard=hadamard)
 
 
 def operand_of(tensors: Sequence[torch.Tensor], config: TrainingConfig) -> Operand:
@@ -238,7 +239,7 @@ def quantized_output_op(
     if not columnwise:
         return [out]
     fmt = recipe.activation_format
-    options = CastOptions(fmt, False, True, recipe.power_of_2_scales, True, recipe.hadamard_number)
+    options = CastOptions(fmt, False, True, recipe.power_of_2_scales, padded=True, hadamard=recipe.hadamard_number)
     copy = new_copies(x, tuple(x.shape), options, groups).columnwise
     return [out, copy.qdata, copy.scale, *([x.new_empty((), dtype=torch.float32)] if fmt.has_global_scale else [])]
 

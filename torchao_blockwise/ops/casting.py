@@ -17,16 +17,16 @@ from torchao_blockwise.formats import (
     Draws,
     Groups,
     StochasticRounding,
-    draws_of,
     get_format,
     hadamard_number,
 )
 from torchao_blockwise.ops.backend import Backend, get_backend
 from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
-from torchao_blockwise.ops.groups.quantization import grouped_amax_bits_op, grouped_quantize_op
-from torchao_blockwise.ops.operands import check_dtype
-from torchao_blockwise.ops.quantization import copies_by, quantize_both_op, quantize_op, tensor_amax_bits_op
-from torchao_blockwise.ops.randomization import check_rounding, randomized_copies
+from torchao_blockwise.ops.groups.quantization import amax_bits_of, grouped_quantize_op
+from torchao_blockwise.ops.op import with_global_scale, without_grad
+from torchao_blockwise.ops.operands import check_dtype, check_options, check_tensor_amax
+from torchao_blockwise.ops.quantization import global_scale_op, quantize_both_op, quantize_op, scaling_backend
+from torchao_blockwise.ops.randomization import checked_draws, randomized_copies
 
 
 def quantize(
@@ -70,8 +70,7 @@ def quantize(
     """
     fmt, number = get_format(fmt), hadamard_number(hadamard)
     options = CastOptions(fmt, rowwise, columnwise, power_of_2_scales, padded, number)
-    check_rounding("quantize", options, stochastic)
-    draws = None if stochastic is None else draws_of(stochastic, x.device)
+    draws = checked_draws("quantize", options, stochastic, x.device)
     return quantize_by(x, options, tensor_amax=tensor_amax, draws=draws, backend=backend)
 
 
@@ -110,8 +109,7 @@ def grouped_quantize(
     """
     number = hadamard_number(hadamard)
     options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, hadamard=number)
-    check_rounding("grouped_quantize", options, stochastic)
-    draws = None if stochastic is None else draws_of(stochastic, x.device)
+    draws = checked_draws("grouped_quantize", options, stochastic, x.device)
     return quantize_by(x, options, as_groups(groups), tensor_amax=tensor_amax, draws=draws, backend=backend)
 
 
@@ -137,15 +135,31 @@ def quantize_by(
         return randomized_copies(op, x, options, groups, draws, tensor_amax, backend)
     if isinstance(tensor_amax, tuple):
         raise ValueError(f"{op}: two of tensor_amax are for hadamard=True; pass one")
-    if groups is not None:
-        ends = groups.ends
-
-        def amax_bits_of(x: torch.Tensor, backend: Backend) -> torch.Tensor:
-            return grouped_amax_bits_op(x, ends, backend)
-
-        others = groups, get_backend(backend)
-        return copies_by(grouped_quantize_op, others, x, options, tensor_amax, amax_bits_of, op)
     if x.dim() < 2:
         raise ValueError(f"{op}: x must have at least 2 dims [.., M, K], got shape {list(x.shape)}; reshape it")
-    by = quantize_both_op if options.rowwise and options.columnwise else quantize_op
-    return copies_by(by, (get_backend(backend),), x, options, tensor_amax, tensor_amax_bits_op, op)
+    return _from_one_read(op, x, options, groups, tensor_amax, get_backend(backend))
+
+
+def _from_one_read(
+    op: str,
+    x: torch.Tensor,
+    options: CastOptions,
+    groups: Groups | None,
+    tensor_amax: torch.Tensor | None,
+    backend: Backend,
+) -> Copies:
+    """The copies of `x` that are rounded to nearest and not transformed, with the tensor scale where there is one."""
+    check_options(op, options)
+    check_tensor_amax(op, options.fmt, tensor_amax)
+    (x,) = without_grad(x)  # type: ignore[assignment]  # no None
+    others: tuple[Groups | Backend, ...] = (backend,) if groups is None else (groups, backend)
+    if groups is not None:
+        cast = grouped_quantize_op
+    else:
+        cast = quantize_both_op if options.rowwise and options.columnwise else quantize_op
+    if not options.fmt.has_global_scale:
+        return cast(x, None, options, *others)
+    scaled_by = scaling_backend(backend)
+    amax_bits = amax_bits_of(x, groups, scaled_by) if tensor_amax is None else tensor_amax.view(torch.int32)
+    global_scale = global_scale_op(amax_bits, scaled_by)
+    return with_global_scale(cast(x, amax_bits, options, *others), global_scale)

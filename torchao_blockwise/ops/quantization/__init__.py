@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,13 +14,12 @@ from torchao_blockwise.formats import (
     BlockFormat,
     CastOptions,
     Copies,
-    Groups,
     Operand,
     global_scale_of,
 )
 from torchao_blockwise.ops.backend import Backend, Implementation, why_no_encoders, why_no_kernels
-from torchao_blockwise.ops.op import define_op, with_global_scale, without_grad
-from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies, why_no_tiles
+from torchao_blockwise.ops.op import define_op
+from torchao_blockwise.ops.operands import new_copies, why_no_tiles
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.ops.quantization import reference
 from torchao_blockwise.ops.sharding import Rules, Spec, shards_on_blocks
@@ -32,29 +30,10 @@ if TYPE_CHECKING:
 _KERNEL_FORMATS = {fmt.name for fmt in (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)}
 
 
-def copies_by(
-    op: Callable[..., Copies],
-    others: tuple[Groups | Backend, ...],
-    x: torch.Tensor,
-    options: CastOptions,
-    tensor_amax: torch.Tensor | None,
-    amax_bits_of: Callable[[torch.Tensor, Backend], torch.Tensor],
-    name: str,
-) -> Copies:
-    """What `op(x, bits of the amax, options, *others)` gives, with the tensor scale where the format has one.
-
-    tensor_amax: as in `quantize`; without it `amax_bits_of` is asked. name: the caller's, for messages.
-    """
-    check_options(name, options)
-    check_tensor_amax(name, options.fmt, tensor_amax)
-    (x,) = without_grad(x)  # type: ignore[assignment]  # no None
-    if not options.fmt.has_global_scale:
-        return op(x, None, options, *others)
+def scaling_backend(backend: Backend) -> Backend:
+    """Who computes amaxes and tensor scales beside casts on `backend`."""
     # The oracle's are its own. Of the others not all have kernels for these.
-    scaled_by = Backend.REFERENCE if others[-1] is Backend.REFERENCE else Backend.AUTO
-    amax_bits = amax_bits_of(x, scaled_by) if tensor_amax is None else tensor_amax.view(torch.int32)
-    global_scale = global_scale_op(amax_bits, scaled_by)
-    return with_global_scale(op(x, amax_bits, options, *others), global_scale)
+    return Backend.REFERENCE if backend is Backend.REFERENCE else Backend.AUTO
 
 
 def _by_reference(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions) -> Copies:

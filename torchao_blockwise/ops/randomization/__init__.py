@@ -20,21 +20,27 @@ from torchao_blockwise.formats import (
     Operand,
     Place,
     StochasticRounding,
+    draws_of,
 )
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
 from torchao_blockwise.ops.groups.ends import check_group_ends
-from torchao_blockwise.ops.groups.quantization import grouped_amax_bits_op
+from torchao_blockwise.ops.groups.quantization import amax_bits_of
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import define_op, with_global_scale, without_grad
 from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies
-from torchao_blockwise.ops.quantization import global_scale_op, tensor_amax_bits_op, why_no_quantizers
+from torchao_blockwise.ops.quantization import global_scale_op, scaling_backend, why_no_quantizers
 from torchao_blockwise.ops.randomization import reference
 
 
-def check_rounding(op: str, options: CastOptions, rounding: StochasticRounding | None) -> None:
-    """Raise ValueError unless copies by these options can be rounded so."""
+def checked_draws(
+    op: str, options: CastOptions, rounding: StochasticRounding | None, device: torch.device
+) -> Draws | None:
+    """What operations on `device` carry of a rounding, None for round to nearest.
+
+    Raises ValueError unless copies by these options can be rounded so.
+    """
     if rounding is None:
-        return
+        return None
     if options.fmt.name != NVFP4_1X16.name:
         raise ValueError(f"{op}: stochastic rounding is for {NVFP4_1X16.name}, got {options.fmt.name}; leave it out")
     if min(*rounding.start, 0 if rounding.grid is None else rounding.grid, rounding.expert) < 0:
@@ -48,6 +54,7 @@ def check_rounding(op: str, options: CastOptions, rounding: StochasticRounding |
             f"{op}: start and grid of stochastic are those of one copy's blocks, and both are asked for; "
             "ask for one after the other, the columnwise one with stream + 1"
         )
+    return draws_of(rounding, device)
 
 
 def randomized_copies(
@@ -71,7 +78,7 @@ def randomized_copies(
         )
     (x,) = without_grad(x)  # type: ignore[assignment]  # no None
     backend = get_backend(backend)
-    scaled_by = Backend.REFERENCE if backend is Backend.REFERENCE else Backend.AUTO
+    scaled_by = scaling_backend(backend)
     if tensor_amax is None:
         amaxes = amax_bits_of_both(x, options.hadamard, groups, scaled_by)
     else:
@@ -104,7 +111,7 @@ def amax_bits_of_both(
     """Bits of the amax of `x` [M, K] and of its transform; twice the first where there is none."""
     if hadamard:
         return hadamard_amax_bits_op(x, hadamard, groups, backend)
-    bits = tensor_amax_bits_op(x, backend) if groups is None else grouped_amax_bits_op(x, groups.ends, backend)
+    bits = amax_bits_of(x, groups, backend)
     return bits, bits
 
 

@@ -11,7 +11,7 @@ from torchao_blockwise.ops.groups.quantization import reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import define_op
 from torchao_blockwise.ops.operands import new_copies, why_no_tiles
-from torchao_blockwise.ops.quantization import amax_of, why_no_quantizers
+from torchao_blockwise.ops.quantization import amax_of, tensor_amax_bits_op, why_no_quantizers
 
 
 def _check_groups(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions, groups: Groups) -> None:
@@ -54,3 +54,8 @@ def _check_ends(x: torch.Tensor, ends: torch.Tensor) -> None:
 )
 def grouped_amax_bits_op(x: torch.Tensor, ends: torch.Tensor, backend: Backend) -> torch.Tensor:
     return x.new_empty((), dtype=torch.int32)
+
+
+def amax_bits_of(x: torch.Tensor, groups: Groups | None, backend: Backend) -> torch.Tensor:
+    """Bits of the amax of `x`, or of its rows in groups."""
+    return tensor_amax_bits_op(x, backend) if groups is None else grouped_amax_bits_op(x, groups.ends, backend)
