@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from gpu_steps import capture, check_captured_training
@@ -79,26 +81,10 @@ def check_steps(replayed: nn.Module, eager: nn.Module, gradients, call=None) -> 
     assert len(set(losses)) == STEPS
 
 
-@every_model
-@both_formats
-def test_forward_and_backward_in_a_graph(kind, config):
+def check_captured(kind, config, scope) -> None:
+    """`check_steps` of a graph of forward and backward that is captured in `scope(model)`."""
     model, x = make(kind, config), batches()[0].clone()
-    graph, loss = capture(lambda: gradients_of(model, model, x))
-
-    def gradients(batch):
-        x.copy_(batch)
-        graph.replay()
-        return loss
-
-    check_steps(model, make(kind, config), gradients)
-
-
-@every_model
-@both_formats
-def test_a_graph_captured_in_a_scope_quantizes_in_each_replay(kind, config):
-    """Copies were kept when it was captured; the optimizer changes the weights after the scope."""
-    model, x = make(kind, config), batches()[0].clone()
-    with weights_unchanged(model, keep="both"):
+    with scope(model):
         graph, loss = capture(lambda: gradients_of(model, model, x))
 
     def gradients(batch):
@@ -107,6 +93,19 @@ def test_a_graph_captured_in_a_scope_quantizes_in_each_replay(kind, config):
         return loss
 
     check_steps(model, make(kind, config), gradients)
+
+
+@every_model
+@both_formats
+def test_forward_and_backward_in_a_graph(kind, config):
+    check_captured(kind, config, lambda model: contextlib.nullcontext())
+
+
+@every_model
+@both_formats
+def test_a_graph_captured_in_a_scope_quantizes_in_each_replay(kind, config):
+    """Copies were kept when it was captured; the optimizer changes the weights after the scope."""
+    check_captured(kind, config, lambda model: weights_unchanged(model, keep="both"))
 
 
 @every_model

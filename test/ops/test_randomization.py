@@ -143,6 +143,11 @@ def _amaxes(x):
     return x.float().abs().max(), transformed.float().abs().max()
 
 
+def _columnwise_part(part, rounding: StochasticRounding, amaxes, backend: str) -> Operand:
+    options = {"rowwise": False, "columnwise": True, "hadamard": True, "tensor_amax": amaxes, "backend": backend}
+    return ops.quantize(part, NVFP4_1X16, stochastic=rounding, **options).columnwise
+
+
 @backends
 def test_parts_of_the_rows_have_the_bits_of_the_whole(backend, device):
     x = random_tensor(80, 70, device=device)
@@ -154,17 +159,8 @@ def test_parts_of_the_rows_have_the_bits_of_the_whole(backend, device):
         made = ops.quantize(part, NVFP4_1X16, stochastic=rowwise, tensor_amax=amaxes[0], backend=backend).rowwise
         _same((made,), (_slice(whole.rowwise, slice(first, end), slice(None)),))
         columnwise = ROUNDING._replace(stream=0, start=(0, first // 16), grid=chunks)
-        made = ops.quantize(
-            part,
-            NVFP4_1X16,
-            rowwise=False,
-            columnwise=True,
-            hadamard=True,
-            # One more than 2^32 - 1.
-            stochastic=columnwise._replace(stream=2**32 - 1),
-            tensor_amax=amaxes,
-            backend=backend,
-        ).columnwise
+        # One more than 2^32 - 1.
+        made = _columnwise_part(part, columnwise._replace(stream=2**32 - 1), amaxes, backend)
         _same((made,), (_slice(whole.columnwise, slice(None), slice(first, end)),))
 
 
@@ -178,16 +174,7 @@ def test_parts_of_the_columns_have_the_bits_of_the_whole(backend, device):
         rowwise = ROUNDING._replace(start=(0, first // 16), grid=6)
         made = ops.quantize(part, NVFP4_1X16, stochastic=rowwise, tensor_amax=amaxes[0], backend=backend).rowwise
         _same((made,), (_slice(whole.rowwise, slice(None), slice(first, end)),))
-        made = ops.quantize(
-            part,
-            NVFP4_1X16,
-            rowwise=False,
-            columnwise=True,
-            hadamard=True,
-            stochastic=ROUNDING._replace(start=(first, 0)),
-            tensor_amax=amaxes,
-            backend=backend,
-        ).columnwise
+        made = _columnwise_part(part, ROUNDING._replace(start=(first, 0)), amaxes, backend)
         _same((made,), (_slice(whole.columnwise, slice(first, end), slice(None)),))
 
 
