@@ -117,13 +117,14 @@ def test_generation_and_attentions():
 
 
 @both_formats
-def test_compiled(config):
-    """Compiled by itself, as it computes attention in another order."""
-    results = []
+@pytest.mark.parametrize("checkpoints", ("enable", "disable"))
+def test_compiled(config, checkpoints):
+    results = []  # Both compiled: attention is computed in another order there.
     for fused in (False, True):
         model = convert(language_model(num_hidden_layers=1), config)
         if fused:
             fuse(model)
+        getattr(model, f"gradient_checkpointing_{checkpoints}")()
         torch._dynamo.reset()
         results.append(step(torch.compile(model, backend="aot_eager", fullgraph=True)))
     assert_same(*results)

@@ -8,6 +8,7 @@ from helpers import FP8, both_formats, every_recipe, forward_backward, replace
 from shared_inputs import OPS, VARIANTS, Attention, assert_same, attention, tokens
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "fresh_dynamo")
 
@@ -70,3 +71,76 @@ def test_inductor_gives_the_bits_of_layers_that_share_nothing(config):
     expected = forward_backward(torch.compile(attention(config, fused=False), fullgraph=True), tokens(33))
     torch._dynamo.reset()
     assert_same(forward_backward(torch.compile(attention(config), fullgraph=True), tokens(33)), expected)
+
+
+class Residual(nn.Module):
+    """A block of a transformer without norms: its attention is not the only one to read the input."""
+
+    def __init__(self, config, fused: bool = True, checkpointed: bool = True):
+        super().__init__()
+        self.attention, self.checkpointed = attention(config, fused=fused), checkpointed
+
+    def inner(self, x):
+        return x.sin() + self.attention(x) * x
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+
+
+@every_recipe
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_checkpointed_region_is_one_graph(config, variant):
+    """Layers in it share, and the gradients of all who read the input are summed in the order of the plain model."""
+    config = replace(config, **variant)
+    expected = forward_backward(Residual(config, fused=False, checkpointed=False), tokens(33))
+    forward, backward, results = saved_by_graphs(Residual(config), tokens(33))
+    # The region's input, once for q, k and v, and what `o` reads.
+    assert forward == 2
+    # Recomputed; then the four gradients, and what was saved in high precision for each weight. PyTorch 2.11 does not
+    # recompute what an autograd function saved.
+    assert backward <= 2 + (8 if "save_activations" in variant else 4)
+    assert_same(results, expected)
+
+
+@both_formats
+def test_inductor_compiles_a_checkpointed_region(config):
+    expected = forward_backward(torch.compile(Residual(config, fused=False), fullgraph=True), tokens(33))
+    torch._dynamo.reset()
+    assert_same(forward_backward(torch.compile(Residual(config), fullgraph=True), tokens(33)), expected)
+
+
+class Broken(Attention):
+    """No compiler takes its forward pass whole."""
+
+    def forward(self, x):
+        q = self.q(x)
+        torch._dynamo.graph_break()
+        return self.o(q * torch.cat((self.k(x), self.v(x)), -1))
+
+
+def test_a_forward_pass_that_is_compiled_in_parts():
+    expected = forward_backward(attention(FP8, fused=False), tokens(33))
+    model = attention(FP8, cls=Broken)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        assert_same(forward_backward(compiled, tokens(33)), expected)
+    assert_same(forward_backward(model, tokens(33)), expected)
+
+
+class ByName(Attention):
+    """Takes its input by name, gives it back, and hands one of its layers another tensor."""
+
+    def forward(self, x):
+        return self.o(self.q(x) * torch.cat((self.k(x.neg()), self.v(x)), -1)), x
+
+
+def test_an_input_by_name_that_is_given_back():
+    results = []
+    for fused in (False, True):
+        model, x = attention(FP8, fused=fused, cls=ByName), tokens(33).requires_grad_()
+        out, same = torch.compile(model, backend="aot_eager", fullgraph=True)(x=x)
+        (out.sum() + same.square().sum()).backward()
+        results.append((x.grad, out.detach(), same.detach(), *(p.grad for p in model.parameters())))
+    # What reads the input besides the layers that share it is summed by itself.
+    torch.testing.assert_close(results[0][0], results[1][0])
+    assert_same(*(result[1:] for result in results))

@@ -52,19 +52,23 @@ class FusedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         fusion = self.fusion
-        self.offer(args[0] if args else kwargs.get(fusion.argument))
+        if args:
+            args = (self.offer(args[0]), *args[1:])
+        elif fusion.argument in kwargs:
+            kwargs[fusion.argument] = self.offer(kwargs[fusion.argument])
         try:
             return super().forward(*args, **kwargs)
         finally:
             fusion.shared_input.withdraw()
 
-    def offer(self, x: object) -> None:
-        """Let the readers share copies of `x` until it is withdrawn, if that is right."""
+    def offer(self, x: Any) -> Any:
+        """What to hand the readers for `x`: they share copies of it until it is withdrawn, if that is right."""
         if not isinstance(x, torch.Tensor) or not are_plain(x) or x.dtype not in HIGH_PRECISION_DTYPES:
-            return
-        if why_not_shared(self) is None:
-            fusion = self.fusion
-            fusion.shared_input.offer(x, [getattr(self, name).weight for name in fusion.readers])
+            return x
+        if why_not_shared(self) is not None:
+            return x
+        fusion = self.fusion
+        return fusion.shared_input.offer(x, [getattr(self, name).weight for name in fusion.readers])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
@@ -83,7 +87,7 @@ class FusedSwiGLU(FusedModule):
             return super().forward(*args, **kwargs)
         (x,), fusion = args, self.fusion
         gate, up, down = (getattr(self, name) for name in (*fusion.readers, fusion.down))
-        self.offer(x)
+        x = self.offer(x)
         try:
             gate, up = gate(x), up(x)
         finally:

@@ -4,6 +4,9 @@
     each of them    rowwise · wᵀ = output; saved for backward: the one columnwise copy
 
 Each layer keeps its own node in autograd's graph. So gradients are computed, and summed, as they are without sharing.
+
+In eager mode the module remembers what it offers. A compiler refuses a checkpointed region that changes an object from
+outside of it. So in compiled code a view of the input, made inside of the region, carries the offer.
 """
 
 from __future__ import annotations
@@ -25,41 +28,59 @@ from torchao_blockwise.nn.weights import Weight, check_linear, config_of
 class SharedInput:
     """What layers that share their input know of it: nothing, or while a forward pass runs what it was given.
 
-    An input is known by identity. A layer that is called with another tensor quantizes that one.
+    An input is known by identity, in compiled code by the offer that it carries. A layer that is called with another
+    tensor quantizes that one.
     """
 
     def __init__(self) -> None:
         self._offered: _Offer | None = None
 
-    def offer(self, x: torch.Tensor, weights: list[Any]) -> None:
-        """Let layers of these weights, which train by one config, share copies of `x`, each of them once."""
+    def offer(self, x: torch.Tensor, weights: list[Any]) -> torch.Tensor:
+        """What to call layers of these weights with, which train by one config: they share copies of `x`, each once."""
         # Else each thing that is read of a weight goes through Python.
         with _compat.no_torch_function():
             trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-        self._offered = _Offer(x, Contraction(config_of(weights[0])), len(weights), trained)
+        offered = _Offer(self, x, Contraction(config_of(weights[0])), len(weights), trained)
+        if torch.compiler.is_compiling():
+            carrier = x.view_as(x)
+            carrier.offered_input = offered  # type: ignore[attr-defined]
+            return carrier
+        self._offered = offered
+        return x
 
     def withdraw(self) -> None:
         """Forget the input; the copies go when the last layer has taken them, if that is before."""
-        self._offered = None
+        if not torch.compiler.is_compiling():
+            self._offered = None
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """`linear(x, weight, bias)`, by the shared copies where `x` is what was offered."""
-        offered = self._offered
-        if offered is None or offered.x is not x:
+        offered = self._offer_of(x)
+        if offered is None:
             return linear(x, weight, bias)
         with _compat.no_torch_function():
+            # Of the input itself, not of a view of it: so gradients of all who read it are summed in the same order.
+            x = offered.x
             check_linear(x, weight, bias)
             copies = offered.take()
             if offered.left == 0:
-                self._offered = None
+                self.withdraw()
             return steps.apply(_LinearOfCopies, x, weight, bias, offered.how, copies)
+
+    def _offer_of(self, x: torch.Tensor) -> _Offer | None:
+        """The offer whose input `x` is, or None."""
+        if torch.compiler.is_compiling():
+            carried = getattr(x, "offered_input", None)
+            return carried if carried is not None and carried.to is self else None
+        offered = self._offered
+        return offered if offered is not None and offered.x is x else None
 
 
 class _Offer:
     """An input of so many layers, and its copies as soon as the first of them asks."""
 
-    def __init__(self, x: torch.Tensor, how: Contraction, layers: int, trained: bool) -> None:
-        self.x, self.how, self.left, self.trained = x, how, layers, trained
+    def __init__(self, to: SharedInput, x: torch.Tensor, how: Contraction, layers: int, trained: bool) -> None:
+        self.to, self.x, self.how, self.left, self.trained = to, x, how, layers, trained
         self._taken: tuple[Any, ...] | None = None
 
     def take(self) -> tuple[Any, ...]:
