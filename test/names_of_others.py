@@ -16,6 +16,7 @@ NAMES_IN_COMPAT = (
     "torch.Tensor._use_count",
     "torch.Tensor._version",
     "torch._grouped_mm",
+    "torch._inductor.cudagraph_trees.get_manager",
     "torch._scaled_mm_v2",
     "torch.compiler.config.cache_key_tag",
     "torch.autograd.profiler._is_profiler_enabled",
@@ -96,6 +97,7 @@ ATTRIBUTES_IN_COMPAT = {
         "sharded_param",
         "_sharding_spec",
     ),
+    "torch._inductor.cudagraph_trees.CUDAGraphTreeManager": ("stream",),
     "triton.backends.nvidia.driver.CudaLauncher": (
         "global_scratch_size",
         "launch",

@@ -122,18 +122,35 @@ def test_make_graphed_callables(kind, config):
     check_steps(model, make(kind, config), lambda x: gradients_of(model, graphed, x))
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 @every_model
 @both_formats
-def test_reduce_overhead(kind, config):
-    """And inductor does make graphs of it."""
+def test_gradients_of_microbatches_are_added(kind, config):
+    """To gradients that were there before; see docs/performance.md."""
+    model, eager = make(kind, config), make(kind, config)
+    graphed = torch.cuda.make_graphed_callables(model, (batches()[0].clone(),))
+    for trained, call in ((model, graphed), (eager, eager)):
+        for parameter in trained.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for x in batches():
+            call(x).float().square().mean().backward()
+    for (name, parameter), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert_bitwise_equal(parameter.grad, other.grad, name)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("keep", (None, "rowwise", "both"))
+@every_model
+@both_formats
+def test_reduce_overhead(kind, config, keep):
+    """And inductor does make graphs of it; inside a scope neither its first run nor replays keep or read copies."""
     model, counters = make(kind, config), torch._dynamo.utils.counters["inductor"]
     skipped = counters["cudagraph_skips"]
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
 
     def gradients(x):
         torch.compiler.cudagraph_mark_step_begin()
-        return gradients_of(model, compiled, x)
+        with weights_unchanged(model, keep=keep) if keep else contextlib.nullcontext():
+            return gradients_of(model, compiled, x)
 
     # Compiled as well: inductor computes what lies between our operations, as SwiGLU in NVFP4, in one rounding.
     other = make(kind, config)

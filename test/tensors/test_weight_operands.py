@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, weights_unchanged
+from torchao_blockwise._compat import cuda_graphs
 from torchao_blockwise.tensors.weight_operands import kept_bytes
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal
 
@@ -191,6 +195,30 @@ def test_a_capture_neither_reads_nor_keeps(keep, backend, monkeypatch):
                 Machine(patch).captures_a_graph()
                 assert calls_of_a_step() == (4, 2, 0)
             assert kept_bytes(model[0].weight.hp) == kept and (kept > 0) is before
+
+
+@pytest.mark.parametrize("imported", (True, False))
+@pytest.mark.parametrize("captures", (True, False))
+@pytest.mark.parametrize(("manager", "is_first_run"), (("graphs", True), ("other", False), (None, False), (1, False)))
+def test_inductors_first_run_counts_as_a_capture(manager, is_first_run, captures, imported, monkeypatch):
+    """It lies in the memory of graphs, where inductor lets no copy live on. A GPU shows that; this shows the choice.
+
+    manager: the stream of inductor's graphs; None: there are none; 1: PyTorch 2.11 in a thread without any.
+    """
+
+    def get_manager(index, create_if_none_exists):
+        assert (index, create_if_none_exists) == (0, False) and manager != 1
+        return None if manager is None else SimpleNamespace(stream=manager)
+
+    name = "torch._inductor.cudagraph_trees"
+    monkeypatch.setattr(importlib.import_module(name), "get_manager", get_manager)
+    if not imported:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "graphs")
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    assert cuda_graphs.is_capturing(x) is (captures or (is_first_run and imported))
+    assert not cuda_graphs.is_capturing(torch.zeros(1))
 
 
 def test_tied_embedding_and_head():

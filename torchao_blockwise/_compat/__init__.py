@@ -180,11 +180,6 @@ def operation_name(op: Operation) -> str:
     return op._overloadpacket.__name__
 
 
-def is_capturing(x: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured that would record operations on `x`."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def version_of(x: torch.Tensor) -> int:
     """How often `x` or an alias of it was changed in place."""
     return x._version

@@ -82,7 +82,8 @@ def weights_unchanged(model: nn.Module, keep: str = "rowwise") -> Iterator[None]
     change that can be seen (of either version counter, a replaced Parameter, `load_state_dict`) raises RuntimeError
     with the weight's name. Where FSDP2 shards the weights, shards are quantized once, in the first forward pass.
     Scopes nest; all threads and compiled layers use the copies; a CUDA graph that is captured inside neither reads nor
-    keeps them. Backward may run after the scope is left. Quantized Parameters (`master_weights=False`) need no scope.
+    keeps them, those of `torch.compile(mode="reduce-overhead")` too. Backward may run after the scope is left.
+    Quantized Parameters (`master_weights=False`) need no scope.
     Raises ValueError for another `keep`.
     """
     if keep not in _KEEPS:

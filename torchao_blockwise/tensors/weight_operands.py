@@ -17,6 +17,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchao_blockwise import _compat, ops
+from torchao_blockwise._compat import cuda_graphs
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
@@ -57,7 +58,7 @@ def weight_operand(
         return copies[columnwise]
 
     # Replays of a CUDA graph repeat what was captured: it must not read copies that die with a scope, nor own them.
-    kept = None if not kept_weights or _compat.is_capturing(hp) else kept_weights.get(id(hp))
+    kept = None if not kept_weights or cuda_graphs.is_capturing(hp) else kept_weights.get(id(hp))
     if kept is None:
         return quantize(columnwise)
     recipe = fmt.name, power_of_2_scales, amax_groups, rounded_to
