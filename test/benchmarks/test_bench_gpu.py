@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import bench_fused
+import bench_graphs
 import bench_grouped_matmul
 import bench_linear
 import bench_matmul
@@ -27,6 +28,7 @@ RUNS = {
     bench_linear: "--shapes 512x384x1024 --only fp8 fp8_primary nvfp4 bf16",
     bench_moe: "--shapes 300x4x256x512 --routings empty --only fp8 fp8_primary nvfp4 bf16",
     bench_permute: "--smoke",
+    bench_graphs: "--smoke",
     bench_model: "--smoke --modes eager --only fp8 bf16",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import bench_fused
+import bench_graphs
 import bench_grouped_matmul
 import bench_linear
 import bench_matmul
@@ -243,6 +244,14 @@ def test_a_model_in_each_mode(smoke):
         assert sum(shares) == pytest.approx(100) and row["products %"] > 0
         assert row["tokens/s"] == pytest.approx(64 / row["us"] * 1e6) and row["kernels"]
     assert rows[0]["error"] == 0 < rows[2]["error"] < 0.1
+
+
+def test_ways_to_launch_a_step(smoke):
+    rows = smoke(bench_graphs, "--only", "fp8", "bf16")["rows"]
+    ways = [(row["way"], row["recipe"]) for row in rows]
+    assert ways == [("eager", "bf16"), ("eager", "fp8"), ("compiled", "bf16"), ("compiled", "fp8")]
+    assert rows[3]["x bf16"] == pytest.approx(rows[2]["us"] / rows[3]["us"])
+    assert rows[3]["x eager"] == pytest.approx(rows[1]["us"] / rows[3]["us"])
 
 
 def test_a_fused_model_has_layers_of_its_own(smoke, tmp_path):
