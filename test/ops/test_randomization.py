@@ -16,6 +16,7 @@ from torchao_blockwise.formats import (
     hadamard_number,
     hadamard_transform,
 )
+from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
 from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id
 
 SHAPES = ((1, 1), (16, 16), (17, 33), (65, 200), (0, 16), (16, 0), (40, 257))
@@ -136,6 +137,16 @@ def test_rounding_is_right_in_the_mean(backend, device):
 
 
 # --- a part has the bits of the whole ---------------------------------------------------------------------------------
+
+
+@backends
+def test_amaxes_lie_in_memory_of_their_own(backend, device):
+    """As compilers hold them to: an amax behind another one is not aligned as an allocation is."""
+    amaxes = hadamard_amax_bits_op(
+        random_tensor(40, 64, device=device), hadamard_number(True), None, ops.get_backend(backend)
+    )
+    assert all(amax.storage_offset() == 0 for amax in amaxes)
+    assert len({amax.untyped_storage().data_ptr() for amax in amaxes}) == 2
 
 
 def _amaxes(x):

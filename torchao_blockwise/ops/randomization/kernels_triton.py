@@ -125,8 +125,8 @@ def _rowwise_kernel(
 
 def amaxes(x: torch.Tensor, hadamard: int, groups: Groups | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments and result as in the op."""
-    bits = torch.zeros((2,), dtype=torch.int32, device=x.device)
-    plain, transformed = bits.unbind()
+    # Each in memory of its own: compilers hold results of operations to the alignment that an allocation has.
+    plain, transformed = (torch.zeros((), dtype=torch.int32, device=x.device) for _ in range(2))
     M, K = x.shape
     if x.numel() > 0:
         chunks, columns, warps = _AMAX_TILE
