@@ -27,8 +27,8 @@ VARIANTS = {
     "fp8": BlockwiseFP8TrainingConfig(),
     "fp8, high-precision activations": BlockwiseFP8TrainingConfig(save_activations="high_precision"),
     "fp8, no master weights": BlockwiseFP8TrainingConfig(master_weights=False),
-    "nvfp4": NVFP4TrainingConfig(),
-    "nvfp4, no master weights": NVFP4TrainingConfig(master_weights=False),
+    "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
+    "nvfp4, no master weights": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False, master_weights=False),
 }
 SAME_BITS = [name for name in VARIANTS if name.startswith("fp8")]
 

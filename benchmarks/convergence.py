@@ -1,7 +1,7 @@
 """Train recipes with several seeds, and compare each with bf16 of the same seed: does low precision learn as well?
 
 python benchmarks/convergence.py                                  # bf16, fp8 and nvfp4 with two seeds, on any machine
-python benchmarks/convergence.py --recipes bf16 bf16_perturbed fp8 nvfp4_hadamard --seeds 0 1 2 --preset 1b --compile
+python benchmarks/convergence.py --recipes bf16 bf16_perturbed fp8 nvfp4_full --seeds 0 1 2 --preset 1b --compile
 python benchmarks/convergence.py --merge other_machine/convergence --results
 
 A run is `train_llm.py` of one recipe and one seed, as a process of its own; with several GPUs one runs on each. What is

@@ -33,7 +33,7 @@ _BLOCK = FP8_1X128.block[1]
 OUR_CONFIGS = {
     "fp8": BlockwiseFP8TrainingConfig(),
     "fp8_primary": BlockwiseFP8TrainingConfig(master_weights=False),
-    "nvfp4": NVFP4TrainingConfig(),
+    "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
 }
 
 

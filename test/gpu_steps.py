@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+from torchao_blockwise import load_recipe_state, recipe_state
 from torchao_blockwise.testing import assert_bitwise_equal
 
 
@@ -70,9 +71,11 @@ def check_captured_training(make, xs, make_optimizer) -> None:
     expected = [train_step(eager, optimizer, x).detach().clone() for x in xs]
 
     state, x = copy.deepcopy(captured.state_dict()), xs[0].clone()
+    random_bits = recipe_state(captured)
     optimizer = make_optimizer(captured.parameters())
     graph, loss = capture(lambda: train_step(captured, optimizer, x))
     captured.load_state_dict(state)
+    load_recipe_state(captured, random_bits)
     for values in optimizer.state.values():
         for value in values.values():
             if isinstance(value, torch.Tensor):

@@ -28,9 +28,9 @@ from torchao_blockwise.testing import random_tensor
 FP8, FP8_POW2, NVFP4 = (
     BlockwiseFP8TrainingConfig(),
     BlockwiseFP8TrainingConfig(power_of_2_scales=True),
-    NVFP4Config(),
+    NVFP4Config(hadamard=False, stochastic_rounding=False),
 )
-HADAMARD = NVFP4Config(hadamard=True)
+HADAMARD, STOCHASTIC, FULL = NVFP4Config(stochastic_rounding=False), NVFP4Config(hadamard=False), NVFP4Config(seed=7)
 RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "nvfp4": NVFP4}
 every_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 

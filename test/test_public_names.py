@@ -41,8 +41,10 @@ is_linear
 keep_last_blocks
 linear
 linears_and_experts
+load_recipe_state
 min_features
 ops
+recipe_state
 sac_save_list
 skip_fqns
 skip_lm_head
@@ -115,7 +117,7 @@ ops.grouped_quantize(x, groups, fmt, rowwise, columnwise, power_of_2_scales, had
 ops.make_groups(ends, tokens, fmt, backend)
 ops.norm_quantize(x, options, statistics, weight, bias, dtype, backend)
 ops.swiglu_quantize(gate, up, options, groups, backend)
-ops.swiglu_backward_quantize(dh, gate, up, options, groups, backend)
+ops.swiglu_backward_quantize(dh, gate, up, options, groups, draws, backend)
 ops.quantize_by(x, options, groups, tensor_amax, draws, backend)""",
     )
 

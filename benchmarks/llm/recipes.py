@@ -13,7 +13,8 @@ from llm.config import UsageError
 class Recipe(NamedTuple):
     """How linear layers and experts train, and what is fused besides.
 
-    precision: "bf16", "bf16_perturbed", "fp8", "fp8_power_of_2", "nvfp4", "nvfp4_hadamard".
+    precision: "bf16", "bf16_perturbed", "fp8", "fp8_power_of_2", "nvfp4", "nvfp4_hadamard",
+        "nvfp4_stochastic", "nvfp4_full".
     fused: "inputs", where layers that read one input share its quantization;
     "once", where SwiGLU quantizes what it computes as well; or "".
     """
@@ -31,6 +32,8 @@ RECIPES = {
     "fp8_fused_once": Recipe("fp8", "once"),
     "nvfp4": Recipe("nvfp4"),
     "nvfp4_hadamard": Recipe("nvfp4_hadamard"),
+    "nvfp4_stochastic": Recipe("nvfp4_stochastic"),
+    "nvfp4_full": Recipe("nvfp4_full"),
     "nvfp4_fused": Recipe("nvfp4", "inputs"),
 }
 DEFAULT = "bf16", "fp8", "nvfp4"
@@ -39,12 +42,13 @@ SEPARATE = tuple(name for name, recipe in RECIPES.items() if recipe.precision in
 MERGED = tuple(name for name in SEPARATE if RECIPES[name].fused != "inputs")
 
 
-def convert(model: nn.Module, recipe: str) -> str:
+def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     """Make the decoder's linear layers and experts train in `recipe`, in place; what became of them, in a few words.
 
     bf16: unchanged, autocast runs its products in bf16; perturbed: each first weight is the next larger number.
-    fp8: DeepSeek-V3's blockwise FP8. nvfp4: the last block is kept in high precision as well. The head and the routers
-    always keep high precision.
+    fp8: DeepSeek-V3's blockwise FP8. nvfp4: the last block is kept in high precision as well; hadamard transforms the
+    operands of grad_weight, stochastic rounds gradients so, by bits of `seed`, full does both. The head and the
+    routers always keep high precision.
     Source: arXiv 2412.19437 §3.3; arXiv 2509.25149 §4.
     """
     precision, fused = RECIPES[recipe]
@@ -64,7 +68,10 @@ def convert(model: nn.Module, recipe: str) -> str:
         config = BlockwiseFP8TrainingConfig(power_of_2_scales=precision == "fp8_power_of_2")
         quantize_(model, config, filter_fn=filter_fn)
     else:
-        config = NVFP4TrainingConfig(hadamard=precision == "nvfp4_hadamard")
+        parts = precision.removeprefix("nvfp4_")
+        config = NVFP4TrainingConfig(
+            hadamard=parts in ("hadamard", "full"), stochastic_rounding=parts in ("stochastic", "full"), seed=seed
+        )
         quantize_(model, config, filter_fn=filter_fn & keep_last_blocks(model, 1))
     layers = conversion_report(model).layers
     converted = [layer for layer in layers if layer.status == "converted"]

@@ -94,7 +94,7 @@ def train(
 def _train(recipe, config, corpus, device, folder, checkpoint_every, resume) -> Result:
     before = _allocated(device)
     model = build(config, device)
-    result = Result(recipe, config.tokens_per_step, layers=convert(model, recipe))
+    result = Result(recipe, config.tokens_per_step, layers=convert(model, recipe, config.seed))
     result.activation_bytes = activation_bytes(model, config, device)
     result.weight_bytes = weight_bytes(model)
     optimizer = make_optimizer(model, config, device)

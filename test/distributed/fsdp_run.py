@@ -27,26 +27,27 @@ from torchao_blockwise.distributed import absence
 
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
 BOTH = ("fp8", "nvfp4")
+FULL = "nvfp4_full"
 # (check, mesh sizes, configs)
 CHECKS = (
     (checks.gathers_exactly_at_any_split, (1, 2, 3, 4), BOTH),
     (checks.gathers_special_values, (3,), EVERY),
-    (checks.trains_as_unsharded, (1, 2, 3, 4), EVERY),
+    (checks.trains_as_unsharded, (1, 2, 3, 4), (*EVERY, FULL)),
     (checks.trains_in_one_group, (4,), BOTH),
     (checks.shards_columns, (1, 4), EVERY),
     (checks.reshards_after_forward, (4,), BOTH),
     (checks.reshards_to_fewer_ranks, (4,), ("fp8",)),
-    (checks.offloads, (2,), BOTH),
+    (checks.offloads, (2,), (*BOTH, FULL)),
     (checks.trains_in_mixed_precision, (1, 2, 3), EVERY),
     (checks.trains_bf16, (2,), BOTH),
-    (checks.accumulates, (1, 2), BOTH),
+    (checks.accumulates, (1, 2), (*BOTH, FULL)),
     (checks.reduces_once_a_step, (4,), ("fp8",)),
     (checks.leaves_frozen_weights, (2,), BOTH),
     (checks.ties_embeddings, (1, 2), BOTH),
-    (checks.checkpoints_activations, (2,), BOTH),
+    (checks.checkpoints_activations, (2,), (*BOTH, FULL)),
     (checks.clips_and_steps, (2,), BOTH),
-    (checks.compiles_blocks, (2,), BOTH),
-    (life.starts_on_meta, (4,), ("fp8",)),
+    (checks.compiles_blocks, (2,), (*BOTH, FULL)),
+    (life.starts_on_meta, (4,), ("fp8", FULL)),
     (life.loads, (3,), BOTH),
     (life.follows_changes_by_hand, (1, 4), BOTH),
     (life.follows_changes_between_microbatches, (2,), BOTH),
@@ -81,8 +82,8 @@ CHECKPOINT_CHECKS = (
 PRIMARY_CHECKS = (
     (primary.gathers_exactly_at_any_split, (1, 3, 4), BOTH),
     (primary.trains_long, (1, 2, 4), BOTH),
-    (primary.trains_in_many_ways, (2,), BOTH),
-    (primary.accumulates, (2,), BOTH),
+    (primary.trains_in_many_ways, (2,), (*BOTH, FULL)),
+    (primary.accumulates, (2,), (*BOTH, FULL)),
     (primary.compiles_blocks, (2,), ("fp8",)),
     (primary.gathers_few_bytes, (3, 4), BOTH),
     (primary_life.leaves_frozen_weights, (2,), BOTH),
@@ -102,9 +103,9 @@ PRIMARY_CHECKS = (
 )
 EXPERT_CHECKS = (
     (experts.computes_as_one_device, (1, 2, 3, 4), EVERY),
-    (experts.compiles, (2,), BOTH),
+    (experts.compiles, (2,), (*BOTH, FULL)),
     (experts.keeps_copies_in_a_scope, (2,), BOTH),
-    (experts.shards_experts, (1, 3, 4), BOTH),
+    (experts.shards_experts, (1, 3, 4), (*BOTH, FULL)),
     (experts.trains_sharded_experts, (2, 4), BOTH),
     (experts.spreads_and_shards, ((2, 2),), BOTH),
     (experts.saves_whole_experts, (3,), BOTH),

@@ -10,6 +10,7 @@ from helpers import FP8, NVFP4, mlp
 from torch import nn
 from torchao.quantization import quantize_
 
+from torchao_blockwise import NVFP4TrainingConfig
 from torchao_blockwise.integrations import recipes
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -65,7 +66,12 @@ def assert_same_states(model, expected):
 
 @pytest.mark.parametrize(
     ("recipe", "config", "precision"),
-    (("fp8", FP8, "32-true"), ("nvfp4", NVFP4, "32-true"), (FP8, FP8, "bf16-mixed"), ("fp8", FP8, "bf16-true")),
+    (
+        ("fp8", FP8, "32-true"),
+        ("nvfp4", NVFP4TrainingConfig(), "32-true"),
+        (FP8, FP8, "bf16-mixed"),
+        ("fp8", FP8, "bf16-true"),
+    ),
     ids=("fp8", "nvfp4", "mixed", "bf16"),
 )
 def test_fit_is_the_steps_by_hand(recipe, config, precision, tmp_path):
@@ -79,14 +85,15 @@ def test_fit_is_the_steps_by_hand(recipe, config, precision, tmp_path):
     assert_same_states(module.model, by_hand(config, precision))
 
 
-def test_resumes(tmp_path):
+@pytest.mark.parametrize("recipe", ("fp8", "nvfp4"))
+def test_resumes(recipe, tmp_path):
     """Bit for bit; of one batch, as a trainer that resumes begins with the first one again."""
     one = {"batches": BATCHES[:1], "accumulate": 1}
     whole, begun, resumed = Module(), Module(), Module()
     saved = tmp_path / "half.ckpt"
-    fit(whole, ours.BlockwisePrecision("fp8"), tmp_path, 4, **one)
-    fit(begun, ours.BlockwisePrecision("fp8"), tmp_path, 2, **one).save_checkpoint(saved)
-    fit(resumed, ours.BlockwisePrecision("fp8"), tmp_path, 4, **one, ckpt_path=str(saved))
+    fit(whole, ours.BlockwisePrecision(recipe), tmp_path, 4, **one)
+    fit(begun, ours.BlockwisePrecision(recipe), tmp_path, 2, **one).save_checkpoint(saved)
+    fit(resumed, ours.BlockwisePrecision(recipe), tmp_path, 4, **one, ckpt_path=str(saved))
     assert_same_states(resumed.model, whole.model)
 
 

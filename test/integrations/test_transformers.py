@@ -7,10 +7,17 @@ import types
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, replace
+from helpers import FP8, replace
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, conversion_report, fusion_report, linears_and_experts, skip_lm_head
+from torchao_blockwise import (
+    MasterWeightTensor,
+    NVFP4TrainingConfig,
+    conversion_report,
+    fusion_report,
+    linears_and_experts,
+    skip_lm_head,
+)
 from torchao_blockwise.integrations import recipes
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -20,7 +27,7 @@ from torchao_blockwise.integrations import transformers as ours  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 both = pytest.mark.parametrize(
-    ("cls", "config"), ((ours.BlockwiseFP8Config, FP8), (ours.NVFP4Config, NVFP4)), ids=("fp8", "nvfp4")
+    ("cls", "config"), ((ours.BlockwiseFP8Config, FP8), (ours.NVFP4Config, NVFP4TrainingConfig())), ids=("fp8", "nvfp4")
 )
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TOKENS = torch.arange(8)[None]
@@ -109,6 +116,7 @@ def test_trainer_is_the_steps_by_hand(cls, config, folder, tmp_path):
     calls = []
     stand_in = types.SimpleNamespace(step=lambda: calls.append("step"), close=lambda: calls.append("close"))
     callbacks = [ours.UnchangedWeights(), ours.Numerics(lambda model: calls.append(type(model).__name__) or stand_in)]
+    callbacks.append(ours.RecipeState())
     model = load(folder, quantization_config=cls())
     trainer(model, tmp_path, 4, callbacks).train()
     assert calls == ["LlamaForCausalLM", *["step"] * 4, "close"]
@@ -124,7 +132,7 @@ def test_trainer_is_the_steps_by_hand(cls, config, folder, tmp_path):
     assert_same_states(model, by_hand)
 
     resumed = load(folder, quantization_config=cls())
-    trainer(resumed, tmp_path, 4, [ours.UnchangedWeights()]).train(str(tmp_path / "checkpoint-2"))
+    trainer(resumed, tmp_path, 4, [ours.UnchangedWeights(), ours.RecipeState()]).train(str(tmp_path / "checkpoint-2"))
     assert_same_states(resumed, by_hand)
 
 

@@ -7,11 +7,11 @@ import contextlib
 import pytest
 import torch
 from gpu_steps import capture, check_captured_training
-from helpers import both_formats
+from helpers import FP8, FULL, NVFP4
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import linears_and_experts, weights_unchanged
+from torchao_blockwise import linears_and_experts, load_recipe_state, recipe_state, weights_unchanged
 from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -34,6 +34,8 @@ class Experts(nn.Module):
 
 MODELS = {"linear": lambda: nn.Linear(DIM, DIM), "swiglu": lambda: SwiGLUMLP(DIM, 384), "experts": Experts}
 every_model = pytest.mark.parametrize("kind", MODELS)
+# Of the last one replays draw random bits, others each time.
+every_config = pytest.mark.parametrize("config", (FP8, NVFP4, FULL), ids=("fp8", "nvfp4", "nvfp4_full"))
 
 
 def make(kind: str, config) -> nn.Module:
@@ -68,6 +70,8 @@ def check_steps(replayed: nn.Module, eager: nn.Module, gradients, call=None) -> 
     call: how `eager` is called, if not by itself.
     """
     call = eager if call is None else call
+    # Runs before a capture have drawn random bits.
+    load_recipe_state(replayed, recipe_state(eager))
     optimizers = [adamw(model.parameters()) for model in (replayed, eager)]
     losses = []
     for x in batches():
@@ -96,26 +100,26 @@ def check_captured(kind, config, scope) -> None:
 
 
 @every_model
-@both_formats
+@every_config
 def test_forward_and_backward_in_a_graph(kind, config):
     check_captured(kind, config, lambda model: contextlib.nullcontext())
 
 
 @every_model
-@both_formats
+@every_config
 def test_a_graph_captured_in_a_scope_quantizes_in_each_replay(kind, config):
     """Copies were kept when it was captured; the optimizer changes the weights after the scope."""
     check_captured(kind, config, lambda model: weights_unchanged(model, keep="both"))
 
 
 @every_model
-@both_formats
+@every_config
 def test_a_whole_step_with_its_optimizer_in_a_graph(kind, config):
     check_captured_training(lambda: make(kind, config), batches(), adamw)
 
 
 @every_model
-@both_formats
+@every_config
 def test_make_graphed_callables(kind, config):
     model = make(kind, config)
     graphed = torch.cuda.make_graphed_callables(model, (batches()[0].clone(),))
@@ -123,7 +127,7 @@ def test_make_graphed_callables(kind, config):
 
 
 @every_model
-@both_formats
+@every_config
 def test_gradients_of_microbatches_are_added(kind, config):
     """To gradients that were there before; see docs/performance.md."""
     model, eager = make(kind, config), make(kind, config)
@@ -131,6 +135,7 @@ def test_gradients_of_microbatches_are_added(kind, config):
     for trained, call in ((model, graphed), (eager, eager)):
         for parameter in trained.parameters():
             parameter.grad = torch.zeros_like(parameter)
+        load_recipe_state(trained, recipe_state(make(kind, config)))
         for x in batches():
             call(x).float().square().mean().backward()
     for (name, parameter), other in zip(model.named_parameters(), eager.parameters(), strict=True):
@@ -140,7 +145,7 @@ def test_gradients_of_microbatches_are_added(kind, config):
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("keep", (None, "rowwise", "both"))
 @every_model
-@both_formats
+@every_config
 def test_reduce_overhead(kind, config, keep):
     """And inductor does make graphs of it; inside a scope neither its first run nor replays keep or read copies."""
     model, counters = make(kind, config), torch._dynamo.utils.counters["inductor"]

@@ -24,7 +24,8 @@ CONFIGS = {
     "fp8": BlockwiseFP8TrainingConfig(),
     "fp8_high_precision": BlockwiseFP8TrainingConfig(save_activations="high_precision"),
     "fp8_pow2": BlockwiseFP8TrainingConfig(power_of_2_scales=True, out_dtype=torch.float32),
-    "nvfp4": NVFP4TrainingConfig(),
+    "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
+    "nvfp4_full": NVFP4TrainingConfig(),
     "fp8_weight": BlockwiseFP8TrainingConfig(master_weights=False),
 }
 
@@ -62,7 +63,7 @@ def assert_trains_alike(make_layer, make_inputs, replays, monkeypatch) -> None:
 
 @pytest.mark.parametrize("shape", [(64, 96), (3, 20, 96), (96,)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", ["fp8", "fp8_high_precision", "fp8_pow2", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_high_precision", "fp8_pow2", "nvfp4", "nvfp4_full"])
 def test_linear_trains_alike(device, name, bias, shape, replays, monkeypatch):
     def layer():
         linear = nn.Linear(96, 80, bias=bias, device=device)
@@ -72,7 +73,7 @@ def test_linear_trains_alike(device, name, bias, shape, replays, monkeypatch):
     assert_trains_alike(layer, lambda: (values(device, *shape),), replays, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "nvfp4_full"])
 def test_swiglu_trains_alike(device, name, replays, monkeypatch):
     def layer():
         mlp = SwiGLUMLP(64, 128, device=device)
@@ -93,7 +94,7 @@ class Readers(nn.Module):
         return self.q(x) * self.k(x)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_high_precision", "fp8_pow2", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_high_precision", "fp8_pow2", "nvfp4", "nvfp4_full"])
 def test_layers_that_share_their_input_train_alike(device, name, replays, monkeypatch):
     def layer():
         model = Readers(device)

@@ -51,7 +51,7 @@ SCHEMAS = {
         CastOptions,
         "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard",
     ),
-    "place": (Place, "SymInt operand, SymInt row, SymInt column, SymInt grid, SymInt expert"),
+    "place": (Place, "SymInt operand, SymInt row, SymInt column, SymInt grid"),
     "norm": (Norm, "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, ScalarType dtype"),
     "shards": (
         Shards,
@@ -128,7 +128,7 @@ VALUES = {
     "operand with a global scale": (Operand, WITH_GLOBAL),
     "options": (CastOptions, CastOptions(FP8_128X128, False, True, True, False)),
     "other options": (CastOptions, CastOptions(NVFP4_1X16, True, False, False, True, 5)),
-    "place": (Place, Place(1, 2, 3, -1, 4)),
+    "place": (Place, Place(1, 2, 3, -1)),
     "shards": (Shards, Shards([X[0], X[1]], [0, 3], [1, 2, 3] * 2, [0, 1], torch.float16, FP8_128X128)),
     "norm": (Norm, Norm(X, None, X[0], None, X[:, 0], torch.bfloat16)),
     "groups": (Groups, Groups(ENDS)),

@@ -223,27 +223,39 @@ def test_permute(tokens, weighted):
 @pytest.mark.parametrize("tokens", (48, 33, 0))
 @pytest.mark.parametrize("grouped", (False, True), ids=("whole", "groups"))
 def test_randomized_quantize(tokens, grouped):
-    x, key = random_tensor(tokens, 40), torch.tensor([1, 2, 3])
+    x, key = random_tensor(tokens, 40), torch.tensor([1, 2, 3, 5])
     groups = (torch.tensor([tokens // 2, tokens], dtype=torch.int32) if grouped else None, None)
     opcheck(library.hadamard_amax_bits.default, (x, hadamard_number(True), *groups, "reference"))
-    place = 1, 0, 2, -1, 5
+    place = 1, 0, 2, -1
     for columnwise, hadamard, rounded in ((False, 0, True), (True, 0, True), (True, hadamard_number(True), False)):
         options = NVFP4_1X16.name, not columnwise, columnwise, False, True, hadamard
         bits = torch.ones(()).view(torch.int32), key if rounded else None
         opcheck(library.randomized_quantize.default, (x, bits[0], *options, *groups, bits[1], *place, "reference"))
 
 
+def test_take_key():
+    """It counts what it takes where no schema says so, and autograd does not see it either."""
+    key, gradient = torch.tensor([1, 2, 3, 5]), random_tensor(4, 16)
+    assert set(torch.library.opcheck(library.take_key.default, (key, gradient), test_utils=TESTS).values()) == {
+        "SUCCESS"
+    }
+    before, version = key.tolist(), key._version
+    assert library.take_key(key, gradient).tolist() == before
+    assert key.tolist() == [before[0], before[1], before[2] + 1, before[3]] and key._version == version
+
+
 CHECKED = {"quantize", "quantize_both", "tensor_amax_bits", "global_scale", "dequantize", "transpose", "matmul"}
 CHECKED |= {"add_matmul_", "norm_statistics", "normalize", "norm_quantize"}
 CHECKED |= {"grouped_matmul", "add_grouped_matmul_"}
 CHECKED |= {"grouped_quantize", "grouped_amax_bits", "group_tables", "permute", "unpermute", "unpermute_backward"}
-CHECKED |= {"randomized_quantize", "hadamard_amax_bits"}
+CHECKED |= {"randomized_quantize", "hadamard_amax_bits", "take_key"}
 CHECKED |= {"swiglu", "swiglu_backward", "swiglu_quantize", "swiglu_backward_quantize"}
 
 
 def test_every_op_of_these_folders_is_checked():
     names = ("dequantization", "fused.norm", "fused.swiglu", "gemm.grouped", "gemm.plain", "groups.permutation")
-    names += ("groups.quantization", "groups.tables", "quantization", "randomization", "transposition")
+    names += ("groups.quantization", "groups.tables", "quantization", "randomization", "randomization.drawing")
+    names += ("transposition",)
     folders = [importlib.import_module(f"torchao_blockwise.ops.{name}") for name in names]
     defined = [x.overload for folder in folders for x in vars(folder).values() if hasattr(x, "overload")]
     assert {op.name().split("::")[1] for op in defined} == CHECKED

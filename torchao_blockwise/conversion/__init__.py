@@ -14,6 +14,7 @@ from torchao_blockwise.conversion.filters import (
 )
 from torchao_blockwise.conversion.fusion import FusionReport, ModuleReport, fuse, fusion_report
 from torchao_blockwise.conversion.handlers import convert_module, why_not_convertible
+from torchao_blockwise.conversion.recipe_states import load_recipe_state, recipe_state
 from torchao_blockwise.conversion.report import ConversionReport, LayerReport, conversion_report, dry_run
 from torchao_blockwise.conversion.unconversion import unconvert
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
@@ -36,7 +37,9 @@ __all__ = [
     "is_linear",
     "keep_last_blocks",
     "linears_and_experts",
+    "load_recipe_state",
     "min_features",
+    "recipe_state",
     "skip_fqns",
     "skip_lm_head",
     "skip_routers",

@@ -39,9 +39,13 @@ from torchao_blockwise.tensors import (
     TrainingConfig,
 )
 from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.rounding import RoundingKeys
 
 # Forward passes of linear layers that give the weight to `linear` or `F.linear`, and to nothing else.
 KNOWN_FORWARDS: set[Callable[..., torch.Tensor]] = {nn.Linear.forward, ConvertedLinear.forward}
+
+# Attributes of a converted weight that a new content has by itself.
+_OF_THE_CONTENT = "original", "layer", "rounding_key", "rounding_keys", "_cast_of", "_is_param"
 
 
 def why_not_convertible(
@@ -173,6 +177,9 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
         holders = _holders(weight, model)
         if not _trains_by(weight, config):
             swap(weight, _converted(weight, config))
+            if config.stochastic_rounding:
+                index = next(i for i, p in enumerate(model.parameters()) if p is weight)
+                RoundingKeys.of_weight(config.seed, index).attach(weight)
         weight.layer = f"{names[module]}.{name}".lstrip(".")  # type: ignore[attr-defined]  # ours by now
         for holder in holders:
             keep_state_dicts_plain(holder)
@@ -239,7 +246,7 @@ def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
         converted.original = Original(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
     own = (
-        {*itertools.chain(*weight.__tensor_flatten__()), "original", "layer", "_cast_of", "_is_param"}
+        {*itertools.chain(*weight.__tensor_flatten__()), *_OF_THE_CONTENT}
         if isinstance(weight, (MasterWeightTensor, QuantizedTensor))
         else ()
     )

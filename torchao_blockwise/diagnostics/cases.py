@@ -109,7 +109,7 @@ def _cast_cases(x: torch.Tensor, w: torch.Tensor, fmt: BlockFormat, weight_fmt: 
 
 
 def _randomized_cases(x: torch.Tensor, groups: Groups | None, fmt: BlockFormat) -> list[Case]:
-    number, key, bits = hadamard_number(True), torch.tensor([1, 2, 3], device=x.device), _amax_bits(x, fmt)
+    number, key, bits = hadamard_number(True), torch.tensor([1, 2, 3, 5], device=x.device), _amax_bits(x, fmt)
     in_groups = " in groups" * (groups is not None)
     rowwise, columnwise = CastOptions(fmt), CastOptions(fmt, False, True, padded=True, hadamard=number)
     return [

@@ -14,7 +14,10 @@ from torchao_blockwise.diagnostics.cases import FEATURES_IN, FEATURES_OUT, TOKEN
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
 
-RECIPES: dict[str, TrainingConfig] = {"fp8": BlockwiseFP8TrainingConfig(), "nvfp4": NVFP4TrainingConfig()}
+RECIPES: dict[str, TrainingConfig] = {
+    "fp8": BlockwiseFP8TrainingConfig(),
+    "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
+}
 
 
 class ProductReport(NamedTuple):

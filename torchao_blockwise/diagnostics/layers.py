@@ -29,7 +29,7 @@ from torchao_blockwise.tensors.weight_operands import group_names
 RECIPES: dict[str, TrainingConfig] = {
     "fp8": BlockwiseFP8TrainingConfig(),
     "fp8_pow2": BlockwiseFP8TrainingConfig(power_of_2_scales=True),
-    "nvfp4": NVFP4TrainingConfig(),
+    "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
 }
 
 

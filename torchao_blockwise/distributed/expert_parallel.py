@@ -136,6 +136,9 @@ class ExpertParallel(ParallelStyle):
             )
         for name, parameter in parameters.items():
             sharded = distribute_tensor(parameter, device_mesh, [Shard(0)])
+            local: Any = _compat.local_of(sharded)
+            if getattr(local, "rounding_keys", None) is not None:
+                local.rounding_keys.of_experts(device_mesh.get_local_rank() * most).attach(local)
             module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         exchange = _Exchange(device_mesh)
         module.register_forward_pre_hook(exchange.before)

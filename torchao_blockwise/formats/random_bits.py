@@ -51,11 +51,10 @@ class Place(NamedTuple):
     row: int = 0
     column: int = 0
     grid: int = -1
-    expert: int = 0
 
 
 class Draws(NamedTuple):
-    """The random bits of both copies of one cast. key: (seed, stream, use) as `key_of` gives it."""
+    """The random bits of both copies of one cast. key: as `key_of` gives it."""
 
     key: torch.Tensor
     rowwise: Place = Place()
@@ -65,24 +64,26 @@ class Draws(NamedTuple):
 def draws_of(rounding: StochasticRounding, device: torch.device) -> Draws:
     """What operations on `device` carry of it."""
     grid = -1 if rounding.grid is None else rounding.grid
-    place = Place(0, *rounding.start, grid, rounding.expert)
+    place = Place(0, *rounding.start, grid)
     return Draws(key_of(rounding, device), place, place._replace(operand=1))
 
 
 def key_of(rounding: StochasticRounding, device: torch.device) -> torch.Tensor:
-    """(seed, stream, use) as kernels read them: int64 [3] on `device`.
+    """(seed, stream, use, expert) as kernels read them: int64 [4] on `device`.
 
     Raises ValueError for numbers of more bits.
     """
-    seed, stream, use = rounding[:3]
-    numbers = {"seed": (seed, 64), "stream": (stream, 32), "use": (0 if isinstance(use, torch.Tensor) else use, 32)}
+    seed, stream, use, expert = *rounding[:3], rounding.expert
+    counted = 0 if isinstance(use, torch.Tensor) else use
+    numbers = {"seed": (seed, 64), "stream": (stream, 32), "use": (counted, 32), "expert": (expert, 32)}
     for name, (number, bits) in numbers.items():
         if not 0 <= number < 1 << bits:
             raise ValueError(f"stochastic: {name} must be from 0 to 2^{bits} - 1, got {number}")
     signed = seed - (1 << 64) if seed >> 63 else seed
     if not isinstance(use, torch.Tensor):
-        return torch.tensor([signed, stream, use], device=device)
-    return torch.stack((torch.tensor(signed, device=device), torch.tensor(stream, device=device), use.long()))
+        return torch.tensor([signed, stream, use, expert], device=device)
+    first, second, last = (torch.tensor(number, device=device) for number in (signed, stream, expert))
+    return torch.stack((first, second, use.long(), last))
 
 
 def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -106,7 +107,7 @@ def _product(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def block_bytes(block: torch.Tensor, key: torch.Tensor, operand: int) -> torch.Tensor:
     """uint8 [.., 16] of blocks [..], numbers of 64 bits as int64. key: what `key_of` gives."""
-    seed, stream, use = key.unbind()
+    seed, stream, use, _ = key.unbind()
     counter = block & (_WORD - 1), (block >> 32) & (_WORD - 1), (stream + operand) % _WORD, use % _WORD
     words = torch.stack(torch.broadcast_tensors(*philox(counter, (seed & (_WORD - 1), (seed >> 32) & (_WORD - 1)))), -1)
     shifts = torch.arange(0, 32, RANDOM_BITS, device=block.device)

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchao_blockwise.conversion import recipe_state
 from torchao_blockwise.integrations.recipes import (
     OpenScope,
     convert,
+    go_on,
     is_converted,
     nearest,
     require,
@@ -57,6 +59,7 @@ class BlockwisePrecision(Precision):
         self.config = training_config(recipe)
         self.precision = precision  # type: ignore[assignment]  # one of the names that Lightning lists
         self._filter_fn = filter_fn
+        self._module: nn.Module | None = None
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._others: Precision = (
             Precision()
@@ -68,6 +71,7 @@ class BlockwisePrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place, unless a part of it is converted; returns it."""
+        self._module = module
         if is_converted(module):
             return module
         if any(hasattr(p, "device_mesh") for p in module.parameters()):
@@ -76,6 +80,14 @@ class BlockwisePrecision(Precision):
                 "self.trainer.precision_plugin.convert_module(self.model) before fully_shard"
             )
         return convert(self._others.convert_module(module), self.config, self._filter_fn)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the recipe must remember, which checkpoints hold beside the module's own state."""
+        return {} if self._module is None else recipe_state(self._module)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._module is not None:
+            go_on(self._module, state_dict)
 
     def forward_context(self) -> AbstractContextManager[None]:
         return self._others.forward_context()

@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.conversion import conversion_report, linears_and_experts, skip_lm_head
+from torchao_blockwise.conversion import (
+    conversion_report,
+    linears_and_experts,
+    load_recipe_state,
+    recipe_state,
+    skip_lm_head,
+)
 from torchao_blockwise.tensors import (
     BlockwiseFP8TrainingConfig,
     NVFP4TrainingConfig,
@@ -20,6 +26,12 @@ from torchao_blockwise.tensors import (
 )
 
 RECIPES: dict[str, type[TrainingConfig]] = {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}
+
+
+def go_on(model: nn.Module, saved: Mapping[str, Mapping[str, int]]) -> None:
+    """`load_recipe_state` of what one rank has saved for all: each keeps its seed, and all have drawn as often."""
+    own = recipe_state(model)
+    load_recipe_state(model, {name: {**state, "seed": own.get(name, state)["seed"]} for name, state in saved.items()})
 
 
 def nearest(what: str, name: object, known: Iterable[str]) -> str:

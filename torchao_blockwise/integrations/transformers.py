@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from torchao_blockwise._compat import hugging_face
-from torchao_blockwise.conversion import custom, fuse, linears_and_experts, unconvert
-from torchao_blockwise.integrations.recipes import OpenScope, convert, nearest, require
+from torchao_blockwise.conversion import custom, fuse, linears_and_experts, recipe_state, unconvert
+from torchao_blockwise.integrations.recipes import OpenScope, convert, go_on, nearest, require
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors import NVFP4TrainingConfig as _NVFP4
@@ -30,6 +30,7 @@ from transformers import TrainerCallback  # noqa: E402  # after its version is k
 from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: E402
 from transformers.quantizers.base import HfQuantizer  # noqa: E402
 from transformers.quantizers.quantizers_utils import should_convert_module  # noqa: E402
+from transformers.trainer_callback import ExportableState  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 
@@ -159,6 +160,29 @@ class UnchangedWeights(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._scope.leave()
+
+
+class RecipeState(ExportableState, TrainerCallback):
+    """Saves `recipe_state(model)` in each checkpoint, and goes on there in a training that resumes.
+
+    Each rank keeps the seed that its config has; all have drawn as often.
+    """
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer saves in `trainer_state.json`."""
+        return {"args": {}, "attributes": {} if self._model is None else {"recipe": recipe_state(self._model)}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = self._model = kwargs["model"]
+        saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("recipe")
+        if state.global_step and saved is not None:
+            go_on(model, saved)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._model = None
 
 
 class Numerics(TrainerCallback):

@@ -16,7 +16,7 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise._compat import checkpoint_modes
-from torchao_blockwise.formats import CastOptions, Copies, Groups, Operand
+from torchao_blockwise.formats import CastOptions, Copies, Draws, Groups, Operand
 from torchao_blockwise.nn.sharded_linear import WHOLE
 from torchao_blockwise.nn.weight_products import (
     Contraction,
@@ -47,8 +47,19 @@ def operand_of(tensors: Sequence[torch.Tensor], config: TrainingConfig) -> Opera
     return Operand(qdata, scale, rest[0] if rest else None, config.activation_format.name)
 
 
-def quantize(x: torch.Tensor, how: Contraction, *, rowwise: bool, columnwise: bool, over: str = "") -> Copies:
-    """Copies of x [T, K], none where none are asked for. over: the process groups over which `x` is split."""
+def quantize(
+    x: torch.Tensor,
+    how: Contraction,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    over: str = "",
+    draws: Draws | None = None,
+) -> Copies:
+    """Copies of x [T, K], none where none are asked for.
+
+    over: the process groups over which `x` is split. draws: the random bits that they are rounded by, if by any.
+    """
     if not (rowwise or columnwise):
         return Copies(None, None)
     options = cast_options(how.config, rowwise, columnwise)
@@ -57,6 +68,7 @@ def quantize(x: torch.Tensor, how: Contraction, *, rowwise: bool, columnwise: bo
         options,
         how.groups,
         tensor_amax=amaxes_over(x, over, options.hadamard) if options.hadamard else amax_over(x, over),
+        draws=draws,
         backend=ops.casting_backend(how.config.backend),
     )
 

@@ -17,7 +17,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.sharded_linear import own_part
 from torchao_blockwise.nn.swiglu_layer import SwiGLUFunction
-from torchao_blockwise.nn.weights import WEIGHTS, are_plain, check_square_blocks, config_of
+from torchao_blockwise.nn.weights import WEIGHTS, are_plain, check_square_blocks, config_of, rounding_key_of
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
 from torchao_blockwise.ops.operands import check_dtype
 
@@ -39,14 +39,18 @@ def swiglu_experts(
     """
     # Read here: of a weight that comes out of a function compilers do not know the config.
     held = [_compat.local_of(weight) for weight in (gate_up, down)]
-    configs = [config_of(weight) for weight in held if isinstance(weight, WEIGHTS)]
+    configs, keys = [], []
+    for weight in held:
+        if isinstance(weight, WEIGHTS):
+            configs.append(config_of(weight))
+            keys.append(rounding_key_of(weight))
     (gate_up, inner_groups), (down, outer_groups) = own_part(gate_up), own_part(down)
     # Else each shape, dtype and device that is read of a weight goes through Python.
     with _compat.no_torch_function():
         _check(x, gate_up, down, group_ends)
         if len(configs) == 2 and are_plain(x):
             x, amax_groups = x.to(steps.compute_dtype(x)), (inner_groups, outer_groups)
-            return steps.apply(SwiGLUFunction, x, gate_up, down, None, group_ends, configs, amax_groups)
+            return steps.apply(SwiGLUFunction, x, gate_up, down, None, group_ends, configs, amax_groups, *keys)
     return _by_products(x, gate_up, down, group_ends)
 
 

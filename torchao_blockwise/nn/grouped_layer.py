@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from torchao_blockwise import _compat
-from torchao_blockwise.formats import Operand
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.formats import Draws, Operand
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.contraction import gradients, quantize, quantized_output
 from torchao_blockwise.nn.observation import seen
 from torchao_blockwise.nn.weight_products import Contraction
-from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, config_of
+from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, config_of, rounding_key_of
 from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -67,7 +67,8 @@ def _grouped_linear(
         if x.is_floating_point():
             x = x.to(steps.compute_dtype(x))
         _check(x, weight, contracts_columns and not isinstance(weight, TransposedWeight))
-        return steps.apply(_GroupedLinear, x, weight, group_ends, contracts_columns, out_dtype)
+        key = rounding_key_of(_stored(weight))
+        return steps.apply(_GroupedLinear, x, weight, group_ends, contracts_columns, out_dtype, key)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> None:
@@ -98,6 +99,7 @@ class _GroupedLinear(torch.autograd.Function):
         group_ends: torch.Tensor,
         contracts_columns: bool,
         out_dtype: torch.dtype,
+        rounding_key: torch.Tensor | None,
     ) -> torch.Tensor:
         stored = _stored(weight)
         config, hp, rounded_to = config_of(stored), stored, None
@@ -114,7 +116,7 @@ class _GroupedLinear(torch.autograd.Function):
         out, columnwise = steps.run((stored,), _forward, x, how, dtype, save_quantized)
         saved_x = columnwise.tensors if save_quantized else (x,) if needs_weight else ()
         saved_weight = stored if rounded_to is None else hp
-        steps.save_for_backward(ctx, (saved_weight,), *groups, *saved_x)
+        steps.save_for_backward(ctx, (saved_weight,), *groups, rounding_key, *saved_x)
         ctx.config, ctx.rounded_to, ctx.contracts_columns = config, rounded_to, contracts_columns
         ctx.dtypes, ctx.is_transposed = (x.dtype, weight.dtype), isinstance(weight, TransposedWeight)
         ctx.seen = seen(stored, x, how)
@@ -126,16 +128,17 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.seen is not None:
             ctx.seen(grad_output)
         config, rounded_to = ctx.config, ctx.rounded_to
-        weight, group_ends, tables, saved_x = steps.take_saved(ctx, 3)
+        weight, group_ends, tables, rounding_key, saved_x = steps.take_saved(ctx, 4)
         groups = steps.saved_groups(group_ends, tables)
         how = Contraction(config, groups, rounded_to=rounded_to, transposed=not ctx.contracts_columns)
         weight = weight if rounded_to is None else MasterWeightTensor(weight, config)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        args = saved_x, how, (needs_x, needs_weight), ctx.dtypes
+        draws = ops.draws_for(rounding_key, grad_output) if needs_x or needs_weight else None
+        args = saved_x, how, (needs_x, needs_weight), ctx.dtypes, draws
         grad_x, grad_weight = steps.run_backward((weight,), _backward, grad_output, *args)
         if grad_weight is not None and ctx.is_transposed:
             grad_weight = grad_weight.transpose(-2, -1)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 def _forward(
@@ -152,13 +155,14 @@ def _backward(
     how: Contraction,
     needs: tuple[bool, ...],
     dtypes: tuple[torch.dtype, torch.dtype],
+    draws: Draws | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(grad_input, grad_weight), those that are needed."""
 
     def anew(x: torch.Tensor) -> Operand:
         return quantize(x, how, rowwise=False, columnwise=True).columnwise
 
-    dy = [*quantize(grad_output, how, rowwise=needs[0], columnwise=needs[1])]
+    dy = [*quantize(grad_output, how, rowwise=needs[0], columnwise=needs[1], draws=draws)]
     x_columnwise = steps.columnwise_of(saved_x, how.config, anew)
     return gradients(dy, x_columnwise, grad_output.shape[0], weight, how, dtypes, weight_first=False)
 

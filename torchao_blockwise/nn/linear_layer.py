@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchao_blockwise import _compat
-from torchao_blockwise.formats import Operand
+from torchao_blockwise import _compat, ops
+from torchao_blockwise.formats import Draws, Operand, Place
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.contraction import (
     gradients,
@@ -19,7 +19,7 @@ from torchao_blockwise.nn.contraction import (
 from torchao_blockwise.nn.observation import seen
 from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups, sharded_linear
 from torchao_blockwise.nn.weight_products import Contraction, Readable
-from torchao_blockwise.nn.weights import WEIGHTS, check_linear, config_of
+from torchao_blockwise.nn.weights import WEIGHTS, check_linear, config_of, rounding_key_of
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, TrainingConfig
 
 
@@ -43,15 +43,23 @@ def linear(
 
 
 def _linear_of_one(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, like: torch.Tensor, split: AmaxGroups
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    like: torch.Tensor,
+    split: AmaxGroups,
+    places: tuple[Place, Place] | None = None,
 ) -> torch.Tensor:
-    """`linear` of one device; tensors may be parts of others. `like`: the weight or what it was detached from."""
+    """`linear` of one device; tensors may be parts of others.
+
+    like: the weight or what it was detached from. places: of the copies of the output's gradient in the whole's.
+    """
     # Else each shape, dtype and device that is read of a weight goes through Python, 10 µs a call in all.
     with _compat.no_torch_function():
         if x.is_floating_point():
             x = x.to(steps.compute_dtype(x))
         check_linear(x, weight, bias)
-        return steps.apply(_Linear, x, weight, bias, config_of(like), split)
+        return steps.apply(_Linear, x, weight, bias, config_of(like), split, rounding_key_of(like), places)
 
 
 class _Linear(torch.autograd.Function):
@@ -63,6 +71,8 @@ class _Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         config: TrainingConfig,
         split: AmaxGroups,
+        rounding_key: torch.Tensor | None,
+        places: tuple[Place, Place] | None,
     ) -> torch.Tensor:
         how = Contraction(config, split=split)
         needs_weight = ctx.needs_input_grad[1]
@@ -70,15 +80,15 @@ class _Linear(torch.autograd.Function):
         out, columnwise = steps.run((weight,), _forward, x, bias, how, save_quantized)
         # The columnwise copy (qdata, scale, global_scale), or the input itself, or nothing.
         saved_x = columnwise.tensors if save_quantized else (x,) if needs_weight else ()
-        steps.save_for_backward(ctx, (weight,), *saved_x)
+        steps.save_for_backward(ctx, (weight,), rounding_key, *saved_x)
         ctx.how, ctx.x_shape, ctx.dtypes = how, x.shape, (x.dtype, weight.dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.seen = seen(weight, x, how)
+        ctx.places, ctx.seen = places, seen(weight, x, how)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        return *linear_gradients(ctx, grad_output), None, None
+        return *linear_gradients(ctx, grad_output), None, None, None, None
 
 
 def linear_gradients(
@@ -87,11 +97,12 @@ def linear_gradients(
     """(grad of x, of weight, of bias) from what a forward pass of `linear` left in `ctx`."""
     # A constant grad_output would leave the second gradient out in silence, so this does not wait for one.
     steps.refuse_second_order("linear")
-    weight, saved_x = steps.take_saved(ctx, 1)
+    weight, rounding_key, saved_x = steps.take_saved(ctx, 2)
     if ctx.seen is not None:
         ctx.seen(steps.as_rows(grad_output))
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    args = saved_x, ctx.how, (needs_x, needs_weight), ctx.x_shape, ctx.dtypes
+    draws = ops.draws_for(rounding_key, grad_output, ctx.places) if needs_x or needs_weight else None
+    args = saved_x, ctx.how, (needs_x, needs_weight), ctx.x_shape, ctx.dtypes, draws
     grads = steps.run_backward((weight,), _backward, grad_output, *args)
     grad_bias = steps.grad_bias(steps.as_rows(grad_output), ctx.bias_dtype) if needs_bias else None
     return *grads, grad_bias
@@ -114,6 +125,7 @@ def _backward(
     needs: tuple[bool, ...],
     x_shape: torch.Size,
     dtypes: tuple[torch.dtype, torch.dtype],
+    draws: Draws | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(grad_input, grad_weight), those that are needed."""
     needs_x, needs_weight = needs
@@ -123,7 +135,7 @@ def _backward(
         return quantize(steps.as_rows(x), how, rowwise=False, columnwise=True, over=how.split.x).columnwise
 
     grad_x, grad_weight = gradients(
-        [*quantize(dy, how, rowwise=needs_x, columnwise=needs_weight, over=how.split.grad_output)],
+        [*quantize(dy, how, rowwise=needs_x, columnwise=needs_weight, over=how.split.grad_output, draws=draws)],
         steps.columnwise_of(saved_x, how.config, anew),
         dy.shape[0],
         weight,

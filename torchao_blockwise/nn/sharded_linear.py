@@ -18,6 +18,8 @@ import torch
 
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.nn.places import places_of
+from torchao_blockwise.nn.weights import config_of
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.weight_operands import group_names
 
@@ -38,7 +40,7 @@ WHOLE = AmaxGroups()
 
 
 def sharded_linear(linear: Callable[..., Any], x: DTensor, weight: Any, bias: DTensor | None = None) -> torch.Tensor:
-    """`linear(x, weight, bias, like, amax_groups)` of one device, run on each rank's part of DTensors.
+    """`linear(x, weight, bias, like, amax_groups, places)` of one device, run on each rank's part of DTensors.
 
     x: DTensor [.., K]; gathered or split where the weight needs it. weight: DTensor [N, K] around a
         `MasterWeightTensor` or a quantized tensor, split by rows or columns or not at all. bias: DTensor [N] or None.
@@ -67,8 +69,9 @@ def sharded_linear(linear: Callable[..., Any], x: DTensor, weight: Any, bias: DT
     shape = torch.Size([*x.shape[:-1], weight.shape[0]])
     local_x = x.to_local(grad_placements=tuple(step.grad_x for step in plan))
     # The compiler knows the config of a weight that is given to it, not of one that comes out of a function.
-    out = linear(local_x, local_weight, local_bias, _compat.local_of(weight), _amax_groups(weight, plan))
-    placements = [step.output for step in plan]
+    like, placements = _compat.local_of(weight), [step.output for step in plan]
+    places = places_of(shape, mesh, placements) if config_of(like).stochastic_rounding else None
+    out = linear(local_x, local_weight, local_bias, like, _amax_groups(weight, plan), places)
     return DTensor.from_local(out, mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
 
 

@@ -22,7 +22,7 @@ from torchao_blockwise.nn.contraction import output, quantize
 from torchao_blockwise.nn.linear_layer import linear, linear_gradients
 from torchao_blockwise.nn.observation import seen
 from torchao_blockwise.nn.weight_products import Contraction, Readable
-from torchao_blockwise.nn.weights import Weight, check_linear, config_of
+from torchao_blockwise.nn.weights import Weight, check_linear, config_of, rounding_key_of
 
 
 class SharedInput:
@@ -65,7 +65,7 @@ class SharedInput:
             copies = offered.take()
             if offered.left == 0:
                 self.withdraw()
-            return steps.apply(_LinearOfCopies, x, weight, bias, offered.how, copies)
+            return steps.apply(_LinearOfCopies, x, weight, bias, offered.how, copies, rounding_key_of(weight))
 
     def _offer_of(self, x: torch.Tensor) -> _Offer | None:
         """The offer whose input `x` is, or None."""
@@ -106,19 +106,21 @@ class _LinearOfCopies(torch.autograd.Function):
         bias: torch.Tensor | None,
         how: Contraction,
         copies: tuple[Any, ...],
+        rounding_key: torch.Tensor | None,
     ) -> torch.Tensor:
         rowwise, saved_x, dtype = copies
         out = steps.run((weight,), _forward, x, rowwise, bias, how, how.config.out_dtype or dtype)
-        steps.save_for_backward(ctx, (weight,), *(saved_x if ctx.needs_input_grad[1] else ()))
+        steps.save_for_backward(ctx, (weight,), rounding_key, *(saved_x if ctx.needs_input_grad[1] else ()))
         ctx.how, ctx.x_shape, ctx.dtypes, ctx.x_dtype = how, x.shape, (dtype, weight.dtype), x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.places = None
         ctx.seen = seen(weight, lambda: x.to(dtype), how)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         grad_x, grad_weight, grad_bias = linear_gradients(ctx, grad_output)
-        return None if grad_x is None else grad_x.to(ctx.x_dtype), grad_weight, grad_bias, None, None
+        return None if grad_x is None else grad_x.to(ctx.x_dtype), grad_weight, grad_bias, None, None, None
 
 
 def _copies(x: torch.Tensor, how: Contraction, columnwise: bool) -> Copies:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.formats import Copies, Groups, Operand
+from torchao_blockwise.formats import Copies, Draws, Groups, Operand
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.contraction import cast_options, grad_input, gradients, output, quantize, quantized_output
 from torchao_blockwise.nn.observation import seen
@@ -108,7 +108,9 @@ class SwiGLUMLP(nn.Module):
             x = x.to(steps.compute_dtype(x))
             check_linear(x, gate_up.weight, None)
             configs = config_of(gate_up.weight), config_of(down.weight)
-            return steps.apply(SwiGLUFunction, x, gate_up.weight, down.weight, down.bias, None, configs, ("", ""))
+            return steps.apply(
+                SwiGLUFunction, x, gate_up.weight, down.weight, down.bias, None, configs, ("", ""), None, None
+            )
 
 
 class _SwiGLULinear(torch.autograd.Function):
@@ -187,9 +189,10 @@ def _linear_backward(
 class SwiGLUFunction(torch.autograd.Function):
     """down(silu(gate) · up) with (gate | up) = gate_up(x), every operand quantized in the pass that computes it.
 
-    apply(x [.., K], *weights, bias of down or None, None, configs, amax_groups)
-    apply(x [M, K], *weights [E, ..], None, group_ends, configs, amax_groups)    of experts, by whom rows are sorted
+    apply(x [.., K], *weights, bias of down or None, None, configs, amax_groups, *keys)
+    apply(x [M, K], *weights [E, ..], None, group_ends, configs, amax_groups, *keys)    of experts, rows sorted by them
     configs: of each weight. amax_groups: the process groups over which each is split, as `amax_over` takes them.
+    keys: of the random bits that their gradients are rounded by, or None.
     """
 
     @staticmethod
@@ -202,6 +205,8 @@ class SwiGLUFunction(torch.autograd.Function):
         group_ends: torch.Tensor,
         configs: Sequence[TrainingConfig],
         amax_groups: Sequence[str],
+        inner_key: torch.Tensor | None,
+        outer_key: torch.Tensor | None,
     ) -> torch.Tensor:
         x2d, weights = steps.as_rows(x), (gate_up_weight, down_weight)
         groups = steps.groups_of(group_ends, x2d.shape[0], *configs)
@@ -214,6 +219,8 @@ class SwiGLUFunction(torch.autograd.Function):
             ctx,
             weights,
             *(groups or (None, None)),
+            inner_key,
+            outer_key,
             x2d if needs_gate_up and not save_x else None,
             gate_up if needs_x or needs_gate_up or (needs_down and not save_h) else None,
             *(x_copy.tensors if save_x else ()),
@@ -228,7 +235,7 @@ class SwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        *weights, group_ends, tables, x, gate_up, copies = steps.take_saved(ctx, 6)
+        *weights, group_ends, tables, inner_key, outer_key, x, gate_up, copies = steps.take_saved(ctx, 8)
         steps.refuse_second_order("SwiGLUMLP" if group_ends is None else "swiglu_experts")
         both = _contractions(ctx.configs, ctx.amax_groups, steps.saved_groups(group_ends, tables))
         *needs, needs_bias = ctx.needs_input_grad[:4]
@@ -241,11 +248,12 @@ class SwiGLUFunction(torch.autograd.Function):
         halves = [] if gate_up is None else [*gate_up.chunk(2, 1)]
         dtypes = ctx.x_dtype, dy.dtype if gate_up is None else gate_up.dtype, *(weight.dtype for weight in weights)
         del copies, gate_up
-        args = x_saved, halves, h_saved, both, (tuple(needs), dtypes)
+        draws = ops.draws_for(inner_key, dy), ops.draws_for(outer_key, dy)
+        args = x_saved, halves, h_saved, both, (tuple(needs), dtypes), draws
         grad_x, *grads = steps.run_backward(tuple(weights), _mlp_backward, dy, *args)
         grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         grad_x = None if grad_x is None else grad_x.view(ctx.x_shape)
-        return grad_x, *grads, grad_bias, None, None, None
+        return grad_x, *grads, grad_bias, None, None, None, None, None
 
 
 def _mlp_forward(
@@ -274,6 +282,7 @@ def _mlp_backward(
     h_copy: list[Any],
     both: tuple[Contraction, Contraction],
     asked: tuple[tuple[bool, ...], tuple[torch.dtype, ...]],
+    draws: tuple[Draws | None, ...],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of x, of gate_up's weight and of down's, those that are needed.
 
@@ -286,7 +295,7 @@ def _mlp_backward(
         return quantize(x, inner, rowwise=False, columnwise=True).columnwise
 
     dh, grad_down = gradients(
-        [*quantize(dy, outer, rowwise=needs_x or needs_gate_up, columnwise=needs_down)],
+        [*quantize(dy, outer, rowwise=needs_x or needs_gate_up, columnwise=needs_down, draws=draws[1])],
         _h_columnwise(outer, h_copy, gate_and_up),
         dy.shape[0],
         down_weight,
@@ -298,7 +307,9 @@ def _mlp_backward(
         return None, None, grad_down
     options, backend = cast_options(inner.config, needs_x, needs_gate_up), ops.casting_backend(inner.config.backend)
     gate, up = steps.taken(gate_and_up)
-    dgate_up = [*ops.swiglu_backward_quantize(dh, gate, up, options, groups=inner.groups, backend=backend)]
+    dgate_up = [
+        *ops.swiglu_backward_quantize(dh, gate, up, options, groups=inner.groups, draws=draws[0], backend=backend)
+    ]
     del dh, gate, up
     # The gradient of gate_up comes last, beside two copies in low precision: with dx last a columnwise copy of gate_up
     # would be there too, with the gradient of down last the copies of dy and h all the time.

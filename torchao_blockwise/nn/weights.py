@@ -17,13 +17,15 @@ from torchao_blockwise.tensors import (
     NVFP4TrainingConfig,
     TrainingConfig,
 )
+from torchao_blockwise.tensors.rounding import RoundingKeys
 
 # What layers here take for a weight.
 Weight: TypeAlias = MasterWeightTensor | BlockwiseFP8Tensor | NVFP4Tensor
 WEIGHTS = (MasterWeightTensor, BlockwiseFP8Tensor, NVFP4Tensor)
 _DEFAULT_CONFIGS: dict[type, TrainingConfig] = {
     BlockwiseFP8Tensor: BlockwiseFP8TrainingConfig(master_weights=False),
-    NVFP4Tensor: NVFP4TrainingConfig(master_weights=False),
+    # Made by hand; random bits belong to a weight of a model.
+    NVFP4Tensor: NVFP4TrainingConfig(master_weights=False, hadamard=False, stochastic_rounding=False),
 }
 
 
@@ -35,6 +37,21 @@ def is_low_precision(weight: torch.Tensor) -> bool:
 def config_of(weight: Any) -> TrainingConfig:
     """The config that a layer with this weight trains by."""
     return weight.config if weight.config is not None else _DEFAULT_CONFIGS[type(weight)]
+
+
+def rounding_key_of(weight: Any) -> torch.Tensor | None:
+    """What decides the random bits of the gradients of a layer with this weight; None where they round to nearest."""
+    config = config_of(weight)
+    if not config.stochastic_rounding:
+        return None
+    if weight.rounding_key is None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "stochastic rounding: a compiler met a weight that quantize_ did not make, and that has no random "
+                "bits yet; run one forward pass before torch.compile, or convert the model with quantize_"
+            )
+        RoundingKeys.of_weight(config.seed, 0).attach(weight)
+    return weight.rounding_key
 
 
 def is_fp8_weight(weight: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -36,6 +36,8 @@ class TrainingConfig(AOBaseConfig):
     activation_format: ClassVar[BlockFormat]
     quantized_activations: ClassVar[str]
     power_of_2_scales: ClassVar[bool] = False
+    stochastic_rounding: ClassVar[bool] = False
+    seed: ClassVar[int] = 0
 
     save_activations: str = QUANTIZED
     master_weights: bool = True
@@ -59,7 +61,7 @@ class TrainingConfig(AOBaseConfig):
         if self.save_activations not in (QUANTIZED, "high_precision"):
             wanted = f"{QUANTIZED!r} or 'high_precision'"
             raise ValueError(f"{name}: save_activations must be {wanted}, got {self.save_activations!r}")
-        for field in ("master_weights", "power_of_2_scales"):
+        for field in ("master_weights", "power_of_2_scales", "stochastic_rounding"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{name}: {field} must be True or False, got {getattr(self, field)!r}")
         if self.out_dtype not in (None, *HIGH_PRECISION_DTYPES):
@@ -76,6 +78,11 @@ class TrainingConfig(AOBaseConfig):
             if field.name in state:
                 object.__setattr__(self, field.name, state[field.name])
         self.__post_init__()
+
+    @property
+    def of_all_ranks(self) -> TrainingConfig:
+        """The config without what ranks may differ in."""
+        return replace(self, seed=0) if self.seed else self  # type: ignore[call-arg]  # a field where it is not 0
 
     @property
     def hadamard_number(self) -> int:
@@ -114,11 +121,15 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
 
 @dataclass(frozen=True)
 class NVFP4TrainingConfig(TrainingConfig):
-    """Train in NVFP4: weights 16×16, activations and gradients 1×16, round to nearest.
+    """Train in NVFP4: weights 16×16, activations and gradients 1×16.
 
     hadamard: transform both operands of `grad_weight`, x and dy, along the tokens: a random Hadamard transform in
-        chunks of 16 tokens, which spreads outliers over a chunk and leaves the product as it is. False (default); True
-        for `formats.DEFAULT_SIGNS`, or 16 signs. Chunks begin with the tokens of a rank, and of an expert.
+        chunks of 16 tokens, which spreads outliers over a chunk and leaves the product as it is. True (default) for
+        `formats.DEFAULT_SIGNS`, 16 signs, or False. Chunks begin with the tokens of a rank, and of an expert.
+    stochastic_rounding: round gradients up or down by random bits, so that their mean is kept (default); False rounds
+        them to nearest, as all else. Bits belong to the element: they are the same on any device, compiled or not, and
+        for any split of the tensors over ranks. `recipe_state(model)` has what a run must remember to resume.
+    seed: of these bits, 64 bits; give each data-parallel rank another.
     Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3). Where there are
     no FP4 tensor cores, products are computed from decoded values in bf16 with fp32 accumulation. Keep the last blocks
     and the head in higher precision (`keep_last_blocks`, `skip_lm_head`). An activation has one tensor scale for the
@@ -132,7 +143,9 @@ class NVFP4TrainingConfig(TrainingConfig):
     activation_format: ClassVar[BlockFormat] = NVFP4_1X16
     quantized_activations: ClassVar[str] = "nvfp4"
 
-    hadamard: bool | tuple[int, ...] = False
+    hadamard: bool | tuple[int, ...] = True
+    stochastic_rounding: bool = True  # type: ignore[misc]  # a constant in formats that have no choice
+    seed: int = 0  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,6 +156,8 @@ class NVFP4TrainingConfig(TrainingConfig):
             hadamard_number(self.hadamard)
         except ValueError as error:
             raise ValueError(f"{type(self).__name__}: {error}") from None
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"{type(self).__name__}: seed must be from 0 to 2^64 - 1, got {self.seed!r}")
 
     @property
     def hadamard_number(self) -> int:

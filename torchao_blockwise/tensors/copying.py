@@ -16,6 +16,7 @@ from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors.original import Original
 from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements, map_tensors
+from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.state_values import plain_values, same_bits
 
 aten = torch.ops.aten
@@ -26,6 +27,8 @@ aten = torch.ops.aten
 )
 def _map_op(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
     result = map_tensors(x, lambda t: func(t, *args, **kwargs))
+    if func is aten.clone.default:
+        carry_key(x, result, copied=True)
     if func in (aten.detach.default, aten.alias.default):
         result.original = x.original
         if x.layer:

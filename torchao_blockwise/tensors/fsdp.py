@@ -27,6 +27,7 @@ from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.quantized import QuantizedTensor
+from torchao_blockwise.tensors.rounding import carry_key
 
 if TYPE_CHECKING:
     from torchao_blockwise.tensors.master_weight import MasterWeightTensor
@@ -226,7 +227,9 @@ def post_all_gather(
     payload = _whole(gathered, layout.config.weight_format.qdata_shape(*layout.shape) if layout.packs else layout.shape)
     if out is None:
         qdata = payload.view(element.storage_dtype) if layout.travels_as_stored else element.pack(payload)
-        return _quantized(qdata, shard, dtype), () if layout.travels_as_stored else (qdata,)
+        made = _quantized(qdata, shard, dtype)
+        carry_key(master, made)
+        return made, () if layout.travels_as_stored else (qdata,)
     # Tensor parallelism has wrapped it.
     weight: Any = _compat.local_of(out)
     if not layout.travels_as_stored:

@@ -17,6 +17,7 @@ from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.operations import Result, is_sum, result_of
+from torchao_blockwise.tensors.rounding import RoundingKeys, carry_key, checked_key
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 from torchao_blockwise.tensors.weight_operands import kept_bytes, kept_weights, weight_operand
 
@@ -54,14 +55,16 @@ class MasterWeightTensor(TorchAOBaseTensor):
 
     hp: [.., N, K] bf16 | f16 | f32; values are shared with it, not copied.
     config: a `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`.
+    rounding_key: of stochastic rounding; see `tensors.rounding`.
     Raises TypeError for another dtype or config.
     """
 
     tensor_data_names = ["hp"]  # noqa: RUF012  # torchao copies it as a list
     tensor_attribute_names = ["config"]  # noqa: RUF012
+    optional_tensor_data_names = ["rounding_key"]  # noqa: RUF012
 
     @staticmethod
-    def __new__(cls, hp: torch.Tensor, config: TrainingConfig) -> Self:
+    def __new__(cls, hp: torch.Tensor, config: TrainingConfig, rounding_key: torch.Tensor | None = None) -> Self:
         return _compat.make_wrapper(
             cls,
             hp.shape,
@@ -72,7 +75,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
             device=hp.device,
         )
 
-    def __init__(self, hp: torch.Tensor, config: TrainingConfig):
+    def __init__(self, hp: torch.Tensor, config: TrainingConfig, rounding_key: torch.Tensor | None = None):
         if isinstance(hp, TorchAOBaseTensor) or hp.layout is not torch.strided:
             got = f"a {type(hp).__name__} in {hp.layout}"
             raise TypeError(f"MasterWeightTensor: hp must be a strided tensor of values, got {got}; dequantize() it")
@@ -82,10 +85,14 @@ class MasterWeightTensor(TorchAOBaseTensor):
             raise TypeError(f"MasterWeightTensor: config must be a TrainingConfig, got {type(config).__name__}")
         self.hp = hp.detach() if hp.requires_grad else hp
         self.config = config
+        if rounding_key is not None:
+            self.rounding_key = rounding_key
 
     # The layer's name in the model that was converted, for errors; no part of a weight's state, as the next two.
     layer: str = ""
     _cast_of: _CastOf | None = None
+    rounding_key: torch.Tensor | None = None
+    rounding_keys: RoundingKeys | None = None
     # What FSDP2 gathers of it.
     shard: fsdp.WeightShard | None = None
 
@@ -146,7 +153,11 @@ class MasterWeightTensor(TorchAOBaseTensor):
 
     def __getstate__(self) -> dict[str, Any]:
         # Of no use in another model, and a link to a weight that is not saved with it.
-        return {name: value for name, value in vars(self).items() if name not in ("layer", "_cast_of", "shard")}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("layer", "_cast_of", "rounding_keys", "shard")
+        }
 
     def _stable_hash_for_caching(self) -> str:
         return stable_hash(self)
@@ -230,6 +241,8 @@ class MasterWeightTensor(TorchAOBaseTensor):
             return first._like(x) if fits and x.dtype in HIGH_PRECISION_DTYPES else x
 
         out = pytree.tree_map_only(torch.Tensor, rewrap, out)
+        if func is aten.clone.default and isinstance(out, cls):
+            carry_key(first, out, copied=True)
         if func is aten._to_copy.default and isinstance(out, cls):
             fsdp.carry_shard(first, out)
             _link(first, out)
@@ -240,6 +253,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
         other = type(self)(hp, self.config)
         if self.layer:
             other.layer = self.layer
+        carry_key(self, other)
         return other
 
 
@@ -280,7 +294,7 @@ def _set_state(self: MasterWeightTensor, state: object) -> None:
     hp = state.get("hp")
     if not isinstance(hp, torch.Tensor):
         raise TypeError(f"{name}: hp must be a tensor, got {type(hp).__name__}; save the weight anew")
-    self.__init__(hp, state.get("config"))  # type: ignore[misc]  # checks both
+    self.__init__(hp, state.get("config"), checked_key(name, state.get("rounding_key")))  # type: ignore[misc]
     if (hp.shape, hp.dtype, hp.device.type) != (self.shape, self.dtype, self.device.type):
         got, wanted = (f"{list(x.shape)}, {x.dtype} on {x.device}" for x in (hp, self))
         raise ValueError(f"{name}: hp must be {wanted}, as the tensor reports, got {got}; save the weight anew")
@@ -338,6 +352,7 @@ def _take_over(weight: MasterWeightTensor, new: MasterWeightTensor) -> None:
     with _compat.no_torch_function():
         weight.data = new
     weight.hp = new.hp
+    carry_key(new, weight)
     weight.shard = None
 
 

@@ -12,6 +12,7 @@ from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files, check_quantizable
+from torchao_blockwise.tensors.rounding import carry_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,7 +26,9 @@ class NVFP4Tensor(QuantizedTensor):
     qdata: [.., N, ⌈K/2⌉] uint8, the even element in the low nibble. global_scale: f32 scalar.
     scale: e4m3 [.., ⌈N/16⌉, ⌈K/16⌉] for block_size (16, 16), [.., N, ⌈K/16⌉] for (1, 16).
     columns: K, which the payload alone does not tell where it is odd.
-    config: how a layer with this weight trains; None is `NVFP4TrainingConfig`'s defaults.
+    config: how a layer with this weight trains; None is `NVFP4TrainingConfig`'s defaults, without
+        transform and stochastic rounding.
+    rounding_key: of stochastic rounding; see `tensors.rounding`.
 
     Make one with `from_hp`. Works as a Parameter of any `nn.Linear` with block_size (16, 16).
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).
@@ -33,6 +36,7 @@ class NVFP4Tensor(QuantizedTensor):
 
     tensor_data_names = ["qdata", "scale", "global_scale"]  # noqa: RUF012  # torchao copies it as a list
     tensor_attribute_names = ["columns", "block_size", "dtype", "config"]  # noqa: RUF012
+    optional_tensor_data_names = ["rounding_key"]  # noqa: RUF012
 
     global_scale: torch.Tensor
 
@@ -46,6 +50,7 @@ class NVFP4Tensor(QuantizedTensor):
         block_size: tuple[int, int],
         dtype: torch.dtype,
         config: TrainingConfig | None = None,
+        rounding_key: torch.Tensor | None = None,
     ) -> Self:
         fmt = _format_of(cls.__name__, block_size)
         check_attributes(cls.__name__, fmt, dtype, config)
@@ -65,6 +70,7 @@ class NVFP4Tensor(QuantizedTensor):
         block_size: tuple[int, int],
         dtype: torch.dtype,
         config: TrainingConfig | None = None,
+        rounding_key: torch.Tensor | None = None,
     ):
         self.qdata = qdata
         self.scale = scale
@@ -72,6 +78,8 @@ class NVFP4Tensor(QuantizedTensor):
         self.columns = columns
         self.block_size = _FORMATS[tuple(block_size)].block
         self.config = config
+        if rounding_key is not None:
+            self.rounding_key = rounding_key
 
     @classmethod
     def from_hp(
@@ -104,7 +112,9 @@ class NVFP4Tensor(QuantizedTensor):
         dtype: torch.dtype | None = None,
     ) -> Self:
         columns = self.columns if columns is None else columns
-        return type(self)(qdata, scale, self.global_scale, columns, self.block_size, dtype or self.dtype, self.config)
+        made = type(self)(qdata, scale, self.global_scale, columns, self.block_size, dtype or self.dtype, self.config)
+        carry_key(self, made)
+        return made
 
     def _requantize(self, hp: torch.Tensor) -> NVFP4Tensor:
         return self.from_hp(hp, block_size=self.block_size, config=self.config)

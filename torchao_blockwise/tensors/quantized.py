@@ -18,6 +18,7 @@ from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operan
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.rounding import RoundingKeys, carry_key, checked_key
 from torchao_blockwise.tensors.state_values import settle
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class QuantizedTensor(TorchAOBaseTensor):
     original: Original | None = None
     # The layer's name in the model that was converted, for errors.
     layer: str = ""
+    # Of formats that round gradients stochastically; see tensors/rounding.py.
+    rounding_key: torch.Tensor | None = None
+    rounding_keys: RoundingKeys | None = None
 
     @property
     def qdata(self) -> torch.Tensor:
@@ -148,7 +152,7 @@ class QuantizedTensor(TorchAOBaseTensor):
             )
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
+        return [getattr(self, name) for name in parts_of(self)]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # a property of PyTorch's too
@@ -216,6 +220,7 @@ def _rebuild(kind: object, tensors: Any, attributes: Any, others: object, requir
     if not isinstance(others, dict) or not isinstance(requires_grad, bool):
         raise TypeError(f"{name}: a file has {others!r} and requires_grad={requires_grad!r} for it; save it anew")
     inner = {part: _from_bits(name, part, stored) for part, stored in tensors.items()}
+    checked_key(name, inner.get("rounding_key"))
     x = cls.__tensor_unflatten__(inner, attributes, None, None)
     if others.get("_is_param") is True:
         x._is_param = True
@@ -286,9 +291,16 @@ def implements(*funcs: Operation) -> Callable[[_F], _F]:
 
 
 def map_tensors(x: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
-    """A tensor like `x` with `fn` over all its inner tensors."""
-    names, attributes = x.__tensor_flatten__()
-    return type(x).__tensor_unflatten__({name: fn(getattr(x, name)) for name in names}, attributes, None, None)
+    """A tensor like `x` with `fn` over what holds its values."""
+    made = {name: fn(getattr(x, name)) for name in parts_of(x)}
+    result = type(x).__tensor_unflatten__(made, x.__tensor_flatten__()[1], None, None)
+    carry_key(x, result)
+    return result
+
+
+def parts_of(x: QuantizedTensor) -> list[str]:
+    """Names of the tensors that hold the values of `x`."""
+    return [name for name in x.__tensor_flatten__()[0] if name != "rounding_key"]
 
 
 _PRODUCTS = (

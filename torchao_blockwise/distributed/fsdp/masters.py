@@ -46,7 +46,7 @@ class ShardedMaster:
     def description(self) -> str:
         """What must be the same on all ranks."""
         layout = self.layout
-        gathered = layout.config if layout.quantized else "high precision"
+        gathered = layout.config.of_all_ranks if layout.quantized else "high precision"
         return (
             f"{layout.name} {list(layout.shape)} {self._dtype}, dim {layout.dim} over {layout.ranks} ranks, gathered "
             f"from {layout.dtype} as {gathered}"

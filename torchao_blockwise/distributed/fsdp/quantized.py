@@ -19,6 +19,7 @@ from torchao_blockwise.distributed.agreement import check_same
 from torchao_blockwise.distributed.master_weights import write_masters
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.fsdp import layout_of
+from torchao_blockwise.tensors.rounding import carry_key
 
 
 def shard_of(weight: QuantizedTensor, parameter: torch_fsdp.FsdpParameter) -> QuantizedShard:
@@ -34,6 +35,7 @@ def shard_of(weight: QuantizedTensor, parameter: torch_fsdp.FsdpParameter) -> Qu
     rows = slice(layout.start, layout.start + layout.local_shape[0])
     global_scale = None if weight.global_scale is None else weight.global_scale.clone()
     shard = QuantizedShard(weight.qdata[rows].clone(), weight.scale.clone(), layout, weight.dtype, global_scale)
+    carry_key(weight, shard)
     values = None if weight.original is None else weight.original.hp
     if values is not None:
         # Scales are of this rank's values; of all ranks' parts they are with the first cast.
@@ -101,7 +103,7 @@ def _described(p: torch_fsdp.FsdpParameter) -> str:
         scales = [x for x in (shard.scale, shard.global_scale) if x is not None]
         data = b"".join(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for x in scales)
         known = f"scales {hashlib.blake2b(data, digest_size=4).hexdigest()}"
-    kind = f"{shard.fmt.name}, {shard.config}, gathered from {shard.values_dtype}"
+    kind = f"{shard.fmt.name}, {shard.config.of_all_ranks}, gathered from {shard.values_dtype}"
     return f"{p.name} {list(p.shape)} {shard.dtype} ({kind}), over {p.ranks} ranks, {known}"
 
 

@@ -8,9 +8,9 @@ _WORD = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def load_key(key_ptr, OPERAND: tl.constexpr):
-    """(seed, stream, use) of a copy; the last two as words."""
+    """(seed, stream, use, number of the first expert) of a copy; stream and use as words."""
     seed, stream, use = tl.load(key_ptr), tl.load(key_ptr + 1) + OPERAND, tl.load(key_ptr + 2)
-    return seed, (stream & _WORD).to(tl.uint32), (use & _WORD).to(tl.uint32)
+    return seed, (stream & _WORD).to(tl.uint32), (use & _WORD).to(tl.uint32), tl.load(key_ptr + 3).to(tl.int32)
 
 
 @triton.jit

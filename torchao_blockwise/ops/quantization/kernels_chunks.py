@@ -32,7 +32,7 @@ _BITS = tl.constexpr(8)
 # (chunks, columns, warps) of a tile.
 TILE = (4, 128, 4)
 # Counts for masks and numbers of blocks: their divisibility says nothing of memory.
-ANY = ("M", "groups", "row", "column", "grid", "expert")
+ANY = ("M", "groups", "row", "column", "grid")
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def _columnwise_kernel(
     st_ptr,  # [B, K, chunks] e4m3 bytes
     blocks_ptr,  # None, or where tokens lie in groups their table
     ends_ptr,  # None, or int32 [groups]
-    key_ptr,  # int64 [3], or None for round to nearest
+    key_ptr,  # int64 [4], or None for round to nearest
     M,
     K,
     runs,  # of the copy: pairs of chunks, so that it is known that rows are multiples of 16 bytes; of groups chunks
@@ -121,7 +121,6 @@ def _columnwise_kernel(
     row,  # of the copy in the whole,
     column,  # in chunks,
     grid,  # and how many chunks a row of the whole has; -1: as many as there are tokens for
-    expert,
     OPERAND: tl.constexpr,
     HADAMARD: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -150,7 +149,7 @@ def _columnwise_kernel(
 
     words = (encode, encode, encode, encode)
     if key_ptr is not None:
-        seed, stream, use = load_key(key_ptr, OPERAND)
+        seed, stream, use, expert = load_key(key_ptr, OPERAND)
         if ends_ptr is None:
             first_chunk, high = offs_c * 0, offs_c * 0
             wide = tl.cdiv(M, _BLOCK) + offs_c * 0

@@ -83,7 +83,6 @@ def _rowwise_kernel(
     row,
     column,
     grid,
-    expert,
     OPERAND: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -104,7 +103,7 @@ def _rowwise_kernel(
     x = _load_tile(x_ptr, 0, offs_m, offs_k, live, K, 0, stride_xm, stride_xk).reshape(ROWS, BLOCKS, _BLOCK)
     encode, scale = nvfp4_scales(tl.max(magnitude_bits(x), 2), tl.load(amax_ptr), ELEMENT_MAX, SCALE_MAX)
 
-    seed, stream, use = load_key(key_ptr, OPERAND)
+    seed, stream, use, expert = load_key(key_ptr, OPERAND)
     rows, high = offs_m + row, offs_m * 0
     if ends_ptr is not None:
         group, start = groups_of(offs_m, ends_ptr, M, groups, E_PAD)

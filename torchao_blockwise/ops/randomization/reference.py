@@ -42,10 +42,12 @@ def copy(
     """The one copy of `x` [M, K] that is asked for. key: None for round to nearest."""
     if options.rowwise:
         made_of = x if groups is None else in_groups(x, groups.ends)
-        return _round(made_of, options.fmt, amax, key, place, lambda: _rowwise_numbers(x, groups, place))
+        return _round(made_of, options.fmt, amax, key, place, lambda key: _rowwise_numbers(x, groups, key, place))
     tokens = _tokens(x, groups, options.hadamard)
     made_of = (with_zero_tokens(tokens) if options.padded and groups is None else tokens).mT
-    return _round(made_of, options.fmt, amax, key, place, lambda: _columnwise_numbers(x, groups, place, made_of))
+    return _round(
+        made_of, options.fmt, amax, key, place, lambda key: _columnwise_numbers(x, groups, key, place, made_of)
+    )
 
 
 def _tokens(x: torch.Tensor, groups: Groups | None, hadamard: int) -> torch.Tensor:
@@ -65,19 +67,19 @@ def _round(
     amax: torch.Tensor,
     key: torch.Tensor | None,
     place: Place,
-    numbers: Callable[[], torch.Tensor],
+    numbers: Callable[[torch.Tensor], torch.Tensor],
 ) -> Operand:
     """`x` [rows, columns] quantized, rounded by the bits of blocks of these numbers; to nearest without a key."""
     if key is None:
         return quantize(x, fmt, amax, False)
     x = x.float().contiguous()
     scales = fmt.compute_scales(block_amax(x, fmt), amax, False)
-    random = block_bytes(numbers(), key, place.operand).flatten(-2)[..., : x.shape[-1]]
+    random = block_bytes(numbers(key), key, place.operand).flatten(-2)[..., : x.shape[-1]]
     y = x * expand_blocks(scales.encode, fmt, *x.shape)
     return Operand(E2M1.encode_stochastically(y, random), scales.scale, None, fmt.name)
 
 
-def _rowwise_numbers(x: torch.Tensor, groups: Groups | None, place: Place) -> torch.Tensor:
+def _rowwise_numbers(x: torch.Tensor, groups: Groups | None, key: torch.Tensor, place: Place) -> torch.Tensor:
     """The numbers of the blocks of `x` [M, K] in the whole that it is a part of: int64 [M, blocks]."""
     blocks = -(-x.shape[1] // _BLOCK)
     grid = blocks if place.grid < 0 else place.grid
@@ -88,10 +90,12 @@ def _rowwise_numbers(x: torch.Tensor, groups: Groups | None, place: Place) -> to
     ends = clamped_ends(groups.ends, x.shape[0])
     group = _group_of(row, ends)
     row = place.row + row - starts_of(ends)[group]
-    return (row[:, None] * grid + column) | (place.expert + group)[:, None] << 32
+    return (row[:, None] * grid + column) | _experts(key, group)[:, None] << 32
 
 
-def _columnwise_numbers(x: torch.Tensor, groups: Groups | None, place: Place, copied: torch.Tensor) -> torch.Tensor:
+def _columnwise_numbers(
+    x: torch.Tensor, groups: Groups | None, key: torch.Tensor, place: Place, copied: torch.Tensor
+) -> torch.Tensor:
     """The same of the blocks of its columnwise copy, `copied` [K, tokens]; padding has any."""
     row = (place.row + torch.arange(copied.shape[0], device=x.device))[:, None]
     block = torch.arange(-(-copied.shape[1] // _BLOCK), device=x.device)
@@ -101,7 +105,12 @@ def _columnwise_numbers(x: torch.Tensor, groups: Groups | None, place: Place, co
     group = _group_of(block, ends)
     first = starts_of(ends)[group]
     grid = ends[group] - first if place.grid < 0 else place.grid
-    return (row * grid + place.column + block - first) | (place.expert + group) << 32
+    return (row * grid + place.column + block - first) | _experts(key, group) << 32
+
+
+def _experts(key: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """Their numbers among all."""
+    return key[-1] + group
 
 
 def _group_of(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

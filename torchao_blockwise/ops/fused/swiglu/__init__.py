@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
+from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Draws, Groups
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
 from torchao_blockwise.ops.casting import quantize_by
 from torchao_blockwise.ops.fused.swiglu import reference
@@ -79,13 +79,15 @@ def swiglu_backward_quantize(
     options: CastOptions,
     *,
     groups: Groups | torch.Tensor | None = None,
+    draws: Draws | None = None,
     backend: Backend | str | None = None,
 ) -> Copies:
     """`quantize(cat(swiglu_backward(dh, gate, up), dim=1), ..)` in one pass: the gradient of a merged projection.
 
     dh, gate, up: as in `swiglu_backward`. Options and result as in `swiglu_quantize`, for a tensor [M, 2H] whose first
     half is dgate and second half dup. Where H is no multiple of 128, one block holds parts of both; where it is none of
-    16 either, rows of the second half start off 16 bytes, and this runs as the two operations.
+    16 either, rows of the second half start off 16 bytes, and this runs as the two operations, as NVFP4 does.
+    draws: the random bits of copies in NVFP4.
 
     Raises TypeError for a dtype, ValueError for shapes, ends or a format, option or backend that does not exist.
     """
@@ -94,7 +96,7 @@ def swiglu_backward_quantize(
     backend, inputs = get_backend(backend), without_grad(dh, gate, up)
     if options.fmt is not FP8_1X128 or gate.shape[1] % _ALIGNMENT:
         gradient = torch.cat(swiglu_backward_op(*inputs, backend), 1)
-        return quantize_by(gradient, options, groups, backend=backend)
+        return quantize_by(gradient, options, groups, draws=draws, backend=backend)
     return swiglu_backward_quantize_op(*inputs, options, groups, backend)
 
 
