@@ -26,6 +26,8 @@ ALONE = (
     ("trains_as_by_hand", "llama3", "nvfp4", ()),
     ("converter_gives_the_same", "llama3", "fp8", ()),
     ("compiles", "llama3", "fp8", ()),
+    *(("saves_products", family, "fp8", ()) for family in ("llama3", "deepseek_v3")),
+    ("saves_products", "llama3", "nvfp4", ()),
     ("refuses", "llama3", "fp8", (("exlude", ("*",)),), MISSPELT, ()),
     ("refuses", "llama3", "fp8", (("exclude", ("layers.9.*",)),), "'layers.9.*' matches no linear layer", ()),
     ("refuses", "llama3", "fp8", (("include", "layers.0.*"),), "include: must be a list of patterns, got 'layers", ()),
@@ -37,6 +39,8 @@ PAIR = (
     ("trains_as_by_hand", "llama3", "fp8", (("tp", 2),)),
     ("trains_as_by_hand", "llama3", "nvfp4", (("tp", 2),)),
     ("trains_as_by_hand", "deepseek_v3", "fp8", (("ep", 2),)),
+    ("saves_products", "llama3", "fp8", ()),
+    ("saves_products", "deepseek_v3", "fp8", (("ep", 2),)),
     ("saves_and_resumes", "llama3", "fp8", ()),
     (
         "refuses",
