@@ -35,13 +35,17 @@ ALONE = (
     ("refuses", "llama3", "fp8", (("master_weights", False),), "trainers step master weights", ()),
 )
 PAIR = (
-    ("trains_as_by_hand", "llama3", "fp8", ()),
-    ("trains_as_by_hand", "llama3", "fp8", (("tp", 2),)),
+    *(("trains_as_by_hand", family, "fp8", ()) for family in ("llama3", "qwen3", "deepseek_v3")),
+    *(("trains_as_by_hand", family, "fp8", (("tp", 2),)) for family in ("llama3", "qwen3", "deepseek_v3")),
     ("trains_as_by_hand", "llama3", "nvfp4", (("tp", 2),)),
+    ("trains_as_by_hand", "gpt_oss", "fp8", (("layers", 1),)),
     ("trains_as_by_hand", "deepseek_v3", "fp8", (("ep", 2),)),
+    ("trains_as_by_hand", "gpt_oss", "fp8", (("ep", 2), ("layers", 1))),
     ("saves_products", "llama3", "fp8", ()),
     ("saves_products", "deepseek_v3", "fp8", (("ep", 2),)),
-    ("saves_and_resumes", "llama3", "fp8", ()),
+    *(("saves_and_resumes", family, "fp8", ()) for family in ("llama3", "qwen3", "deepseek_v3")),
+    ("saves_and_resumes", "gpt_oss", "fp8", (("layers", 1),)),
+    ("saves_and_resumes", "deepseek_v3", "fp8", (("ep", 2),)),
     (
         "refuses",
         "llama3",

@@ -69,18 +69,19 @@ def saves_products(rank, folder, family, format, **how):
     assert losses == expected and 3 * again == 4 * once, (once, again)
 
 
-def saves_and_resumes(rank, folder, family, format):
+def saves_and_resumes(rank, folder, family, format, **how):
     """Losses go on bit for bit; an unconverted run loads the checkpoint."""
+    folder = os.path.join(folder, "-".join([family, format, *map(str, how.values())]))
     first, resumed, plain = (os.path.join(folder, name) for name in ("first", "resumed", "plain"))
-    imports = [(format, {})]
-    straight = titan.losses(titan.config_of(family, imports, steps=4, save=True, folder=first))
+    imports, how = [(format, {})], {**how, "steps": 4, "save": True}
+    straight = titan.losses(titan.config_of(family, imports, folder=first, **how))
     torch.distributed.barrier()
     if rank == 0:
         for other in (resumed, plain):
             shutil.copytree(f"{first}/checkpoint/step-2", f"{other}/checkpoint/step-2")
     torch.distributed.barrier()
-    assert titan.losses(titan.config_of(family, imports, steps=4, save=True, folder=resumed)) == straight[2:]
-    unconverted = titan.losses(titan.config_of(family, steps=4, save=True, folder=plain))
+    assert titan.losses(titan.config_of(family, imports, folder=resumed, **how)) == straight[2:]
+    unconverted = titan.losses(titan.config_of(family, folder=plain, **how))
     assert len(unconverted) == 2 and all(abs(a - b) < 0.01 * b for a, b in zip(unconverted, straight[2:]))
 
 
