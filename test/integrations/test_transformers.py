@@ -86,6 +86,15 @@ def test_loads_converted_and_remembers_the_recipe(cls, config, masters, folder, 
     assert_same_states(plain, model)
 
 
+def test_saves_the_state_dict_that_it_is_given(folder, tmp_path):
+    """As Trainer gives one that it has gathered from all ranks."""
+    model = load(folder, quantization_config=ours.BlockwiseFP8Config())
+    given = {name: x + 1 for name, x in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=dict(given))
+    for name, x in load(tmp_path).state_dict().items():
+        assert_bitwise_equal(x, given[name], name)
+
+
 def test_dequantize_gives_the_plain_model_back(folder):
     model, plain = load(folder, quantization_config=ours.BlockwiseFP8Config()), load(folder)
     model.dequantize()

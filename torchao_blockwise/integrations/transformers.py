@@ -128,6 +128,10 @@ class BlockwiseQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """What `save_pretrained` saves: the state dict that it was given, else the model's own, which is plain."""
+        return hugging_face.given_state_dict(), {}
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         config = self.quantization_config
         kept = self.get_modules_to_not_convert(model, config.modules_to_not_convert, hugging_face.kept_in_fp32(model))
