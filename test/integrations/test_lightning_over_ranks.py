@@ -1,4 +1,4 @@
-"""Lightning shards by ModelParallelStrategy, which is FSDP2, on two ranks: the bits of steps by hand, and it resumes."""
+"""Lightning by ModelParallelStrategy, which is FSDP2, on two ranks: the bits of steps by hand, and it resumes."""
 
 from __future__ import annotations
 
