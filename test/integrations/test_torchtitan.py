@@ -31,7 +31,7 @@ ALONE = (
     ("refuses", "llama3", "fp8", (("exlude", ("*",)),), MISSPELT, ()),
     ("refuses", "llama3", "fp8", (("exclude", ("layers.9.*",)),), "'layers.9.*' matches no linear layer", ()),
     ("refuses", "llama3", "fp8", (("include", "layers.0.*"),), "include: must be a list of patterns, got 'layers", ()),
-    ("refuses", "llama3", "fp8", (("min_features", 9999),), "the options select none of the", ()),
+    ("refuses", "llama3", "fp8", (("min_features", 9999),), "no layer was converted, of", ()),
     ("refuses", "llama3", "fp8", (("master_weights", False),), "trainers step master weights", ()),
 )
 PAIR = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import types
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from torchao_blockwise import MasterWeightTensor, conversion_report, fusion_repo
 from torchao_blockwise.integrations import recipes
 from torchao_blockwise.testing import assert_bitwise_equal
 
+sys.path.append(str(Path(__file__).parent))
 transformers = pytest.importorskip("transformers", "5.0")
+
+from monitored import Monitored  # noqa: E402
 
 from torchao_blockwise.integrations import transformers as ours  # noqa: E402
 
@@ -115,12 +119,9 @@ def test_what_is_converted(folder):
 @both
 def test_trainer_is_the_steps_by_hand(cls, config, folder, tmp_path):
     """With gradient accumulation in `weights_unchanged` and a monitor; bit for bit, and again where it resumes."""
-    calls = []
-    stand_in = types.SimpleNamespace(step=lambda: calls.append("step"), close=lambda: calls.append("close"))
-    callbacks = [ours.UnchangedWeights(), ours.Numerics(lambda model: calls.append(type(model).__name__) or stand_in)]
-    model = load(folder, quantization_config=cls())
-    trainer(model, tmp_path, 4, callbacks).train()
-    assert calls == ["LlamaForCausalLM", *["step"] * 4, "close"]
+    monitored, model = Monitored(), load(folder, quantization_config=cls())
+    trainer(model, tmp_path, 4, [ours.UnchangedWeights(), ours.Numerics(monitored.make)]).train()
+    monitored.check(steps=[0, 2], layers=7)
 
     by_hand = converted(folder, config).train()
     optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2, weight_decay=0.0)
@@ -209,7 +210,7 @@ def test_bad_options(options, error, message):
 
 
 def test_a_model_with_nothing_to_convert(folder):
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM: no layer was converted; .* widen the filter"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: no layer was converted, of 8 linear .*; widen the filter"):
         load(folder, quantization_config=ours.BlockwiseFP8Config(["lm_head", "model.layers"]))
 
 

@@ -25,7 +25,7 @@ except ImportError as e:
     ) from e
 
 from torchao_blockwise._compat import torchtitan_0_2
-from torchao_blockwise.integrations.options import Options, convert
+from torchao_blockwise.integrations.options import Options
 from torchao_blockwise.integrations.recipes import RECIPES
 from torchao_blockwise.nn import sac_save_list
 
@@ -58,7 +58,7 @@ class Converter:
         self._selective_ac = section.selective_ac
 
     def convert(self, model: nn.Module) -> None:
-        convert(model, self.options)
+        self.options.convert(model)
         if self._selective_ac:
             saved = torchtitan_0_2.saved_operations(get_train_spec(self._model_name).parallelize_fn)
             if saved is None:

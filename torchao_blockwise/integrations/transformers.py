@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torchao_blockwise._compat import hugging_face
-from torchao_blockwise.conversion import custom, fuse, linears_and_experts, unconvert
+from torchao_blockwise.conversion import custom, linears_and_experts, unconvert
 from torchao_blockwise.integrations.recipes import OpenScope, convert, nearest, require
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, TrainingConfig
@@ -136,10 +136,7 @@ class BlockwiseQuantizer(HfQuantizer):
         config = self.quantization_config
         kept = self.get_modules_to_not_convert(model, config.modules_to_not_convert, hugging_face.kept_in_fp32(model))
         chosen = custom(lambda module, fqn: should_convert_module(fqn, kept), "named in modules_to_not_convert")
-        convert(model, config.training_config, linears_and_experts() & chosen)
-        if config.fused:
-            fuse(model)
-        return model
+        return convert(model, config.training_config, linears_and_experts() & chosen, fused=config.fused)
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         return unconvert(model)
