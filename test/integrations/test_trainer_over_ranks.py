@@ -20,6 +20,7 @@ from helpers import selected_cases
 from ranks import spawn
 
 CASES = [("resumes", wrapper, recipe) for wrapper in ("ddp", "fsdp") for recipe in ("fp8", "nvfp4")]
+CASES += [("resumes", "fsdp_shards", "fp8")]
 CASES += [("example_resumes", wrapper) for wrapper in ("ddp", "fsdp")]
 
 
