@@ -19,7 +19,7 @@ SHOWN = [
 
 
 def test_pages_show_results():
-    assert {name for name, _ in SHOWN} == {"builds_sm_90", "train_llm_moe_tiny_cpu", "weight_bytes"}
+    assert {name for name, _ in SHOWN} == {"adapter_memory", "builds_sm_90", "train_llm_moe_tiny_cpu", "weight_bytes"}
 
 
 @pytest.mark.parametrize(("name", "shown"), SHOWN, ids=[name for name, _ in SHOWN])

@@ -49,6 +49,36 @@ def test_text(saved, capsys):
     assert "14 of 15   converted" in printed and "4 of 4  " in printed
 
 
+def test_memory(saved, capsys):
+    """At rest, and with tokens of a step; of a fused model, which saves less."""
+    folder, config = saved("dense"), CONFIGS["dense"]()
+    assert main(["report", folder, "--json"]) == 0
+    at_rest = data(capsys)["memory"]
+    parameters = sum(p.numel() for p in transformers.Qwen3ForCausalLM(config).parameters())
+    assert at_rest["predicted"]["weights"] == at_rest["bf16"]["weights"] == 2 * parameters
+    assert at_rest["predicted"]["saved"] is None and at_rest["measured"] is None
+    saved_bytes = {}
+    for option in ((), ("--fuse",)):
+        assert main(["report", folder, "--json", "--tokens", "64", *option]) == 0
+        memory = data(capsys)["memory"]
+        assert memory["notes"] == [] and memory["predicted"]["peak"] > memory["predicted"]["weights"]
+        saved_bytes[option] = memory["predicted"]["saved"]
+    assert saved_bytes["--fuse",] < saved_bytes[()]
+    assert main(["report", folder, "--tokens", "64"]) == 0
+    assert "peak of forward and backward" in capsys.readouterr().out
+
+
+def test_memory_of_a_model_with_another_head(saved, capsys):
+    assert main(["report", saved("named"), "--json", "--tokens", "64"]) == 0
+    memory = data(capsys)["memory"]
+    assert memory["notes"] == [] and memory["predicted"]["saved"] > 0
+
+
+def test_tokens_must_be_some(saved, capsys):
+    assert main(["report", saved("dense"), "--tokens", "0"]) == 2
+    assert "--tokens must be 1 or more, got 0" in capsys.readouterr().err
+
+
 def test_a_file_is_as_good_as_its_folder(saved, capsys):
     folder = saved("dense")
     assert main(["report", folder, "--json"]) == main(["report", os.path.join(folder, "config.json"), "--json"]) == 0

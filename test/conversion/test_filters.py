@@ -194,6 +194,27 @@ def test_quantize_warns_of_patterns_that_match_nothing(combine):
     assert len([w for w in seen if "matches no layer" in str(w.message)]) == 1
 
 
+@pytest.mark.parametrize("root", (True, False), ids=("root", "inside"))
+def test_quantize_warns_where_it_converts_nothing(root):
+    layer = nn.Linear(64, 64)
+    model = layer if root else nn.ModuleDict({"up": layer})
+    name = "Linear" if root else "ModuleDict"
+    said = rf"nothing of {name} is converted: Filter\(min_features\(128\)\) leaves out all of its 1 linear layers"
+    with pytest.warns(UserWarning, match=said) as seen:
+        quantize_(model, FP8, filter_fn=min_features(128))
+    assert len(seen) == 1 and seen[0].filename == __file__
+
+
+def test_what_converts_something_is_no_reason_to_warn():
+    """Nor is a filter that is asked outside of `quantize_`, or as a part of another one."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 128))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dry_run(model, FP8, min_features(1000))
+        quantize_(model, FP8, filter_fn=min_features(128) | skip_fqns("1"))
+    assert isinstance(model[0].weight, MasterWeightTensor)
+
+
 def test_patterns_that_match_are_no_reason_to_warn():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with warnings.catch_warnings():

@@ -125,6 +125,19 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("given", "got"),
+    (
+        (type(FP8), r"the class BlockwiseFP8TrainingConfig; write BlockwiseFP8TrainingConfig\(\)"),
+        ("fp8", r"str; take BlockwiseFP8TrainingConfig\(\) or NVFP4TrainingConfig\(\)"),
+    ),
+    ids=("class", "name"),
+)
+def test_a_dry_run_with_no_config(given, got):
+    with pytest.raises(TypeError, match=f"dry_run: config must be a training config, got {got}"):
+        dry_run(nn.Linear(64, 64), given)
+
+
 @every_recipe
 @pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantised"))
 @pytest.mark.parametrize(("make", "filter_of"), MODELS.values(), ids=MODELS)

@@ -87,6 +87,8 @@ def test_a_browser_draws_it(tmp_path):
     for place, elements in (("ratio", "path"), ("whatif", "circle"), ("curves", "path"), ("scales", "rect")):
         part = re.search(rf'<div id="{place}" class="plot">(.*?)</svg>', drawn, re.DOTALL)
         assert part and part.group(1).count(f"<{elements}") >= 2, place
+    axis = re.search(r'<div id="whatif-axis" class="plot">(.*?)</svg>', drawn, re.DOTALL).group(1)
+    assert axis.count(" dB</text>") >= 3
     rows = re.search(r"<tbody>(.*?)</tbody>", drawn, re.DOTALL).group(1).count("<tr")
     assert rows == sum(row["trains"] for row in data_of(page)["last"])
     assert "Step 2 · 4 layers, 2 in low precision · 3 reports" in drawn

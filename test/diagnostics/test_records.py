@@ -43,6 +43,16 @@ def test_tensors_are_compared_with_their_like():
     assert recommend(report(*LAYERS, *(tensor(f"layers.{i}", "dy", sqnr=12.0) for i in range(5)))) == []
 
 
+def test_exact_tensors_are_no_measure_for_others():
+    """As the gradient of a sum, of which nothing is lost: a usual layer among such ones does not stand out."""
+    exact = [tensor(f"layers.{i}", "dy", sqnr=math.inf) for i in range(4)]
+    assert recommend(report(*exact, tensor("usual", "dy", sqnr=32.0))) == []
+    assert recommend(report(*exact)) == []
+    usual = [tensor(f"usual.{i}", "dy", sqnr=32.0) for i in range(3)]
+    found = recommend(report(*exact, *usual, tensor("bad", "dy", sqnr=25.0)))
+    assert [recommendation.layer for recommendation in found] == ["bad"]
+
+
 def test_a_gradient_below_the_noise():
     found = recommend(report(*LAYERS, ratios={"layers.1": 1.73, "layers.2": 1.74, "layers.3": 0.5}))
     assert found == [

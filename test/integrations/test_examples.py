@@ -14,6 +14,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "docs" / "examples"
 NEEDS = {
     "trainer": ("transformers", "accelerate"),
+    "accelerate_loop": ("transformers", "accelerate"),
     "lora": ("transformers", "peft"),
     "lightning_module": ("lightning",),
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import types
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from torchao_blockwise import NVFP4TrainingConfig
 from torchao_blockwise.integrations import recipes
 from torchao_blockwise.testing import assert_bitwise_equal
 
+sys.path.append(str(Path(__file__).parent))
 lightning = pytest.importorskip("lightning", "2.4")
+
+from monitored import Monitored  # noqa: E402
 
 from torchao_blockwise.integrations import lightning as ours  # noqa: E402
 
@@ -76,12 +80,10 @@ def assert_same_states(model, expected):
 )
 def test_fit_is_the_steps_by_hand(recipe, config, precision, tmp_path):
     """With gradient accumulation in `weights_unchanged` and a monitor, which is stepped once an optimizer step."""
-    calls = []
-    stand_in = types.SimpleNamespace(step=lambda: calls.append("step"), close=lambda: calls.append("close"))
-    callbacks = [ours.UnchangedWeights(), ours.Numerics(lambda module: calls.append("make") or stand_in)]
-    module = Module()
+    monitored, module = Monitored(), Module()
+    callbacks = [ours.UnchangedWeights(), ours.Numerics(monitored.make)]
     fit(module, ours.BlockwisePrecision(recipe, precision), tmp_path, callbacks=callbacks)
-    assert calls == ["make", *["step"] * 4, "close"]
+    monitored.check(steps=[0, 2], layers=2)
     assert_same_states(module.model, by_hand(config, precision))
 
 
@@ -102,12 +104,11 @@ def test_an_exception_leaves_the_scope_and_closes_the_monitor(tmp_path):
         def on_train_batch_end(self, *args):
             raise KeyError("on purpose")
 
-    closed, module, unchanged = [], Module(), ours.UnchangedWeights()
-    monitor = types.SimpleNamespace(step=lambda: None, close=lambda: closed.append(True))
-    callbacks = [unchanged, ours.Numerics(lambda module: monitor), Fails()]
+    monitored, module = Monitored(), Module()
+    callbacks = [ours.UnchangedWeights(), ours.Numerics(monitored.make), Fails()]
     with pytest.raises(KeyError, match="on purpose"):
         fit(module, ours.BlockwisePrecision("fp8"), tmp_path, callbacks=callbacks)
-    assert closed == [True]
+    assert monitored.closed == 1
     with torch.no_grad():
         module.model[0].weight.mul_(2)
     # A scope that was left open would refuse the changed weight.

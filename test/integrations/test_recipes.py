@@ -22,7 +22,9 @@ def test_names_of_recipes():
         recipes.training_config("nvpf4")
     with pytest.raises(ValueError, match=r"got 'xyz'$"):
         recipes.training_config("xyz")
-    with pytest.raises(TypeError, match="a name or a training config, got ABCMeta"):
+    with pytest.raises(
+        TypeError, match=r"got the class BlockwiseFP8TrainingConfig; write BlockwiseFP8TrainingConfig\(\)"
+    ):
         recipes.training_config(BlockwiseFP8TrainingConfig)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import types
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ from torchao_blockwise import (
 from torchao_blockwise.integrations import recipes
 from torchao_blockwise.testing import assert_bitwise_equal
 
+sys.path.append(str(Path(__file__).parent))
 transformers = pytest.importorskip("transformers", "5.0")
+
+from monitored import Monitored  # noqa: E402
 
 from torchao_blockwise.integrations import transformers as ours  # noqa: E402
 
@@ -93,6 +97,15 @@ def test_loads_converted_and_remembers_the_recipe(cls, config, masters, folder, 
     assert_same_states(plain, model)
 
 
+def test_saves_the_state_dict_that_it_is_given(folder, tmp_path):
+    """As Trainer gives one that it has gathered from all ranks."""
+    model = load(folder, quantization_config=ours.BlockwiseFP8Config())
+    given = {name: x + 1 for name, x in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=dict(given))
+    for name, x in load(tmp_path).state_dict().items():
+        assert_bitwise_equal(x, given[name], name)
+
+
 def test_dequantize_gives_the_plain_model_back(folder):
     model, plain = load(folder, quantization_config=ours.BlockwiseFP8Config()), load(folder)
     model.dequantize()
@@ -113,13 +126,10 @@ def test_what_is_converted(folder):
 @both
 def test_trainer_is_the_steps_by_hand(cls, config, folder, tmp_path):
     """With gradient accumulation in `weights_unchanged` and a monitor; bit for bit, and again where it resumes."""
-    calls = []
-    stand_in = types.SimpleNamespace(step=lambda: calls.append("step"), close=lambda: calls.append("close"))
-    callbacks = [ours.UnchangedWeights(), ours.Numerics(lambda model: calls.append(type(model).__name__) or stand_in)]
-    callbacks.append(ours.RecipeState())
-    model = load(folder, quantization_config=cls())
+    monitored, model = Monitored(), load(folder, quantization_config=cls())
+    callbacks = [ours.UnchangedWeights(), ours.Numerics(monitored.make), ours.RecipeState()]
     trainer(model, tmp_path, 4, callbacks).train()
-    assert calls == ["LlamaForCausalLM", *["step"] * 4, "close"]
+    monitored.check(steps=[0, 2], layers=7)
 
     by_hand = converted(folder, config).train()
     optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2, weight_decay=0.0)
@@ -208,7 +218,7 @@ def test_bad_options(options, error, message):
 
 
 def test_a_model_with_nothing_to_convert(folder):
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM: no layer was converted; .* widen the filter"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: no layer was converted, of 8 linear .*; widen the filter"):
         load(folder, quantization_config=ours.BlockwiseFP8Config(["lm_head", "model.layers"]))
 
 

@@ -8,6 +8,7 @@ import shutil
 import ranks
 import titan_training as titan
 import torch
+from every_layer import counting
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
@@ -24,7 +25,6 @@ def trains_as_by_hand(rank, folder, family, format, **how):
     """The losses of `quantize_` by hand on the model that torchtitan builds, bit for bit; not those of bf16."""
 
     def by_hand(model):
-
         quantize_(model, RECIPES[format], filter_fn=linears_and_experts() & skip_lm_head())
         return model
 
@@ -48,18 +48,40 @@ def compiles(rank, folder, family, format):
     assert all(abs(a - b) < 0.01 * a for a, b in zip(eager, compiled)), (eager, compiled)
 
 
-def saves_and_resumes(rank, folder, family, format):
+def saves_products(rank, folder, family, format, **how):
+    """With `selective_ac` no product of a converted layer runs again in backward, and the losses stay.
+
+    torchtitan's own policy runs them all again, which says that this counts what it should.
+    """
+
+    def counted(*more, selective=True):
+        imports = [(format, {}), *((name, {}) for name in more)]
+        config = titan.config_of(family, imports, selective=selective, steps=1, **how)
+        with counting() as counter:
+            losses = titan.losses(config)
+        counts = counter.get_flop_counts()["Global"]
+        return losses, sum(flops for op, flops in counts.items() if str(op).startswith("torchao_blockwise."))
+
+    expected, once = counted(selective=False)
+    assert counted("selective_ac") == (expected, once)
+    losses, again = counted()
+    # Of the three products of a layer one, `output`, and not that of the head, which is none of ours.
+    assert losses == expected and 3 * again == 4 * once, (once, again)
+
+
+def saves_and_resumes(rank, folder, family, format, **how):
     """Losses go on bit for bit; an unconverted run loads the checkpoint."""
+    folder = os.path.join(folder, "-".join([family, format, *map(str, how.values())]))
     first, resumed, plain = (os.path.join(folder, name) for name in ("first", "resumed", "plain"))
-    imports = [(format, {})]
-    straight = titan.losses(titan.config_of(family, imports, steps=4, save=True, folder=first))
+    imports, how = [(format, {})], {**how, "steps": 4, "save": True}
+    straight = titan.losses(titan.config_of(family, imports, folder=first, **how))
     torch.distributed.barrier()
     if rank == 0:
         for other in (resumed, plain):
             shutil.copytree(f"{first}/checkpoint/step-2", f"{other}/checkpoint/step-2")
     torch.distributed.barrier()
-    assert titan.losses(titan.config_of(family, imports, steps=4, save=True, folder=resumed)) == straight[2:]
-    unconverted = titan.losses(titan.config_of(family, steps=4, save=True, folder=plain))
+    assert titan.losses(titan.config_of(family, imports, folder=resumed, **how)) == straight[2:]
+    unconverted = titan.losses(titan.config_of(family, folder=plain, **how))
     assert len(unconverted) == 2 and all(abs(a - b) < 0.01 * b for a, b in zip(unconverted, straight[2:]))
 
 
@@ -72,7 +94,10 @@ def refuses(rank, folder, family, name, options, sentence, **how):
         raise AssertionError("trained")
 
 
-CHECKS = {f.__name__: f for f in (trains_as_by_hand, converter_gives_the_same, compiles, saves_and_resumes, refuses)}
+CHECKS = {
+    f.__name__: f
+    for f in (trains_as_by_hand, converter_gives_the_same, compiles, saves_products, saves_and_resumes, refuses)
+}
 
 
 def run(rank, count, port, file, cases, folder):

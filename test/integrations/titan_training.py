@@ -27,25 +27,31 @@ class _CPU(types.ModuleType):
         return getattr(torch.cpu, name)
 
 
-def load() -> types.ModuleType:
-    """torchtitan's trainer, imported for a CPU, gloo and the PyTorch that is here."""
+def import_for_cpu(name: str) -> types.ModuleType:
+    """A module of torchtitan, which asks for its device when it is imported."""
     cpu = _CPU()
     with (
         mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
         mock.patch("torch._utils._get_device_module", lambda _: cpu),
     ):
-        trainer = importlib.import_module("torchtitan.trainer")
+        return importlib.import_module(name)
+
+
+def load() -> types.ModuleType:
+    """torchtitan's trainer, imported for a CPU, gloo and the PyTorch that is here."""
+    trainer = import_for_cpu("torchtitan.trainer")
     fsdp = importlib.import_module("torchtitan.distributed.fsdp")
     # PyTorch 2.13 lacks torch.distributed.set_timeout, and gloo sums that divide on the way.
     importlib.import_module("torchtitan.distributed.utils").set_pg_timeouts = lambda **_: None
-    fsdp.disable_fsdp_gradient_division = _sum_gradients
+    fsdp.disable_fsdp_gradient_division = sum_gradients
     trainer.time = types.SimpleNamespace(
         sleep=lambda _: None, perf_counter=importlib.import_module("time").perf_counter
     )
     return trainer
 
 
-def _sum_gradients(model):
+def sum_gradients(model):
+    """torchtitan's `disable_fsdp_gradient_division` by operations that gloo has."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 
 from torchao_blockwise import _compat
@@ -34,3 +37,16 @@ def is_silu(activation: torch.nn.Module) -> bool:
 def kept_in_fp32(model: torch.nn.Module) -> list[str] | None:
     """Names of modules that transformers keeps in fp32 whatever dtype the model is loaded in."""
     return getattr(model, "_keep_in_fp32_modules", None)
+
+
+def given_state_dict() -> dict[str, Any] | None:
+    """The state dict that the `save_pretrained` which is running was given; None if it was given none.
+
+    transformers replaces it by what a model's quantizer gives, and Trainer has gathered it from all ranks.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "save_pretrained" and frame.f_globals["__name__"] == "transformers.modeling_utils":
+            return frame.f_locals.get("state_dict")
+    return None

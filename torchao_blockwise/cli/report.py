@@ -1,4 +1,4 @@
-"""Say what quantize_ does to a Hugging Face model: each layer, converted or not and why, and its bytes.
+"""Say what quantize_ does to a Hugging Face model: each layer, converted or not and why, and what a step takes.
 
 MODEL is a config.json, a folder that holds one, or a model id that is in the Hugging Face cache. The model is built
 without values, so that any size takes seconds and no memory; nothing is downloaded.
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -32,6 +33,7 @@ from torchao_blockwise.cli.models import meta_model
 from torchao_blockwise.cli.terminal import UsageError, show
 from torchao_blockwise.conversion import ConversionReport, Filter, FusionReport
 from torchao_blockwise.conversion.report import CANNOT
+from torchao_blockwise.diagnostics import MemoryReport, memory_report
 
 HELP = "what quantize_ and fuse do to a Hugging Face model"
 
@@ -58,13 +60,14 @@ class ModelReport:
     model: str
     conversion: ConversionReport
     fusion: FusionReport | None
+    memory: MemoryReport | None
 
     def to_dict(self) -> dict[str, Any]:
-        fusion = {} if self.fusion is None else {"fusion": self.fusion.to_dict()}
-        return {"model": self.model, "conversion": self.conversion.to_dict(), **fusion}
+        parts = {"conversion": self.conversion, "fusion": self.fusion, "memory": self.memory}
+        return {"model": self.model, **{name: part.to_dict() for name, part in parts.items() if part is not None}}
 
     def __str__(self) -> str:
-        parts = (self.model, self.conversion, self.fusion)
+        parts = (self.model, self.conversion, self.fusion, self.memory)
         return "\n\n".join(str(part) for part in parts if part is not None)
 
 
@@ -81,10 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-master-weights", action="store_true", help="Parameters are the quantized tensors")
     parser.add_argument("--fuse", action="store_true", help="layers that read one activation share its copies")
+    parser.add_argument("--tokens", type=int, help="of one sequence; the memory of its step is predicted, too")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.tokens is not None and args.tokens < 1:
+        raise UsageError(f"--tokens must be 1 or more, got {args.tokens}")
     model = meta_model(args.model)
     config = _RECIPES[args.recipe](master_weights=not args.no_master_weights)
     filter_fn = functools.reduce(operator.and_, [_filter(model, text) for text in args.filter or _DEFAULT])
@@ -98,8 +104,17 @@ def run(args: argparse.Namespace) -> int:
         report = conversion.conversion_report(model)
     fusion = None if not args.fuse else conversion.fuse(model) if can else conversion.fusion_report(model)
     what = f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters, {filter_fn!r}"
-    show(ModelReport(what, report, fusion), args.json)
+    memory = memory_report(model, *_batch(model, args.tokens)) if can else None
+    show(ModelReport(what, report, fusion, memory), args.json)
     return 0 if can else 1
+
+
+def _batch(model: nn.Module, tokens: int | None) -> tuple[dict[str, torch.Tensor], ...]:
+    """What a step is predicted with: one sequence, and for a language model its labels; nothing for no tokens."""
+    if tokens is None:
+        return ()
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    return ({"input_ids": ids, **({"labels": ids} if type(model).__name__.endswith("ForCausalLM") else {})},)
 
 
 def _number(value: str) -> int:

@@ -4,11 +4,13 @@ a layer out."""
 from __future__ import annotations
 
 import fnmatch
+import warnings
 import weakref
 from collections.abc import Callable
 
 from torch import nn
 
+from torchao_blockwise import _compat
 from torchao_blockwise.conversion.weights import expert_weights
 
 _HEAD_NAMES = ("lm_head", "output", "head", "embed_out", "unembed", "score", "classifier")
@@ -47,6 +49,8 @@ class Filter:
         self.kind = kind
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
+        if not fqn:
+            self._warn_of_nothing(module)
         if not self._is_about(module):
             return False
         reason = self.why_not(module, fqn)
@@ -55,6 +59,19 @@ class Filter:
         else:
             _reasons[module] = reason
         return reason is None
+
+    def _warn_of_nothing(self, model: nn.Module) -> None:
+        """Warn if a call of `quantize_`, which asks about the whole model first, will convert nothing of it."""
+        converted, filter_fn = _compat.quantize_call()
+        if filter_fn is not self or converted is not model:
+            return
+        if not any(self._is_about(m) and self.why_not(m, fqn) is None for fqn, m in model.named_modules()):
+            layers = sum(_is_linear(m) or bool(expert_weights(m)) for m in model.modules())
+            warnings.warn(
+                f"quantize_: nothing of {type(model).__name__} is converted: {self} leaves out all of its {layers} "
+                "linear layers and experts; print(dry_run(model, config, filter_fn)) says why",
+                stacklevel=5,
+            )
 
     def _is_about(self, module: nn.Module) -> bool:
         return _is_linear(module) if self.kind is None else self.kind(module)

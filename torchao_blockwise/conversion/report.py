@@ -17,6 +17,7 @@ from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.state_dicts import is_converted
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
+from torchao_blockwise.tensors.config import check_config
 
 CONVERTED, SKIPPED, CANNOT, REPLACED = "converted", "skipped", "cannot convert", "replaced"
 
@@ -117,7 +118,9 @@ def dry_run(
     """The report that `quantize_(model, config, filter_fn)` would leave behind; changes nothing.
 
     Layers that would make `quantize_` raise have the status "cannot convert".
+    Raises TypeError for what is no config, as its class.
     """
+    check_config("dry_run", config)
     _versions.check()
     selected = _compat.default_filter() if filter_fn is None else filter_fn
     raw = raw_uses(model)

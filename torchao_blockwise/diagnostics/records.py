@@ -178,10 +178,11 @@ def recommend(report: Report, recipe: str | None = None) -> list[Recommendation]
 
 
 def _medians(tensors: Sequence[TensorReport], figure: str) -> dict[Kind, float]:
+    """Of tensors that lose something: zeros, and gradients of a plain sum, are exact, and no measure for others."""
     found: dict[Kind, list[float]] = {}
     for tensor in tensors:
         value = getattr(tensor, figure)
-        if not math.isnan(value):
+        if math.isfinite(value):
             found.setdefault(tensor.kind, []).append(value)
     return {kind: medians.median(values) for kind, values in found.items()}
 
@@ -190,5 +191,5 @@ def _behind(tensor: TensorReport, medians_of: dict[Kind, float]) -> float:
     """By how many dB a tensor is worse than the median."""
     median = medians_of.get(tensor.kind, math.nan)
     behind = median - tensor.sqnr_db
-    # Both may be infinite: of zeros, nothing is lost.
+    # No tensor of this kind loses anything.
     return -math.inf if math.isnan(behind) else behind

@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchao.quantization import quantize_
 
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.conversion import (
     Filter,
     conversion_report,
     experts,
-    fuse,
     is_linear,
     keep_last_blocks,
     linears_and_experts,
@@ -26,7 +24,7 @@ from torchao_blockwise.conversion import (
     skip_lm_head,
     skip_routers,
 )
-from torchao_blockwise.integrations.recipes import RECIPES, nearest
+from torchao_blockwise.integrations.recipes import RECIPES, convert, nearest
 from torchao_blockwise.tensors import TrainingConfig
 
 # Trainers make values after the conversion, and their optimizers step Parameters in high precision.
@@ -132,22 +130,13 @@ class Options:
             recipe["out_dtype"] = getattr(torch, recipe["out_dtype"], recipe["out_dtype"])
         return cls(RECIPES[format](**recipe), Selection(**selected))
 
+    def convert(self, model: nn.Module) -> None:
+        """Convert what is selected of `model`, in place; the report goes to the log.
 
-def convert(model: nn.Module, options: Options) -> None:
-    """`quantize_` what the options select of `model`, in place; the report goes to the log.
-
-    Raises ValueError where nothing is selected, and as `Selection.filter_for` and `quantize_` do.
-    """
-    quantize_(model, options.recipe, filter_fn=options.selection.filter_for(model))
-    report = conversion_report(model)
-    if not report.totals["converted"]:
-        raise ValueError(
-            f"{type(options.recipe).__name__}: the options select none of the {report.totals['layers']} linear layers "
-            f"and experts of this model; widen include, or drop the conversion\n{report}"
-        )
-    if options.selection.fuse:
-        fuse(model)
-    logging.getLogger().info(f"Converted by torchao_blockwise:\n{report}")
+        Raises ValueError where nothing is selected, and as `Selection.filter_for` and `quantize_` do.
+        """
+        convert(model, self.recipe, self.selection.filter_for(model), fused=self.selection.fuse)
+        logging.getLogger().info(f"Converted by torchao_blockwise:\n{conversion_report(model)}")
 
 
 def _of_type(name: str, value: Any) -> Any:

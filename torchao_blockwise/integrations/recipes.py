@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
@@ -13,6 +14,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.conversion import (
     conversion_report,
+    fuse,
     linears_and_experts,
     load_recipe_state,
     recipe_state,
@@ -24,6 +26,7 @@ from torchao_blockwise.tensors import (
     TrainingConfig,
     weights_unchanged,
 )
+from torchao_blockwise.tensors.config import check_config
 
 RECIPES: dict[str, type[TrainingConfig]] = {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}
 
@@ -45,29 +48,38 @@ def training_config(recipe: str | TrainingConfig) -> TrainingConfig:
 
     Raises ValueError for another name, TypeError for another type.
     """
-    if isinstance(recipe, TrainingConfig):
-        return recipe
-    if not isinstance(recipe, str):
-        raise TypeError(f"recipe must be a name or a training config, got {type(recipe).__name__}")
-    if recipe not in RECIPES:
-        raise ValueError(nearest("recipe", recipe, RECIPES))
-    return RECIPES[recipe]()
+    if isinstance(recipe, str):
+        if recipe not in RECIPES:
+            raise ValueError(nearest("recipe", recipe, RECIPES))
+        return RECIPES[recipe]()
+    check_config(f"a recipe is one of {list(RECIPES)}, or a config", recipe)
+    return recipe
 
 
 def convert(
-    model: nn.Module, config: TrainingConfig, filter_fn: Callable[[nn.Module, str], bool] | None = None
+    model: nn.Module,
+    config: TrainingConfig,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    fused: bool = False,
 ) -> nn.Module:
     """`quantize_(model, config, filter_fn)`, in place; returns `model`.
 
     filter_fn: default all linear layers and experts, without routers and the output projection.
+    fused: whether `fuse(model)` is called, too.
     Raises ValueError if that converts nothing.
     """
-    quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head() if filter_fn is None else filter_fn)
-    if not is_converted(model):
+    with warnings.catch_warnings():
+        # It is an error here.
+        warnings.filterwarnings("ignore", message="quantize_: nothing of")
+        quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head() if filter_fn is None else filter_fn)
+    report = conversion_report(model)
+    if not report.totals["converted"]:
         raise ValueError(
-            f"{type(model).__name__}: no layer was converted; it has no linear layer or expert outside of those that "
-            "are left out, so widen the filter, or train it without a recipe"
+            f"{type(model).__name__}: no layer was converted, of {report.totals['layers']} linear layers and experts; "
+            f"widen the filter, or train it without a recipe\n{report}"
         )
+    if fused:
+        fuse(model)
     return model
 
 

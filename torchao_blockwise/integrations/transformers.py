@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torchao_blockwise._compat import hugging_face
-from torchao_blockwise.conversion import custom, fuse, linears_and_experts, recipe_state, unconvert
+from torchao_blockwise.conversion import custom, linears_and_experts, recipe_state, unconvert
 from torchao_blockwise.integrations.recipes import OpenScope, convert, go_on, nearest, require
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, TrainingConfig
@@ -129,14 +129,15 @@ class BlockwiseQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """What `save_pretrained` saves: the state dict that it was given, else the model's own, which is plain."""
+        return hugging_face.given_state_dict(), {}
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         config = self.quantization_config
         kept = self.get_modules_to_not_convert(model, config.modules_to_not_convert, hugging_face.kept_in_fp32(model))
         chosen = custom(lambda module, fqn: should_convert_module(fqn, kept), "named in modules_to_not_convert")
-        convert(model, config.training_config, linears_and_experts() & chosen)
-        if config.fused:
-            fuse(model)
-        return model
+        return convert(model, config.training_config, linears_and_experts() & chosen, fused=config.fused)
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         return unconvert(model)

@@ -168,3 +168,14 @@ _compat.allow_config_module(__name__)
 torch.serialization.add_safe_globals([BlockwiseFP8TrainingConfig, NVFP4TrainingConfig])
 # A file gets a backend by its value; of the class itself it could change the members.
 torch.serialization.add_safe_globals([(get_backend, f"{Backend.__module__}.{Backend.__qualname__}")])
+
+
+def check_config(name: str, config: object) -> None:
+    """Raise TypeError, with the remedy, unless `config` is a training config; `name` asks for one."""
+    if isinstance(config, TrainingConfig):
+        return
+    if isinstance(config, type) and issubclass(config, TrainingConfig):
+        got = f"the class {config.__name__}; write {config.__name__}()"
+    else:
+        got = f"{type(config).__name__}; take BlockwiseFP8TrainingConfig() or NVFP4TrainingConfig()"
+    raise TypeError(f"{name}: config must be a training config, got {got}")

@@ -10,9 +10,12 @@ const short = (x, digits = 1) => {
   const n = asNumber(x);
   if (Number.isNaN(n)) return "NaN";
   if (!Number.isFinite(n)) return n > 0 ? "∞" : "−∞";
-  if (n !== 0 && (Math.abs(n) < 0.001 || Math.abs(n) >= 1e6)) return n.toExponential(1);
-  return n.toFixed(digits);
+  const text = n !== 0 && (Math.abs(n) < 0.001 || Math.abs(n) >= 1e6) ? n.toExponential(1) : n.toFixed(digits);
+  return text.replaceAll("-", "−");
 };
+const powerOf2 = (e) => `2${[...String(e)].map((c) => (c === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[Number(c)])).join("")}`;
+// A name of a layer that may be broken behind its dots.
+const breakable = (name) => name.replaceAll(".", ".\u200b");
 
 function node(tag, attributes = {}, ...children) {
   const made = tag.startsWith("svg:") ? document.createElementNS(SVG, tag.slice(4)) : document.createElement(tag);
@@ -77,7 +80,7 @@ function plotCurves(place, series, { log = false, limit = null, limitName = "" }
   series.forEach((s, i) => {
     const drawn = s.points.filter(([, v]) => usable(v));
     const path = drawn.map(([x, v], k) => `${k ? "L" : "M"}${px(x).toFixed(1)} ${py(v).toFixed(1)}`).join("");
-    svg.append(node("svg:path", { class: "curve", d: path, stroke: colors[i] }));
+    svg.append(node("svg:path", { class: "curve", d: path, stroke: colors[i], "stroke-dasharray": s.dash ?? "none" }));
     for (const [x, v] of drawn) {
       const dot = node("svg:circle", { cx: px(x), cy: py(v), r: drawn.length > 40 ? 2 : 3, fill: colors[i] });
       dot.append(node("svg:title", {}, `${s.name}, step ${x}: ${short(v, 2)}`));
@@ -107,12 +110,12 @@ function plotScales(place, series) {
       const size = Math.max(1.5, (blocks / most) * (row - 12)), x = px(Number(e));
       const bar = node("svg:rect", { x: x + 0.5, y: base - size, width: Math.max(1, px(Number(e) + 1) - x - 1),
         height: size, fill: color(i), rx: 1 });
-      bar.append(node("svg:title", {}, `2^${e} to 2^${Number(e) + 1}: ${blocks} blocks`));
+      bar.append(node("svg:title", {}, `${powerOf2(e)} to ${powerOf2(Number(e) + 1)}: ${blocks} blocks`));
       svg.append(bar);
     }
   });
   for (const t of ticks(first, last, width < 500 ? 4 : 7).filter(Number.isInteger)) {
-    svg.append(node("svg:text", { x: px(t), y: row * filled.length + 16, "text-anchor": "middle" }, `2^${t}`));
+    svg.append(node("svg:text", { x: px(t), y: row * filled.length + 16, "text-anchor": "middle" }, powerOf2(t)));
   }
   place.replaceChildren(svg);
 }
@@ -132,12 +135,12 @@ function showHead() {
   const words = bad ? `NaN or Inf first in ${bad[0]}, ${bad[1]}`
     : few.length ? `${few.length} layer${few.length === 1 ? "" : "s"} to keep in bf16`
     : converted ? "No layer stands out" : "No layer trains in low precision";
-  const items = few.slice(0, 5).map((r) => node("li", {}, `${r.layer}: ${r.reason}`));
+  const items = few.slice(0, 5).map((r) => node("li", {}, `${breakable(r.layer)}: ${r.reason}`));
   if (few.length > 5) items.push(node("li", {}, `and ${few.length - 5} more`));
   verdict.append(node("strong", {}, words), ...(items.length ? [node("ul", {}, ...items)] : []));
   const rows = converted ? rowsOf("") : data.last;
   const least = (key, sign) => [...rows].sort((a, b) => sign * (rank(a[key]) - rank(b[key])))[0];
-  const name = (r) => (r ? `${r.layer}, ${r.kind}${converted ? "" : ` if ${r.recipe}`}` : "");
+  const name = (r) => (r ? `${breakable(r.layer)}, ${r.kind}${converted ? "" : ` if ${r.recipe}`}` : "");
   const worst = least("sqnr_db", 1), flushed = least("underflow", -1), clipped = least("saturated", -1);
   const ratio = converted ? last.ratio[""] : undefined;
   const tile = (value, what, where) => node("div", { class: "tile" }, node("span", {}, what), node("b", {}, value),
@@ -161,6 +164,8 @@ function showRatio() {
   const series = names.map((r) => ({
     name: r === "" ? "as it trains" : `all layers in ${r}`,
     color: r === "" ? "var(--ink)" : color(data.recipes.indexOf(r)),
+    // Where all layers train by one recipe, its curve lies below this one.
+    dash: r === "" ? "7 5" : "none",
     points: data.reports.filter((p) => p.ratio[r] !== undefined).map((p) => [p.step, asNumber(p.ratio[r])]),
   }));
   plotCurves(byId("ratio"), series, { log: true, limit: Math.sqrt(3), limitName: "√3" });
@@ -175,7 +180,7 @@ function showWhatIf() {
   const all = data.layers.flatMap((l) => data.recipes.map((r) => least(l, r))).filter(Number.isFinite);
   const low = Math.floor(Math.min(...all, 10) / 5) * 5, high = Math.ceil(Math.max(...all, 20) / 5) * 5;
   const px = (v) => left + ((Math.min(Math.max(v, low), high) - low) / (high - low)) * (width - left - right);
-  const height = row * data.layers.length + 24;
+  const height = row * data.layers.length;
   const svg = node("svg:svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
   data.layers.forEach((layer, i) => {
     const y = row * i + row / 2;
@@ -196,12 +201,16 @@ function showWhatIf() {
     });
     svg.append(group);
   });
+  // Above the rows, where it stays while they scroll.
+  const axis = node("svg:svg", { viewBox: `0 0 ${width} 22`, role: "img" });
   for (const t of ticks(low, high, isNarrow ? 3 : 6)) {
-    svg.append(node("svg:text", { x: px(t), y: height - 6, "text-anchor": "middle" }, `${t} dB`));
+    axis.append(node("svg:text", { x: px(t), y: 14, "text-anchor": "middle" }, `${t} dB`));
   }
   const marks = legend(data.recipes, data.recipes.map((_, i) => color(i)));
   marks.append(node("span", {}, "● as it trains  ○ what if"));
-  place.replaceChildren(svg, marks);
+  byId("whatif-legend").replaceChildren(marks);
+  byId("whatif-axis").replaceChildren(axis);
+  place.replaceChildren(svg);
 }
 
 const COLUMNS = [
@@ -240,7 +249,7 @@ function showTable() {
   byId("table").tHead.replaceChildren(node("tr", {}, ...head));
   byId("table").tBodies[0].replaceChildren(...rows.sort(compare).map((r) => {
     const cells = COLUMNS.map(([key, , text, isText]) => node("td",
-      { class: isText ? "text" : isBad(key, r) ? "bad" : "" }, text(r)));
+      { class: isText ? "text" : isBad(key, r) ? "bad" : "", ...(key === "layer" ? { title: r.layer } : {}) }, text(r)));
     return node("tr", { class: r.layer === state.layer ? "chosen" : "", tabindex: 0, onclick: () => choose(r.layer),
       onkeydown: (e) => { if (e.key === "Enter") choose(r.layer); } }, ...cells);
   }));

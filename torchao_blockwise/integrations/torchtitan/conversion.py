@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.integrations.options import Options, convert
+from torchao_blockwise.integrations.options import Options
 from torchao_blockwise.nn.converted import ConvertedLinear
 from torchao_blockwise.tensors import MasterWeightTensor
 
@@ -27,7 +27,7 @@ def _config_class(kind: Any, options: Options) -> Any:
 
     def build(self: Any, **kwargs: Any) -> nn.Module:
         model = kind.build(self, **kwargs)
-        convert(model, options)
+        options.convert(model)
         kind_of_model: Any = type(model)
         model.__class__ = _checking(kind_of_model)
         return model

@@ -1,0 +1,126 @@
+"""What ranks check of converted LightningModules that Lightning shards, on the CPU over gloo."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import lightning
+import ranks
+import torch
+import torch.distributed as dist
+from helpers import FP8, NVFP4, mlp
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise.integrations.lightning import BlockwisePrecision, UnchangedWeights
+from torchao_blockwise.testing import assert_bitwise_equal
+
+RECIPES = {"fp8": FP8, "nvfp4": NVFP4}
+
+
+class Module(lightning.LightningModule):
+    """Converts before it shards, or forgets to."""
+
+    def __init__(self, converts: bool = True):
+        super().__init__()
+        self.model, self.converts = mlp(), converts
+
+    def configure_model(self):
+        if self.converts:
+            self.trainer.precision_plugin.convert_module(self.model)
+        mesh = self.device_mesh["data_parallel"] if self._device_mesh is not None else None
+        for layer in self.model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+    def training_step(self, batch, index):
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def batches(rank: int) -> torch.Tensor:
+    """One alone, as a trainer that resumes begins with the first one again."""
+    return torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(rank))
+
+
+def fit(module, rank, recipe, folder, steps, distributed=True, **options):
+    strategy = ModelParallelStrategy(
+        data_parallel_size=dist.get_world_size(), tensor_parallel_size=1, save_distributed_checkpoint=distributed
+    )
+    trainer = lightning.Trainer(
+        max_steps=steps, accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
+        plugins=[BlockwisePrecision(recipe), LightningEnvironment()], callbacks=[UnchangedWeights()],
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(batches(rank), batch_size=None), **options)
+    return trainer
+
+
+def by_hand(rank: int, recipe: str, steps: int) -> dict[str, torch.Tensor]:
+    model = mlp()
+    quantize_(model, RECIPES[recipe])
+    for layer in (*model, model):
+        fully_shard(layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        model(batches(rank)[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def values(model) -> dict[str, torch.Tensor]:
+    return {name: x.full_tensor() for name, x in model.state_dict().items()}
+
+
+def assert_same(got: dict, expected: dict) -> None:
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert_bitwise_equal(got[name], x, name)
+
+
+def resumes(rank: int, recipe: str, saved_as: str) -> None:
+    """The steps of `fully_shard` by hand, and two of four from a checkpoint; bit for bit."""
+    how = {"distributed": saved_as == "shards"}
+    with tempfile.TemporaryDirectory() as mine:
+        folders = [mine]
+        dist.broadcast_object_list(folders)
+        folder = Path(folders[0])
+        whole, begun, resumed = Module(), Module(), Module()
+        fit(whole, rank, recipe, folder, 4, **how)
+        assert any(isinstance(p.to_local(), MasterWeightTensor) for p in whole.model.parameters())
+        assert_same(values(whole.model), by_hand(rank, recipe, 4))
+        fit(begun, rank, recipe, folder, 2, **how).save_checkpoint(folder / "half.ckpt")
+        fit(resumed, rank, recipe, folder, 4, **how, ckpt_path=str(folder / "half.ckpt"))
+        assert_same(values(resumed.model), values(whole.model))
+        dist.barrier()
+
+
+def needs_conversion_before_shards(rank: int) -> None:
+    try:
+        fit(Module(converts=False), rank, "fp8", ".", 1)
+    except ValueError as e:
+        assert "is sharded already; in configure_model call" in str(e), e
+    else:
+        raise AssertionError("trained")
+
+
+CHECKS = {"resumes": resumes, "needs_conversion_before_shards": needs_conversion_before_shards}
+
+
+def run(rank: int, count: int, port: int, file: str, cases) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )  # fmt: skip
+    ranks.join(rank, count, port, seconds=60)
+    ranks.run_each(CHECKS, rank, cases, file)
+    ranks.leave()

@@ -1,0 +1,34 @@
+"""Trainer and accelerate over two ranks, by DDP and by FSDP2: every weight trains, and resumes bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parent))
+
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+pytest.importorskip("accelerate", "1.6")
+pytest.importorskip("transformers", "5.0")
+
+import trainer_checks
+from helpers import selected_cases
+from ranks import spawn
+
+CASES = [("resumes", wrapper, recipe) for wrapper in ("ddp", "fsdp") for recipe in ("fp8", "nvfp4")]
+CASES += [("resumes", "fsdp_shards", "fp8")]
+CASES += [("example_resumes", wrapper) for wrapper in ("ddp", "fsdp")]
+
+
+@pytest.fixture(scope="module")
+def raised(request, tmp_path_factory) -> list[dict]:
+    return spawn(trainer_checks.run, 2, tmp_path_factory.mktemp("trainer"), selected_cases(request))
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_training(case, raised):
+    assert [(of_rank or {}).get(case, "not reached") for of_rank in raised] == [None, None]

@@ -1,0 +1,82 @@
+"""TRL's SFTTrainer trains a model that is loaded converted: the bits of one that `quantize_` converts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FP8, NVFP4
+from torchao.quantization import quantize_
+
+from torchao_blockwise import linears_and_experts, skip_lm_head
+from torchao_blockwise.testing import assert_bitwise_equal
+
+trl = pytest.importorskip("trl")
+transformers = pytest.importorskip("transformers", "5.0")
+datasets = pytest.importorskip("datasets")
+tokenizers = pytest.importorskip("tokenizers")
+
+from torchao_blockwise.integrations import transformers as ours  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+ARGUMENTS = {
+    "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+    "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "max_grad_norm": 0.0,
+    "train_sampling_strategy": "sequential", "bf16": False, "gradient_checkpointing": False,
+    "gradient_accumulation_steps": 1,
+}  # fmt: skip
+
+
+def tokenizer():
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(30))])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.fixture
+def model_in(tmp_path):
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path / "plain")
+    return lambda config: transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=config
+    )
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"), ((ours.BlockwiseFP8Config, FP8), (ours.NVFP4Config, NVFP4)), ids=("fp8", "nvfp4")
+)
+def test_it_trains_as_after_quantize(cls, config, model_in, tmp_path):
+    text = [" ".join(f"w{(7 * row + i) % 30}" for i in range(8)) for row in range(4)]
+
+    def trained(model, *callbacks):
+        arguments = trl.SFTConfig(str(tmp_path), max_length=16, packing=False, **ARGUMENTS)
+        data, words = datasets.Dataset.from_dict({"text": text}), tokenizer()
+        trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=words, callbacks=list(callbacks)).train()
+        return model.state_dict()
+
+    by_hand = model_in(None)
+    quantize_(by_hand, config, filter_fn=linears_and_experts() & skip_lm_head())
+    expected = trained(by_hand)
+    plain = trained(model_in(None))
+    for name, x in trained(model_in(cls()), ours.UnchangedWeights()).items():
+        assert_bitwise_equal(x, expected[name], name)
+        assert not torch.equal(x, plain[name])
+
+
+def test_lora_on_quantized_parameters(model_in, tmp_path):
+    peft = pytest.importorskip("peft")
+    data = datasets.Dataset.from_dict({"text": ["w1 w2 w3 w4 w5 w6"] * 8})
+    arguments = trl.SFTConfig(str(tmp_path), max_length=16, packing=False, **ARGUMENTS)
+    base = model_in(ours.NVFP4Config(master_weights=False))
+    frozen = {name: x.clone() for name, x in base.state_dict().items()}
+    tuned = trl.SFTTrainer(
+        base, arguments, train_dataset=data, processing_class=tokenizer(),
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
+    )  # fmt: skip
+    tuned.train()
+    adapters = {name: x for name, x in tuned.model.named_parameters() if x.requires_grad}
+    assert adapters and all("lora" in name for name in adapters)
+    assert all(x.any() for name, x in adapters.items() if "lora_B" in name)
+    for name, x in tuned.model.unload().state_dict().items():
+        assert_bitwise_equal(x, frozen[name], name)

@@ -1,0 +1,172 @@
+"""What ranks check of converted models under Trainer and accelerate, by DDP and FSDP2, on the CPU over gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import ranks
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from helpers import FP8, NVFP4
+from torch.nn.parallel import DistributedDataParallel
+from torchao.quantization import quantize_
+
+from torchao_blockwise import linears_and_experts, skip_lm_head
+from torchao_blockwise.integrations.transformers import BlockwiseFP8Config, NVFP4Config, UnchangedWeights
+from torchao_blockwise.testing import assert_bitwise_equal
+
+RECIPES = {"fp8": (BlockwiseFP8Config, FP8), "nvfp4": (NVFP4Config, NVFP4)}
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "accelerate_loop.py"
+STEPS, ACCUMULATED, PER_RANK = 4, 2, 2
+
+
+@contextlib.contextmanager
+def shared_folder():
+    """One folder for all ranks."""
+    with tempfile.TemporaryDirectory() as mine:
+        folders = [mine]
+        dist.broadcast_object_list(folders)
+        yield Path(folders[0])
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def wrapped_by(wrapper: str):
+    """What `accelerate launch` sets. "fsdp" saves whole values, "fsdp_shards" each rank's.
+
+    accelerate shards on accelerators alone, so ranks are said to have some.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    settings = {"ACCELERATE_TORCH_DEVICE": "cpu"}
+    backend = ("gloo", DistributedType.MULTI_CPU)
+    if wrapper != "ddp":
+        settings |= {"ACCELERATE_USE_FSDP": "1", "FSDP_VERSION": "2"}
+        backend = ("gloo", DistributedType.MULTI_GPU)
+    with (
+        mock.patch.dict(os.environ, settings),
+        mock.patch.object(PartialState, "_prepare_backend", lambda self, *args, **kwargs: backend),
+    ):
+        yield
+
+
+def plain_model():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+
+
+def rows(count: int) -> list[dict]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (count, 8), generator=generator)]
+
+
+def trainer(folder: Path, out: Path, wrapper: str, recipe: str):
+    config = RECIPES[recipe][0]()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    options = {}
+    if wrapper != "ddp":
+        saved_as = "SHARDED_STATE_DICT" if wrapper == "fsdp_shards" else "FULL_STATE_DICT"
+        fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": saved_as}
+        options = {"fsdp": True, "fsdp_config": fsdp}
+    args = transformers.TrainingArguments(
+        str(out), max_steps=STEPS, per_device_train_batch_size=PER_RANK, gradient_accumulation_steps=ACCUMULATED,
+        learning_rate=1e-2, lr_scheduler_type="constant", save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
+        max_grad_norm=0, train_sampling_strategy="sequential", optim="adamw_torch", **options,
+    )  # fmt: skip
+    data = rows(STEPS * ACCUMULATED * PER_RANK * dist.get_world_size())
+    return transformers.Trainer(model, args, train_dataset=data, callbacks=[UnchangedWeights()])
+
+
+def values(model) -> dict[str, torch.Tensor]:
+    states = model.state_dict().items()
+    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for name, x in states}
+
+
+def by_hand(rank: int, recipe: str) -> dict[str, torch.Tensor]:
+    """The same steps of DistributedDataParallel, after `quantize_`."""
+    model = plain_model()
+    quantize_(model, RECIPES[recipe][1], filter_fn=linears_and_experts() & skip_lm_head())
+    wrapped, count = DistributedDataParallel(model), dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    batches = torch.stack([row["input_ids"] for row in rows(STEPS * ACCUMULATED * PER_RANK * count)]).split(PER_RANK)
+    mine = batches[rank::count]
+    tokens = torch.tensor(PER_RANK * ACCUMULATED * count * 7)
+    for step in range(STEPS):
+        first, last = mine[ACCUMULATED * step :][:ACCUMULATED]
+        with wrapped.no_sync():
+            (count * wrapped(input_ids=first, labels=first, num_items_in_batch=tokens).loss).backward()
+        (count * wrapped(input_ids=last, labels=last, num_items_in_batch=tokens).loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def resumes(rank: int, wrapper: str, recipe: str) -> None:
+    """Four steps, and two of them from a checkpoint, bit for bit; what is saved loads. Under DDP as by hand."""
+    with shared_folder() as folder, wrapped_by(wrapper):
+        if rank == 0:
+            plain_model().save_pretrained(folder / "plain")
+        dist.barrier()
+        straight = trainer(folder / "plain", folder / "out", wrapper, recipe)
+        straight.train()
+        assert straight.accelerator.is_fsdp2 is (wrapper != "ddp")
+        got = values(straight.model)
+        before = plain_model().state_dict()
+        assert all(not torch.equal(got[name], before[name]) for name in before)
+        if wrapper == "ddp":
+            for name, x in by_hand(rank, recipe).items():
+                assert_bitwise_equal(got[name], x, name)
+        if wrapper != "fsdp_shards":
+            saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "out" / f"checkpoint-{STEPS}")
+            for name, x in values(saved).items():
+                assert_bitwise_equal(x, got[name], name)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        again = trainer(folder / "plain", folder / "again", wrapper, recipe)
+        again.train(str(folder / "out" / "checkpoint-2"))
+        for name, x in values(again.model).items():
+            assert_bitwise_equal(x, got[name], name)
+
+
+def example_resumes(rank: int, wrapper: str) -> None:
+    """Two epochs of docs/examples/accelerate_loop.py, and the second one from the first one's state; bit for bit."""
+    spec = importlib.util.spec_from_file_location("accelerate_loop", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+
+    def accelerator():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        return Accelerator(fsdp_plugin=plugin if wrapper == "fsdp" else None)
+
+    with shared_folder() as folder, wrapped_by(wrapper):
+        made = accelerator()
+        model, losses = example.train(made, str(folder))
+        assert made.is_fsdp2 is (wrapper == "fsdp") and isinstance(model, DistributedDataParallel) is (wrapper == "ddp")
+        assert losses[-1] < 0.9 * losses[0], losses
+        again, later = example.train(accelerator(), str(folder / "again"), range(1, 2), str(folder / "0"))
+        assert later == losses[len(losses) // 2 :]
+        got, expected = values(again), values(model)
+        for name, x in expected.items():
+            assert_bitwise_equal(got[name], x, name)
+
+
+CHECKS = {"resumes": resumes, "example_resumes": example_resumes}
+
+
+def run(rank: int, count: int, port: int, file: str, cases) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(count),
+        MASTER_ADDR="localhost", MASTER_PORT=str(port),
+    )  # fmt: skip
+    ranks.join(rank, count, port, seconds=180)
+    ranks.run_each(CHECKS, rank, cases, file)
+    ranks.leave()
