@@ -14,7 +14,7 @@ class Recipe(NamedTuple):
     """How linear layers and experts train, and what is fused besides.
 
     precision: "bf16", "bf16_perturbed", "fp8", "fp8_power_of_2", "nvfp4", "nvfp4_hadamard",
-        "nvfp4_stochastic", "nvfp4_full".
+        "nvfp4_stochastic", "nvfp4_full", "nvfp4_full_15_percent".
     fused: "inputs", where layers that read one input share its quantization;
     "once", where SwiGLU quantizes what it computes as well; or "".
     """
@@ -34,6 +34,7 @@ RECIPES = {
     "nvfp4_hadamard": Recipe("nvfp4_hadamard"),
     "nvfp4_stochastic": Recipe("nvfp4_stochastic"),
     "nvfp4_full": Recipe("nvfp4_full"),
+    "nvfp4_full_15_percent": Recipe("nvfp4_full_15_percent"),
     "nvfp4_fused": Recipe("nvfp4", "inputs"),
 }
 DEFAULT = "bf16", "fp8", "nvfp4"
@@ -47,8 +48,8 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
 
     bf16: unchanged, autocast runs its products in bf16; perturbed: each first weight is the next larger number.
     fp8: DeepSeek-V3's blockwise FP8. nvfp4: the last block is kept in high precision as well; hadamard transforms the
-    operands of grad_weight, stochastic rounds gradients so, by bits of `seed`, full does both. The head and the
-    routers always keep high precision.
+    operands of grad_weight, stochastic rounds gradients so, by bits of `seed`, full does both. 15_percent: so many of
+    the blocks are kept, the last ones. The head and the routers always keep high precision.
     Source: arXiv 2412.19437 §3.3; arXiv 2509.25149 §4.
     """
     precision, fused = RECIPES[recipe]
@@ -68,11 +69,12 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
         config = BlockwiseFP8TrainingConfig(power_of_2_scales=precision == "fp8_power_of_2")
         quantize_(model, config, filter_fn=filter_fn)
     else:
-        parts = precision.removeprefix("nvfp4_")
+        kept = 0.15 if precision.endswith("_15_percent") else 1
+        parts = precision.removeprefix("nvfp4_").removesuffix("_15_percent")
         config = NVFP4TrainingConfig(
             hadamard=parts in ("hadamard", "full"), stochastic_rounding=parts in ("stochastic", "full"), seed=seed
         )
-        quantize_(model, config, filter_fn=filter_fn & keep_last_blocks(model, 1))
+        quantize_(model, config, filter_fn=filter_fn & keep_last_blocks(model, kept))
     layers = conversion_report(model).layers
     converted = [layer for layer in layers if layer.status == "converted"]
     formats = ", ".join(sorted({layer.reason for layer in converted}))

@@ -103,6 +103,17 @@ def test_keep_last_blocks():
     assert accepted(keep_last_blocks(model, 0), model) == ALL
 
 
+@pytest.mark.parametrize(
+    ("share", "blocks", "kept"),
+    ((0.0, 3, 0), (0.15, 3, 1), (0.34, 3, 2), (1.0, 3, 3), (0.15, 32, 5), (0.15, 12, 2), (0.15, 20, 3), (0.1, 10, 1)),
+)
+def test_keep_a_share_of_the_blocks(share, blocks, kept):
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(blocks))
+    names = [f"layers.{i}" for i in range(blocks)]
+    assert accepted(keep_last_blocks(model, share), model) == names[: blocks - kept]
+
+
 WRONG = {
     "skip_fqns": (lambda: skip_fqns("a", 3), TypeError, r"skip_fqns: patterns must be strings, got \('a', 3\)"),
     "skip_fqns_list": (lambda: skip_fqns(["a"]), TypeError, "patterns must be strings"),
@@ -113,6 +124,7 @@ WRONG = {
         "no nn.ModuleList of blocks; use skip_fqns with their names",
     ),
     "too_many": (lambda: keep_last_blocks(Model(), 4), ValueError, "'layers' has 3 blocks, got count=4"),
+    "share": (lambda: keep_last_blocks(Model(), 1.5), ValueError, r"a share is from 0.0 to 1.0, got count=1.5"),
     "negative": (lambda: keep_last_blocks(Model(), -1), ValueError, "'layers' has 3 blocks, got count=-1"),
 }
 

@@ -10,17 +10,17 @@ import lightning
 import ranks
 import torch
 import torch.distributed as dist
-from helpers import FP8, NVFP4, mlp
+from helpers import FP8, mlp
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise import MasterWeightTensor, NVFP4TrainingConfig
 from torchao_blockwise.integrations.lightning import BlockwisePrecision, UnchangedWeights
 from torchao_blockwise.testing import assert_bitwise_equal
 
-RECIPES = {"fp8": FP8, "nvfp4": NVFP4}
+RECIPES = {"fp8": FP8, "nvfp4": NVFP4TrainingConfig()}
 
 
 class Module(lightning.LightningModule):

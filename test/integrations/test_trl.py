@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FP8, NVFP4
+from helpers import FP8
 from torchao.quantization import quantize_
 
-from torchao_blockwise import linears_and_experts, skip_lm_head
+from torchao_blockwise import NVFP4TrainingConfig, linears_and_experts, skip_lm_head
 from torchao_blockwise.testing import assert_bitwise_equal
 
 trl = pytest.importorskip("trl")
@@ -44,7 +44,7 @@ def model_in(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cls", "config"), ((ours.BlockwiseFP8Config, FP8), (ours.NVFP4Config, NVFP4)), ids=("fp8", "nvfp4")
+    ("cls", "config"), ((ours.BlockwiseFP8Config, FP8), (ours.NVFP4Config, NVFP4TrainingConfig())), ids=("fp8", "nvfp4")
 )
 def test_it_trains_as_after_quantize(cls, config, model_in, tmp_path):
     text = [" ".join(f"w{(7 * row + i) % 30}" for i in range(8)) for row in range(4)]

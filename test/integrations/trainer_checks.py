@@ -16,15 +16,15 @@ import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from helpers import FP8, NVFP4
+from helpers import FP8
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
 
-from torchao_blockwise import linears_and_experts, skip_lm_head
-from torchao_blockwise.integrations.transformers import BlockwiseFP8Config, NVFP4Config, UnchangedWeights
+from torchao_blockwise import NVFP4TrainingConfig, linears_and_experts, skip_lm_head
+from torchao_blockwise.integrations.transformers import BlockwiseFP8Config, NVFP4Config, RecipeState, UnchangedWeights
 from torchao_blockwise.testing import assert_bitwise_equal
 
-RECIPES = {"fp8": (BlockwiseFP8Config, FP8), "nvfp4": (NVFP4Config, NVFP4)}
+RECIPES = {"fp8": (BlockwiseFP8Config, FP8), "nvfp4": (NVFP4Config, NVFP4TrainingConfig())}
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "accelerate_loop.py"
 STEPS, ACCUMULATED, PER_RANK = 4, 2, 2
@@ -83,7 +83,7 @@ def trainer(folder: Path, out: Path, wrapper: str, recipe: str):
         max_grad_norm=0, train_sampling_strategy="sequential", optim="adamw_torch", **options,
     )  # fmt: skip
     data = rows(STEPS * ACCUMULATED * PER_RANK * dist.get_world_size())
-    return transformers.Trainer(model, args, train_dataset=data, callbacks=[UnchangedWeights()])
+    return transformers.Trainer(model, args, train_dataset=data, callbacks=[UnchangedWeights(), RecipeState()])
 
 
 def values(model) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ filters, of which a layer must pass all:
   skip_lm_head, skip_routers
   skip_fqns=PATTERN,..                       names to leave out, as "*.gate"
   min_features=N
-  keep_last_blocks=N
+  keep_last_blocks=N                         or a share of the blocks, as 0.15
 
 exit code: 0, 1 if a layer cannot be converted, 2 wrong arguments
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import operator
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ _FILTERS: dict[str, Callable[[nn.Module, str], Filter]] = {
     "skip_routers": lambda model, value: conversion.skip_routers(),
     "skip_fqns": lambda model, value: conversion.skip_fqns(*value.split(",")),
     "min_features": lambda model, value: conversion.min_features(_number(value)),
-    "keep_last_blocks": lambda model, value: conversion.keep_last_blocks(model, _number(value)),
+    "keep_last_blocks": lambda model, value: conversion.keep_last_blocks(model, _number_or_share(value)),
 }
 _TAKE_VALUES = ("skip_fqns", "min_features", "keep_last_blocks")
 _DEFAULT = ("linears_and_experts", "skip_lm_head")
@@ -121,6 +122,10 @@ def _number(value: str) -> int:
     if not value.isdecimal():
         raise ValueError(f"VALUE must be a whole number, got {value!r}")
     return int(value)
+
+
+def _number_or_share(value: str) -> int | float:
+    return float(value) if re.fullmatch(r"[01]?\.\d+", value) else _number(value)
 
 
 def _filter(model: nn.Module, text: str) -> Filter:

@@ -4,9 +4,11 @@ a layer out."""
 from __future__ import annotations
 
 import fnmatch
+import math
 import warnings
 import weakref
 from collections.abc import Callable
+from fractions import Fraction
 
 from torch import nn
 
@@ -209,20 +211,25 @@ def min_features(features: int) -> Filter:
     return Filter(why_not, f"min_features({features})")
 
 
-def keep_last_blocks(model: nn.Module, count: int) -> Filter:
+def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
     """Keep the last `count` blocks of `model` in high precision; blocks are the entries of its longest ModuleList.
 
-    Source: NVFP4 pretraining (arXiv 2509.25149), which keeps the last blocks in bf16.
+    count: an integer, or a share of the blocks as a float from 0 to 1, rounded up: 0.15 of 32 blocks are 5.
+    Source: NVFP4 pretraining (arXiv 2509.25149), which keeps 15 % of the layers in bf16, the last ones.
     Raises ValueError if the model has no ModuleList, or fewer blocks than `count`.
     """
     lists = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise ValueError("keep_last_blocks: the model has no nn.ModuleList of blocks; use skip_fqns with their names")
     fqn, blocks = max(lists, key=lambda item: len(item[1]))
-    if not 0 <= count <= len(blocks):
-        raise ValueError(f"keep_last_blocks: {fqn!r} has {len(blocks)} blocks, got count={count}")
-    where = "the last block" if count == 1 else f"the last {count} blocks"
-    kept = {id(m) for block in list(blocks)[len(blocks) - count :] for m in block.modules()}
+    most = 1.0 if isinstance(count, float) else len(blocks)
+    if not 0 <= count <= most:
+        wanted = "a share is from 0.0 to 1.0" if isinstance(count, float) else f"{fqn!r} has {len(blocks)} blocks"
+        raise ValueError(f"keep_last_blocks: {wanted}, got count={count}")
+    # As written: 0.1 of 10 blocks is one of them, not two.
+    number = math.ceil(Fraction(str(count)) * len(blocks)) if isinstance(count, float) else count
+    where = "the last block" if number == 1 else f"the last {number} blocks"
+    kept = {id(m) for block in list(blocks)[len(blocks) - number :] for m in block.modules()}
 
     def why_not(module: nn.Module, fqn: str) -> str | None:
         return f"keep_last_blocks: in {where}" if id(module) in kept else None

@@ -39,7 +39,7 @@ class Selection:
         converted if one of `include` matches and none of `exclude` does. A pattern that matches nothing is an error.
     experts: also weights of experts. lm_head: also the output projection. Routers are never converted.
     min_features: leave out layers that are smaller in one dim.
-    keep_last_blocks: how many of the last blocks to leave in high precision.
+    keep_last_blocks: how many of the last blocks to leave in high precision, or which share of them, as 0.15.
     fuse: let layers that read one activation share its quantized copies; see `fuse`.
     """
 
@@ -48,7 +48,7 @@ class Selection:
     experts: bool = True
     lm_head: bool = False
     min_features: int = 0
-    keep_last_blocks: int = 0
+    keep_last_blocks: int | float = 0
     fuse: bool = False
 
     def filter_for(self, model: nn.Module) -> Filter:
@@ -82,7 +82,7 @@ def _why_not_included(patterns: tuple[str, ...]) -> Callable[[nn.Module, str], s
     return why_not
 
 
-def _keep_last_blocks(model: nn.Module, count: int) -> Filter:
+def _keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
     """`keep_last_blocks`, for models whose `layers` are a ModuleDict."""
     layers: Any = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleDict):
@@ -144,6 +144,8 @@ def _of_type(name: str, value: Any) -> Any:
     if wanted is tuple and isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value):
         return tuple(value)
     if type(value) is wanted and (wanted is not int or value >= 0):
+        return value
+    if name == "keep_last_blocks" and type(value) is float:
         return value
     kinds = {tuple: "a list of patterns", bool: "true or false", int: "an integer, 0 or more"}
     raise TypeError(f"{name}: must be {kinds[wanted]}, got {value!r}")
