@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, both_formats, mlp, replace
+from helpers import FP8, FULL, NVFP4, both_formats, mlp, replace
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
-from torchao_blockwise import linears_and_experts
+from torchao_blockwise import linears_and_experts, recipe_state
 from torchao_blockwise.diagnostics import memory_report
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
@@ -118,6 +118,13 @@ def test_nothing_changes(recwarn):
     torch.set_rng_state(before[3])
     assert_same(state_of(model), before)
     assert model[0].weight.main_grad is main_grad and main_grad.eq(1).all() and recwarn.list == []
+
+
+def test_no_random_bits_are_drawn():
+    model = mlp(FULL)
+    before = recipe_state(model)
+    memory_report(model, torch.randn(8, 64))
+    assert recipe_state(model) == before != {}
 
 
 def test_masters_are_still_made_of_the_first_values():

@@ -211,6 +211,8 @@ def undone(model: nn.Module) -> Iterator[None]:
     main_grads = {p: main_grad for p, main_grad in given.items() if isinstance(main_grad, torch.Tensor)}
     # What a quantized weight was made of: kept until a product reads it, or an optimizer takes it for a master.
     originals = {p: p.original for p in model.parameters() if isinstance(p, QuantizedTensor)}
+    held = [getattr(_compat.local_of(p), "rounding_key", None) for p in model.parameters()]
+    keys = {key: key.clone() for key in held if key is not None}
     try:
         with torch.random.fork_rng(devices=devices):
             for p, main_grad in main_grads.items():
@@ -228,6 +230,8 @@ def undone(model: nn.Module) -> Iterator[None]:
             setattr(p, "main_grad", main_grad)  # noqa: B010
         for p, original in originals.items():
             p.original = original
+        for key, before in keys.items():
+            key.copy_(before)
 
 
 def first_line(error: Exception) -> str:

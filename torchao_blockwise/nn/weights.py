@@ -50,7 +50,7 @@ def rounding_key_of(weight: Any) -> torch.Tensor | None:
                 "stochastic rounding: a compiler met a weight that quantize_ did not make, and that has no random "
                 "bits yet; run one forward pass before torch.compile, or convert the model with quantize_"
             )
-        RoundingKeys.of_weight(config.seed, 0).attach(weight)
+        RoundingKeys.by_hand(config.seed).attach(weight)
     return weight.rounding_key
 
 

@@ -8,6 +8,7 @@ own.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torchao_blockwise.formats import StochasticRounding, key_of
 
 # A stream for each operand of a weight's gradients.
 STREAMS_A_WEIGHT = 4
+# Behind those of a model.
+_FIRST_BY_HAND = 1 << 31
+_made_by_hand = itertools.cycle(range(_FIRST_BY_HAND // STREAMS_A_WEIGHT))
 
 
 class RoundingKeys:
@@ -32,6 +36,11 @@ class RoundingKeys:
     def of_weight(cls, seed: int, index: int) -> RoundingKeys:
         """Of the Parameter with this number in its model."""
         return cls(StochasticRounding(seed, STREAMS_A_WEIGHT * index))
+
+    @classmethod
+    def by_hand(cls, seed: int) -> RoundingKeys:
+        """Of a weight that is in no converted model: a stream that no other one has."""
+        return cls(StochasticRounding(seed, _FIRST_BY_HAND + STREAMS_A_WEIGHT * next(_made_by_hand)))
 
     @classmethod
     def of(cls, weight: Any) -> RoundingKeys:
@@ -76,7 +85,10 @@ class RoundingKeys:
         weight.rounding_keys, weight.rounding_key = self, self.on(weight.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RoundingKeys:
-        return RoundingKeys(self.now())
+        # On the devices, which are not waited for.
+        copied = RoundingKeys(self._start)
+        copied._keys = {device: key.clone() for device, key in self._keys.items()}
+        return copied
 
 
 def carry_key(weight: Any, other: Any, *, copied: bool = False) -> None:

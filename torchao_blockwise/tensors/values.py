@@ -18,7 +18,7 @@ from torchao_blockwise.tensors.blockwise_fp8 import BlockwiseFP8Tensor
 from torchao_blockwise.tensors.copying import source_for
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
-from torchao_blockwise.tensors.quantized import QuantizedTensor
+from torchao_blockwise.tensors.quantized import QuantizedTensor, parts_of
 from torchao_blockwise.tensors.quantized_shard import QuantizedShard
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 
@@ -68,8 +68,8 @@ def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
     """`x.data = src`: takes over the payload of a tensor of the same kind, or of high precision quantized as `x` is."""
     x: QuantizedTensor = args[0]
     src = source_for("data", x, args[1])
-    names, attributes = x.__tensor_flatten__()
-    parts = {name: getattr(src, name) for name in names}
+    _, attributes = x.__tensor_flatten__()
+    parts = {name: getattr(src, name) for name in parts_of(x)}
     # Raises where these are no parts of a tensor with the attributes of `x`.
     type(x).__tensor_unflatten__(parts, attributes, None, None)
     with _compat.no_torch_function():

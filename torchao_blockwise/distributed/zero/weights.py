@@ -23,6 +23,7 @@ from torchao_blockwise.distributed.fsdp.quantized import cast_shards
 from torchao_blockwise.distributed.master_weights import write_masters
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.quantized import parts_of
 
 # What errors of the cast name.
 _CAST = "cast_master_weights"
@@ -201,5 +202,7 @@ def _plain_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
     if not hasattr(x, "__tensor_flatten__"):
         yield x
         return
-    for name in x.__tensor_flatten__()[0]:
+    # Not the key of its random bits: each rank has its own.
+    names = parts_of(x) if isinstance(x, QuantizedTensor) else x.__tensor_flatten__()[0]
+    for name in names:
         yield from _plain_tensors(getattr(x, name))
