@@ -51,6 +51,8 @@ NAMES_IN_COMPAT = (
     "torch.nn.Linear._forward_pre_hooks",
     "torch.nn.Linear._load_state_dict_pre_hooks",
     "torch.nn.Linear._apply",
+    "torch.nn.Linear._buffers",
+    "torch.nn.Linear._non_persistent_buffers_set",
     "torch.nn.Linear._parameters",
     "torch.nn.Linear._state_dict_hooks",
     "torch.nn.functional.ScalingType.BlockWise1x128",

@@ -30,6 +30,7 @@ MasterWeightTensor
 NVFP4Tensor
 NVFP4TrainingConfig
 NormLinear
+checkpoint
 conversion_report
 distributed
 dry_run

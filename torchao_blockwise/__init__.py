@@ -7,7 +7,7 @@ try:
 
     with torchao_import.without_noise():
         import torchao  # noqa: F401
-    from torchao_blockwise import distributed, formats, ops
+    from torchao_blockwise import checkpoint, distributed, formats, ops
     from torchao_blockwise.conversion import (
         BlockwiseFP8TrainingConfig,
         NVFP4TrainingConfig,
@@ -43,6 +43,7 @@ __all__ = [
     "NVFP4Tensor",
     "NVFP4TrainingConfig",
     "NormLinear",
+    "checkpoint",
     "conversion_report",
     "distributed",
     "dry_run",

@@ -50,3 +50,13 @@ def given_state_dict() -> dict[str, Any] | None:
         if frame.f_code.co_name == "save_pretrained" and frame.f_globals["__name__"] == "transformers.modeling_utils":
             return frame.f_locals.get("state_dict")
     return None
+
+
+def reverted(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A part of a state dict as transformers writes it: other names, and experts one by one. Of other models itself."""
+    if "transformers" not in sys.modules or not hasattr(model, "_tied_weights_keys"):
+        return state
+    from transformers import core_model_loading
+
+    model_of_theirs: Any = model
+    return core_model_loading.revert_weight_conversion(model_of_theirs, state)

@@ -1,0 +1,7 @@
+"""Checkpoints in the formats of inference engines: the quantized weights that trained, written and read as they are."""
+
+from torchao_blockwise.checkpoint import fp8_block
+from torchao_blockwise.checkpoint.reading import load
+from torchao_blockwise.checkpoint.writing import export
+
+__all__ = ["export", "fp8_block", "load"]

@@ -1,0 +1,143 @@
+"""Folders of safetensors files: written whole or not at all, and read tensor by tensor."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+# What belongs to a tokenizer, in the folder that a model came from.
+_COPIED = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
+
+
+def safetensors() -> Any:
+    """`safetensors`, an optional package."""
+    try:
+        return importlib.import_module("safetensors")
+    except ImportError as error:
+        raise ImportError("checkpoint needs safetensors; pip install safetensors") from error
+
+
+class Folder:
+    """A folder that is made whole: in a temporary one beside it, which takes its name when all is written.
+
+    Raises FileExistsError where there is something already.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], shard_bytes: int) -> None:
+        self.final, self.shard_bytes = Path(directory), shard_bytes
+        if self.final.exists() and (not self.final.is_dir() or any(self.final.iterdir())):
+            raise FileExistsError(f"export: {self.final} exists and is not empty; give another directory, or remove it")
+        self._torch = importlib.import_module(f"{safetensors().__name__}.torch")
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        self.path = Path(tempfile.mkdtemp(prefix=f".{self.final.name}-", dir=self.final.parent))
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = self._bytes = 0
+        self._shards: list[list[str]] = []
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+                if self.final.exists():
+                    self.final.rmdir()
+                os.replace(self.path, self.final)
+        finally:
+            # Gone where it took its name.
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def add(self, name: str, x: torch.Tensor) -> None:
+        """Write a tensor; a file is written when its share is there."""
+        # Memory of its own: what is given may be a view, and change.
+        self._pending[name] = x.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += x.nbytes
+        self._bytes += x.nbytes
+        if self._pending_bytes >= self.shard_bytes:
+            self._flush()
+
+    def write_json(self, name: str, content: object) -> None:
+        (self.path / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+    def copy_tokenizer(self, source: Path) -> None:
+        """The tokenizer's files of the folder that the model came from."""
+        for file in (file for pattern in _COPIED for file in sorted(source.glob(pattern))):
+            shutil.copyfile(file, self.path / file.name)
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._torch.save_file(self._pending, str(self._shard(len(self._shards))), metadata={"format": "pt"})
+            self._shards.append(list(self._pending))
+            self._pending, self._pending_bytes = {}, 0
+
+    def _shard(self, number: int) -> Path:
+        return self.path / f"shard-{number}.safetensors"
+
+    def _finish(self) -> None:
+        self._flush()
+        if len(self._shards) == 1:
+            self._shard(0).rename(self.path / _SINGLE)
+            return
+        where: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05}-of-{len(self._shards):05}.safetensors"
+            self._shard(number).rename(self.path / file)
+            where |= dict.fromkeys(names, file)
+        self.write_json(INDEX, {"metadata": {"total_size": self._bytes}, "weight_map": where})
+
+
+class Files:
+    """The tensors of a folder of safetensors files, by name.
+
+    Raises FileNotFoundError for a folder without any, ValueError for files that cannot be read.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.path = Path(directory)
+        opener, self._open = safetensors().safe_open, {}
+        index = self.path / INDEX
+        if index.exists():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            files = sorted(file.name for file in self.path.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"load: {self.path} has no *.safetensors; give the folder of a checkpoint")
+        self._file_of: dict[str, str] = {}
+        for file in files:
+            try:
+                self._open[file] = opener(str(self.path / file), framework="pt")
+            except Exception as error:
+                raise ValueError(f"load: {self.path / file} cannot be read ({error}); copy it anew") from error
+            self._file_of |= dict.fromkeys(self._open[file].keys(), file)
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> list[int]:
+        return list(self._open[self._file_of[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As the files call it, "F8_E4M3" or "BF16"."""
+        return str(self._open[self._file_of[name]].get_slice(name).get_dtype())
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._open[self._file_of[name]].get_tensor(name)
+
+    def where(self, name: str) -> str:
+        """For messages."""
+        return f"{name} in {self.path / self._file_of[name]}"
+
+    def config(self) -> dict[str, Any]:
+        """`quantization_config`, empty for plain files."""
+        file = self.path / "config.json"
+        return (json.loads(file.read_text()).get("quantization_config") or {}) if file.exists() else {}

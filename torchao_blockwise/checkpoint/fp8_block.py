@@ -1,0 +1,74 @@
+"""`fp8_block`: the files of DeepSeek-V3, Qwen3-FP8 and others.
+
+`weight` in e4m3 and `weight_scale_inv` in f32 for blocks of 128×128: the payload is multiplied by it, whatever its name
+says. It is our `scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise.checkpoint.names import Part
+from torchao_blockwise.formats import FP8_128X128, Operand
+
+NAME = "fp8_block"
+FORMAT = FP8_128X128
+METHOD = "fp8"
+BLOCK = FORMAT.block[0]
+_SCALE = "_scale_inv"
+
+
+def scale_name(name: str) -> str:
+    """Of a weight's scales."""
+    return name + _SCALE
+
+
+def is_scale(name: str) -> bool:
+    return name.endswith(_SCALE)
+
+
+def settings(not_converted: list[str]) -> dict[str, Any]:
+    """`quantization_config` of a config.json, as transformers, vLLM and SGLang read it."""
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": not_converted,
+        "quant_method": METHOD,
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+
+
+def why_not_read(config: dict[str, Any]) -> str | None:
+    """Why files with this quantization_config are not read, with the remedy, or None."""
+    if config.get("quant_method") != METHOD:
+        return f"quant_method is {config.get('quant_method')!r}; files of 'fp8', or plain ones, are read"
+    if list(config.get("weight_block_size") or ()) != [BLOCK, BLOCK]:
+        return f"weight_block_size is {config.get('weight_block_size')!r}; files with [{BLOCK}, {BLOCK}] are read"
+    return None
+
+
+def cuts_blocks(part: Part) -> bool:
+    """Whether the part begins inside of a block, so that it has none of its own."""
+    return bool(part.start) and part.start % BLOCK != 0  # type: ignore[operator]  # a number
+
+
+def rows_of_scales(part: Part) -> Part:
+    """The part of the scales' grid."""
+    if part.start is None or part.end is None:
+        return part
+    return part._replace(start=part.start // BLOCK, end=-(-part.end // BLOCK))
+
+
+def named(part: Part, weight: Operand) -> Iterator[tuple[str, torch.Tensor]]:
+    """The file's tensors of a part of a weight that is quantized as a whole."""
+    yield part.name, part.of(weight.qdata)
+    yield scale_name(part.name), rows_of_scales(part).of(weight.scale)
+
+
+def values(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a file's tensors stand for."""
+    return ops.dequantize(Operand(qdata, scale, None, FORMAT.name), dtype=dtype, columns=qdata.shape[-1])

@@ -1,0 +1,74 @@
+"""What a model's tensors are called on disk, and which part of them each name has.
+
+transformers keeps experts in one Parameter [E, 2I, H], and writes a file's tensor for each expert and projection. It is
+asked how: a tensor of row numbers goes through its own conversion, which shows where each row goes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from torchao_blockwise import _compat
+from torchao_blockwise._compat import hugging_face
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, each once."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for path, module in model.named_modules():
+        found |= {f"{path}.{name}".lstrip("."): x for name, x in _compat.saved_buffers_of(module).items()}
+    return found
+
+
+class Part(NamedTuple):
+    """A part of a tensor that has a name of its own on disk.
+
+    name: there. expert: index in the first dim, None for all of it. start, end: rows of that expert, or of the tensor;
+    None for all of them.
+    """
+
+    name: str
+    expert: int | None = None
+    start: int | None = None
+    end: int | None = None
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The part of `x`, a view."""
+        x = x if self.expert is None else x[self.expert]
+        return x if self.start is None else x[self.start : self.end]
+
+
+def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
+    """The parts of the tensor `name` of `model`, in the order of the files' names.
+
+    Raises NotImplementedError where transformers writes it by more than splitting it.
+    """
+    reverted = hugging_face.reverted(model, {name: torch.empty(shape, device="meta")})
+    if len(reverted) == 1:
+        ((other, x),) = reverted.items()
+        if x.shape == shape:
+            return [Part(other)]
+    if len(shape) != 3:
+        raise NotImplementedError(_refusal(model, name, reverted))
+    experts, rows, _ = shape
+    numbers = torch.arange(experts * rows).view(experts, rows, 1)
+    parts = []
+    for other, x in hugging_face.reverted(model, {name: numbers}).items():
+        held = x.flatten()
+        first = int(held[0]) if held.numel() else 0
+        expert, start = divmod(first, rows)
+        is_run = x.shape[-1] == 1 and torch.equal(held, torch.arange(first, first + held.numel()))
+        if not is_run or start + held.numel() > rows:
+            raise NotImplementedError(_refusal(model, name, reverted))
+        parts.append(Part(other, expert, start, start + held.numel()))
+    return parts
+
+
+def _refusal(model: nn.Module, name: str, reverted: dict[str, torch.Tensor]) -> str:
+    return (
+        f"checkpoint: transformers writes {name} of {type(model).__name__} as {next(iter(reverted))} and others by "
+        "more than splitting it, which quantized blocks cannot follow; save it with model.save_pretrained"
+    )

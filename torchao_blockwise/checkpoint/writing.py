@@ -1,0 +1,141 @@
+"""Writing a model's weights for inference engines: the bytes that a forward pass now would read."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchao_blockwise import _compat, ops
+from torchao_blockwise._names import did_you_mean
+from torchao_blockwise.checkpoint import fp8_block
+from torchao_blockwise.checkpoint.files import Folder
+from torchao_blockwise.checkpoint.names import parts_on_disk, tensors_of
+from torchao_blockwise.formats import Operand
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+
+FORMATS = {fp8_block.NAME: fp8_block}
+_SHARD_BYTES = 5 * 2**30
+
+
+def export(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    format: str = fp8_block.NAME,
+    *,
+    tokenizer_from: str | os.PathLike[str] | None = None,
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Write `model` as inference engines and transformers load it, its converted weights quantized.
+
+    Of a converted weight the payload and scales are the bytes that a layer's product would read now: a master weight
+    quantized, a quantized Parameter as it is. All else is written in its dtype. Tensors are named as transformers
+    names them, experts one by one.
+    directory: is made whole or not at all: safetensors files, an index of several, and where `model` has a config its
+        config.json with `quantization_config`.
+    format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files.
+    tokenizer_from: a folder whose tokenizer's files are copied; default the one that the model was loaded from.
+    shard_bytes: how large a file may become before the next one is begun; so much is held on the CPU, and no more.
+
+    An expert's up projection that begins inside of a block, as its width is no multiple of 128, has no blocks of its
+    own: it is quantized anew, from the weight's values, and a warning says so.
+    Raises ValueError for another format, for a model without weights of that format, and for weights of another one;
+    FileExistsError for a directory that is not empty; NotImplementedError for sharded weights.
+    """
+    if format not in FORMATS:
+        raise ValueError(
+            f"export: format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}"
+        )
+    chosen = FORMATS[format]
+    _check(model, chosen)
+    with Folder(directory, shard_bytes) as folder:
+        anew: list[str] = []
+        for name, x in named_tensors(model, chosen, anew):
+            folder.add(name, x)
+        if anew:
+            warnings.warn(
+                f"export: {len(anew)} weights begin inside of a block of the Parameter that they are a part of, and "
+                f"are quantized anew: {anew[0]}, ..",
+                stacklevel=2,
+            )
+        config = getattr(model, "config", None)
+        if hasattr(config, "save_pretrained"):
+            _write_config(config, folder, chosen, not_converted(model))
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(folder.path)
+        source = tokenizer_from if tokenizer_from is not None else getattr(config, "_name_or_path", "")
+        if source and Path(source).is_dir():
+            folder.copy_tokenizer(Path(source))
+
+
+def _check(model: nn.Module, chosen: Any) -> None:
+    found = 0
+    for name, parameter in model.named_parameters():
+        if _compat.local_of(parameter) is not parameter:
+            raise NotImplementedError(
+                f"export: {name} is sharded over ranks; load model.state_dict() into a model of one process, converted "
+                "alike, and export that"
+            )
+        if isinstance(parameter, (MasterWeightTensor, QuantizedTensor)):
+            config = parameter.config
+            fmt = parameter.fmt if config is None else config.weight_format  # type: ignore[union-attr]  # one of both
+            if fmt is not chosen.FORMAT:
+                raise ValueError(
+                    f"export: {name} trains in {fmt.name}, and {chosen.NAME} holds {chosen.FORMAT.name}; convert the "
+                    "model with another config, or unconvert it and call save_pretrained"
+                )
+            found += 1
+    if not found:
+        raise ValueError(
+            f"export: no weight of {type(model).__name__} is converted; call quantize_ first, or save_pretrained"
+        )
+
+
+def named_tensors(model: nn.Module, chosen: Any, anew: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the files have, one weight at a time. anew: gets the names of weights that are quantized for the file."""
+    for name, x in tensors_of(model).items():
+        parts = parts_on_disk(model, name, x.shape)
+        if not isinstance(x, (MasterWeightTensor, QuantizedTensor)):
+            yield from ((part.name, part.of(x.detach())) for part in parts)
+            continue
+        weight = x.quantized() if isinstance(x, MasterWeightTensor) else x.operand()
+        for part in parts:
+            if chosen.cuts_blocks(part):
+                anew.append(part.name)
+                yield from chosen.named(part._replace(expert=None, start=None), _quantized_anew(part.of(_values(x)), x))
+            else:
+                yield from chosen.named(part, weight)
+
+
+def _values(weight: Any) -> torch.Tensor:
+    return weight.hp if isinstance(weight, MasterWeightTensor) else weight.dequantize()
+
+
+def _quantized_anew(values: torch.Tensor, weight: Any) -> Operand:
+    power_of_2 = bool(getattr(weight.config, "power_of_2_scales", getattr(weight, "power_of_2_scales", False)))
+    made = ops.quantize(values.detach(), fp8_block.FORMAT, power_of_2_scales=power_of_2).rowwise
+    assert made is not None
+    return made
+
+
+def not_converted(model: nn.Module) -> list[str]:
+    """The linear layers whose weights stay in high precision, as files name them."""
+    plain = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not isinstance(module.weight, (MasterWeightTensor, QuantizedTensor)):
+            part, *_ = parts_on_disk(model, f"{name}.weight", module.weight.shape)
+            plain.append(part.name.removesuffix(".weight"))
+    return plain
+
+
+def _write_config(config: Any, folder: Folder, chosen: Any, plain: list[str]) -> None:
+    config.save_pretrained(folder.path)
+    content = json.loads((folder.path / "config.json").read_text())
+    folder.write_json("config.json", content | {"quantization_config": chosen.settings(plain)})
