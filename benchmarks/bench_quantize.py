@@ -27,7 +27,7 @@ from products import RECIPES
 from report import Report
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import CastOptions, Draws, hadamard_number
+from torchao_blockwise.formats import CastOptions, Draws, StochasticRounding, hadamard_number, key_of
 
 NVFP4_ONLY = ("transformed", "gradient")
 CASES = ("rowwise", "columnwise", "both", "weight", "transpose", *NVFP4_ONLY)
@@ -48,7 +48,7 @@ def job(case: str, rows: int, columns: int, recipe: str, device: torch.device, w
     def make():
         x = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
         if case == "gradient":
-            return x, torch.tensor([1, 2, 3], device=device)
+            return x, key_of(StochasticRounding(seed=1, stream=2, use=3), device)
         return (ops.quantize(x, fmt).rowwise if case == "transpose" else x,)
 
     def run(x, key=None, backend=None):

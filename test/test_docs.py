@@ -45,6 +45,7 @@ def test_pages_have_examples():
         "integrations.md",
         "moe.md",
         "monitor.md",
+        "saving.md",
     ]
 
 
@@ -54,6 +55,8 @@ def test_examples_print_what_is_shown(page, tmp_path, monkeypatch):
     """One after the other: a later one may use what an earlier one made."""
     if page.name in ("fusion.md", "integrations.md"):
         pytest.importorskip("transformers")
+    if page.name == "saving.md":
+        pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     shown, namespace = blocks(page, "output"), {"__name__": "docs"}
     for name, code in blocks(page, "example").items():

@@ -26,7 +26,7 @@ from helpers import RECIPES, Tied, both_formats, every_recipe, replace, saved_an
 from primary_weight_models import adamw, assert_holds_masters, net, primary, quantized, train
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, is_linear, skip_fqns
+from torchao_blockwise import MasterWeightTensor, is_linear, load_recipe_state, recipe_state, skip_fqns
 from torchao_blockwise.tensors.state_values import plain_values
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -198,7 +198,8 @@ def test_a_run_goes_on_from_a_checkpoint(config, order):
     optimizer = adamw(model)
     train(model, optimizer, 4)
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    recipe = recipe_state(model)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "recipe": recipe}, file)
     expected = train(model, optimizer, 4, first=4)
     file.seek(0)
     state = torch.load(file, weights_only=True)
@@ -213,6 +214,7 @@ def test_a_run_goes_on_from_a_checkpoint(config, order):
         # The rest, which has no masters.
         rest = {n: v for n, v in state["model"].items() if other.get_parameter(n) not in resumed._of}
         other.load_state_dict(rest, strict=False)
+    load_recipe_state(other, state["recipe"])
     assert_holds_masters(resumed, other)
     assert train(other, resumed, 4, first=4) == expected
 

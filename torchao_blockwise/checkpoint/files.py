@@ -54,8 +54,11 @@ class Folder:
                     self.final.rmdir()
                 os.replace(self.path, self.final)
         finally:
-            # Gone where it took its name.
-            shutil.rmtree(self.path, ignore_errors=True)
+            self.discard()
+
+    def discard(self) -> None:
+        """Leave nothing but what took its name."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def add(self, name: str, x: torch.Tensor) -> None:
         """Write a tensor; a file is written when its share is there."""

@@ -16,6 +16,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint import fp8_block
 from torchao_blockwise.checkpoint.files import Folder
+from torchao_blockwise.checkpoint.gathering import agreed, is_shared, whole
 from torchao_blockwise.checkpoint.names import parts_on_disk, tensors_of
 from torchao_blockwise.formats import Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -42,50 +43,71 @@ def export(
     format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files.
     tokenizer_from: a folder whose tokenizer's files are copied; default the one that the model was loaded from.
     shard_bytes: how large a file may become before the next one is begun; so much is held on the CPU, and no more.
+    Where FSDP2, tensor or expert parallelism shard the model, all ranks call it, and the first one writes: weights are
+    gathered one at a time, and the bytes are those of the model on one device.
 
     An expert's up projection that begins inside of a block, as its width is no multiple of 128, has no blocks of its
     own: it is quantized anew, from the weight's values, and a warning says so.
     Raises ValueError for another format, for a model without weights of that format, and for weights of another one;
-    FileExistsError for a directory that is not empty; NotImplementedError for sharded weights.
+    FileExistsError for a directory that is not empty. On all ranks.
     """
     if format not in FORMATS:
         raise ValueError(
             f"export: format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}"
         )
-    chosen = FORMATS[format]
+    chosen, shared = FORMATS[format], is_shared(model)
     _check(model, chosen)
-    with Folder(directory, shard_bytes) as folder:
-        anew: list[str] = []
+    folder = agreed(shared, lambda: Folder(directory, shard_bytes))
+    anew: list[str] = []
+    failed: Exception | None = None
+    try:
         for name, x in named_tensors(model, chosen, anew):
-            folder.add(name, x)
-        if anew:
-            warnings.warn(
-                f"export: {len(anew)} weights begin inside of a block of the Parameter that they are a part of, and "
-                f"are quantized anew: {anew[0]}, ..",
-                stacklevel=2,
-            )
-        config = getattr(model, "config", None)
-        if hasattr(config, "save_pretrained"):
-            _write_config(config, folder, chosen, not_converted(model))
-        generation = getattr(model, "generation_config", None)
-        if generation is not None:
-            generation.save_pretrained(folder.path)
-        source = tokenizer_from if tokenizer_from is not None else getattr(config, "_name_or_path", "")
-        if source and Path(source).is_dir():
-            folder.copy_tokenizer(Path(source))
+            # A rank whose disk is full goes on with the others, who wait for its parts, and says so at the end.
+            if folder is not None and failed is None:
+                try:
+                    folder.add(name, x)
+                except Exception as error:
+                    failed = error
+    except BaseException:
+        if folder is not None:
+            folder.discard()
+        raise
+
+    def finish() -> None:
+        assert folder is not None
+        with folder:
+            if failed is not None:
+                raise failed
+            _write_others(model, folder, chosen, tokenizer_from)
+
+    agreed(shared, finish)
+    if anew:
+        warnings.warn(
+            f"export: {len(anew)} weights begin inside of a block of the Parameter that they are a part of, and are "
+            f"quantized anew: {anew[0]}, ..",
+            stacklevel=2,
+        )
+
+
+def _write_others(model: nn.Module, folder: Folder, chosen: Any, tokenizer_from: str | os.PathLike[str] | None) -> None:
+    """What is there beside the tensors: configs, and the tokenizer's files."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        _write_config(config, folder, chosen, not_converted(model))
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder.path)
+    source = tokenizer_from if tokenizer_from is not None else getattr(config, "_name_or_path", "")
+    if source and Path(source).is_dir():
+        folder.copy_tokenizer(Path(source))
 
 
 def _check(model: nn.Module, chosen: Any) -> None:
     found = 0
     for name, parameter in model.named_parameters():
-        if _compat.local_of(parameter) is not parameter:
-            raise NotImplementedError(
-                f"export: {name} is sharded over ranks; load model.state_dict() into a model of one process, converted "
-                "alike, and export that"
-            )
-        if isinstance(parameter, (MasterWeightTensor, QuantizedTensor)):
-            config = parameter.config
-            fmt = parameter.fmt if config is None else config.weight_format  # type: ignore[union-attr]  # one of both
+        weight: Any = _compat.local_of(parameter)
+        if isinstance(weight, (MasterWeightTensor, QuantizedTensor)):
+            fmt = weight.fmt if weight.config is None else weight.config.weight_format
             if fmt is not chosen.FORMAT:
                 raise ValueError(
                     f"export: {name} trains in {fmt.name}, and {chosen.NAME} holds {chosen.FORMAT.name}; convert the "
@@ -100,8 +122,8 @@ def _check(model: nn.Module, chosen: Any) -> None:
 
 def named_tensors(model: nn.Module, chosen: Any, anew: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """What the files have, one weight at a time. anew: gets the names of weights that are quantized for the file."""
-    for name, x in tensors_of(model).items():
-        parts = parts_on_disk(model, name, x.shape)
+    for name, held in tensors_of(model).items():
+        parts, x = parts_on_disk(model, name, held.shape), whole(held)
         if not isinstance(x, (MasterWeightTensor, QuantizedTensor)):
             yield from ((part.name, part.of(x.detach())) for part in parts)
             continue
@@ -129,7 +151,9 @@ def not_converted(model: nn.Module) -> list[str]:
     """The linear layers whose weights stay in high precision, as files name them."""
     plain = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not isinstance(module.weight, (MasterWeightTensor, QuantizedTensor)):
+        if isinstance(module, nn.Linear) and not isinstance(
+            _compat.local_of(module.weight), (MasterWeightTensor, QuantizedTensor)
+        ):
             part, *_ = parts_on_disk(model, f"{name}.weight", module.weight.shape)
             plain.append(part.name.removesuffix(".weight"))
     return plain

@@ -1,0 +1,131 @@
+"""What test_export_over_ranks.py spawns: ranks that share a model export the bytes of one device."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from helpers import FP8, mlp, replace
+from ranks import join, leave, run_each
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torchao.quantization import quantize_
+
+from torchao_blockwise import checkpoint, experts
+from torchao_blockwise.distributed import ExpertParallel
+from torchao_blockwise.nn import SwiGLUExperts
+from torchao_blockwise.testing import assert_bitwise_equal
+
+# Shards end inside of blocks, and unevenly.
+FEATURES = (200, 300, 130)
+
+
+def folder_of_all() -> Path:
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    return Path(folders[0])
+
+
+def compare(model: nn.Module, reference: nn.Module) -> None:
+    """Both exports hold the same bytes."""
+    folder = folder_of_all()
+    checkpoint.export(model, folder / "shared", shard_bytes=50_000)
+    if dist.get_rank() == 0:
+        checkpoint.export(reference, folder / "whole")
+        (file,) = (folder / "whole").glob("*.safetensors")
+        expected, got = safetensors.torch.load_file(file), {}
+        for part in (folder / "shared").glob("*.safetensors"):
+            got |= safetensors.torch.load_file(part)
+        assert got.keys() == expected.keys()
+        for name, x in expected.items():
+            assert got[name].dtype == x.dtype, name
+            assert_bitwise_equal(got[name].view(torch.uint8), x.view(torch.uint8), name)
+        assert sorted(p.name for p in folder.iterdir()) == ["shared", "whole"]
+    dist.barrier()
+
+
+def mesh_of(size: int) -> DeviceMesh:
+    return DeviceMesh("cpu", list(range(size)))
+
+
+def shards(rank: int, size: int, masters: bool) -> None:
+    config = replace(FP8, master_weights=masters)
+    model = mlp(config, features=FEATURES)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh_of(size))
+    x = torch.randn(4, FEATURES[0], generator=torch.Generator().manual_seed(0))
+    model(x)
+    compare(model, mlp(config, features=FEATURES))
+
+
+def rounds_as_it_gathers(rank: int, size: int) -> None:
+    model, policy = mlp(FP8, features=FEATURES), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh_of(size), mp_policy=policy)
+    model(torch.randn(4, FEATURES[0]))
+    reference = mlp(features=FEATURES)
+    for layer in (reference[0], reference[2]):
+        layer.weight.data = layer.weight.data.bfloat16()
+    quantize_(reference, FP8)
+    compare(model, reference)
+
+
+def splits(rank: int, size: int) -> None:
+    model = mlp(FP8, features=(256, 512, 256))
+    parallelize_module(model, mesh_of(size), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    compare(model, mlp(FP8, features=(256, 512, 256)))
+
+
+def spreads_experts(rank: int, size: int) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(SwiGLUExperts(3, 192, 96))
+        quantize_(model, FP8, filter_fn=experts())
+        models.append(model)
+    parallelize_module(models[0], mesh_of(size), {"0": ExpertParallel()})
+    compare(*models)
+
+
+def raises_on_all_ranks(rank: int, size: int) -> None:
+    """A directory that is there on the first rank; and a disk that is full there."""
+    folder = folder_of_all()
+    model = mlp(FP8, features=FEATURES)
+    fully_shard(model, mesh=mesh_of(size))
+    model(torch.randn(4, FEATURES[0]))
+    if rank == 0:
+        (folder / "there").mkdir()
+        (folder / "there" / "file").write_text("")
+    for name, error in (("there", FileExistsError), ("full", OSError)):
+        if rank == 0:
+            safetensors.torch.save_file, kept = _no_space, safetensors.torch.save_file
+        try:
+            checkpoint.export(model, folder / name, shard_bytes=50_000)
+        except error:
+            pass
+        else:
+            raise AssertionError(f"{name}: nothing was raised")
+        finally:
+            if rank == 0:
+                safetensors.torch.save_file = kept
+    dist.barrier()
+    assert [p.name for p in folder.iterdir()] == ["there"], list(folder.iterdir())
+
+
+def _no_space(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+RUNS = {f.__name__: f for f in (shards, rounds_as_it_gathers, splits, spreads_experts, raises_on_all_ranks)}
+
+
+def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:
+    """Leaves what was raised in each case, or None."""
+    join(rank, ranks, port, seconds=180)
+    run_each(RUNS, rank, cases, file)
+    leave()

@@ -1,0 +1,44 @@
+"""Exports of models that ranks share: the bytes of the model on one device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from helpers import selected_cases
+
+sys.path.append(str(Path(__file__).parent))
+
+if not dist.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+pytest.importorskip("safetensors.torch")
+
+from export_run import run_cases
+from ranks import spawn_cases
+
+CASES = [
+    *(("shards", size, masters) for size in (2, 3) for masters in (True, False)),
+    *(("rounds_as_it_gathers", size) for size in (2, 3)),
+    ("splits", 2),
+    ("spreads_experts", 2),
+    ("raises_on_all_ranks", 2),
+]
+
+
+@pytest.fixture(scope="module")
+def raised(request, tmp_path_factory) -> dict:
+    """By case what each rank of it raised; those of as many ranks run in one group."""
+    left: dict = {}
+    for size in (2, 3):
+        cases = [case for case in selected_cases(request) if case[1] == size]
+        folder = tmp_path_factory.mktemp(f"export{size}")
+        results = spawn_cases(run_cases, size, folder, cases, lambda case: case[1], lambda case: False)
+        left |= {case: [of_rank.get(case, "did not run") for of_rank in results] for case in cases}
+    return left
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_bytes_are_those_of_one_device(case, raised):
+    assert raised[case] == [None] * case[1]
