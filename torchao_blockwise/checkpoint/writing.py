@@ -22,7 +22,7 @@ from torchao_blockwise.formats import Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
 FORMATS = {fp8_block.NAME: fp8_block}
-_SHARD_BYTES = 5 * 2**30
+SHARD_BYTES = 5 * 2**30
 
 
 def export(
@@ -31,7 +31,7 @@ def export(
     format: str = fp8_block.NAME,
     *,
     tokenizer_from: str | os.PathLike[str] | None = None,
-    shard_bytes: int = _SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write `model` as inference engines and transformers load it, its converted weights quantized.
 

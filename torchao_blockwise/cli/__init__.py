@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from torchao_blockwise._compat import torchao_import
-from torchao_blockwise.cli import doctor, report
+from torchao_blockwise.cli import convert, doctor, report, verify
 from torchao_blockwise.cli.terminal import UsageError
 
-COMMANDS = {"doctor": doctor, "report": report}
+COMMANDS = {"doctor": doctor, "report": report, "convert": convert, "verify": verify}
 PROGRAM = "python -m torchao_blockwise"
 
 

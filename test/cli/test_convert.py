@@ -1,0 +1,103 @@
+"""`convert` and `verify`: checkpoints on disk, quantized and compared."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import FP8
+from torchao.quantization import quantize_
+
+from torchao_blockwise import checkpoint, linears_and_experts, skip_lm_head
+from torchao_blockwise.cli import main
+from torchao_blockwise.testing import assert_bitwise_equal
+
+transformers = pytest.importorskip("transformers", "5.0")
+safetensors = pytest.importorskip("safetensors.torch")
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+SIZES = {"vocab_size": 64, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "head_dim": 48}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "experts": lambda: transformers.Qwen3MoeConfig(**SIZES, moe_intermediate_size=128, num_experts=3),
+}
+
+
+def plain(kind: str, folder, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).to(dtype)
+    model.save_pretrained(folder)
+    return model
+
+
+def tensors_in(folder) -> dict[str, torch.Tensor]:
+    (file,) = folder.glob("*.safetensors")
+    return safetensors.load_file(file)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_it_writes_what_export_writes(kind, tmp_path, capsys):
+    model = plain(kind, tmp_path / "plain")
+    (tmp_path / "plain" / "tokenizer.json").write_text("{}")
+    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "out")]) == 0
+    assert " tensors quantized, " in capsys.readouterr().out
+    quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
+    checkpoint.export(model, tmp_path / "exported")
+    got, expected = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "exported")
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert_bitwise_equal(got[name].view(torch.uint8), x.view(torch.uint8), name)
+    settings, of_export = (
+        json.loads((tmp_path / folder / "config.json").read_text())["quantization_config"]
+        for folder in ("out", "exported")
+    )
+    assert settings == of_export and (tmp_path / "out" / "tokenizer.json").exists()
+    for first, second in (("out", "exported"), ("out", "plain"), ("plain", "out")):
+        assert main(["verify", str(tmp_path / first), str(tmp_path / second)]) == 0
+    assert main(["verify", str(tmp_path / "out"), str(tmp_path / "plain"), "--error", "0.001"]) == 1
+    assert "relative error" in capsys.readouterr().out
+
+
+def test_layers_are_left_out_by_name(tmp_path):
+    plain("llama", tmp_path / "plain")
+    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--skip", "*.down_proj"]) == 0
+    found = tensors_in(tmp_path / "out")
+    assert found["model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16
+    assert found["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+
+
+def test_differences_are_named(tmp_path, capsys):
+    plain("llama", tmp_path / "a")
+    found = tensors_in(tmp_path / "a")
+    found["more"] = found.pop("lm_head.weight")
+    found["model.norm.weight"] = torch.ones(3)
+    (tmp_path / "b").mkdir()
+    safetensors.save_file(found, tmp_path / "b" / "model.safetensors")
+    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    out = capsys.readouterr().out
+    assert "b has no lm_head.weight" in out and "a has no more" in out
+    assert "model.norm.weight: shape [192] and [3]" in out
+
+
+WRONG = {
+    "nothing": (["convert", "nowhere", "out"], "no configuration of 'nowhere'"),
+    "no files": (["convert", "empty", "out"], r"has no *.safetensors"),
+    "there": (["convert", "plain", "plain"], "exists and is not empty"),
+    "quantized": (["convert", "out", "again"], "is quantized already"),
+    "verify": (["verify", "plain", "nowhere"], "has no *.safetensors"),
+}
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_a_sentence(argv, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain("llama", tmp_path / "plain")
+    CONFIGS["llama"]().save_pretrained(tmp_path / "empty")
+    if argv[1] == "out":
+        assert main(["convert", "plain", "out"]) == 0
+    before = sorted(p.name for p in tmp_path.iterdir())
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == before

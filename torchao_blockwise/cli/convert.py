@@ -1,0 +1,95 @@
+"""Quantize a checkpoint of a Hugging Face model on disk, tensor by tensor, for inference engines.
+
+IN is a folder with config.json and plain safetensors files, OUT a new one. Linear layers and experts are quantized but
+for the output projection and routers, as `quantize_` would; --skip leaves out more by name. One tensor is quantized at
+a time, and a file is written when its 5 GB are there. OUT is made whole or not at all.
+
+exit code: 0 done, 2 wrong arguments or files
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import conversion, ops
+from torchao_blockwise.checkpoint import fp8_block
+from torchao_blockwise.checkpoint.files import Files, Folder
+from torchao_blockwise.checkpoint.names import parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, not_converted
+from torchao_blockwise.cli.models import meta_model
+from torchao_blockwise.cli.terminal import UsageError
+from torchao_blockwise.formats import Operand
+from torchao_blockwise.tensors import MasterWeightTensor
+
+HELP = "quantize a checkpoint on disk for inference engines"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", metavar="IN", type=Path)
+    parser.add_argument("output", metavar="OUT", type=Path)
+    parser.add_argument("--to", choices=FORMATS, default=fp8_block.NAME, help="default: %(default)s")
+    parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help='names to leave out: "*.wo"')
+    parser.add_argument("--power-of-2-scales", action="store_true")
+
+
+def run(args: argparse.Namespace) -> int:
+    model = meta_model(str(args.input))
+    config = conversion.BlockwiseFP8TrainingConfig(power_of_2_scales=args.power_of_2_scales)
+    chosen = conversion.linears_and_experts() & conversion.skip_lm_head()
+    quantize_(model, config, filter_fn=chosen & conversion.skip_fqns(*args.skip) if args.skip else chosen)
+    try:
+        files = Files(args.input)
+        if files.config():
+            raise UsageError(f"{args.input} is quantized already, as its config.json says; give plain files")
+        quantized, bits = _convert(args, model, files)
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise UsageError(str(error)) from None
+    print(f"{quantized} tensors quantized, {bits:.2f} bits an element in {args.output}")
+    return 0
+
+
+def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[int, float]:
+    """(tensors that were quantized, bits an element in the files)."""
+    is_quantized = {
+        part.name: isinstance(x, MasterWeightTensor)
+        for name, x in tensors_of(model).items()
+        for part in parts_on_disk(model, name, x.shape)
+    }
+    names = sorted(files.names())
+    if missing := sorted(name for name, wanted in is_quantized.items() if wanted and name not in files.names()):
+        raise ValueError(f"{args.input} has no {missing[0]}, which its config.json asks for; copy the files anew")
+    elements = nbytes = count = 0
+    with Folder(args.output, SHARD_BYTES) as folder:
+        for name in _shown(names):
+            x = files.read(name)
+            written = list(_quantized(name, x, args)) if is_quantized.get(name) else [(name, x)]
+            count += len(written) > 1
+            elements += x.numel()
+            for other, value in written:
+                nbytes += value.nbytes
+                folder.add(other, value)
+        content = json.loads((args.input / "config.json").read_text())
+        folder.write_json("config.json", content | {"quantization_config": fp8_block.settings(not_converted(model))})
+        folder.copy_tokenizer(args.input)
+    return count, 8 * nbytes / max(1, elements)
+
+
+def _quantized(name: str, x: torch.Tensor, args: argparse.Namespace) -> list[tuple[str, torch.Tensor]]:
+    made: Operand = ops.quantize(x, fp8_block.FORMAT, power_of_2_scales=args.power_of_2_scales).rowwise
+    return [(name, made.qdata), (fp8_block.scale_name(name), made.scale)]
+
+
+def _shown(names: list[str]) -> Any:
+    """The names, with a progress bar where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return names
+    return tqdm(names, unit="tensor", disable=None)

@@ -1,0 +1,64 @@
+"""Compare two checkpoints on disk: byte by byte, and where one is quantized by what its tensors stand for.
+
+exit code: 0 the same names, shapes and values within the quantization's error, 1 not, 2 wrong arguments
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from torchao_blockwise.checkpoint import fp8_block
+from torchao_blockwise.checkpoint.files import Files
+from torchao_blockwise.cli.terminal import UsageError
+
+HELP = "compare two checkpoints on disk"
+_SHOWN = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="A", type=Path)
+    parser.add_argument("second", metavar="B", type=Path)
+    # e4m3 rounds by 2^-4 of a value at most.
+    parser.add_argument(
+        "--error", type=float, default=0.0625, help="of a weight, relative, that is let pass; default: %(default)s"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        first, second = Files(args.first), Files(args.second)
+    except (OSError, ValueError) as e:
+        raise UsageError(str(e)) from None
+    problems, same, close, largest = [], 0, 0, 0.0
+    of_both = [{name for name in files.names() if not fp8_block.is_scale(name)} for files in (first, second)]
+    for folder, names in ((args.second, of_both[0] - of_both[1]), (args.first, of_both[1] - of_both[0])):
+        problems += [f"{folder} has no {name}" for name in sorted(names)]
+    for name in sorted(of_both[0] & of_both[1]):
+        if first.shape(name) != second.shape(name):
+            problems.append(f"{name}: shape {first.shape(name)} and {second.shape(name)}")
+            continue
+        error = _error(first, second, name)
+        same, close, largest = same + (error == 0), close + (error != 0), max(largest, error)
+        if not error <= args.error:
+            problems.append(f"{name}: relative error {error:.3g}")
+    print(f"{same} tensors the same, {close} with other values, relative error at most {largest:.3g}")
+    for problem in problems[:_SHOWN]:
+        print(problem)
+    if len(problems) > _SHOWN:
+        print(f"and {len(problems) - _SHOWN} more")
+    return 1 if problems else 0
+
+
+def _error(first: Files, second: Files, name: str) -> float:
+    a, b = (_values(files, name) for files in (first, second))
+    if torch.equal(a, b):
+        return 0.0
+    return float((a - b).norm() / b.norm())
+
+
+def _values(files: Files, name: str) -> torch.Tensor:
+    x, scale = files.read(name), fp8_block.scale_name(name)
+    return fp8_block.values(x, files.read(scale), torch.float32) if scale in files.names() else x.float()
