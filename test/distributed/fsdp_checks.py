@@ -7,6 +7,7 @@ import itertools
 import warnings
 
 import torch
+import torch.distributed as dist
 from fsdp_models import (
     Counter,
     adamw,
@@ -20,7 +21,7 @@ from fsdp_models import (
     shard,
     train,
 )
-from helpers import Tied
+from helpers import Tied, replace
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -71,6 +72,19 @@ def trains_as_unsharded(mesh, config):
 def trains_in_one_group(mesh, config):
     model, reference = blocks(config), blocks(config)
     assert_trains_as_unsharded(fully_shard(model, mesh=mesh), reference, config, mesh)
+
+
+def gives_ranks_seeds_of_their_own(mesh, config):
+    """They agree in all else, and round the gradients of one batch by other bits."""
+    for masters in (True, False):
+        own = replace(config, seed=mesh.get_rank(), master_weights=masters)
+        model, x = shard(blocks(own), mesh), batch().requires_grad_()
+        out = model(x)
+        out.square().sum().backward()
+        for same, y in ((True, out.detach()), (False, x.grad)):
+            parts = [torch.empty_like(y) for _ in range(mesh.size())]
+            dist.all_gather(parts, y.contiguous(), group=mesh.get_group())
+            assert torch.equal(*parts) is same, (masters, same)
 
 
 def shards_columns(mesh, config):

@@ -34,6 +34,7 @@ CHECKS = (
     (checks.gathers_special_values, (3,), EVERY),
     (checks.trains_as_unsharded, (1, 2, 3, 4), (*EVERY, FULL)),
     (checks.trains_in_one_group, (4,), BOTH),
+    (checks.gives_ranks_seeds_of_their_own, (2,), (FULL,)),
     (checks.shards_columns, (1, 4), EVERY),
     (checks.reshards_after_forward, (4,), BOTH),
     (checks.reshards_to_fewer_ranks, (4,), ("fp8",)),
