@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, experts
@@ -47,6 +48,38 @@ def compare(model: nn.Module, reference: nn.Module) -> None:
             assert_bitwise_equal(got[name].view(torch.uint8), x.view(torch.uint8), name)
         assert sorted(p.name for p in folder.iterdir()) == ["shared", "whole"]
     dist.barrier()
+    # All ranks have the same, in the order that was said.
+    weights, whole = checkpoint.quantized_weights(model), dict(checkpoint.quantized_weights(reference))
+    got = list(weights)
+    assert weights.metadata() == {name: (x.dtype, tuple(x.shape)) for name, x in got}
+    assert [name for name, _ in got] == list(weights.metadata()) == list(whole)
+    for name, x in got:
+        assert_bitwise_equal(x.detach().view(torch.uint8), whole[name].detach().view(torch.uint8), name)
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the bytes that gathers give."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops._c10d_functional.all_gather_into_tensor:
+            self.nbytes += out.nbytes
+        return out
+
+
+def gathers_bytes(rank: int, size: int, masters: bool) -> None:
+    """A byte an element of the weights, in high precision the biases alone; padded where rows split unevenly."""
+    model = mlp(replace(FP8, master_weights=masters), features=FEATURES)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh_of(size))
+    model(torch.randn(4, FEATURES[0]))
+    inner, hidden, outer = FEATURES
+    with Gathers() as gathers:
+        list(checkpoint.quantized_weights(model))
+    least = hidden * (inner + outer) + 4 * (hidden + outer)
+    assert least <= gathers.nbytes < 1.05 * least, (gathers.nbytes, least)
 
 
 def mesh_of(size: int) -> DeviceMesh:
@@ -121,7 +154,9 @@ def _no_space(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
-RUNS = {f.__name__: f for f in (shards, rounds_as_it_gathers, splits, spreads_experts, raises_on_all_ranks)}
+RUNS = {
+    f.__name__: f for f in (shards, gathers_bytes, rounds_as_it_gathers, splits, spreads_experts, raises_on_all_ranks)
+}
 
 
 def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:

@@ -19,6 +19,7 @@ from export_run import run_cases
 from ranks import spawn_cases
 
 CASES = [
+    *(("gathers_bytes", size, masters) for size in (2, 3) for masters in (True, False)),
     *(("shards", size, masters) for size in (2, 3) for masters in (True, False)),
     *(("rounds_as_it_gathers", size) for size in (2, 3)),
     ("splits", 2),

@@ -2,6 +2,6 @@
 
 from torchao_blockwise.checkpoint import fp8_block
 from torchao_blockwise.checkpoint.reading import load
-from torchao_blockwise.checkpoint.writing import export
+from torchao_blockwise.checkpoint.writing import export, quantized_weights
 
-__all__ = ["export", "fp8_block", "load"]
+__all__ = ["export", "fp8_block", "load", "quantized_weights"]

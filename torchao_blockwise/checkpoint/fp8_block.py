@@ -63,6 +63,13 @@ def rows_of_scales(part: Part) -> Part:
     return part._replace(start=part.start // BLOCK, end=-(-part.end // BLOCK))
 
 
+def described(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """{name: (dtype, shape)} of the file's tensors of a weight."""
+    *experts, rows, columns = shape
+    grid = (*experts, -(-rows // BLOCK), -(-columns // BLOCK))
+    return {name: (torch.float8_e4m3fn, shape), scale_name(name): (torch.float32, grid)}
+
+
 def named(part: Part, weight: Operand) -> Iterator[tuple[str, torch.Tensor]]:
     """The file's tensors of a part of a weight that is quantized as a whole."""
     yield part.name, part.of(weight.qdata)

@@ -10,19 +10,25 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat
+from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, QuantizedShard
 
 _T = TypeVar("_T")
 
 
 def is_shared(model: nn.Module) -> bool:
-    """Whether ranks hold parts of the model; what FSDP2 has left gathered is sharded again."""
+    """Whether ranks hold parts of the model, which is made ready to be gathered; a collective where FSDP2 shards it.
+
+    What FSDP2 has left gathered is sharded again, and the quantized payload of shards is that of their values now.
+    """
     if dist.is_available():
         from torch.distributed.fsdp import FSDPModule
 
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.reshard()
+        if sharded:
+            sync_weight_scales(model)
     return any(_compat.local_of(p) is not p for p in model.parameters())
 
 
@@ -31,18 +37,25 @@ def is_first() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
+def whole(x: torch.Tensor, values: bool = False) -> torch.Tensor:
     """`x`, or all of what it is a part of; on all ranks, as one quantizes it on one device.
 
-    Master weights are gathered in high precision and rounded as FSDP2 rounds what it gathers; quantized rows travel as
-    bytes.
+    What FSDP2 gathers quantized travels so: a byte an element. Other parts of master weights, and with `values` all,
+    travel in high precision.
     """
     local: Any = _compat.local_of(x)
     if local is x:
         return x
     if isinstance(local, MasterWeightTensor):
+        shard = local.shard
+        if not values and shard is not None and shard.payload is not None and shard.layout.quantized:
+            layout = shard.layout
+            part = shard.payload.view(layout.payload_shape).narrow(layout.dim, 0, layout.local_shape[layout.dim])
+            qdata = _gathered(x, part).view(torch.float8_e4m3fn)
+            assert shard.scale is not None, "made with the payload"
+            return BlockwiseFP8Tensor(qdata, shard.scale, layout.dtype, local.config.power_of_2_scales, local.config)
         hp = _gathered(x, local.hp)
-        dtype = hp.dtype if local.shard is None else local.shard.layout.dtype
+        dtype = hp.dtype if shard is None else shard.layout.dtype
         return MasterWeightTensor(hp.to(dtype), local.config)
     if isinstance(local, QuantizedShard):
         qdata = _gathered(x, local.qdata.view(torch.uint8)).view(local.qdata.dtype)

@@ -51,12 +51,7 @@ def export(
     Raises ValueError for another format, for a model without weights of that format, and for weights of another one;
     FileExistsError for a directory that is not empty. On all ranks.
     """
-    if format not in FORMATS:
-        raise ValueError(
-            f"export: format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}"
-        )
-    chosen, shared = FORMATS[format], is_shared(model)
-    _check(model, chosen)
+    chosen, shared = _chosen("export", model, format), is_shared(model)
     folder = agreed(shared, lambda: Folder(directory, shard_bytes))
     anew: list[str] = []
     failed: Exception | None = None
@@ -102,28 +97,67 @@ def _write_others(model: nn.Module, folder: Folder, chosen: Any, tokenizer_from:
         folder.copy_tokenizer(Path(source))
 
 
-def _check(model: nn.Module, chosen: Any) -> None:
-    found = 0
+class QuantizedWeights:
+    """What `quantized_weights` gives: an iterable of (name, tensor), which may be gone through again."""
+
+    def __init__(self, model: nn.Module, chosen: Any) -> None:
+        self._model, self._chosen = model, chosen
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        is_shared(self._model)
+        return named_tensors(self._model, self._chosen, [])
+
+    def metadata(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """{name: (dtype, shape)} in the order of the tensors, which nobody gathers for it."""
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, held in tensors_of(self._model).items():
+            is_weight = isinstance(_compat.local_of(held), (MasterWeightTensor, QuantizedTensor))
+            for part in parts_on_disk(self._model, name, held.shape):
+                shape = tuple(part.of(torch.empty(held.shape, device="meta")).shape)
+                found |= self._chosen.described(part.name, shape) if is_weight else {part.name: (held.dtype, shape)}
+        return found
+
+
+def quantized_weights(model: nn.Module, format: str = fp8_block.NAME) -> QuantizedWeights:
+    """What `export` would write, without files: (name, tensor) one by one, for an engine that takes weights over.
+
+    Tensors are whole and on the model's device; each is one's own, or the Parameter's memory. Where ranks share the
+    model all of them go through the iterable in lockstep, and what FSDP2 shards is gathered quantized. `metadata()` of
+    it has names, dtypes and shapes beforehand.
+    Raises ValueError as `export` does.
+    """
+    return QuantizedWeights(model, _chosen("quantized_weights", model, format))
+
+
+def _chosen(op: str, model: nn.Module, format: str) -> Any:
+    """The format of this name; raises ValueError for another, and for a model that it cannot hold."""
+    if format not in FORMATS:
+        raise ValueError(
+            f"{op}: format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}"
+        )
+    chosen, found = FORMATS[format], 0
     for name, parameter in model.named_parameters():
         weight: Any = _compat.local_of(parameter)
         if isinstance(weight, (MasterWeightTensor, QuantizedTensor)):
             fmt = weight.fmt if weight.config is None else weight.config.weight_format
             if fmt is not chosen.FORMAT:
                 raise ValueError(
-                    f"export: {name} trains in {fmt.name}, and {chosen.NAME} holds {chosen.FORMAT.name}; convert the "
+                    f"{op}: {name} trains in {fmt.name}, and {chosen.NAME} holds {chosen.FORMAT.name}; convert the "
                     "model with another config, or unconvert it and call save_pretrained"
                 )
             found += 1
     if not found:
         raise ValueError(
-            f"export: no weight of {type(model).__name__} is converted; call quantize_ first, or save_pretrained"
+            f"{op}: no weight of {type(model).__name__} is converted; call quantize_ first, or save_pretrained"
         )
+    return chosen
 
 
 def named_tensors(model: nn.Module, chosen: Any, anew: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """What the files have, one weight at a time. anew: gets the names of weights that are quantized for the file."""
     for name, held in tensors_of(model).items():
-        parts, x = parts_on_disk(model, name, held.shape), whole(held)
+        parts = parts_on_disk(model, name, held.shape)
+        x = whole(held, values=any(map(chosen.cuts_blocks, parts)))
         if not isinstance(x, (MasterWeightTensor, QuantizedTensor)):
             yield from ((part.name, part.of(x.detach())) for part in parts)
             continue
