@@ -29,7 +29,7 @@ def draws_for(
 def _take(key: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     taken = key.clone()
     with _compat.keeping_version(key):
-        key[_USE] += 1
+        key.select(0, _USE).add_(1)
     return taken
 
 
