@@ -1,0 +1,8 @@
+"""
+Quickstart
+==========
+
+Test.
+"""
+
+print(1)
