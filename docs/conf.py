@@ -9,7 +9,12 @@ DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS / "extensions")]
 
 # Tutorials run on a CPU, one thread each, and ask no network for anything.
-os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 os.environ["PYTHONPATH"] = os.pathsep.join([str(DOCS.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 warnings.filterwarnings("ignore", message=".*is deprecated.*", category=DeprecationWarning)
 
@@ -38,7 +43,6 @@ extensions = [
     "results",
 ]
 exclude_patterns = ["extensions", "tutorials", "examples", "learn/**/*.ipynb", "learn/**/*.py", "learn/**/*.md5"]
-templates_path = ["_templates"]
 suppress_warnings = [
     # Functions that the gallery's configuration holds.
     "config.cache",
@@ -48,8 +52,8 @@ suppress_warnings = [
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
-autosummary_generate = True
-autosummary_imported_members = True
+# `reference` writes the pages: autosummary would look at each inherited member of a tensor, for a minute.
+autosummary_generate = False
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88

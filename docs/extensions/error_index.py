@@ -12,7 +12,15 @@ PACKAGE = Path(__file__).resolve().parents[2] / "torchao_blockwise"
 BLANK = "…"
 # A shorter text says nothing that could be looked up.
 LEAST = 12
-ERRORS = ("ValueError", "TypeError", "RuntimeError", "ImportError", "KeyError", "NotImplementedError", "FileNotFoundError")
+ERRORS = (
+    "ValueError",
+    "TypeError",
+    "RuntimeError",
+    "ImportError",
+    "KeyError",
+    "NotImplementedError",
+    "FileNotFoundError",
+)
 
 
 class Message(NamedTuple):
@@ -55,8 +63,14 @@ def page() -> str:
     from docstrings import _escape
 
     lines = ["Error index", "===========", ""]
-    lines += [f"What the package raises, in the order of the text. {BLANK} stands for a name or a number. Find yours with", ""]
-    lines += ["the search of this site or of your browser. A message says what was wanted, what was given, and what to do.", ""]
+    lines += [
+        f"What the package raises, in the order of the text. {BLANK} stands for a name or a number. Find yours with",
+        "",
+    ]
+    lines += [
+        "the search of this site or of your browser. A message says what was wanted, what was given, and what to do.",
+        "",
+    ]
     by_area: dict[str, list[Message]] = {}
     for message in messages():
         by_area.setdefault(message.place.split("/")[1].removesuffix(".py"), []).append(message)

@@ -1,4 +1,4 @@
-"""The pages of the API reference: one for each public module, with all names of its `__all__`."""
+"""The pages of the API reference: one for each public module, with all names of its `__all__`, and one for each name."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ def full_name(words: str) -> str | None:
 
 
 def write(folder: Path) -> None:
-    """index.rst and a page for each module."""
+    """index.rst, and a page for each module and for each class and function."""
     pages = {"index": _index()}
     for module, names in modules().items():
         pages[module] = _page(module, names)
+        pages |= {f"{module}.{name}": _stub(module, name) for name in _own(module, names)}
     folder.mkdir(exist_ok=True)
     for name, text in pages.items():
         path = folder / f"{name}.rst"
@@ -77,12 +78,13 @@ def _index() -> str:
 def _page(module: str, names: tuple[str, ...]) -> str:
     package = importlib.import_module(module)
     doc = inspect.getdoc(package) or ""
-    lines = [f".. module:: {module}", "", *_title(module), _summary(doc), ""]
+    lines = [f".. module:: {module}", "", *_title(_short(module)), _summary(doc), ""]
     own = [name for name in names if homes().get(f"{module}.{name}") == f"{module}.{name}"]
+    lines += [".. toctree::", "    :hidden:", "", *(f"    {module}.{name}" for name in _own(module, names)), ""]
     for title, kind in (("Classes", inspect.isclass), ("Functions", _is_function)):
         if chosen := [name for name in own if kind(getattr(package, name))]:
             lines += [*_title(title, "-"), f".. currentmodule:: {module}", "", ".. autosummary::"]
-            lines += ["    :toctree: generated", "    :nosignatures:", "", *(f"    {name}" for name in chosen), ""]
+            lines += ["    :nosignatures:", "", *(f"    {name}" for name in chosen), ""]
     if values := [name for name in own if not callable(getattr(package, name))]:
         lines += _title("Values", "-")
         for name in values:
@@ -100,6 +102,28 @@ def _page(module: str, names: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
+def _own(module: str, names: tuple[str, ...]) -> list[str]:
+    """Classes and functions that are documented in this module."""
+    package = importlib.import_module(module)
+    return [
+        name
+        for name in names
+        if homes().get(f"{module}.{name}") == f"{module}.{name}" and callable(getattr(package, name))
+    ]
+
+
+def _stub(module: str, name: str) -> str:
+    """The page of a class or function."""
+    is_class = inspect.isclass(getattr(importlib.import_module(module), name))
+    lines = [*_title(_short(f"{module}.{name}")), f".. auto{'class' if is_class else 'function'}:: {module}.{name}"]
+    return "\n".join([*lines, "    :members:" if is_class else "", ""])
+
+
+def _short(name: str) -> str:
+    """Without the package's name."""
+    return name.removeprefix(f"{PACKAGE}.")
+
+
 def _is_function(x: object) -> bool:
     return callable(x) and not inspect.isclass(x)
 
@@ -111,6 +135,8 @@ def _summary(doc: str) -> str:
 
 
 def _title(text: str, rule: str = "=") -> list[str]:
+    # `add_matmul_` would be a link.
+    text = text.replace("_", "\\_")
     return [text, rule * len(text), ""]
 
 
