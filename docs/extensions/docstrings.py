@@ -1,7 +1,7 @@
 """Docstrings are plain text, with `[M, K]` and names like `add_matmul_`: this makes reStructuredText of it.
 
-A docstring's lines are prose; "name: text", of a parameter or field, which indented lines continue; "- text"; or, indented
-after an empty line, code. Words between backticks are code, and links where they are public names.
+A docstring's lines are prose; "name: text", of a parameter or field, which indented lines continue; "- text"; or,
+indented after an empty line, code. Words between backticks are code, and links where they are public names.
 """
 
 from __future__ import annotations

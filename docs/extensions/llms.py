@@ -7,8 +7,8 @@ from pathlib import Path
 from docutils import nodes
 
 ABOUT = (
-    "Train transformers in blockwise FP8 (DeepSeek-V3 style) and in NVFP4 with PyTorch: a torchao plugin. One quantize_ "
-    "call makes any nn.Linear and any experts run their three GEMMs in low precision."
+    "Train transformers in blockwise FP8 (DeepSeek-V3 style) and in NVFP4 with PyTorch: a torchao plugin. One "
+    "quantize_ call makes any nn.Linear and any experts run their three GEMMs in low precision."
 )
 # Longer first paragraphs are cut.
 LONGEST = 240

@@ -74,16 +74,16 @@ STEP = (
 # name: (what it shows, for who cannot see it; boxes; arrows; width and height of a box; gaps)
 DRAWINGS = {
     "choose_recipe": (
-        "How to choose a recipe. If only adapters train: a frozen base, master_weights=False. Else by GPU: before Ada FP8 is "
-        "emulated and saves bytes, not time. From Ada on take BlockwiseFP8TrainingConfig first; if half of the bytes is not "
-        "enough, NVFP4TrainingConfig with the last 15 percent of the blocks in bf16, and NumericsMonitor to see which layers "
-        "stay in bf16.",
+        "How to choose a recipe. If only adapters train: a frozen base, master_weights=False. Else by GPU: before Ada "
+        "FP8 is emulated and saves bytes, not time. From Ada on take BlockwiseFP8TrainingConfig first; if half of the "
+        "bytes is not enough, NVFP4TrainingConfig with the last 15 percent of the blocks in bf16, and NumericsMonitor "
+        "to see which layers stay in bf16.",
         *RECIPE,
     ),
     "linear_step": (
-        "A step of a linear layer: x is read once and quantized rowwise for the output and columnwise for backward; dy is "
-        "read once and quantized rowwise for grad_input and columnwise for grad_weight. The weight is quantized for each "
-        "product that reads it.",
+        "A step of a linear layer: x is read once and quantized rowwise for the output and columnwise for backward; dy "
+        "is read once and quantized rowwise for grad_input and columnwise for grad_weight. The weight is quantized for "
+        "each product that reads it.",
         *STEP,
     ),
 }

@@ -1,4 +1,4 @@
-"""The pages of the API reference: one for each public module, with all names of its `__all__`, and one for each name."""
+"""The pages of the API reference: one for each public module, with the names of its `__all__`, and for each name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def homes() -> dict[str, str]:
 
 
 def full_name(words: str) -> str | None:
-    """Where `ops.quantize`, `quantize` or `NumericsMonitor` is documented; None if that is no public name, or several."""
+    """Where `ops.quantize` or `NumericsMonitor` is documented; None if that is no public name, or several."""
     places = {home for name, home in homes().items() if name == words or name.endswith(f".{words}")}
     if len(places) > 1:
         places &= {f"{PACKAGE}.{words}"}
