@@ -139,7 +139,8 @@ def write(folder: Path) -> None:
 
 
 def _lead_to_pages(app, page: str, text: list[str]) -> None:
-    """Links to results lead to their pages here, and to the files on GitHub."""
+    """Links to results and tutorials lead to their pages here, and to the files on GitHub."""
+    text[0] = re.sub(r"\]\(tutorials/(\w+)\.py\)", r"](learn/\1)", text[0])
     text[0] = re.sub(r"\]\((?:\.\./)+benchmarks/results/(\w+)\.md\)", r"](results/\1.md)", text[0])
 
 

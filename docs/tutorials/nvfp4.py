@@ -3,7 +3,8 @@ NVFP4 step by step
 ==================
 
 Four bits have sixteen values. This tutorial shows what they do to a gradient, and what each part of the recipe of
-``NVFP4TrainingConfig`` is for: blocks with scales, stochastic rounding, the Hadamard transform, and layers that stay in bf16.
+``NVFP4TrainingConfig`` is for: blocks with scales, stochastic rounding, the Hadamard transform, and layers that stay
+in bf16.
 """
 
 # %%
@@ -21,8 +22,8 @@ from torchao_blockwise.formats import E2M1_VALUES, NVFP4_1X16
 print(E2M1_VALUES)
 
 # %%
-# So values need a scale that brings them into the range of -6 to 6. NVFP4 has one for each 16 values, in e4m3 (8 bits), and one for the
-# whole tensor, in fp32. ``ops.quantize`` makes all three.
+# So values need a scale that brings them into the range of -6 to 6. NVFP4 has one for each 16 values, in e4m3 (8
+# bits), and one for the whole tensor, in fp32. ``ops.quantize`` makes all three.
 
 torch.manual_seed(0)
 x = torch.randn(32, 256)
@@ -39,7 +40,8 @@ def error(got, wanted):
 print(f"relative error {error(ops.dequantize(q), x):.3f}")
 
 # %%
-# The steps are finest near zero. Each block has a staircase of its own; this is that of one block whose largest value is 6:
+# The steps are finest near zero. Each block has a staircase of its own; this is that of one block whose largest value
+# is 6:
 
 line = torch.linspace(-6, 6, 1024 * 15).view(-1, 15)
 # A 6 in each block fixes the block's scale.
@@ -55,8 +57,9 @@ plt.show()
 # Rounding by chance
 # ------------------
 #
-# Rounded to nearest, a value of 0.2 between 0 and 0.5 is always 0. A gradient of many small values then loses them all, at every step, in
-# the same direction. Stochastic rounding goes up with the probability that keeps the mean: 0.2 becomes 0.5 in two of five cases.
+# Rounded to nearest, a value of 0.2 between 0 and 0.5 is always 0. A gradient of many small values then loses them
+# all, at every step, in the same direction. Stochastic rounding goes up with the probability that keeps the mean: 0.2
+# becomes 0.5 in two of five cases.
 
 values = torch.tensor([0.1, 0.2, 0.7, 1.3, 2.4, 3.3, 4.5, 6.0]).repeat(2)
 rows = values.repeat(4096, 1)
@@ -68,8 +71,8 @@ print("nearest   ", [f"{v:.2f}" for v in nearest.mean(0)[:8].tolist()])
 print("stochastic", [f"{v:.2f}" for v in stochastic.mean(0)[:8].tolist()], "in the mean of 4096")
 
 # %%
-# Each single rounding is worse, and the mean is right. In a sum over many tokens, as the gradient of a weight is, errors that are as often
-# up as down cancel. Here is the error of the mean of n roundings of a random gradient:
+# Each single rounding is worse, and the mean is right. In a sum over many tokens, as the gradient of a weight is,
+# errors that are as often up as down cancel. Here is the error of the mean of n roundings of a random gradient:
 
 gradient = torch.randn(8, 256) * 0.3
 counts = [1, 4, 16, 64, 256]
@@ -88,16 +91,17 @@ axes.legend()
 plt.show()
 
 # %%
-# ``use`` counts how often a layer has drawn bits, ``stream`` tells layers apart. The bits follow from these numbers and from the place of the
-# element, and from nothing else: a run repeats bit for bit, on any device and split over any number of GPUs.
+# ``use`` counts how often a layer has drawn bits, ``stream`` tells layers apart. The bits follow from these numbers
+# and from the place of the element, and from nothing else: a run repeats bit for bit, on any device and split over any
+# number of GPUs.
 #
 # Spreading outliers
 # ------------------
 #
-# A block's scale follows its largest value. Beside an outlier the other 15 values have few steps left: most become 0. For the gradient of
-# the weight the recipe multiplies both operands, along the tokens, by an orthogonal matrix of 16 × 16, a *random Hadamard transform*: every
-# value of a chunk becomes a sum of all of them with signs, so an outlier is spread over the chunk. The product stays the same, because
-# (Tx)ᵀ(T·dy) = xᵀdy.
+# A block's scale follows its largest value. Beside an outlier the other 15 values have few steps left: most become 0.
+# For the gradient of the weight the recipe multiplies both operands, along the tokens, by an orthogonal matrix of 16 ×
+# 16, a *random Hadamard transform*: every value of a chunk becomes a sum of all of them with signs, so an outlier is
+# spread over the chunk. The product stays the same, because (Tx)ᵀ(T·dy) = xᵀdy.
 
 from torchao_blockwise.formats import hadamard_number, hadamard_transform
 
@@ -117,8 +121,8 @@ right.set(title="the same, transformed", xlabel="value")
 plt.show()
 
 # %%
-# What happens to the ordinary values that share a chunk with an outlier? Quantize with and without the transform, decode, transform back,
-# and look at them alone.
+# What happens to the ordinary values that share a chunk with an outlier? Quantize with and without the transform,
+# decode, transform back, and look at them alone.
 
 
 def decoded(hadamard):
@@ -142,7 +146,8 @@ for hadamard in (False, True):
 # All together
 # ------------
 #
-# ``grad_weight`` with each part switched on by itself, against the exact product; and the mean of 16 such products, which shows what cancels:
+# ``grad_weight`` with each part switched on by itself, against the exact product; and the mean of 16 such products,
+# which shows what cancels:
 
 exact = dy.T @ x
 
@@ -163,17 +168,20 @@ for hadamard in (False, True):
         print(f"{name:24}{error(products[0], exact):8.3f}{error(torch.stack(products).mean(0), exact):12.3f}")
 
 # %%
-# Stochastic rounding makes a single step worse and the mean of many better; what remains in the mean is the error of ``x``, which is rounded
-# to nearest. The transform makes this product no better: the outliers are most of it, and a block holds its largest value best. What it keeps
-# are the many ordinary values. NVIDIA's paper found that to help large models in long runs; ``NVFP4TrainingConfig(hadamard=False)`` is
-# training without it, and :doc:`monitor` a way to see the difference in your model.
+# Stochastic rounding makes a single step worse and the mean of many better; what remains in the mean is the error of
+# ``x``, which is rounded to nearest. The transform makes this product no better: the outliers are most of it, and a
+# block holds its largest value best. What it keeps are the many ordinary values. NVIDIA's paper found that to help
+# large models in long runs; ``NVFP4TrainingConfig(hadamard=False)`` is training without it, and :doc:`monitor` a way
+# to see the difference in your model.
 #
-# The recipe has each part where it helps: stochastic rounding in gradients alone, the transform in ``grad_weight`` alone.
+# The recipe has each part where it helps: stochastic rounding in gradients alone, the transform in ``grad_weight``
+# alone.
 #
 # In a model
 # ----------
 #
-# All of that is the default. Paper and recipe keep about 15 % of the layers, the last ones, in bf16. The head stays, too.
+# All of that is the default. Paper and recipe keep about 15 % of the layers, the last ones, in bf16. The head stays,
+# too.
 
 from torch import nn
 from torchao.quantization import quantize_
@@ -199,5 +207,5 @@ loss = model(torch.randn(32, 64)).square().mean()
 loss.backward()
 
 # %%
-# :doc:`monitor` measures what each layer of your model loses, and names those to keep in bf16. :doc:`/numerics` has every formula.
-# Source: `NVIDIA, Pretraining Large Language Models with NVFP4 <https://arxiv.org/abs/2509.25149>`__.
+# :doc:`monitor` measures what each layer of your model loses, and names those to keep in bf16. :doc:`/numerics` has
+# every formula. Source: `NVIDIA, Pretraining Large Language Models with NVFP4 <https://arxiv.org/abs/2509.25149>`__.

@@ -2,8 +2,8 @@
 Quickstart
 ==========
 
-Convert a small language model, train it in FP8, and compare the loss with the same model in bf16. It takes seconds on a CPU. A CPU
-computes the bits that a GPU would; only a GPU is fast.
+Convert a small language model, train it in FP8, and compare the loss with the same model in bf16. It takes seconds on
+a CPU. A CPU computes the bits that a GPU would; only a GPU is fast.
 """
 
 # %%
@@ -57,8 +57,8 @@ class Model(nn.Module):
 # Convert it
 # ----------
 #
-# ``quantize_`` is torchao's. The config says how to train, the filter which layers: here all but the output projection. The report has a
-# line for each layer.
+# ``quantize_`` is torchao's. The config says how to train, the filter which layers: here all but the output
+# projection. The report has a line for each layer.
 
 torch.manual_seed(0)
 model = Model()
@@ -66,8 +66,8 @@ quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=skip_lm_head())
 print(conversion_report(model))
 
 # %%
-# The bytes before and after are the same: the Parameters stay in high precision for the optimizer, and each product quantizes the weight
-# that it reads. The names in the state dict stay, too.
+# The bytes before and after are the same: the Parameters stay in high precision for the optimizer, and each product
+# quantizes the weight that it reads. The names in the state dict stay, too.
 #
 # Filters compose. This one also leaves out the last block; nothing is converted yet when ``dry_run`` reports it.
 
