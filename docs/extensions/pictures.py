@@ -49,29 +49,28 @@ RECIPE = (
         Arrow("nvfp4", "watch", "then"),
     ),
 )
-STEP = (
+PRODUCTS = (
     {
-        "x": Box(0, 0, ("x", "bf16")),
-        "row": Box(1, 0, ("x rowwise", "FP8, 1×128")),
-        "out": Box(2, 0, ("output", "= x · wᵀ"), True),
-        "col": Box(1, 1, ("x columnwise", "saved, 1 byte an element")),
-        "w": Box(0, 1, ("w, master", "fp32 or bf16")),
-        "gw": Box(2, 2, ("grad_weight", "= dyᵀ · x"), True),
-        "gi": Box(2, 1, ("grad_input", "= dy · w"), True),
-        "dy": Box(0, 2, ("dy", "bf16")),
-        "dyq": Box(1, 2, ("dy rowwise, columnwise", "FP8, 1×128")),
+        "x": Box(0, 0, ("x rowwise", "1×128, quantized from bf16")),
+        "w": Box(1, 0, ("w", "128×128, quantized from the master")),
+        "output": Box(2, 0, ("output", "forward"), True),
+        "dy": Box(0, 1, ("dy rowwise", "1×128, quantized from bf16")),
+        "wt": Box(1, 1, ("w transposed", "128×128, quantized again")),
+        "grad_input": Box(2, 1, ("grad_input", "backward"), True),
+        "dyt": Box(0, 2, ("dy columnwise", "from the same read of dy")),
+        "xt": Box(1, 2, ("x columnwise", "saved in forward, 1 byte an element")),
+        "grad_weight": Box(2, 2, ("grad_weight", "backward"), True),
     },
     (
-        Arrow("x", "row", "one read"),
-        Arrow("x", "col", ""),
-        Arrow("row", "out", ""),
-        Arrow("dy", "dyq", "one read"),
-        Arrow("col", "gw", ""),
-        Arrow("dyq", "gw", ""),
-        Arrow("dyq", "gi", ""),
+        Arrow("x", "w", "times"),
+        Arrow("w", "output", "gives"),
+        Arrow("dy", "wt", "times"),
+        Arrow("wt", "grad_input", "gives"),
+        Arrow("dyt", "xt", "times"),
+        Arrow("xt", "grad_weight", "gives"),
     ),
 )
-# name: (what it shows, for who cannot see it; boxes; arrows; width and height of a box; gaps)
+# name: (what it shows, for who cannot see it; boxes; arrows)
 DRAWINGS = {
     "choose_recipe": (
         "How to choose a recipe. If only adapters train: a frozen base, master_weights=False. Else by GPU: before Ada "
@@ -80,14 +79,14 @@ DRAWINGS = {
         "to see which layers stay in bf16.",
         *RECIPE,
     ),
-    "linear_step": (
-        "A step of a linear layer: x is read once and quantized rowwise for the output and columnwise for backward; dy "
-        "is read once and quantized rowwise for grad_input and columnwise for grad_weight. The weight is quantized for "
-        "each product that reads it.",
-        *STEP,
+    "products": (
+        "The three products of a linear layer in FP8. Output: x in blocks of 1 by 128, times the weight in blocks of "
+        "128 by 128. grad_input: dy times the transposed weight. grad_weight: dy along the tokens times x along the "
+        "tokens, which forward saved in FP8.",
+        *PRODUCTS,
     ),
 }
-WIDTH, HEIGHT, GAP_X, GAP_Y = 250, 56, 90, 42
+WIDTH, HEIGHT, GAP_X, GAP_Y = 280, 56, 140, 40
 
 
 def draw(name: str) -> str:

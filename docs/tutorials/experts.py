@@ -3,7 +3,7 @@ A mixture of experts
 ====================
 
 Each token goes to few of many experts. Their weights are 3D Parameters, multiplied in one grouped product; the same
-``quantize_`` call converts them. Here a small Qwen3-MoE of transformers trains in bf16 and in FP8.
+``quantize_`` call converts them. Here a small Qwen3-MoE of transformers trains in fp32 and in FP8.
 """
 
 # %%

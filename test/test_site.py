@@ -1,0 +1,116 @@
+"""What the site is made of: each public name, each error and each tutorial has its place; docstrings keep their text."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+sys.path.append(str(DOCS / "extensions"))
+
+import docstrings
+import error_index
+import gallery
+import reference
+import test_public_names
+
+
+def test_the_reference_has_every_public_name(tmp_path):
+    reference.write(tmp_path)
+    for module in test_public_names.MODULES:
+        package = importlib.import_module(f"torchao_blockwise{module}")
+        page = (tmp_path / f"torchao_blockwise{module}.rst").read_text(encoding="utf-8")
+        missing = [name for name in package.__all__ if name not in page]
+        assert missing == [], module
+
+
+def test_a_name_has_one_home():
+    homes = reference.homes()
+    assert homes["torchao_blockwise.conversion.fuse"] == homes["torchao_blockwise.fuse"] == "torchao_blockwise.fuse"
+    assert reference.full_name("ops.quantize") == "torchao_blockwise.ops.quantize"
+    assert reference.full_name("NumericsMonitor") == "torchao_blockwise.diagnostics.NumericsMonitor"
+    assert reference.full_name("no_such_name") is None
+
+
+def test_tutorials_are_listed():
+    assert {file.stem for file in (DOCS / "tutorials").glob("*.py")} == set(gallery.TUTORIALS)
+
+
+@pytest.mark.parametrize("name", gallery.TUTORIALS)
+def test_pictures_of_tutorials_have_titles(name):
+    """A figure's title is its text for who cannot see it."""
+    tree = ast.parse((DOCS / "tutorials" / f"{name}.py").read_text(encoding="utf-8"))
+    called = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    figures = sum(node.func.attr == "subplots" for node in called)
+    titles = sum(any(word.arg == "title" for word in node.keywords) for node in called if node.func.attr == "set")
+    assert titles >= figures
+
+
+def test_errors_are_found_by_their_text():
+    texts = [message.text for message in error_index.messages()]
+    for text in (
+        "load: … is sharded over ranks; load before fully_shard",
+        "matmul: bias must be a float vector of … elements, got …",
+        "weights_unchanged: … was changed inside the scope, which keeps quantized copies of the old values; leave the "
+        "scope before optimizer steps, loads and edits",
+    ):
+        assert text in texts
+    assert len(texts) > 200
+
+
+def test_texts_of_errors(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text(
+        'def f(x):\n    raise ValueError(f"f: x must be positive, got {x}; " + nearest(f"take {x:d}"))\n\n'
+        'def why_not(x):\n    return None if x else f"the kernel needs {x}"\n',
+        encoding="utf-8",
+    )
+    found = error_index.messages(tmp_path / "package")
+    assert [(message.error, message.text) for message in found] == [
+        ("ValueError", "f: x must be positive, got …; take …"),
+        ("a reason, in errors and warnings", "the kernel needs …"),
+    ]
+
+
+DOCSTRING = """\
+a @ b.T for `ops.quantize`d [M, K] | None and add_matmul_.
+
+a: [M, K]; lines
+    that go on.
+b, c: likewise.
+Returns [M, N].
+Raises ValueError for *shapes*.
+
+    code(x)
+"""
+
+
+def test_docstrings_keep_their_text():
+    assert "\n".join(docstrings.to_rst(DOCSTRING.splitlines())) == (
+        "a @ b.T for \\ :py:obj:`ops.quantize <torchao_blockwise.ops.quantize>`\\ d [M, K] \\| None and add\\_matmul\\_.\n\n"
+        "``a``\n    [M, K]; lines that go on.\n\n"
+        "``b``, ``c``\n    likewise.\n\n"
+        "Returns [M, N].\n\n"
+        "Raises ValueError for \\*shapes\\*.\n\n"
+        "::\n\n    code(x)\n"
+    )
+
+
+def test_docstrings_of_public_names_lose_no_word():
+    """Escapes and roles come and go; the words stay, in their order."""
+    for home in sorted(set(reference.homes().values())):
+        module, name = home.rsplit(".", 1)
+        doc = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
+        shown = "\n".join(docstrings.to_rst(doc.splitlines()))
+        for full in set(reference.homes().values()):
+            shown = shown.replace(f" <{full}>`", "`")
+        assert words(shown.replace(":py:obj:", "")) == words(doc), home
+
+
+def words(text: str) -> list[str]:
+    return "".join(c if c.isalnum() else " " for c in text).split()
