@@ -1,4 +1,4 @@
-"""What the site is made of: each public name, each error and each tutorial has its place; docstrings keep their text."""
+"""What the site is made of: public names, errors and tutorials have their places; docstrings keep their text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs"
-sys.path.append(str(DOCS / "extensions"))
+sys.path.append(str(Path(__file__).parent.parent / "docs" / "extensions"))
 
 import docstrings
 import error_index
 import gallery
 import reference
 import test_public_names
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def test_the_reference_has_every_public_name(tmp_path):
@@ -56,7 +57,7 @@ def test_errors_are_found_by_their_text():
     for text in (
         "load: … is sharded over ranks; load before fully_shard",
         "matmul: bias must be a float vector of … elements, got …",
-        "weights_unchanged: … was changed inside the scope, which keeps quantized copies of the old values; leave the "
+        "weights_unchanged: … was … inside the scope, which keeps quantized copies of the old values; leave the "
         "scope before optimizer steps, loads and edits",
     ):
         assert text in texts
@@ -92,7 +93,8 @@ Raises ValueError for *shapes*.
 
 def test_docstrings_keep_their_text():
     assert "\n".join(docstrings.to_rst(DOCSTRING.splitlines())) == (
-        "a @ b.T for \\ :py:obj:`ops.quantize <torchao_blockwise.ops.quantize>`\\ d [M, K] \\| None and add\\_matmul\\_.\n\n"
+        "a @ b.T for \\ :py:obj:`ops.quantize <torchao_blockwise.ops.quantize>`\\ d [M, K] \\| None "
+        "and add\\_matmul\\_.\n\n"
         "``a``\n    [M, K]; lines that go on.\n\n"
         "``b``, ``c``\n    likewise.\n\n"
         "Returns [M, N].\n\n"

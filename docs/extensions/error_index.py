@@ -27,7 +27,7 @@ AREAS = {
     "_compat": "Versions and other packages",
     "_versions": "Versions and other packages",
     "cli": "Command line",
-    "conversion": "quantize_, filters and conversion",
+    "conversion": "Filters and conversion",
     "nn": "Layers (nn)",
     "ops": "Operations (ops)",
     "tensors": "Weights and configs (tensors)",
