@@ -116,3 +116,18 @@ def test_docstrings_of_public_names_lose_no_word():
 
 def words(text: str) -> list[str]:
     return "".join(c if c.isalnum() else " " for c in text).split()
+
+
+def test_links_and_pictures_of_built_pages_are_looked_at(tmp_path):
+    built = pytest.importorskip("built", reason="needs the extra docs")
+    (tmp_path / "b.html").write_text('<h1 id="here">b</h1>', encoding="utf-8")
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#here"></a><a href="b.html#there"></a><a href="c.html"></a><a href="https://x.org/"></a>'
+        '<img src="b.html" alt="words"><img src="b.html">',
+        encoding="utf-8",
+    )
+    assert built.faults(tmp_path) == [
+        "a.html: a picture without a text: b.html",
+        "a.html: no such place: b.html#there",
+        "a.html: leads nowhere: c.html",
+    ]

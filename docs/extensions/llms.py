@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from docutils import nodes
@@ -18,9 +19,16 @@ def describe(doctree: nodes.document) -> str:
     """The first paragraph of a page, as text."""
     for paragraph in doctree.findall(nodes.paragraph):
         text = " ".join(paragraph.astext().split())
-        if text and not isinstance(paragraph.parent, (nodes.entry, nodes.list_item)):
+        if text and isinstance(paragraph.parent, nodes.section):
             return text if len(text) <= LONGEST else text[: text.rfind(" ", 0, LONGEST)] + " …"
     return ""
+
+
+def in_order(includes: dict[str, list[str]], page: str = "index") -> Iterator[str]:
+    """All pages as the tables of contents have them."""
+    yield page
+    for below in includes.get(page, ()):
+        yield from in_order(includes, below)
 
 
 def kind(page: str) -> str:
@@ -34,8 +42,8 @@ def write(app, exception: Exception | None) -> None:
         return
     base = app.config.html_baseurl
     sections: dict[str, list[str]] = {"Tutorials": [], "Guides": [], "API": []}
-    for page in sorted(app.env.found_docs):
-        if page in ("index", "search"):
+    for page in dict.fromkeys(in_order(app.env.toctree_includes)):
+        if page == "index":
             continue
         title = app.env.titles[page].astext()
         about = describe(app.env.get_doctree(page))

@@ -86,7 +86,7 @@ DRAWINGS = {
         *PRODUCTS,
     ),
 }
-WIDTH, HEIGHT, GAP_X, GAP_Y = 280, 56, 140, 40
+WIDTH, HEIGHT, GAP_X, GAP_Y = 280, 56, 130, 36
 
 
 def draw(name: str) -> str:

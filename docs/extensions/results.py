@@ -42,6 +42,18 @@ def source(name: str) -> str:
     return f"`{command}` on {made['device']}, {versions}, commit {made['commit']}"
 
 
+def title(name: str) -> str:
+    """The subject and the device: `moe_nvidia_h200` is "moe, NVIDIA H200"."""
+    gpu = load(name)["environment"]["device"]
+    slug = "_".join("".join(c if c.isalnum() else " " for c in gpu.lower()).split())
+    subject = next((name.removesuffix(end) for end in (f"_{slug}", "_cpu") if name.endswith(end)), name)
+    return f"{subject}, {gpu}".replace("_", " ")
+
+
+def device(name: str) -> str:
+    return load(name)["environment"]["device"].removeprefix("NVIDIA ")
+
+
 def rows(name: str, **where: object) -> list[dict]:
     """The rows that have these values."""
     return [row for row in load(name)["rows"] if all(row.get(key) == value for key, value in where.items())]
@@ -58,22 +70,22 @@ def headlines() -> list[Mapping[str, str]]:
     layers, memory, gather = "model_4_layers_fuse_nvidia_h200", "memory_nvidia_h200", "fsdp_compiled_nvidia_h200"
     fast = row(layers, recipe="fp8_fused_once", mode="compiled")["x bf16"]
     held = {name: line["held between forward and backward MiB"] for name, line in load(memory)["rows"].items()}
-    gathered = {line["recipe"]: line for line in rows(gather)}
-    part = gathered["fp8"]["gathered MiB"] / gathered["bf16"]["gathered MiB"]
+    gathered = {line["recipe"]: line["gathered MiB"] for line in rows(gather)}
+    fp8, nvfp4 = (gathered[recipe] / gathered["bf16"] for recipe in ("fp8", "nvfp4"))
     return [
         {
-            "figure": f"{fast:.2f} ×",
-            "what": "the speed of bf16: four Llama-8B layers, compiled, fused, FP8",
+            "figure": f"{fast:.2f} × the speed",
+            "what": f"of bf16: four Llama-8B layers in FP8, fused and compiled, on an {device(layers)}.",
             "source": source(layers),
         },
         {
-            "figure": f"{held['fp8'] / held['bf16']:.2f} ×",
-            "what": "what bf16 holds between forward and backward: a stack of MLPs, FP8",
+            "figure": f"{held['fp8'] / held['bf16']:.2f} × the memory",
+            "what": f"of bf16 from forward to backward, in MLPs; {held['nvfp4'] / held['bf16']:.2f} × in NVFP4.",
             "source": source(memory),
         },
         {
-            "figure": f"{part:.2f} ×",
-            "what": "the bytes that FSDP2 gathers in bf16, in FP8; in NVFP4 half of that again",
+            "figure": f"{fp8:.2f} × the traffic",
+            "what": f"of bf16 where FSDP2 gathers weights; {nvfp4:.2f} × in NVFP4.",
             "source": source(gather),
         },
     ]
@@ -131,7 +143,7 @@ def write(folder: Path) -> None:
         picture = f"\n![The figures of {name} as a picture](../../benchmarks/results/{name}.png)\n"
         shown = picture if (RESULTS / f"{name}.png").exists() else ""
         data = f"All figures: [{name}.json](../../benchmarks/results/{name}.json)."
-        pages[name] = f"# {name}\n\n{source(name)}. {data}\n{shown}\n{text}"
+        pages[name] = f"# {title(name)}\n\n{source(name)}. {data}\n{shown}\n{text}"
     for name, text in pages.items():
         path = folder / f"{name}.md"
         if not path.exists() or path.read_text(encoding="utf-8") != text:
