@@ -36,6 +36,7 @@ COLUMNS = ("recipe", "model", "gpus", "tokens/s", "x bf16", "MFU %", "peak GiB",
 RECIPES = {
     "bf16": [],
     "fp8": ["--model.converters", "blockwise_fp8"],
+    "fp8_fused": ["--model.converters", "blockwise_fp8", "--blockwise.options", '{"fuse": true}'],
     "nvfp4": ["--model.converters", "blockwise_nvfp4"],
     "torchao_rowwise": [
         *("--model.converters", "quantize.linear.float8", "--quantize.linear.float8.recipe_name", "rowwise"),
@@ -107,9 +108,9 @@ def train(shape: Shape, layers: int, recipe: str, steps: int, log_every: int, mo
 
     spec = specs.get_train_spec(shape.name)
     sizes = dataclasses.replace(spec.model_args[shape.flavor], n_layers=layers)
-    if getattr(sizes, "attn_mask_type", "causal") != "causal":
-        # Documents end where a tokenizer says so, and there is none.
-        sizes = dataclasses.replace(sizes, attn_mask_type="causal")
+    if getattr(sizes, "attn_type", "sdpa") != "sdpa":
+        # A mask of documents ends them where a tokenizer says so, and there is none.
+        sizes = dataclasses.replace(sizes, attn_type="sdpa", attn_mask_type="causal")
     vocabulary = sizes.vocab_size
     parts = {"build_tokenizer_fn": None, "build_dataloader_fn": Tokens, "build_validator_fn": None}
     spec = dataclasses.replace(spec, model_args={shape.flavor: sizes}, **parts)
