@@ -187,8 +187,8 @@ def measure(recipe: str, plan: Plan, device: torch.device) -> dict:
     }
 
 
-def run_rank(rank: int, plan: Plan, device_type: str, port: int) -> None:
-    """Train all recipes that have left no result yet; ends at the first that fails, whose reason it leaves."""
+def join(rank: int, ranks: int, device_type: str, port: int) -> torch.device:
+    """Join the process group; the device of this rank."""
     on_gpu = device_type == "cuda"
     device = torch.device(device_type, rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -199,9 +199,15 @@ def run_rank(rank: int, plan: Plan, device_type: str, port: int) -> None:
     # FSDP2 hands out views of its buffers, which autograd remarks on once a step.
     warnings.filterwarnings("ignore", message=".*view tensor.*")
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=plan.ranks,
+        "nccl" if on_gpu else "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks,
         timeout=_TIMEOUT[device_type], device_id=device if on_gpu else None,
     )  # fmt: skip
+    return device
+
+
+def run_rank(rank: int, plan: Plan, device_type: str, port: int) -> None:
+    """Train all recipes that have left no result yet; ends at the first that fails, whose reason it leaves."""
+    device = join(rank, plan.ranks, device_type, port)
     # All ranks agree on what is left before any of them writes.
     left = [recipe for recipe in plan.recipes if not plan.result(recipe).exists()]
     dist.barrier()
@@ -224,7 +230,7 @@ def run_rank(rank: int, plan: Plan, device_type: str, port: int) -> None:
         if plan.mode == "compiled":
             torch._dynamo.reset()
         gc.collect()
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.empty_cache()
     dist.destroy_process_group()
 

@@ -1,18 +1,20 @@
-"""torchtitan's own trainer on one GPU, by recipe: bf16, ours, and torchao's float8 rowwise.
+"""torchtitan's own trainer on one GPU or, by FSDP2, on several, by recipe: bf16, ours, and torchao's float8 rowwise.
 
 Layers of Llama 3 8B, or of DeepSeek-V3 16B (the first one dense, the others with 64 experts), with embedding and head,
-compiled, on made-up tokens that are the same for every recipe. Figures are the trainer's own: tokens/s and MFU are
-medians over its logs, without the first ones, in which it compiles; memory is the most that it reserved. torchao's
-float8 quantizes linear layers, and experts stay in bf16. Each recipe runs in a process of its own.
-Needs torchtitan 0.2.2. Writes benchmarks/results/torchtitan_<model>_<layers>_layers_<device>.json and .md.
+compiled, on made-up tokens that are the same for every recipe. Figures are the trainer's own, of its first rank:
+tokens/s (of a GPU) and MFU are medians over its logs, without the first ones, in which it compiles; memory is the most
+that it reserved. torchao's float8 quantizes linear layers, and experts stay in bf16. Each recipe runs in processes of
+its own. Needs torchtitan 0.2.2.
+Writes benchmarks/results/torchtitan_<model>_<layers>_layers_[<gpus>_gpus_]<device>.json and .md.
 
-    python benchmarks/bench_torchtitan.py [--model deepseek --layers 4 --steps 300] [--recipes bf16 fp8]
+    python benchmarks/bench_torchtitan.py [--model deepseek --layers 4 --steps 300] [--recipes bf16 fp8] [--gpus 2]
     python benchmarks/bench_torchtitan.py -- --activation_checkpoint.mode selective     # options of torchtitan
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -29,11 +31,12 @@ from typing import Any
 import torch
 from report import RESULTS, Report
 
-COLUMNS = ("recipe", "model", "tokens/s", "x bf16", "MFU %", "peak GiB", "first loss", "last loss")
+COLUMNS = ("recipe", "model", "gpus", "tokens/s", "x bf16", "MFU %", "peak GiB", "first loss", "last loss")
 # Of torchtitan, by recipe.
 RECIPES = {
     "bf16": [],
     "fp8": ["--model.converters", "blockwise_fp8"],
+    "fp8_fused": ["--model.converters", "blockwise_fp8", "--blockwise.options", '{"fuse": true}'],
     "nvfp4": ["--model.converters", "blockwise_nvfp4"],
     "torchao_rowwise": [
         *("--model.converters", "quantize.linear.float8", "--quantize.linear.float8.recipe_name", "rowwise"),
@@ -53,9 +56,10 @@ class Shape:
     name: str
     flavor: str
     seq_len: int
+    sequences: int = 1
 
 
-SHAPES = {"llama": Shape("llama3", "8B", 8192), "deepseek": Shape("deepseek_v3", "16B", 4096)}
+SHAPES = {"llama": Shape("llama3", "8B", 8192), "deepseek": Shape("deepseek_v3", "16B", 4096, 4)}
 SMOKE = {
     "llama": Shape("llama3", "debugmodel", 32),
     "deepseek": Shape("deepseek_v3", "debugmodel", 32),
@@ -82,15 +86,16 @@ def train(shape: Shape, layers: int, recipe: str, steps: int, log_every: int, mo
     from torchtitan.train import Trainer
 
     class Tokens(BaseDataLoader):
-        """Those of a step depend on the step alone. Small numbers are frequent, so that there is something to learn."""
+        """Those of a step depend on step and rank. Small numbers are frequent, so that there is something to learn."""
 
-        def __init__(self, *, job_config, **_):
+        def __init__(self, *, job_config, dp_world_size, dp_rank, **_):
             self.shape = job_config.training.local_batch_size, job_config.training.seq_len + 1
+            self.ranks, self.rank = dp_world_size, dp_rank
             self.step = 0
 
         def __iter__(self):
             while True:
-                generator = torch.Generator().manual_seed(self.step)
+                generator = torch.Generator().manual_seed(self.step * self.ranks + self.rank)
                 self.step += 1
                 tokens = (torch.rand(self.shape, generator=generator) ** 4 * vocabulary).long()
                 yield {"input": tokens[:, :-1]}, tokens[:, 1:].contiguous()
@@ -103,16 +108,16 @@ def train(shape: Shape, layers: int, recipe: str, steps: int, log_every: int, mo
 
     spec = specs.get_train_spec(shape.name)
     sizes = dataclasses.replace(spec.model_args[shape.flavor], n_layers=layers)
-    if getattr(sizes, "attn_mask_type", "causal") != "causal":
-        # Documents end where a tokenizer says so, and there is none.
-        sizes = dataclasses.replace(sizes, attn_mask_type="causal")
+    if getattr(sizes, "attn_type", "sdpa") != "sdpa":
+        # A mask of documents ends them where a tokenizer says so, and there is none.
+        sizes = dataclasses.replace(sizes, attn_type="sdpa", attn_mask_type="causal")
     vocabulary = sizes.vocab_size
     parts = {"build_tokenizer_fn": None, "build_dataloader_fn": Tokens, "build_validator_fn": None}
     spec = dataclasses.replace(spec, model_args={shape.flavor: sizes}, **parts)
     known, specs.get_train_spec = specs.get_train_spec, lambda name: spec
     arguments = ["--job.custom_config_module", "torchao_blockwise.integrations.torchtitan_0_2"]
     arguments += ["--model.name", shape.name, "--model.flavor", shape.flavor, *RECIPES[recipe]]
-    arguments += ["--training.seq_len", str(shape.seq_len), "--training.local_batch_size", "1"]
+    arguments += ["--training.seq_len", str(shape.seq_len), "--training.local_batch_size", str(shape.sequences)]
     arguments += ["--training.steps", str(steps), "--lr_scheduler.warmup_steps", str(min(20, steps))]
     arguments += ["--metrics.log_freq", str(log_every), "--metrics.disable_color_printing", "--debug.seed", "1"]
     arguments += ["--activation_checkpoint.mode", "none", *more]
@@ -143,16 +148,28 @@ def figures(logs: list[dict]) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace, recipe: str) -> dict[str, Any]:
-    """`figures` and the losses of a run in a process of its own."""
+    """`figures` and the losses of a run in processes of its own, one a GPU."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    ranks = {"WORLD_SIZE": str(args.gpus), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, __file__, "--run", recipe, "--model", args.model, "--layers", str(args.layers)]
     command += ["--steps", str(args.steps), *["--smoke"] * args.smoke, "--", *args.more]
-    done = subprocess.run(command, env={**os.environ, **one, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+    environments = [
+        {**os.environ, **ranks, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": path}
+        for rank in range(args.gpus)
+    ]
+    others = [subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) for env in environments[1:]]
+    try:
+        done = subprocess.run(command, env=environments[0], stdout=subprocess.PIPE, text=True)
+    finally:
+        for other in others:
+            # A rank that fails leaves the others in a collective.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                other.wait(timeout=30)
+            other.kill()
     found = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
     if done.returncode or not found:
         raise RuntimeError(f"torchtitan ended with {done.returncode}; its log is above")
@@ -176,14 +193,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=default, help=f"default {' '.join(default)}")
     parser.add_argument("--model", choices=SHAPES, default="llama", help="default llama")
     parser.add_argument("--layers", type=int, default=4, help="default 4")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks of FSDP2, default 1")
     parser.add_argument("--steps", type=int, default=150, help="default 150")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, not compiled: does it run?")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     # What a process that this one starts is to run.
     parser.add_argument("--run", choices=RECIPES, help=argparse.SUPPRESS)
     args = parser.parse_args(own)
-    if args.layers < 1 or args.steps < 3:
-        parser.error(f"takes 1 layer and 3 steps or more, got {args.layers} and {args.steps}")
+    if args.layers < 1 or args.steps < 3 or args.gpus < 1:
+        parser.error(f"takes 1 layer, 3 steps and 1 GPU or more, got {args.layers}, {args.steps} and {args.gpus}")
     args.more = more
     return args
 
@@ -207,7 +225,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     arguments = {name: value for name, value in vars(args).items() if name != "run"}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    report = Report(f"torchtitan_{args.model}_{args.layers}_layers", device, COLUMNS, arguments)
+    gpus = f"_{args.gpus}_gpus" * (args.gpus > 1)
+    report = Report(f"torchtitan_{args.model}_{args.layers}_layers{gpus}", device, COLUMNS, arguments)
     baseline = None
     for recipe in args.recipes:
         row = report.attempt(recipe, args.model, measure, args, recipe)
@@ -215,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         baseline = row["tokens/s"] if recipe == "bf16" else baseline
         ratio = None if baseline is None else row["tokens/s"] / baseline
-        report.add({"recipe": recipe, "model": args.model, "x bf16": ratio, **row})
+        report.add({"recipe": recipe, "model": args.model, "gpus": args.gpus, "x bf16": ratio, **row})
     report.write(args.out)
     return 0
 

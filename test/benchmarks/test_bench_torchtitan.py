@@ -30,11 +30,11 @@ def test_options_behind_two_dashes_are_torchtitans():
     assert args.recipes == ["bf16", "fp8", "torchao_rowwise"] and args.model == "llama"
 
 
-@pytest.mark.parametrize("argv", (["--layers", "0"], ["--steps", "2"]), ids="-".join)
+@pytest.mark.parametrize("argv", (["--layers", "0"], ["--steps", "2"], ["--gpus", "0"]), ids="-".join)
 def test_bad_options(argv, capsys):
     with pytest.raises(SystemExit):
         bench.parse(argv)
-    assert "takes 1 layer and 3 steps or more" in capsys.readouterr().err
+    assert "takes 1 layer, 3 steps and 1 GPU or more" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_said(without_gpu, capsys):

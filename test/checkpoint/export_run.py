@@ -66,6 +66,8 @@ class Gathers(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops._c10d_functional.all_gather_into_tensor:
             self.nbytes += out.nbytes
+        if func.overloadpacket is torch.ops.c10d._allgather_base_:
+            self.nbytes += args[0].nbytes
         return out
 
 

@@ -22,6 +22,7 @@ from shard_cases import framed
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat
 from torchao_blockwise.distributed import (
+    cast,
     cast_master_weights_to_fp8,
     cast_master_weights_to_nvfp4,
 )
@@ -59,6 +60,19 @@ def test_alone(kind):
     check_scales(weights)
     for i, (got, want) in enumerate(zip(weights.model, weights.expected())):
         assert_bitwise_equal(got.qdata, want.qdata, f"payload {i}")
+
+
+def test_masters_that_cut_no_block_are_read_once(monkeypatch):
+    """Their payload is written with their amaxes; of NVFP4's, which wait for the tensor's amax, after them."""
+    two_reads = []
+    monkeypatch.setattr(cast, "partial_cast_", lambda targets, *args, **_: two_reads.append(len(targets)))
+    whole, part = random_tensor(200, 70), random_tensor(200, 70)[:130]
+    for kind, reads in (("fp8", [1]), ("nvfp4", [2])):
+        of_kind = {"fp8": BlockwiseFP8Tensor, "nvfp4": NVFP4Tensor}[kind]
+        weights = [of_kind.from_hp(torch.zeros(200, 70, dtype=torch.bfloat16)) for _ in range(2)]
+        CASTS[kind](weights, [whole.flatten(), part.flatten()], [0, 0])
+        assert two_reads == reads
+        two_reads.clear()
 
 
 def test_parameters_and_their_masters():

@@ -122,7 +122,8 @@ def is_benchmarked(rank, family):
     import bench_torchtitan as bench
 
     (shape,) = (shape for shape in bench.SMOKE.values() if shape.name == family)
-    rows = {name: bench.figures(bench.train(shape, 2, name, 4, 1, ())) for name in ("bf16", "fp8", "nvfp4")}
+    recipes = "bf16", "fp8", "fp8_fused", "nvfp4"
+    rows = {name: bench.figures(bench.train(shape, 2, name, 4, 1, ())) for name in recipes}
     assert len({row["first loss"] for row in rows.values()}) == 3
     for row in rows.values():
         assert row["tokens/s"] > 0 and abs(row["first loss"] - rows["bf16"]["first loss"]) < 0.1, rows

@@ -130,6 +130,8 @@ def _shard_cases(target: int):
 
     def case(fmt, op, alignment, master, dtype, count, packed=True):
         start, n, shape = (1024, 2**18, (1, 512, 1024)) if alignment == "aligned" else (77, 9999, (3, 300, 501))
+        if op == "whole_block_cast":
+            start, n = 256 * shape[-1], 44 * shape[-1] if alignment == "ragged" else 2**18
         whole = torch.zeros(math.prod(fmt.qdata_shape(*shape)), dtype=torch.uint8)
         target = whole if packed else torch.zeros(n, dtype=torch.uint8)
         into, packed = WHOLE if packed else CODES, packed and fmt is NVFP4_16X16
@@ -144,6 +146,9 @@ def _shard_cases(target: int):
         launch = {
             "partial_block_amax": lambda: partial_cast.partial_block_amax_(amax_bits, shards),
             "partial_cast": lambda: partial_cast.partial_cast_([target] * count, shards, encode, into),
+            "whole_block_cast": lambda: partial_cast.whole_block_cast_(
+                [whole] * count, amax_bits, shards, dtype is torch.float16, WHOLE
+            ),
             "block_scales": lambda: partial_cast.block_scales_(
                 encode, scales, global_scales, amax_bits, firsts, fmt, fmt.has_power_of_2_scales and count == 2
             ),
@@ -165,6 +170,8 @@ def _shard_cases(target: int):
                     if target >= 89 or fmt is NVFP4_16X16:
                         yield case(fmt, "partial_cast", alignment, master, dtype, 1, packed)
                         yield case(fmt, "partial_cast", alignment, master, dtype, 32, packed)
+                if target >= 89 and fmt is FP8_128X128:
+                    yield case(fmt, "whole_block_cast", alignment, master, dtype, 1)
             yield case(fmt, "transpose_many", alignment, *pairs[0], 1)
         for count in (1, 2, 32):
             yield case(fmt, "block_scales", "aligned", *pairs[0], count)
@@ -247,13 +254,14 @@ def test_payload_of_any_number_of_tokens_is_stored_16_bytes_at_a_time(builds, ta
 @pytest.mark.parametrize("target", TARGETS)
 def test_shards_are_cast_as_the_whole_is(builds, target):
     """As for quantizing; and 16 bytes at a time where shards lie so."""
-    for op in ("partial_block_amax", "partial_cast", "block_scales"):
+    casts = ("partial_cast", "whole_block_cast")[: 1 if target < 89 else None]
+    for op in ("partial_block_amax", *casts, "block_scales"):
         for row in kernel_builds.of(builds[target], op):
             names = row["instructions"]
             assert {i for i in names if i.startswith("div")} <= {"div.rn.f32"}, row["label"]
             assert not [i for i in names if ".ftz" in i or i.startswith("fma")], row["label"]
             assert row["half_defined_words"] == [], row["label"]
-            if op == "partial_cast":
+            if op in casts:
                 assert ("st.global.v4.b32" in names) == ("aligned" in row["label"]), row["label"]
 
 

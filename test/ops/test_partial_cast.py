@@ -20,6 +20,7 @@ from shard_cases import (
     cut,
     dtypes,
     formats,
+    framed,
     many,
     payload,
     quantize,
@@ -199,6 +200,71 @@ def test_launches_do_not_grow_with_the_list(fmt, device, monkeypatch):
     assert run(1) == run(7) == 6
 
 
+# --- shards that cut no block -----------------------------------------------------------------------------------------
+
+# (shape, first elements of ranks 1, 2, ..), on blocks of 128.
+WHOLE_SPLITS = {
+    "even": ((256, 256), (128 * 256,)),
+    "ragged": ((300, 200), (128 * 200, 256 * 200)),
+    "nothing": ((130, 48), (0, 128 * 48, 128 * 48)),
+    "experts": ((3, 140, 50), (128 * 50, 140 * 50, 2 * 140 * 50)),
+    "low": ((2, 300), (0,)),
+    "empty": ((0, 16), (0,)),
+}
+
+
+@backends
+@dtypes
+@pytest.mark.parametrize("power_of_2", (False, True), ids=("scales", "powers of 2"))
+@pytest.mark.parametrize(("shape", "cuts"), WHOLE_SPLITS.values(), ids=WHOLE_SPLITS)
+def test_one_read_gives_the_bits_of_two(shape, cuts, power_of_2, dtype, backend, device):
+    """Amaxes and payload, of the shards alone; and the scales that follow."""
+    fmt, w = FP8_128X128, random_tensor(*shape, device=device)
+    if w.numel() > 300:
+        w.view(-1)[-1], w.view(-1)[1] = float("nan"), float("inf")
+    parts, expected = cut(w, cuts), quantize(w, fmt, dtype, power_of_2)
+    buffer = torch.zeros(block_count(shape, fmt), dtype=torch.int32, device=device)
+    target, check = framed(payload(fmt, shape, device=device))
+    for start, shard in parts:
+        before = target.clone()
+        bits = torch.zeros_like(buffer)
+        ops.whole_block_cast_(
+            [target], [shard], [start], [shape], bits, fmt, dtype=dtype, power_of_2_scales=power_of_2, backend=backend
+        )
+        assert_bitwise_equal(bits, amaxes([(start, shard)], shape, fmt, dtype, backend), "amaxes")
+        for others in (slice(None, start), slice(start + shard.numel(), None)):
+            assert_bitwise_equal(target.view(-1)[others], before.view(-1)[others], "what others own")
+        buffer = torch.maximum(buffer, bits)
+    check()
+    assert_bitwise_equal(target, expected.qdata.view(torch.uint8), "payload")
+    assert_bitwise_equal(scales_of(buffer, shape, fmt, backend, power_of_2)[1], expected.scale, "scale")
+
+
+@backends
+@pytest.mark.parametrize("into", (WHOLE, ENTRIES, CODES))
+def test_one_read_of_a_list(into, backend, device):
+    """Of several dtypes and sizes, on 16 bytes and off, in places of a common buffer, into all kinds of targets."""
+    fmt, dtype, cases = FP8_128X128, torch.bfloat16, list(WHOLE_SPLITS.values())
+    weights = [random_tensor(*shape, dtype=DTYPES[i % 3], device=device, seed=i) for i, (shape, _) in enumerate(cases)]
+    starts, shards = zip(*(cut(w, cuts)[-1] for w, (_, cuts) in zip(weights, cases)))
+    shapes = [w.shape for w in weights]
+    counts = [block_count(shape, fmt) for shape in shapes]
+    firsts = [3 + sum(counts[:i]) for i in range(len(counts))]
+    bits = torch.zeros(sum(counts) + 5, dtype=torch.int32, device=device)
+    sizes = [w.numel() if into == WHOLE else x.numel() for w, x in zip(weights, shards)]
+    targets = [torch.full((size,), 0x5A, dtype=torch.uint8, device=device) for size in sizes]
+    ops.whole_block_cast_(
+        targets, shards, starts, shapes, bits, fmt, dtype=dtype, into=into, first_blocks=firsts, backend=backend
+    )
+    places = {"dtype": dtype, "first_blocks": firsts, "backend": backend}
+    wanted = ops.partial_block_amax(shards, starts, shapes, fmt, out=torch.zeros_like(bits), **places)
+    assert_bitwise_equal(bits, wanted, "amaxes")
+    for w, start, shard, target in zip(weights, starts, shards, targets):
+        got = target[start : start + shard.numel()] if into == WHOLE else target
+        whole = quantize(w, fmt, dtype).qdata.view(torch.uint8).flatten()
+        assert_bitwise_equal(got, whole[start : start + shard.numel()], f"payload of {list(w.shape)}")
+
+
 # --- bytes that two ranks share ---------------------------------------------------------------------------------------
 
 
@@ -239,6 +305,19 @@ def op_calls():
         "partial_block_amax_": (bits, *shards, "reference"),
         "block_scales_": (encode, [q.scale], [q.global_scale], bits, [0], name, False, "reference"),
         "partial_cast_": ([codes], *shards, encode, CODES, "reference"),
+        "whole_block_cast_": (
+            [torch.zeros(33, 51, dtype=torch.uint8)],
+            bits,
+            [w.flatten()],
+            [0],
+            [1, 33, 51],
+            [0],
+            torch.bfloat16,
+            "fp8_128x128",
+            False,
+            WHOLE,
+            "reference",
+        ),
         "merge_shards_": ([q.qdata], [piece], [5], [495], [1], [51], name, "reference"),
         "transpose_many": ([q.qdata], [q.scale.view(torch.uint8)], [51], name, "reference"),
     }

@@ -24,6 +24,13 @@ def cast(targets, shards, starts, fmt="nvfp4_16x16", **options):
     return lambda: ops.partial_cast_(targets, shards, starts, [(4, 16)], ENCODE, fmt, **(SHARD | options))
 
 
+def at_once(shard, start, fmt="fp8_128x128", shape=(4, 16), **options):
+    targets = [torch.zeros(shard.numel(), dtype=torch.uint8)]
+    return lambda: ops.whole_block_cast_(
+        targets, [shard], [start], [shape], BITS, fmt, into=ENTRIES, **(SHARD | options)
+    )
+
+
 def merge(pieces, starts, lengths, target=BYTES):
     return lambda: ops.merge_shards_([target], [pieces], [starts], [lengths], [16], "nvfp4_16x16")
 
@@ -33,6 +40,26 @@ def scales(scale, global_scale=(), fmt="fp8_128x128", bits=BITS, **options):
 
 
 REFUSALS = {
+    "begins in a block": (
+        at_once(FLAT[16:], 16),
+        ValueError(
+            "whole_block_cast_: elements [16, 64) of [4, 16] cut blocks of fp8_128x128; "
+            "use partial_block_amax and partial_cast_"
+        ),
+    ),
+    "ends in a row": (
+        at_once(FLAT[:8], 0),
+        ValueError(
+            "whole_block_cast_: elements [0, 8) of [4, 16] cut blocks of fp8_128x128; "
+            "use partial_block_amax and partial_cast_"
+        ),
+    ),
+    "global scale": (
+        at_once(FLAT, 0, "nvfp4_16x16"),
+        ValueError(
+            "whole_block_cast_: nvfp4_16x16 has a scale of the whole tensor; use partial_block_amax and partial_cast_"
+        ),
+    ),
     "lists": (
         amax([FLAT], [0, 0], [(4, 16)]),
         ValueError("partial_block_amax: shards, starts and shapes must be as many, got [1, 2, 1]"),

@@ -229,7 +229,12 @@ def _shard_cases(w: torch.Tensor, fmt: BlockFormat) -> list[Case]:
     flat, per_byte = whole.qdata.flatten().view(torch.uint8), fmt.element.per_byte
     pieces = [flat[: -(-cut // per_byte)].clone(), flat[cut // per_byte :].clone()]
     lengths = [len(part) for part in parts]
+    # The first row of blocks, and what is below it is another rank's.
+    rows_of_blocks = Shards([w[: fmt.block[0]].flatten()], [0], shape, [0], torch.bfloat16, fmt)
+    at_once = (qdata, amax_bits, rows_of_blocks, fmt.has_power_of_2_scales, WHOLE)
+    once = [] if fmt.has_global_scale else [Case(partial_cast.whole_block_cast_op, fmt.name, at_once)]
     return [
+        *once,
         Case(partial_cast.partial_block_amax_op, fmt.name, (amax_bits, shards)),
         Case(partial_cast.block_scales_op, fmt.name, written),
         Case(partial_cast.partial_cast_op, fmt.name, (qdata, shards, of_blocks, WHOLE)),

@@ -2,6 +2,9 @@
 
     parts ─ amax of block ∩ part ─▶ one buffer ─ MAX over ranks ─▶ scales, alike on every rank ─▶ payload of the parts
 
+FP8 parts that cut no block, which is what FSDP2 makes of most weights, are read once: their amaxes and their payload
+are written together, and only the scales wait for the ranks.
+
 It is the same for the master weights that FSDP2 shards, for quantized Parameters, and for masters that a program has
 split by itself. MAX is exact, so the bits are those of the whole weight quantized at once, for every split. Amaxes
 travel as the bits of magnitudes: among floats a MAX loses a NaN.
@@ -24,8 +27,13 @@ import torch.nn.functional as F
 from torchao_blockwise.distributed.absence import naming_absent
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.shards.flat import CODES
-from torchao_blockwise.ops.shards.partial_cast import block_scales_, partial_block_amax, partial_cast_
+from torchao_blockwise.ops.shards.flat import CODES, cuts_no_block
+from torchao_blockwise.ops.shards.partial_cast import (
+    block_scales_,
+    partial_block_amax,
+    partial_cast_,
+    whole_block_cast_,
+)
 
 
 class Recipe(NamedTuple):
@@ -82,7 +90,10 @@ def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: 
     bits = torch.zeros(blocks, dtype=torch.int32, device=device)
     batches = _batches(placed, device)
     for batch in batches:
-        _add_amaxes(batch, bits)
+        if _is_of_whole_blocks(batch[0][0]):
+            _cast_whole_blocks(batch, bits)
+        else:
+            _add_amaxes(batch, bits)
     if group is not None and group.size() > 1 and blocks:
         with naming_absent(subject, what, group):
             dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
@@ -101,12 +112,13 @@ def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: 
             backend=recipe.backend,
         )
     for batch in batches:
-        _write_payload(batch, encode)
+        if not _is_of_whole_blocks(batch[0][0]):
+            _write_payload(batch, encode)
 
 
 def _batches(placed: Sequence[_Placed], device: torch.device) -> list[list[_Placed]]:
     """What goes through one call; frames and offloaded values alone, so that one copy at a time is on the device."""
-    together: dict[tuple[Recipe, str], list[_Placed]] = {}
+    together: dict[tuple[Recipe, str, bool], list[_Placed]] = {}
     alone = []
     for part, first in placed:
         if part.values is None:
@@ -114,8 +126,32 @@ def _batches(placed: Sequence[_Placed], device: torch.device) -> list[list[_Plac
         if part.dim or part.values.device != device:
             alone.append([(part, first)])
         else:
-            together.setdefault((part.recipe, part.into), []).append((part, first))
+            together.setdefault((part.recipe, part.into, _is_of_whole_blocks(part)), []).append((part, first))
     return [*together.values(), *alone]
+
+
+def _is_of_whole_blocks(part: Part) -> bool:
+    """Whether a part's payload can be written before ranks have exchanged anything."""
+    fmt = part.recipe.fmt
+    if part.values is None or part.dim or fmt.has_global_scale:
+        return False
+    return cuts_no_block(part.start, part.values.numel(), part.shape, fmt)
+
+
+def _cast_whole_blocks(batch: list[_Placed], bits: torch.Tensor) -> None:
+    """Write the amaxes and the payload of what this rank holds."""
+    recipe, into = batch[0][0].recipe, batch[0][0].into
+    whole_block_cast_(
+        [part.target for part, _ in batch if part.target is not None],
+        *_ranges(batch, bits.device),
+        bits,
+        recipe.fmt,
+        dtype=recipe.dtype,
+        power_of_2_scales=recipe.power_of_2_scales,
+        into=into,
+        first_blocks=[first for _, first in batch],
+        backend=recipe.backend,
+    )
 
 
 def _add_amaxes(batch: list[_Placed], bits: torch.Tensor) -> None:

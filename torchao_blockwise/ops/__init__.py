@@ -13,7 +13,12 @@ from torchao_blockwise.ops.groups.tables import make_groups
 from torchao_blockwise.ops.randomization.drawing import draws_for
 from torchao_blockwise.ops.shards.flat import shard_entries
 from torchao_blockwise.ops.shards.merge import merge_shards_
-from torchao_blockwise.ops.shards.partial_cast import block_scales_, partial_block_amax, partial_cast_
+from torchao_blockwise.ops.shards.partial_cast import (
+    block_scales_,
+    partial_block_amax,
+    partial_cast_,
+    whole_block_cast_,
+)
 from torchao_blockwise.ops.transposition import transpose
 from torchao_blockwise.ops.transposition.many import transpose_many
 
@@ -50,4 +55,5 @@ __all__ = [
     "transpose_many",
     "unpermute",
     "unpermute_backward",
+    "whole_block_cast_",
 ]

@@ -62,6 +62,14 @@ def shard_entries(start: int, n: int, columns: int, fmt: BlockFormat | str) -> t
     return first, last - first + 1
 
 
+def cuts_no_block(start: int, n: int, shape: Sequence[int], fmt: BlockFormat) -> bool:
+    """Whether the elements [start, start + n) of a tensor [.., h, w] hold all of each block that they touch."""
+    *_, rows, columns = shape
+    if n == 0:
+        return True
+    return all(edge % columns == 0 and edge // columns % rows % fmt.block[0] == 0 for edge in (start, start + n))
+
+
 def target_size(n: int, start: int, shape: Sequence[int], fmt: BlockFormat, into: str) -> int:
     """Bytes of what `partial_cast_` writes to."""
     if into == WHOLE:

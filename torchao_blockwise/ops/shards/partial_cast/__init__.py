@@ -3,6 +3,8 @@
     shards ─ partial_block_amax ─▶ amax of block ∩ shard ─ MAX over ranks ─▶ block_scales_ ─▶ encode ─┐
        └──────────────────────────────────────────────────────────────────────▶ partial_cast_ ◀──────┘
 
+Shards that cut no block need no exchange before their payload: `whole_block_cast_` reads them once for both.
+
 A shard is a flat, row-major range [start, start + n) of elements; it may cut rows, blocks and, in 4-bit formats, bytes.
 Each step takes a list of tensors at once: launches do not grow with the list, and nothing waits for the device. Values
 of all blocks of the list lie one tensor after the other in one buffer, each tensor's grid row-major.
@@ -25,6 +27,7 @@ from torchao_blockwise.ops.shards.flat import (
     check_buffer,
     check_devices,
     check_shards,
+    cuts_no_block,
     described,
     place_blocks,
     target_size,
@@ -139,10 +142,62 @@ def partial_cast_(
     Raises TypeError and ValueError like `partial_block_amax`.
     """
     op, fmt = "partial_cast_", get_format(fmt)
-    if into not in (WHOLE, ENTRIES, CODES):
-        raise ValueError(f"{op}: into must be whole, entries or codes, got {into!r}")
     flat, total = check_shards(op, shards, starts, shapes, first_blocks, dtype, fmt)
     check_buffer(op, "encode", encode, torch.float32, total)
+    _check_targets(op, targets, shards, starts, shapes, fmt, into)
+    check_devices(op, [encode, *targets, *shards])
+    partial_cast_op(list(targets), flat, encode, into, get_backend(backend))
+
+
+def whole_block_cast_(
+    targets: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
+    starts: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    amax_bits: torch.Tensor,
+    fmt: BlockFormat | str,
+    *,
+    dtype: torch.dtype,
+    power_of_2_scales: bool = False,
+    into: str = WHOLE,
+    first_blocks: Sequence[int] | None = None,
+    backend: Backend | str | None = None,
+) -> None:
+    """`partial_block_amax` and `partial_cast_` of shards that cut no block, in one read of them.
+
+    amax_bits: int32 [blocks], zeros where the shards' blocks are; their amaxes are written there, for `block_scales_`.
+    All else as in `partial_cast_`; the same bits. Raises TypeError and ValueError like it; ValueError too for a shard
+    that cuts a block, and for formats with a global scale, which needs all of a tensor first.
+    """
+    op, fmt = "whole_block_cast_", get_format(fmt)
+    if fmt.has_global_scale:
+        raise ValueError(f"{op}: {fmt.name} has a scale of the whole tensor; use partial_block_amax and partial_cast_")
+    if power_of_2_scales and not fmt.has_power_of_2_scales:
+        raise ValueError(f"{op}: {fmt.name} has no power_of_2_scales; its block scales are {fmt.scale_dtype}")
+    flat, total = check_shards(op, shards, starts, shapes, first_blocks, dtype, fmt)
+    for shard, start, shape in zip(shards, starts, shapes):
+        if not cuts_no_block(start, shard.numel(), shape, fmt):
+            raise ValueError(
+                f"{op}: elements [{start}, {start + shard.numel()}) of {list(shape)} cut blocks of {fmt.name}; "
+                "use partial_block_amax and partial_cast_"
+            )
+    check_buffer(op, "amax_bits", amax_bits, torch.int32, total)
+    _check_targets(op, targets, shards, starts, shapes, fmt, into)
+    check_devices(op, [amax_bits, *targets, *shards])
+    whole_block_cast_op(list(targets), amax_bits, flat, power_of_2_scales, into, get_backend(backend))
+
+
+def _check_targets(
+    op: str,
+    targets: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
+    starts: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    fmt: BlockFormat,
+    into: str,
+) -> None:
+    if into not in (WHOLE, ENTRIES, CODES):
+        raise ValueError(f"{op}: into must be whole, entries or codes, got {into!r}")
     if len(targets) != len(shards):
         raise ValueError(f"{op}: {len(shards)} shards need as many targets, got {len(targets)}")
     for target, shard, start, shape in zip(targets, shards, starts, shapes):
@@ -152,8 +207,6 @@ def partial_cast_(
                 f"{op}: into {into} the {shard.numel()} elements from {start} of {list(shape)} in {fmt.name} take "
                 f"{wanted} contiguous bytes, got {described(target)}"
             )
-    check_devices(op, [encode, *targets, *shards])
-    partial_cast_op(list(targets), flat, encode, into, get_backend(backend))
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -182,6 +235,10 @@ def _why_no_kernels(x: torch.Tensor, *args: object) -> str | None:
 def _why_no_casts(targets: list[torch.Tensor], shards: Shards, encode: torch.Tensor, into: str) -> str | None:
     reason = why_no_encoders(encode) if shards.fmt.element.per_byte == 1 else None
     return reason or _why_no_kernels(encode, shards)
+
+
+def _why_no_whole_casts(targets: list[torch.Tensor], amax_bits: torch.Tensor, shards: Shards, *_: object) -> str | None:
+    return why_no_encoders(amax_bits) or _why_no_kernels(amax_bits, shards)
 
 
 _KERNELS = f"{__name__}.kernels_triton"
@@ -229,4 +286,18 @@ def block_scales_op(
     replayed=None,
 )
 def partial_cast_op(targets: ChangedList, shards: Shards, encode: torch.Tensor, into: str, backend: Backend) -> None:
+    """Writes in place."""
+
+
+@define_op(
+    (
+        Implementation(Backend.TRITON, f"{_KERNELS}:whole_block_cast_", _why_no_whole_casts),
+        Implementation(Backend.REFERENCE, reference.whole_block_cast_),
+    ),
+    # Tables of addresses lead the kernels.
+    replayed=None,
+)
+def whole_block_cast_op(
+    targets: ChangedList, amax_bits: Changed, shards: Shards, power_of_2_scales: bool, into: str, backend: Backend
+) -> None:
     """Writes in place."""

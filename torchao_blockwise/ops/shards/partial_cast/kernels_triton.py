@@ -170,6 +170,42 @@ def _partial_cast_kernel(
             tl.store(target_ptr + (entries - first_entry), low | high, mask=owns_even | owns_odd)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _whole_block_cast_kernel(
+    table_ptr,  # [shards, fields] int64
+    amax_ptr,  # [blocks] int32
+    count,
+    DTYPE: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ELEMENT_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile is a block, and all of it is the shard's."""
+    tl.static_assert(TILE_M == BLOCK and TILE_K == BLOCK)
+    row_ptr, x, _, _, first_row, first_column, matrix_row, block, _ = _load_shard_tile(
+        table_ptr, count, DTYPE, ALIGN, TILE_M, TILE_K, BLOCK
+    )
+    target_ptr = load_pointer(row_ptr + 2, tl.uint8, ALIGN > 1)
+    rows = tl.load(row_ptr + 5)
+    columns = load_size(row_ptr + 6, ALIGN)
+    first_entry = load_size(row_ptr + 9, ALIGN)
+    x = to_f32(from_f32(x, ROUNDED_TO))
+    amax = tl.full((1, 1), tl.max(magnitude_bits(x)), tl.int32)
+    tl.store(amax_ptr + block, amax)
+    encode, _ = fp8_scales(amax, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    # Within a block 32 bits are enough; as many 64-bit numbers as the block has elements would not fit into registers.
+    offs_m, offs_k = tl.arange(0, TILE_M), tl.arange(0, TILE_K)
+    exists = (offs_m < rows - first_row)[:, None] & (offs_k < columns - first_column)[None, :]
+    target_ptr += (matrix_row + first_row) * columns + first_column - first_entry
+    offs = offs_m[:, None] * columns.to(tl.int32) + offs_k[None, :]
+    tl.store(target_ptr + offs, encode_e4m3(x * encode, ELEMENT_MAX), mask=exists)
+
+
 @triton.jit
 def _load_blocks(table_ptr, amax_ptr, count, CHUNK: tl.constexpr):
     """(row of the table, its index, blocks of its tensor, their places in the list's buffer, which exist, amaxes)."""
@@ -225,10 +261,11 @@ def _block_scales_kernel(
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
-def _launches(shards: Shards, targets: list[int], first_entries: list[int]):
+def _launches(shards: Shards, targets: list[int], first_entries: list[int], of_blocks: bool = False):
     """(table, constants) of each launch: shards whose sizes and addresses allow it move 16 bytes at a time.
 
     targets: addresses of each shard's target, first_entries: the entry that it begins with; zeros where there is none.
+    of_blocks: whether a tile must be a block, also where elements move one by one.
     """
     fmt, each = shards.fmt, shards.each()
     # Elements that take 16 bytes of payload.
@@ -240,7 +277,7 @@ def _launches(shards: Shards, targets: list[int], first_entries: list[int]):
         return x.dtype, wide if aligned and (x.data_ptr() | targets[i]) % ALIGNMENT == 0 else 1
 
     for (dtype, align), group in grouped((i for i, shard in enumerate(each) if shard.x.numel()), kind):
-        tile_m, tile_k, warps = _TILES[fmt.element.name] if align > 1 else _UNALIGNED_TILE
+        tile_m, tile_k, warps = _TILES[fmt.element.name] if align > 1 or of_blocks else _UNALIGNED_TILE
 
         def row(i: int, tile_m=tile_m, tile_k=tile_k):
             """From the tile with a shard's first row to the one with its last."""
@@ -275,6 +312,20 @@ def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Ten
         launch(
             _partial_cast_kernel, table.programs, table.tensor, encode, table.rows,
             E4M3_ELEMENTS=element is E4M3, PACKED=packed, ELEMENT_MAX=element.max, **constants,
+        )  # fmt: skip
+
+
+def whole_block_cast_(
+    targets: list[torch.Tensor], amax_bits: torch.Tensor, shards: Shards, power_of_2_scales: bool, into: str
+) -> None:
+    """Write the amaxes of the shards' blocks and their elements; see `ops.whole_block_cast_`."""
+    first_entries, _ = entries_of(shards, into)
+    fmt = shards.fmt
+    addresses = [target.data_ptr() for target in targets]
+    for table, constants in _launches(shards, addresses, first_entries, of_blocks=True):
+        launch(
+            _whole_block_cast_kernel, table.programs, table.tensor, amax_bits, table.rows,
+            ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=power_of_2_scales, **constants,
         )  # fmt: skip
 
 

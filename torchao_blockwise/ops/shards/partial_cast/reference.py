@@ -53,6 +53,15 @@ def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Ten
                 target[shard.start - first : shard.start - first + len(codes)] = codes
 
 
+def whole_block_cast_(
+    targets: list[torch.Tensor], amax_bits: torch.Tensor, shards: Shards, power_of_2_scales: bool, into: str
+) -> None:
+    """Write the amaxes of the shards' blocks, then their elements; see `ops.whole_block_cast_`."""
+    partial_block_amax_(amax_bits, shards)
+    scales = shards.fmt.compute_scales(amax_bits.view(torch.float32), None, power_of_2_scales)
+    partial_cast_(targets, shards, scales.encode, into)
+
+
 def _codes_of(shard: Shard, encode: torch.Tensor, shards: Shards) -> torch.Tensor:
     """One code an entry of the elements of a shard."""
     (matrices, rows, columns), n, fmt = shard.shape, shard.x.numel(), shards.fmt
