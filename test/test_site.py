@@ -131,3 +131,27 @@ def test_links_and_pictures_of_built_pages_are_looked_at(tmp_path):
         "a.html: no such place: b.html#there",
         "a.html: leads nowhere: c.html",
     ]
+
+
+def test_results_name_the_benchmarks_that_wrote_them():
+    results = pytest.importorskip("results", reason="needs the extra docs")
+    names = [path.stem for path in results.RESULTS.glob("*.json")]
+    assert names
+    for name in names:
+        script, head = results.script(name), results.source(name)
+        assert (results.RESULTS.parent / f"{script}.py").exists(), name
+        text = (results.RESULTS.parent / f"{script}.py").read_text(encoding="utf-8")
+        assert "results" in text and f"benchmarks/{script}.py" in head and " on " in head, name
+    assert results.script("model_4_layers_nvidia_h200") == "bench_model"
+    assert results.script("moe_peers_nvidia_h200") == "bench_moe"
+    assert results.script("grouped_matmul_nvidia_h200") == "bench_grouped_matmul"
+
+
+def test_the_first_page_shows_figures_of_the_results():
+    results = pytest.importorskip("results", reason="needs the extra docs")
+    speed, memory, traffic = results.headlines()
+    rows = results.load("model_4_layers_fuse_nvidia_h200")["rows"]
+    assert speed["figure"].startswith(f"{max(row['x bf16'] or 0 for row in rows):.2f} ×")
+    assert all(
+        "benchmarks/bench_" in card["source"] and "torch 2" in card["source"] for card in (speed, memory, traffic)
+    )

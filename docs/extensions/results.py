@@ -46,8 +46,7 @@ def title(name: str) -> str:
     """The subject and the device: `moe_nvidia_h200` is "moe, NVIDIA H200"."""
     gpu = load(name)["environment"]["device"]
     slug = "_".join("".join(c if c.isalnum() else " " for c in gpu.lower()).split())
-    subject = next((name.removesuffix(end) for end in (f"_{slug}", "_cpu") if name.endswith(end)), name)
-    return f"{subject}, {gpu}".replace("_", " ")
+    return f"{name.replace(f'_{slug}', '').removesuffix('_cpu').replace('_', ' ')}, {gpu}"
 
 
 def device(name: str) -> str:
