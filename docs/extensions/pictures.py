@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import NamedTuple
 
+import torch
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
@@ -105,6 +106,27 @@ def draw(name: str) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
+NUMBERS = "All magnitudes of e2m1, eight from 0 to 6, and those of e4m3 in the same range, dense near zero."
+
+
+def draw_number_lines() -> str:
+    """Every value of both elements from 0 to 6, as ticks."""
+    from torchao_blockwise.formats import E2M1_VALUES
+
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
+    largest, left, scale = max(E2M1_VALUES), 70, 110
+    parts = [
+        f'<svg class="drawing" viewBox="0 0 {left + largest * scale + 20:g} 118" role="img" aria-label="{NUMBERS}">',
+        f"<title>{NUMBERS}</title>",
+    ]
+    for y, name, values in ((22, "e2m1", E2M1_VALUES), (72, "e4m3", [v for v in every if v <= largest])):
+        parts.append(f'<text x="30" y="{y + 14}">{name}</text>')
+        parts.append(f'<path class="arrow" d="M{left} {y + 10}H{left + largest * scale:g}"/>')
+        parts += [f'<path class="tick" d="M{left + v * scale:.1f} {y}V{y + 20}"/>' for v in values]
+    parts += [f'<text class="word" x="{left + v * scale:g}" y="112">{v:g}</text>' for v in E2M1_VALUES]
+    return "\n".join([*parts, "</svg>"])
+
+
 def _corner(box: Box) -> tuple[float, float]:
     return 4 + box.x * (WIDTH + GAP_X), 4 + box.y * (HEIGHT + GAP_Y)
 
@@ -136,7 +158,9 @@ class Drawing(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        return [nodes.raw("", f'<div class="drawing">{draw(self.arguments[0])}</div>', format="html")]
+        name = self.arguments[0]
+        drawn = draw_number_lines() if name == "number_lines" else draw(name)
+        return [nodes.raw("", f'<div class="drawing">{drawn}</div>', format="html")]
 
 
 def setup(app) -> dict:
