@@ -150,7 +150,11 @@ def write(folder: Path) -> None:
 
 
 def _lead_to_pages(app, page: str, text: list[str]) -> None:
-    """Links to results and tutorials lead to their pages here, and to the files on GitHub."""
+    """Links to results and tutorials lead to their pages here, and to the files on GitHub.
+
+    A link that is called by its file, [numerics.md](numerics.md), is called by the page's title here.
+    """
+    text[0] = re.sub(r"\[\w+\.md\]\((\w+\.md(?:#[\w-]+)?)\)", r"[](\1)", text[0])
     text[0] = re.sub(r"\]\(tutorials/(\w+)\.py\)", r"](learn/\1)", text[0])
     text[0] = re.sub(r"\]\((?:\.\./)+benchmarks/results/(\w+)\.md\)", r"](results/\1.md)", text[0])
 

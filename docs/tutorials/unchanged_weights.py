@@ -95,7 +95,9 @@ optimizer.zero_grad()
 # inside the scope keeps no copies. What follows needs a GPU, and is skipped without one.
 
 if torch.cuda.is_available():
-    model.cuda()
+    model = nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Linear(2048, 1024)).cuda()
+    quantize_(model, BlockwiseFP8TrainingConfig())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = torch.randn(1024, 1024, device="cuda")
     # Kernels are built before the capture, on another stream, as PyTorch asks for.
     stream = torch.cuda.Stream()
@@ -104,7 +106,8 @@ if torch.cuda.is_available():
         for _ in range(2):
             model(batch).square().mean().backward()
     torch.cuda.current_stream().wait_stream(stream)
-    optimizer.zero_grad()
+    # Backward allocates gradients in the graph's memory, where each replay writes them anew.
+    optimizer.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         model(batch).square().mean().backward()
