@@ -35,7 +35,9 @@ def script(name: str) -> str:
 def source(name: str) -> str:
     """What made a result: the command, the device, the versions and the commit."""
     made = load(name)["environment"]
-    versions = ", ".join(f"{what} {made[what]}" for what in ("torch", "torchao", "triton") if made.get(what))
+    versions = ", ".join(
+        f"{what} {made[what]}" for what in ("torch", "torchao", "triton", "sgl-deep-gemm") if made.get(what)
+    )
     # Where its author wrote files to says nothing.
     options = re.sub(r"--out \S+", "", made["command"]).strip()
     command = f"python benchmarks/{script(name)}.py {options}".strip()
@@ -74,7 +76,7 @@ def headlines() -> list[Mapping[str, str]]:
     return [
         {
             "figure": f"{fast:.2f} × the speed",
-            "what": f"of bf16: four Llama-8B layers in FP8, fused and compiled, on an {device(layers)}.",
+            "what": f"of bf16: four Llama-8B layers in FP8, fused, compiled, with DeepGEMM, on an {device(layers)}.",
             "source": source(layers),
         },
         {
