@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -133,6 +134,46 @@ def joins_sharded_nvfp4(rank: int, size: int) -> None:
         compare(model, made().bfloat16(), "nvfp4_compressed_tensors")
 
 
+def loads(rank: int, size: int, kind: str) -> None:
+    """What one device has written, into shards; written again it is the same, and so are outputs."""
+    sizes = {"fsdp": FEATURES, "tensor": (256, 512, 256)}
+
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        if kind != "experts":
+            return mlp(FP8, features=sizes[kind], seed=seed)
+        model = nn.Sequential(SwiGLUExperts(3, 192, 96))
+        quantize_(model, FP8, filter_fn=experts())
+        return model
+
+    folder, reference, model = folder_of_all(), made(0), made(1)
+    if rank == 0:
+        checkpoint.export(reference, folder / "files")
+    dist.barrier()
+    if kind == "fsdp":
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh_of(size))
+    elif kind == "tensor":
+        parallelize_module(model, mesh_of(size), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    else:
+        parallelize_module(model, mesh_of(size), {"0": ExpertParallel()})
+    # A rank that cannot read its files: nobody loads anything.
+    before = [p.to_local().detach().clone() for p in model.parameters()]
+    with pytest.raises(FileNotFoundError):
+        checkpoint.load(model, folder / ("files" if rank else "no_such"))
+    for old, p in zip(before, model.parameters()):
+        assert torch.equal(torch.as_tensor(plain(old)), plain(p.to_local()))
+    checkpoint.load(model, folder / "files")
+    if kind == "fsdp":
+        x = torch.randn(4, FEATURES[0], generator=torch.Generator().manual_seed(0))
+        assert_bitwise_equal(model(x).detach(), reference(x).detach())
+    compare(model, reference)
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return getattr(x, "hp", x).detach()
+
+
 def rounds_as_it_gathers(rank: int, size: int) -> None:
     model, policy = mlp(FP8, features=FEATURES), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in (model[0], model[2], model):
@@ -196,6 +237,7 @@ RUNS = {
     for f in (
         shards,
         shards_nvfp4,
+        loads,
         joins_sharded_nvfp4,
         gathers_bytes,
         rounds_as_it_gathers,

@@ -1,4 +1,4 @@
-"""Whole weights of a model that ranks share, one at a time: a collective of all who hold a part."""
+"""Whole weights of a model that ranks share, one at a time, and parts of whole ones; what ranks agree on."""
 
 from __future__ import annotations
 
@@ -80,6 +80,30 @@ def _gathered(x: Any, part: torch.Tensor, columns: int | None = None) -> torch.T
     stride = torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(part.detach(), x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
     return placed.full_tensor()
+
+
+def shard_of(whole: torch.Tensor, x: Any) -> torch.Tensor:
+    """This rank's part of `whole`, placed as the DTensor `x`; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None).to_local()
+
+
+def agreed_by_all(shared: bool, work: Callable[[], _T]) -> _T:
+    """What `work` gives on this rank; what it raises on the first rank where it does is raised on all."""
+    if not shared:
+        return work()
+    result, raised = None, None
+    try:
+        result = work()
+    except Exception as error:
+        raised = error
+    said: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, raised)
+    for failed in said:
+        if failed is not None:
+            raise failed
+    return result  # type: ignore[return-value]  # it raised nothing
 
 
 def agreed(shared: bool, work: Callable[[], _T]) -> _T | None:
