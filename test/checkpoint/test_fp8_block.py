@@ -244,3 +244,17 @@ def test_files_of_others_are_named(tmp_path):
     (tmp_path / "out" / "config.json").unlink()
     with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .*copy it anew"):
         checkpoint.load(mlp(FP8), tmp_path / "out")
+
+
+def test_torch_distributed_checkpoint_reads_it(tmp_path):
+    """PyTorch's reader of quantized files decodes them to our values; ragged blocks too."""
+    reader = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    checkpoint.export(mlp(FP8, features=(200, 300, 130)), tmp_path / "out", shard_bytes=60_000)
+    found = tensors_in(tmp_path / "out")
+    names = ("0.weight", "2.weight")
+    state = {name: torch.zeros(found[name].shape) for name in names}
+    dcp.load(state, storage_reader=reader.QuantizedHuggingFaceStorageReader(str(tmp_path / "out")), no_dist=True)
+    for name in names:
+        ours = checkpoint.fp8_block.values(found[name], found[f"{name}_scale_inv"], torch.float32)
+        assert_bitwise_equal(state[name], ours, name)
