@@ -4,10 +4,10 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-TEST = ["pytest>=8", "pytest-xdist", "expecttest", "hypothesis", "numpy"]
+TEST = ["pytest>=8", "pytest-xdist", "expecttest", "hypothesis", "numpy", "safetensors"]
 DEMO = ["matplotlib", "tqdm", "numpy"]
 # Frameworks that tests run converted models in; without them those tests are skipped.
-MODELS = ["transformers", "torchtitan", "accelerate", "peft", "lightning", "safetensors"]
+MODELS = ["transformers", "torchtitan", "accelerate", "peft", "lightning", "compressed-tensors"]
 # A library of products on Hopper, which builds its kernels with the machine's nvcc.
 DEEP_GEMM = ["sgl-deep-gemm>=0.1.4,<0.2"]
 # The site, whose tutorials run in frameworks as it is built.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from helpers import FP8, mlp, replace
+from helpers import FP8, NVFP4, mlp, replace
 from ranks import join, leave, run_each
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,12 +34,12 @@ def folder_of_all() -> Path:
     return Path(folders[0])
 
 
-def compare(model: nn.Module, reference: nn.Module) -> None:
+def compare(model: nn.Module, reference: nn.Module, format: str = "fp8_block") -> None:
     """Both exports hold the same bytes."""
     folder = folder_of_all()
-    checkpoint.export(model, folder / "shared", shard_bytes=50_000)
+    checkpoint.export(model, folder / "shared", format, shard_bytes=50_000)
     if dist.get_rank() == 0:
-        checkpoint.export(reference, folder / "whole")
+        checkpoint.export(reference, folder / "whole", format)
         (file,) = (folder / "whole").glob("*.safetensors")
         expected, got = safetensors.torch.load_file(file), {}
         for part in (folder / "shared").glob("*.safetensors"):
@@ -49,7 +51,7 @@ def compare(model: nn.Module, reference: nn.Module) -> None:
         assert sorted(p.name for p in folder.iterdir()) == ["shared", "whole"]
     dist.barrier()
     # All ranks have the same, in the order that was said.
-    weights, whole = checkpoint.quantized_weights(model), dict(checkpoint.quantized_weights(reference))
+    weights, whole = checkpoint.quantized_weights(model, format), dict(checkpoint.quantized_weights(reference, format))
     got = list(weights)
     assert weights.metadata() == {name: (x.dtype, tuple(x.shape)) for name, x in got}
     assert [name for name, _ in got] == list(weights.metadata()) == list(whole)
@@ -96,6 +98,80 @@ def shards(rank: int, size: int, masters: bool) -> None:
     x = torch.randn(4, FEATURES[0], generator=torch.Generator().manual_seed(0))
     model(x)
     compare(model, mlp(config, features=FEATURES))
+
+
+def shards_nvfp4(rank: int, size: int, masters: bool) -> None:
+    config, features = replace(NVFP4, master_weights=masters), (208, 304, 144)
+    model = mlp(config, features=features)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh_of(size))
+    model(torch.randn(4, features[0], generator=torch.Generator().manual_seed(0)))
+    compare(model, mlp(config, features=features), "nvfp4_compressed_tensors")
+
+
+def joins_sharded_nvfp4(rank: int, size: int) -> None:
+    """q, k and v whose largest amaxes lie on different ranks."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in "qkvo":
+                self.add_module(f"{name}_proj", nn.Linear(208, 144, bias=False))
+
+        def forward(self, x):
+            return self.o_proj(x)
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        model = Attention()
+        quantize_(model, NVFP4)
+        return model
+
+    model, policy = made(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh_of(size), mp_policy=policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        compare(model, made().bfloat16(), "nvfp4_compressed_tensors")
+
+
+def loads(rank: int, size: int, kind: str) -> None:
+    """What one device has written, into shards; written again it is the same, and so are outputs."""
+    sizes = {"fsdp": FEATURES, "tensor": (256, 512, 256)}
+
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        if kind != "experts":
+            return mlp(FP8, features=sizes[kind], seed=seed)
+        model = nn.Sequential(SwiGLUExperts(3, 192, 96))
+        quantize_(model, FP8, filter_fn=experts())
+        return model
+
+    folder, reference, model = folder_of_all(), made(0), made(1)
+    if rank == 0:
+        checkpoint.export(reference, folder / "files")
+    dist.barrier()
+    if kind == "fsdp":
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh_of(size))
+    elif kind == "tensor":
+        parallelize_module(model, mesh_of(size), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    else:
+        parallelize_module(model, mesh_of(size), {"0": ExpertParallel()})
+    # A rank that cannot read its files: nobody loads anything.
+    before = [p.to_local().detach().clone() for p in model.parameters()]
+    with pytest.raises(FileNotFoundError):
+        checkpoint.load(model, folder / ("files" if rank else "no_such"))
+    for old, p in zip(before, model.parameters()):
+        assert torch.equal(torch.as_tensor(plain(old)), plain(p.to_local()))
+    checkpoint.load(model, folder / "files")
+    if kind == "fsdp":
+        x = torch.randn(4, FEATURES[0], generator=torch.Generator().manual_seed(0))
+        assert_bitwise_equal(model(x).detach(), reference(x).detach())
+    compare(model, reference)
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return getattr(x, "hp", x).detach()
 
 
 def rounds_as_it_gathers(rank: int, size: int) -> None:
@@ -157,7 +233,18 @@ def _no_space(*args, **kwargs):
 
 
 RUNS = {
-    f.__name__: f for f in (shards, gathers_bytes, rounds_as_it_gathers, splits, spreads_experts, raises_on_all_ranks)
+    f.__name__: f
+    for f in (
+        shards,
+        shards_nvfp4,
+        loads,
+        joins_sharded_nvfp4,
+        gathers_bytes,
+        rounds_as_it_gathers,
+        splits,
+        spreads_experts,
+        raises_on_all_ranks,
+    )
 }
 
 

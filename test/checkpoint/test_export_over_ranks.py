@@ -21,6 +21,10 @@ from ranks import spawn_cases
 CASES = [
     *(("gathers_bytes", size, masters) for size in (2, 3) for masters in (True, False)),
     *(("shards", size, masters) for size in (2, 3) for masters in (True, False)),
+    *(("loads", size, "fsdp") for size in (2, 3)),
+    *(("loads", 2, kind) for kind in ("tensor", "experts")),
+    *(("shards_nvfp4", size, masters) for size in (2, 3) for masters in (True, False)),
+    *(("joins_sharded_nvfp4", size) for size in (2, 3)),
     *(("rounds_as_it_gathers", size) for size in (2, 3)),
     ("splits", 2),
     ("spreads_experts", 2),

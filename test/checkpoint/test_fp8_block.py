@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,49 +14,15 @@ from torchao.quantization import quantize_
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, checkpoint, linears_and_experts, skip_lm_head
 from torchao_blockwise.testing import assert_bitwise_equal
 
-safetensors = pytest.importorskip("safetensors.torch")
+sys.path.append(str(Path(__file__).parent))
+pytest.importorskip("safetensors.torch")
+
+import safetensors.torch as safetensors
+from exported_models import MODELS, SMALL, digest, language_model, logits, tensors_in
+
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
-_SMALL = {"vocab_size": 64, "hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 48}
-_SMALL |= {"num_key_value_heads": 2, "intermediate_size": 320, "max_position_embeddings": 64}
-_LATENT = {"q_lora_rank": 96, "kv_lora_rank": 160, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
-MODELS = {
-    "Llama": {},
-    "Qwen3": {"tie_word_embeddings": True},
-    "Qwen3Moe": {"moe_intermediate_size": 128, "num_experts": 3, "num_experts_per_tok": 2},
-    "Mixtral": {"num_local_experts": 3, "intermediate_size": 256},
-    "DeepseekV3": _LATENT | {"n_routed_experts": 4, "moe_intermediate_size": 128, "n_group": 1, "topk_group": 1,
-                             "num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4},
-}  # fmt: skip
 every_model = pytest.mark.parametrize("name", MODELS)
-
-
-def language_model(name: str, config=FP8):
-    transformers = pytest.importorskip("transformers", "5.0")
-    options = _SMALL | MODELS[name]
-    if name == "DeepseekV3":
-        del options["head_dim"]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**options))
-    if config is not None:
-        quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head())
-    return model
-
-
-def tensors_in(folder) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= safetensors.load_file(file)
-    return found
-
-
-def digest(x: torch.Tensor) -> str:
-    return hashlib.sha256(x.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.arange(8)[None]).logits
 
 
 # --- out --------------------------------------------------------------------------------------------------------------
@@ -110,7 +77,7 @@ def test_transformers_loads_it(name, tmp_path):
     transformers = pytest.importorskip("transformers", "5.0")
     options = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**(_SMALL | MODELS[name] | options))
+    config = getattr(transformers, f"{name}Config")(**(SMALL | MODELS[name] | options))
     model = transformers.AutoModelForCausalLM.from_config(config)
     quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
     checkpoint.export(model, tmp_path / "out")
@@ -128,7 +95,7 @@ def test_a_cut_block_is_quantized_anew(tmp_path):
     """gate and up of experts of 192 rows share the block of rows 128 to 255."""
     model = language_model("Qwen3Moe", None)
     transformers = pytest.importorskip("transformers", "5.0")
-    config = transformers.Qwen3MoeConfig(**(_SMALL | MODELS["Qwen3Moe"] | {"moe_intermediate_size": 192}))
+    config = transformers.Qwen3MoeConfig(**(SMALL | MODELS["Qwen3Moe"] | {"moe_intermediate_size": 192}))
     model = transformers.AutoModelForCausalLM.from_config(config)
     quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
     with pytest.warns(UserWarning, match=r"6 weights begin inside of a block .* quantized anew: .*up_proj"):
@@ -192,7 +159,10 @@ def test_plain_files_load(name, masters, tmp_path):
 
 
 def test_refusals_of_export(tmp_path):
-    with pytest.raises(ValueError, match="format must be one of fp8_block, got 'fp8_blok'; did you mean 'fp8_block'"):
+    with pytest.raises(
+        ValueError,
+        match="format must be one of fp8_block, nvfp4_compressed_tensors, got 'fp8_blok'; did you mean 'fp8_block'",
+    ):
         checkpoint.export(mlp(FP8), tmp_path / "out", format="fp8_blok")
     with pytest.raises(ValueError, match="no weight of Sequential is converted; call quantize_ first"):
         checkpoint.export(mlp(), tmp_path / "out")
@@ -274,3 +244,17 @@ def test_files_of_others_are_named(tmp_path):
     (tmp_path / "out" / "config.json").unlink()
     with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .*copy it anew"):
         checkpoint.load(mlp(FP8), tmp_path / "out")
+
+
+def test_torch_distributed_checkpoint_reads_it(tmp_path):
+    """PyTorch's reader of quantized files decodes them to our values; ragged blocks too."""
+    reader = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    checkpoint.export(mlp(FP8, features=(200, 300, 130)), tmp_path / "out", shard_bytes=60_000)
+    found = tensors_in(tmp_path / "out")
+    names = ("0.weight", "2.weight")
+    state = {name: torch.zeros(found[name].shape) for name in names}
+    dcp.load(state, storage_reader=reader.QuantizedHuggingFaceStorageReader(str(tmp_path / "out")), no_dist=True)
+    for name in names:
+        ours = checkpoint.fp8_block.values(found[name], found[f"{name}_scale_inv"], torch.float32)
+        assert_bitwise_equal(state[name], ours, name)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
-from helpers import FP8
+from helpers import FP8, NVFP4
 from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, linears_and_experts, skip_lm_head
@@ -35,6 +36,26 @@ def plain(kind: str, folder, dtype=torch.bfloat16):
 def tensors_in(folder) -> dict[str, torch.Tensor]:
     (file,) = folder.glob("*.safetensors")
     return safetensors.load_file(file)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_nvfp4_is_what_export_writes(kind, tmp_path, capsys):
+    """Layers that engines run as one have one tensor scale in both."""
+    model = plain(kind, tmp_path / "plain")
+    to = "nvfp4_compressed_tensors"
+    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--to", to]) == 0
+    quantize_(model, NVFP4, filter_fn=linears_and_experts() & skip_lm_head())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        checkpoint.export(model, tmp_path / "exported", to)
+    got, expected = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "exported")
+    assert got.keys() == expected.keys() and any(name.endswith("weight_packed") for name in got)
+    for name, x in expected.items():
+        assert_bitwise_equal(got[name].view(torch.uint8), x.view(torch.uint8), name)
+    assert main(["verify", str(tmp_path / "out"), str(tmp_path / "exported")]) == 0
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "no"), "--to", to, "--power-of-2-scales"]) == 2
+    assert "--power-of-2-scales is for fp8_block; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

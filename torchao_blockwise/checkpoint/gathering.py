@@ -1,4 +1,4 @@
-"""Whole weights of a model that ranks share, one at a time: a collective of all who hold a part."""
+"""Whole weights of a model that ranks share, one at a time, and parts of whole ones; what ranks agree on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.distributed import sync_weight_scales
-from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, QuantizedShard
+from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, QuantizedShard
 
 _T = TypeVar("_T")
 
@@ -54,29 +54,56 @@ def whole(x: torch.Tensor, values: bool = False) -> torch.Tensor:
             qdata = _gathered(x, part).view(torch.float8_e4m3fn)
             assert shard.scale is not None, "made with the payload"
             return BlockwiseFP8Tensor(qdata, shard.scale, layout.dtype, local.config.power_of_2_scales, local.config)
-        hp = _gathered(x, local.hp)
-        dtype = hp.dtype if shard is None else shard.layout.dtype
-        return MasterWeightTensor(hp.to(dtype), local.config)
+        dtype = local.hp.dtype if shard is None else shard.layout.dtype
+        return MasterWeightTensor(_gathered(x, local.hp.to(dtype)), local.config)
     if isinstance(local, QuantizedShard):
-        qdata = _gathered(x, local.qdata.view(torch.uint8)).view(local.qdata.dtype)
-        dtype, power_of_2 = local.part.dtype, local.power_of_2_scales
-        return BlockwiseFP8Tensor(qdata, local.scale, dtype, power_of_2, local.config)
+        payload = local.qdata.view(torch.uint8)
+        qdata = _gathered(x, payload, payload.shape[-1]).view(local.qdata.dtype)
+        dtype = local.part.dtype
+        if local.global_scale is not None:
+            fmt = local.fmt
+            return NVFP4Tensor(qdata, local.scale, local.global_scale, x.shape[-1], fmt.block, dtype, local.config)
+        return BlockwiseFP8Tensor(qdata, local.scale, dtype, local.power_of_2_scales, local.config)
     return _gathered(x, local)
 
 
-def _gathered(x: Any, part: torch.Tensor) -> torch.Tensor:
-    """All ranks' parts, which lie as those of the DTensor `x` do."""
+def _gathered(x: Any, part: torch.Tensor, columns: int | None = None) -> torch.Tensor:
+    """All ranks' parts, which lie as those of the DTensor `x` do; of `columns`, where these are not those of `x`."""
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = x.device_mesh
+    mesh, shape = x.device_mesh, x.shape if columns is None else torch.Size((*x.shape[:-1], columns))
     if mesh.ndim == 1 and x.placements == (Shard(0),) and x.shape[0] % mesh.size() == 0:
         # What FSDP2 makes of most weights. DTensor's way there takes longer than the bytes do.
-        gathered = part.new_empty(x.shape)
+        gathered = part.new_empty(shape)
         dist.all_gather_into_tensor(gathered, part.detach().contiguous(), group=mesh.get_group())
         return gathered
-    shape, stride = x.shape, torch.empty(x.shape, device="meta").stride()
+    stride = torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(part.detach(), x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
     return placed.full_tensor()
+
+
+def shard_of(whole: torch.Tensor, x: Any) -> torch.Tensor:
+    """This rank's part of `whole`, placed as the DTensor `x`; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None).to_local()
+
+
+def agreed_by_all(shared: bool, work: Callable[[], _T]) -> _T:
+    """What `work` gives on this rank; what it raises on the first rank where it does is raised on all."""
+    if not shared:
+        return work()
+    result, raised = None, None
+    try:
+        result = work()
+    except Exception as error:
+        raised = error
+    said: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, raised)
+    for failed in said:
+        if failed is not None:
+            raise failed
+    return result  # type: ignore[return-value]  # it raised nothing
 
 
 def agreed(shared: bool, work: Callable[[], _T]) -> _T | None:

@@ -13,8 +13,9 @@ from torchao_blockwise import _compat
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint import fp8_block
 from torchao_blockwise.checkpoint.files import Files
+from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
 from torchao_blockwise.checkpoint.names import Part, parts_on_disk, tensors_of
-from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, QuantizedTensor
+from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.state_values import plain_values
 
 _SHOWN = 3
@@ -26,11 +27,21 @@ def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     A quantized Parameter of 128×128 blocks takes payload and scales as they are in the files; else a weight gets the
     values that they stand for, in its dtype, a master weight such that it is quantized to these bytes again. Names are
     those that transformers writes. Tied weights may be missing.
-    Everything is checked before the first value changes.
+    Where FSDP2, tensor or expert parallelism shard the model all ranks call it: each reads the files and keeps its
+    shards, one weight at a time.
+    Everything is checked before the first value changes, on all ranks.
     Raises ValueError for files of another method, truncated files, scales that are missing, of a wrong shape or no
-    numbers, and tensors of a wrong shape; KeyError for names that do not match; NotImplementedError for sharded
-    weights.
+    numbers, and tensors of a wrong shape; KeyError for names that do not match; NotImplementedError for shards of
+    quantized Parameters. On all ranks what the first that fails raises.
     """
+    writes = agreed_by_all(is_shared(model), lambda: _checked(model, directory))
+    with torch.no_grad():
+        for write in writes:
+            write()
+
+
+def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callable[[], None]]:
+    """What writes each tensor, after a look at all of them."""
     files = Files(directory)
     config = files.config()
     if config and (reason := fp8_block.why_not_read(config)) is not None:
@@ -39,17 +50,15 @@ def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     wanted: dict[str, list[Part]] = {}
     tensors = tensors_of(model)
     for name, x in tensors.items():
-        if _compat.local_of(x) is not x:
-            raise NotImplementedError(f"load: {name} is sharded over ranks; load before fully_shard")
+        if isinstance(_compat.local_of(x), QuantizedShard):
+            raise NotImplementedError(f"load: {name} is a shard of a quantized Parameter; load before fully_shard")
         wanted[name] = parts_on_disk(model, name, x.shape)
     _check_names(files, {part.name for parts in wanted.values() for part in parts})
     for name, x in tensors.items():
         for part in wanted[name]:
             _check_part(files, part, part.of(torch.empty(x.shape, device="meta")).shape)
         writes.append(_writing(files, x, wanted[name]))
-    with torch.no_grad():
-        for write in writes:
-            write()
+    return writes
 
 
 def _check_names(files: Files, wanted: set[str]) -> None:
@@ -73,7 +82,7 @@ def _check_part(files: Files, part: Part, shape: torch.Size) -> None:
         raise ValueError(f"load: {files.where(part.name)} {what}; the files are not whole, copy them anew")
     if not is_fp8:
         return
-    grid = [-(-n // fp8_block.BLOCK) for n in shape]
+    grid = list(fp8_block.described(part.name, tuple(shape))[scale][1])
     if files.shape(scale) != grid:
         raise ValueError(
             f"load: {files.where(scale)} has shape {files.shape(scale)}, blocks of {fp8_block.BLOCK} want {grid}"
@@ -84,11 +93,13 @@ def _check_part(files: Files, part: Part, shape: torch.Size) -> None:
 
 
 def _writing(files: Files, x: torch.Tensor, parts: list[Part]) -> Callable[[], None]:
+    local: Any = _compat.local_of(x)
+
     def read(part: Part, dtype: torch.dtype) -> torch.Tensor:
         data, scale = files.read(part.name), fp8_block.scale_name(part.name)
         if scale not in files.names():
             return data.to(dtype)
-        if isinstance(x, MasterWeightTensor):
+        if isinstance(local, MasterWeightTensor):
             # Such that quantizing them gives what was read.
             return plain_values(BlockwiseFP8Tensor(data, files.read(scale), dtype))
         return fp8_block.values(data, files.read(scale), dtype)
@@ -98,7 +109,13 @@ def _writing(files: Files, x: torch.Tensor, parts: list[Part]) -> Callable[[], N
             part.of(target).copy_(read(part, target.dtype))
 
     def write() -> None:
-        if isinstance(x, MasterWeightTensor):
+        if local is not x:
+            values = torch.empty(x.shape, dtype=x.dtype)
+            into(values)
+            target = local.hp if isinstance(local, MasterWeightTensor) else local.detach()
+            target.copy_(shard_of(values, x))
+            torch.autograd.graph.increment_version(target)
+        elif isinstance(x, MasterWeightTensor):
             into(x.hp)
             torch.autograd.graph.increment_version(x.hp)
         elif not isinstance(x, QuantizedTensor):

@@ -14,14 +14,15 @@ from torch import nn
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.checkpoint import fp8_block
+from torchao_blockwise.checkpoint import fp8_block, nvfp4_packed
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import agreed, is_shared, whole
 from torchao_blockwise.checkpoint.names import parts_on_disk, tensors_of
-from torchao_blockwise.formats import Operand
+from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
+from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
-FORMATS = {fp8_block.NAME: fp8_block}
+FORMATS: dict[str, Any] = {made.NAME: made for made in (fp8_block, nvfp4_packed)}
 SHARD_BYTES = 5 * 2**30
 
 
@@ -40,14 +41,16 @@ def export(
     names them, experts one by one.
     directory: is made whole or not at all: safetensors files, an index of several, and where `model` has a config its
         config.json with `quantization_config`.
-    format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files.
+    format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files; "nvfp4_compressed_tensors", as vLLM reads NVFP4
+        weights beside activations in high precision.
     tokenizer_from: a folder whose tokenizer's files are copied; default the one that the model was loaded from.
     shard_bytes: how large a file may become before the next one is begun; so much is held on the CPU, and no more.
     Where FSDP2, tensor or expert parallelism shard the model, all ranks call it, and the first one writes: weights are
     gathered one at a time, and the bytes are those of the model on one device.
 
     An expert's up projection that begins inside of a block, as its width is no multiple of 128, has no blocks of its
-    own: it is quantized anew, from the weight's values, and a warning says so.
+    own: it is quantized anew, from the weight's values, and a warning says so. So are, in NVFP4, weights that engines
+    run as one (q, k and v; gate and up; all experts') where their tensor scales differ: all get the largest one's.
     Raises ValueError for another format, for a model without weights of that format, and for weights of another one;
     FileExistsError for a directory that is not empty. On all ranks.
     """
@@ -77,9 +80,11 @@ def export(
 
     agreed(shared, finish)
     if anew:
+        why = "begin inside of a block of the Parameter that they are a part of"
+        if chosen.FORMAT.has_global_scale:
+            why += ", or are run by engines as one with others of another tensor scale,"
         warnings.warn(
-            f"export: {len(anew)} weights begin inside of a block of the Parameter that they are a part of, and are "
-            f"quantized anew: {anew[0]}, ..",
+            f"export: {len(anew)} weights {why} and are quantized anew: {anew[0]}, ..",
             stacklevel=2,
         )
 
@@ -155,17 +160,24 @@ def _chosen(op: str, model: nn.Module, format: str) -> Any:
 
 def named_tensors(model: nn.Module, chosen: Any, anew: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """What the files have, one weight at a time. anew: gets the names of weights that are quantized for the file."""
+    has_tensor_scales = chosen.FORMAT.has_global_scale
+    amaxes = shared_amaxes(model) if has_tensor_scales else {}
     for name, held in tensors_of(model).items():
         parts = parts_on_disk(model, name, held.shape)
-        x = whole(held, values=any(map(chosen.cuts_blocks, parts)))
+        x = whole(held, values=has_tensor_scales or any(map(chosen.cuts_blocks, parts)))
         if not isinstance(x, (MasterWeightTensor, QuantizedTensor)):
             yield from ((part.name, part.of(x.detach())) for part in parts)
             continue
-        weight = x.quantized() if isinstance(x, MasterWeightTensor) else x.operand()
+        if name in amaxes:
+            anew.extend(part.name for part in parts)
+            weight = _quantized_anew(_values(x), x, chosen.FORMAT, amaxes[name])
+        else:
+            weight = x.quantized() if isinstance(x, MasterWeightTensor) else x.operand()
         for part in parts:
             if chosen.cuts_blocks(part):
                 anew.append(part.name)
-                yield from chosen.named(part._replace(expert=None, start=None), _quantized_anew(part.of(_values(x)), x))
+                own = _quantized_anew(part.of(_values(x)), x, chosen.FORMAT, amaxes.get(name))
+                yield from chosen.named(part._replace(expert=None, start=None), own)
             else:
                 yield from chosen.named(part, weight)
 
@@ -174,9 +186,9 @@ def _values(weight: Any) -> torch.Tensor:
     return weight.hp if isinstance(weight, MasterWeightTensor) else weight.dequantize()
 
 
-def _quantized_anew(values: torch.Tensor, weight: Any) -> Operand:
+def _quantized_anew(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> Operand:
     power_of_2 = bool(getattr(weight.config, "power_of_2_scales", getattr(weight, "power_of_2_scales", False)))
-    made = ops.quantize(values.detach(), fp8_block.FORMAT, power_of_2_scales=power_of_2).rowwise
+    made = ops.quantize(values.detach(), fmt, power_of_2_scales=power_of_2, tensor_amax=tensor_amax).rowwise
     assert made is not None
     return made
 

@@ -2,7 +2,8 @@
 
 IN is a folder with config.json and plain safetensors files, OUT a new one. Linear layers and experts are quantized but
 for the output projection and routers, as `quantize_` would; --skip leaves out more by name. One tensor is quantized at
-a time, and a file is written when its 5 GB are there. OUT is made whole or not at all.
+a time, and a file is written when its 5 GB are there; NVFP4 reads each twice, as layers that engines run as one share a
+tensor scale. OUT is made whole or not at all.
 
 exit code: 0 done, 2 wrong arguments or files
 """
@@ -21,12 +22,12 @@ from torchao.quantization import quantize_
 from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint import fp8_block
 from torchao_blockwise.checkpoint.files import Files, Folder
-from torchao_blockwise.checkpoint.names import parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.names import Part, parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.tensor_scales import group_of
 from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, not_converted
 from torchao_blockwise.cli.models import meta_model
 from torchao_blockwise.cli.terminal import UsageError
-from torchao_blockwise.formats import Operand
-from torchao_blockwise.tensors import MasterWeightTensor
+from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
 
 HELP = "quantize a checkpoint on disk for inference engines"
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     model = meta_model(str(args.input))
-    config = conversion.BlockwiseFP8TrainingConfig(power_of_2_scales=args.power_of_2_scales)
+    config = _config(args)
     chosen = conversion.linears_and_experts() & conversion.skip_lm_head()
     quantize_(model, config, filter_fn=chosen & conversion.skip_fqns(*args.skip) if args.skip else chosen)
     try:
@@ -55,6 +56,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _config(args: argparse.Namespace) -> TrainingConfig:
+    if not FORMATS[args.to].FORMAT.has_global_scale:
+        return conversion.BlockwiseFP8TrainingConfig(power_of_2_scales=args.power_of_2_scales)
+    if args.power_of_2_scales:
+        raise UsageError(f"--power-of-2-scales is for {fp8_block.NAME}; leave it out")
+    return conversion.NVFP4TrainingConfig()
+
+
 def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[int, float]:
     """(tensors that were quantized, bits an element in the files)."""
     is_quantized = {
@@ -65,25 +74,39 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
     names = sorted(files.names())
     if missing := sorted(name for name, wanted in is_quantized.items() if wanted and name not in files.names()):
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json asks for; copy the files anew")
+    chosen = FORMATS[args.to]
+    quantized = [name for name in names if is_quantized.get(name)]
+    amaxes = _group_amaxes(files, quantized) if chosen.FORMAT.has_global_scale else {}
     elements = nbytes = count = 0
     with Folder(args.output, SHARD_BYTES) as folder:
         for name in _shown(names):
             x = files.read(name)
-            written = list(_quantized(name, x, args)) if is_quantized.get(name) else [(name, x)]
+            written = [(name, x)]
+            if is_quantized.get(name):
+                amax = amaxes.get(group_of(name))
+                made = ops.quantize(
+                    x, chosen.FORMAT, power_of_2_scales=args.power_of_2_scales, tensor_amax=amax
+                ).rowwise
+                written = list(chosen.named(Part(name), made))
             count += len(written) > 1
             elements += x.numel()
             for other, value in written:
                 nbytes += value.nbytes
                 folder.add(other, value)
         content = json.loads((args.input / "config.json").read_text())
-        folder.write_json("config.json", content | {"quantization_config": fp8_block.settings(not_converted(model))})
+        folder.write_json("config.json", content | {"quantization_config": chosen.settings(not_converted(model))})
         folder.copy_tokenizer(args.input)
     return count, 8 * nbytes / max(1, elements)
 
 
-def _quantized(name: str, x: torch.Tensor, args: argparse.Namespace) -> list[tuple[str, torch.Tensor]]:
-    made: Operand = ops.quantize(x, fp8_block.FORMAT, power_of_2_scales=args.power_of_2_scales).rowwise
-    return [(name, made.qdata), (fp8_block.scale_name(name), made.scale)]
+def _group_amaxes(files: Files, names: list[str]) -> dict[str, torch.Tensor]:
+    """The largest amax of each group of layers that engines run as one."""
+    largest: dict[str, torch.Tensor] = {}
+    for name in _shown(names):
+        amax, group = files.read(name).abs().amax().float(), group_of(name)
+        # Not by Python's max, which loses a NaN.
+        largest[group] = torch.maximum(amax, largest.get(group, amax))
+    return largest
 
 
 def _shown(names: list[str]) -> Any:
