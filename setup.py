@@ -10,6 +10,17 @@ DEMO = ["matplotlib", "tqdm", "numpy"]
 MODELS = ["transformers", "torchtitan", "accelerate", "peft", "lightning", "compressed-tensors"]
 # A library of products on Hopper, which builds its kernels with the machine's nvcc.
 DEEP_GEMM = ["sgl-deep-gemm>=0.1.4,<0.2"]
+# The site, whose tutorials run in frameworks as it is built.
+DOCS = [
+    *DEMO,
+    *MODELS,
+    "sphinx>=8.2,<9",
+    "sphinx-gallery",
+    "sphinx-design",
+    "sphinx-copybutton",
+    "pydata-sphinx-theme",
+    "myst-parser",
+]
 DEV = [*TEST, *DEMO, "ruff", "mypy", "pre-commit"]
 
 setup(
@@ -24,5 +35,12 @@ setup(
     package_data={"torchao_blockwise": ["py.typed", "diagnostics/page/*"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "torchao>=0.17", "triton; platform_system == 'Linux'"],
-    extras_require={"test": [*TEST, *DEMO], "demo": DEMO, "models": MODELS, "deep_gemm": DEEP_GEMM, "dev": DEV},
+    extras_require={
+        "test": [*TEST, *DEMO],
+        "demo": DEMO,
+        "models": MODELS,
+        "deep_gemm": DEEP_GEMM,
+        "docs": DOCS,
+        "dev": DEV,
+    },
 )

@@ -129,7 +129,7 @@ def test_make_graphed_callables(kind, config):
 @every_model
 @every_config
 def test_gradients_of_microbatches_are_added(kind, config):
-    """To gradients that were there before; see docs/performance.md."""
+    """To gradients that were there before; see docs/compile.md."""
     model, eager = make(kind, config), make(kind, config)
     graphed = torch.cuda.make_graphed_callables(model, (batches()[0].clone(),))
     for trained, call in ((model, graphed), (eager, eager)):

@@ -1,0 +1,134 @@
+"""
+Checkpoints: in from FP8, out to inference engines
+==================================================
+
+Models like DeepSeek-V3 are published in blockwise FP8, and vLLM and SGLang run them so. ``checkpoint.load`` reads such
+files into a model that trains, and ``checkpoint.export`` writes what trained in the same format: the very bytes that
+the products of training read.
+"""
+
+# %%
+# A published model
+# -----------------
+#
+# In its place, so that nothing is downloaded: a small Llama, quantized on disk by the command line. ``convert`` takes
+# one tensor at a time, so a model need not fit into memory.
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import safetensors
+import torch
+import transformers
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8TrainingConfig, checkpoint, skip_lm_head
+
+transformers.logging.disable_progress_bar()
+transformers.logging.set_verbosity_error()
+folder = tempfile.TemporaryDirectory()
+plain, published, exported = (Path(folder.name) / name for name in ("plain", "published", "exported"))
+config = transformers.LlamaConfig(
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+)
+torch.manual_seed(0)
+transformers.LlamaForCausalLM(config).save_pretrained(plain)
+
+
+def command_line(*arguments):
+    command = [sys.executable, "-m", "torchao_blockwise", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.replace(folder.name + "/", "").strip()
+
+
+print(command_line("convert", plain, published))
+
+# %%
+# What lies there: a weight in e4m3, and a scale for each block of 128 × 128. (``weight_scale_inv`` is its name in this
+# format; the payload is multiplied by it.)
+
+
+def show(path):
+    with safetensors.safe_open(path / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            if "layers.0.mlp.up_proj" in name:
+                tensor = file.get_tensor(name)
+                print(f"{name:50}{tensor.dtype!s:22}{tuple(tensor.shape)}")
+
+
+show(published)
+print(json.loads((published / "config.json").read_text())["quantization_config"])
+
+# %%
+# In
+# --
+#
+# Convert a model, then load. Its Parameters are master weights in fp32, chosen so that they quantize to the same bytes
+# again: nothing is rounded twice.
+
+model = transformers.LlamaForCausalLM(config)
+quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=skip_lm_head())
+checkpoint.load(model, published)
+checkpoint.export(model, exported)
+print(command_line("verify", published, exported))
+
+# %%
+# Train
+# -----
+
+text = torch.tensor(list(b"Read in eight bits, trained, written in eight bits. " * 16))
+batch = text[: len(text) // 32 * 32].view(-1, 32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+for step in range(10):
+    loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step in (0, 9):
+        print(f"step {step}: loss {loss.item():.3f}")
+
+# %%
+# Out
+# ---
+#
+# A folder in the format that vLLM and SGLang read (``vllm serve folder``); no engine ran for this page. It is written
+# whole or not at all.
+
+served = Path(folder.name) / "served"
+checkpoint.export(model, served)
+print(*sorted(f"{path.name}: {path.stat().st_size:,} bytes" for path in served.iterdir()), sep="\n")
+show(served)
+
+# %%
+# While training goes on, as in reinforcement learning, an engine can take the weights over without files:
+
+weights = checkpoint.quantized_weights(model)
+for name, tensor in list(weights)[:4]:
+    print(f"{name:50}{tensor.dtype!s:22}{tuple(tensor.shape)}")
+
+# %%
+# transformers reads the files, too. Here it dequantizes them on the CPU, and gives the values that trained:
+
+again = transformers.AutoModelForCausalLM.from_pretrained(
+    served, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
+)
+layer = again.model.layers[0].mlp.up_proj.weight.float()
+by_name = dict(weights)
+payload = by_name["model.layers.0.mlp.up_proj.weight"].float()
+scale = by_name["model.layers.0.mlp.up_proj.weight_scale_inv"]
+decoded = payload * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: payload.shape[0], : payload.shape[1]]
+print("the same values:", torch.equal(layer, decoded.to(again.dtype).float()))
+folder.cleanup()
+
+# %%
+# To go on training later, save a plain checkpoint (``torch.save``, ``save_pretrained``,
+# ``torch.distributed.checkpoint``): the master weights have more bits than what is exported. :doc:`/saving` has that,
+# sharded models, and other formats.

@@ -1,0 +1,120 @@
+"""
+FSDP2 on two processes
+======================
+
+``fully_shard`` splits each Parameter over the ranks. Shards stay in high precision for the optimizer; what is gathered
+for a product is FP8: a byte a parameter. This program starts two processes on the CPU, over gloo. On GPUs it is the
+same, over NCCL.
+"""
+
+# %%
+# What each rank does
+# -------------------
+#
+# Convert, then shard, then train: the order of PyTorch's own tutorial, with one line more. The file runs itself:
+# without a rank it starts two processes of itself by ``torchrun``, and each of these comes back here with a rank.
+
+import inspect
+import os
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8TrainingConfig, weights_unchanged
+
+
+class Block(nn.Module):
+    def __init__(self, dim=256):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(x)))
+
+
+def make_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    quantize_(model, BlockwiseFP8TrainingConfig())
+    return model
+
+
+def data(rank):
+    generator = torch.Generator().manual_seed(1 + rank)
+    return torch.randn(2, 64, 256, generator=generator)
+
+
+def train(rank):
+    model = make_model()
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    weight = model[0].up.weight
+    local = tuple(weight.to_local().shape)
+    print(f"rank {rank} holds rows {local} of {tuple(weight.shape)}", flush=True)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, target = data(rank)
+    losses = []
+    for _ in range(5):
+        loss = F.mse_loss(model(x), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+
+    # Evaluation: weights stand still, so shards are quantized once for all batches.
+    with weights_unchanged(model), torch.no_grad():
+        outputs = [model(batch) for batch in data(rank)]
+    if rank == 0:
+        print("sharded:", [f"{loss:.6f}" for loss in losses], flush=True)
+    return outputs
+
+
+if "RANK" in os.environ:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train(dist.get_rank())
+    dist.destroy_process_group()
+    sys.exit()
+
+# %%
+# Run it
+# ------
+#
+# In a shell: ``torchrun --nproc-per-node 2 fsdp2.py``.
+
+command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+done = subprocess.run([*command, inspect.getsourcefile(train)], capture_output=True, text=True)
+assert done.returncode == 0, done.stderr
+print("\n".join(sorted(line for line in done.stdout.splitlines() if line.startswith(("rank", "sharded")))))
+
+# %%
+# The same on one process
+# -----------------------
+#
+# A batch with the samples of both ranks, on the whole model: the loss is the same, because a sharded weight has the
+# bits of the whole one.
+
+model = make_model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+both = [data(rank) for rank in range(2)]
+losses = []
+for _ in range(5):
+    parts = [F.mse_loss(model(x), target) for x, target in both]
+    (sum(parts) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(sum(part.item() for part in parts) / 2)
+print("whole:  ", [f"{loss:.6f}" for loss in losses])
+
+# %%
+# :doc:`/sharding` has the details, tensor parallelism and ZeRO; it also says what has run on GPUs, and how fast.

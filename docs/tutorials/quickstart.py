@@ -1,0 +1,148 @@
+"""
+Quickstart
+==========
+
+Convert a small language model, train it in FP8, and compare the loss with the same model in bf16. It takes seconds on
+a CPU. A CPU computes the bits that a GPU would; only a GPU is fast.
+"""
+
+# %%
+# A model
+# -------
+#
+# Any model with ``nn.Linear`` layers will do. This one reads bytes of text and guesses the next one.
+
+import argparse
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import BlockwiseFP8TrainingConfig, conversion_report, keep_last_blocks, skip_lm_head
+
+DIM, BLOCKS, LENGTH = 128, 2, 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+        self.up, self.down = nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(4 * DIM, DIM, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.places = nn.Embedding(256, DIM), nn.Embedding(LENGTH, DIM)
+        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.lm_head = nn.Linear(DIM, 256, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.places.weight
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+# %%
+# Convert it
+# ----------
+#
+# ``quantize_`` is torchao's. The config says how to train, the filter which layers: here all but the output
+# projection. The report has a line for each layer.
+
+torch.manual_seed(0)
+model = Model()
+quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=skip_lm_head())
+print(conversion_report(model))
+
+# %%
+# The bytes before and after are the same: the Parameters stay in high precision for the optimizer, and each product
+# quantizes the weight that it reads. The names in the state dict stay, too.
+#
+# Filters compose. This one also leaves out the last block; nothing is converted yet when ``dry_run`` reports it.
+
+from torchao_blockwise import dry_run
+
+other = Model()
+print(dry_run(other, BlockwiseFP8TrainingConfig(), skip_lm_head() & keep_last_blocks(other, 1)))
+
+# %%
+# Train
+# -----
+#
+# The loop is any loop. The text is Python's own standard library.
+
+library = Path(argparse.__file__).parent
+text = torch.tensor(list(b"".join(file.read_bytes() for file in sorted(library.glob("[a-c]*.py")))))
+
+
+def batch(step):
+    starts = torch.randint(len(text) - LENGTH - 1, (16,), generator=torch.Generator().manual_seed(step))
+    rows = torch.stack([text[start : start + LENGTH + 1] for start in starts])
+    return rows[:, :-1], rows[:, 1:]
+
+
+def train(model, steps=60):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    for step in range(steps):
+        tokens, targets = batch(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+curves = {"fp8": train(model)}
+
+# %%
+# Compare with bf16
+# -----------------
+#
+# The same seed gives the same initial weights, and the same batches follow.
+
+torch.manual_seed(0)
+curves["bf16"] = train(Model())
+for name, losses in curves.items():
+    print(f"{name}: loss {losses[0]:.4f} -> {sum(losses[-10:]) / 10:.4f}")
+
+figure, axes = plt.subplots()
+for name, losses in curves.items():
+    axes.plot(losses, label=name, linestyle="--" if name == "bf16" else "-")
+axes.set(title="Training loss in bf16 and in FP8", xlabel="step", ylabel="nats a byte")
+axes.legend()
+plt.show()
+
+# %%
+# The curves lie on each other. Curves of longer runs, on GPUs, are in :doc:`/results/train_llm_nvidia_h200`.
+#
+# Save
+# ----
+#
+# The state dict is that of a plain model: an unconverted one loads it, and the reverse.
+
+plain = Model()
+plain.load_state_dict(model.state_dict())
+print(type(model.layers[0].up.weight).__name__, "->", type(plain.layers[0].up.weight).__name__)
+
+# %%
+# Next
+# ----
+#
+# - :doc:`/recipes` helps to choose between FP8 and NVFP4, and which layers to convert.
+# - On a GPU put ``torch.compile`` around the model: :doc:`/compile`.
+# - :doc:`trainer` fine-tunes a model of Hugging Face, :doc:`fsdp2` trains on several GPUs.

@@ -1,0 +1,157 @@
+"""What the site is made of: public names, errors and tutorials have their places; docstrings keep their text."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent.parent / "docs" / "extensions"))
+
+import docstrings
+import error_index
+import gallery
+import reference
+import test_public_names
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def test_the_reference_has_every_public_name(tmp_path):
+    reference.write(tmp_path)
+    for module in test_public_names.MODULES:
+        package = importlib.import_module(f"torchao_blockwise{module}")
+        page = (tmp_path / f"torchao_blockwise{module}.rst").read_text(encoding="utf-8")
+        missing = [name for name in package.__all__ if name not in page]
+        assert missing == [], module
+
+
+def test_a_name_has_one_home():
+    homes = reference.homes()
+    assert homes["torchao_blockwise.conversion.fuse"] == homes["torchao_blockwise.fuse"] == "torchao_blockwise.fuse"
+    assert reference.full_name("ops.quantize") == "torchao_blockwise.ops.quantize"
+    assert reference.full_name("NumericsMonitor") == "torchao_blockwise.diagnostics.NumericsMonitor"
+    assert reference.full_name("no_such_name") is None
+
+
+def test_tutorials_are_listed():
+    assert {file.stem for file in (DOCS / "tutorials").glob("*.py")} == set(gallery.TUTORIALS)
+
+
+@pytest.mark.parametrize("name", gallery.TUTORIALS)
+def test_pictures_of_tutorials_have_titles(name):
+    """A figure's title is its text for who cannot see it."""
+    tree = ast.parse((DOCS / "tutorials" / f"{name}.py").read_text(encoding="utf-8"))
+    called = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    figures = sum(node.func.attr == "subplots" for node in called)
+    titles = sum(any(word.arg == "title" for word in node.keywords) for node in called if node.func.attr == "set")
+    assert titles >= figures
+
+
+def test_errors_are_found_by_their_text():
+    texts = [message.text for message in error_index.messages()]
+    for text in (
+        "load: … is sharded over ranks; load before fully_shard",
+        "matmul: bias must be a float vector of … elements, got …",
+        "weights_unchanged: … was … inside the scope, which keeps quantized copies of the old values; leave the "
+        "scope before optimizer steps, loads and edits",
+    ):
+        assert text in texts
+    assert len(texts) > 200
+
+
+def test_texts_of_errors(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text(
+        'def f(x):\n    raise ValueError(f"f: x must be positive, got {x}; " + nearest(f"take {x:d}"))\n\n'
+        'def why_not(x):\n    return None if x else f"the kernel needs {x}"\n',
+        encoding="utf-8",
+    )
+    found = error_index.messages(tmp_path / "package")
+    assert [(message.error, message.text) for message in found] == [
+        ("ValueError", "f: x must be positive, got …; take …"),
+        ("a reason, in errors and warnings", "the kernel needs …"),
+    ]
+
+
+DOCSTRING = """\
+a @ b.T for `ops.quantize`d [M, K] | None and add_matmul_.
+
+a: [M, K]; lines
+    that go on.
+b, c: likewise.
+Returns [M, N].
+Raises ValueError for *shapes*.
+
+    code(x)
+"""
+
+
+def test_docstrings_keep_their_text():
+    assert "\n".join(docstrings.to_rst(DOCSTRING.splitlines())) == (
+        "a @ b.T for \\ :py:obj:`ops.quantize <torchao_blockwise.ops.quantize>`\\ d [M, K] \\| None "
+        "and add\\_matmul\\_.\n\n"
+        "``a``\n    [M, K]; lines that go on.\n\n"
+        "``b``, ``c``\n    likewise.\n\n"
+        "Returns [M, N].\n\n"
+        "Raises ValueError for \\*shapes\\*.\n\n"
+        "::\n\n    code(x)\n"
+    )
+
+
+def test_docstrings_of_public_names_lose_no_word():
+    """Escapes and roles come and go; the words stay, in their order."""
+    for home in sorted(set(reference.homes().values())):
+        module, name = home.rsplit(".", 1)
+        doc = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
+        shown = "\n".join(docstrings.to_rst(doc.splitlines()))
+        for full in set(reference.homes().values()):
+            shown = shown.replace(f" <{full}>`", "`")
+        assert words(shown.replace(":py:obj:", "")) == words(doc), home
+
+
+def words(text: str) -> list[str]:
+    return "".join(c if c.isalnum() else " " for c in text).split()
+
+
+def test_links_and_pictures_of_built_pages_are_looked_at(tmp_path):
+    built = pytest.importorskip("built", reason="needs the extra docs")
+    (tmp_path / "b.html").write_text('<h1 id="here">b</h1>', encoding="utf-8")
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#here"></a><a href="b.html#there"></a><a href="c.html"></a><a href="https://x.org/"></a>'
+        '<img src="b.html" alt="words"><img src="b.html">',
+        encoding="utf-8",
+    )
+    assert built.faults(tmp_path) == [
+        "a.html: a picture without a text: b.html",
+        "a.html: no such place: b.html#there",
+        "a.html: leads nowhere: c.html",
+    ]
+
+
+def test_results_name_the_benchmarks_that_wrote_them():
+    results = pytest.importorskip("results", reason="needs the extra docs")
+    names = [path.stem for path in results.RESULTS.glob("*.json")]
+    assert names
+    for name in names:
+        script, head = results.script(name), results.source(name)
+        assert (results.RESULTS.parent / f"{script}.py").exists(), name
+        text = (results.RESULTS.parent / f"{script}.py").read_text(encoding="utf-8")
+        assert "results" in text and f"benchmarks/{script}.py" in head and " on " in head, name
+    assert results.script("model_4_layers_nvidia_h200") == "bench_model"
+    assert results.script("moe_peers_nvidia_h200") == "bench_moe"
+    assert results.script("grouped_matmul_nvidia_h200") == "bench_grouped_matmul"
+
+
+def test_the_first_page_shows_figures_of_the_results():
+    results = pytest.importorskip("results", reason="needs the extra docs")
+    speed, memory, traffic = results.headlines()
+    rows = results.load("model_4_layers_fuse_nvidia_h200")["rows"]
+    assert speed["figure"].startswith(f"{max(row['x bf16'] or 0 for row in rows):.2f} ×")
+    assert all(
+        "benchmarks/bench_" in card["source"] and "torch 2" in card["source"] for card in (speed, memory, traffic)
+    )
