@@ -17,6 +17,7 @@ import json
 import math
 import os
 import queue
+import re
 import statistics
 import subprocess
 import sys
@@ -114,6 +115,14 @@ def train_all(args: argparse.Namespace, others: list[str]) -> None:
 
     with ThreadPoolExecutor(devices.qsize()) as pool:
         list(pool.map(train, missing))
+
+
+def command_of(runs: list[Run]) -> str:
+    """The options that make all of these runs."""
+    others = re.sub(r"--(recipes|seed|out) \S+ ?", "", runs[0].content["environment"]["command"]).strip()
+    recipes = dict.fromkeys(run.recipe for run in runs)
+    seeds = sorted({run.seed for run in runs})
+    return f"--recipes {' '.join(recipes)} --seeds {' '.join(map(str, seeds))} {others}".strip()
 
 
 def folder_of(out: Path, recipe: str, seed: int) -> Path:
@@ -216,7 +225,8 @@ def report(args: argparse.Namespace, runs: list[Run]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         environment.write_text(folder / f"{name}.md", text)
         curves = {f"{run.recipe}, seed {run.seed}": run.row | run.content["curves"][run.recipe] for run in runs}
-        parts = {key: content[key] for key in ("config", "data", "environment")}
+        made = content["environment"] | {"command": command_of(runs)}
+        parts = {"config": content["config"], "data": content["data"], "environment": made}
         written = parts | {"table": rows(runs), "runs": curves, "missing": missing}
         environment.write_json(folder / f"{name}.json", written)
         _write_picture(folder / f"{name}.png", runs, notes[0])

@@ -20,7 +20,7 @@ row = {{"recipe": recipe, "layers": "all", "held_out_loss": loss, "tokens_per_se
 config = {{"preset": args.get("--preset", "tiny"), "steps": 8, "batch_size": 2, "grad_accumulation": 1, "seq_len": 4,
            "parameters": 1000, "seed": seed}}
 content = {{"config": config, "data": {{"name": "text", "sha256_16": "ab", "passes": 0.5}},
-            "environment": {{"device": "a CPU"}}, "table": [row],
+            "environment": {{"device": "a CPU", "command": " ".join(sys.argv[1:])}}, "table": [row],
             "curves": {{recipe: {{"loss": [loss + 1 / (i + 1) for i in range(8)], "seconds": [1.0] * 8}}}}}}
 pathlib.Path(args["--out"], "train_llm.json").write_text(json.dumps(content))
 """
@@ -51,6 +51,7 @@ def test_gaps_are_those_to_bf16_of_the_same_seed(run):
     written = json.loads((run.out / "convergence_tiny_cpu.json").read_text())
     assert [row["recipe"] for row in written["table"]] == ["bf16", "fp8"] and written["missing"] == []
     assert len(written["runs"]["fp8, seed 2"]["loss"]) == 8
+    assert written["environment"]["command"] == "--recipes bf16 fp8 --seeds 0 2"
     assert (run.out / "convergence_tiny_cpu.md").read_text() in out
 
 
