@@ -26,9 +26,9 @@ MODELS = {
 }  # fmt: skip
 
 
-def language_model(name: str, config=FP8):
+def language_model(name: str, config=FP8, **more):
     transformers = pytest.importorskip("transformers", "5.0")
-    options = SMALL | MODELS[name]
+    options = SMALL | MODELS[name] | more
     if name == "DeepseekV3":
         del options["head_dim"]
     torch.manual_seed(0)

@@ -161,7 +161,7 @@ def test_plain_files_load(name, masters, tmp_path):
 def test_refusals_of_export(tmp_path):
     with pytest.raises(
         ValueError,
-        match="format must be one of fp8_block, nvfp4_compressed_tensors, got 'fp8_blok'; did you mean 'fp8_block'",
+        match=r"format must be one of fp8_block, .*, got 'fp8_blok'; did you mean 'fp8_block'",
     ):
         checkpoint.export(mlp(FP8), tmp_path / "out", format="fp8_blok")
     with pytest.raises(ValueError, match="no weight of Sequential is converted; call quantize_ first"):

@@ -7,7 +7,7 @@ says. It is our `scale`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,10 +15,16 @@ from torchao_blockwise import ops
 from torchao_blockwise.checkpoint.names import Part
 from torchao_blockwise.formats import FP8_128X128, Operand
 
+if TYPE_CHECKING:
+    from torchao_blockwise.checkpoint.files import Files
+
 NAME = "fp8_block"
 FORMAT = FP8_128X128
 METHOD = "fp8"
 BLOCK = FORMAT.block[0]
+POWER_OF_2_SCALES = False
+# As files call the payload's dtype.
+E4M3 = "F8_E4M3"
 _SCALE = "_scale_inv"
 
 
@@ -27,8 +33,27 @@ def scale_name(name: str) -> str:
     return name + _SCALE
 
 
-def is_scale(name: str) -> bool:
-    return name.endswith(_SCALE)
+def short_scale_name(name: str) -> str:
+    """Of a weight's scales in files of e8m0: `scale` beside `weight`."""
+    return f"{name.removesuffix('weight')}scale" if name.endswith("weight") else f"{name}_scale"
+
+
+def scale_in(files: Files, name: str) -> str | None:
+    """The tensor of the files that has the scales of `name`."""
+    here = (scale_name(name), *[short_scale_name(name)] * (files.dtype(name) == E4M3))
+    return next((scale for scale in here if scale in files.names()), None)
+
+
+def are_powers_of_2(files: Files, scale: str) -> bool:
+    """Whether the files say so, by the scales' dtype."""
+    return files.dtype(scale) == "F8_E8M0"
+
+
+def weights_in(files: Files) -> set[str]:
+    """The tensors of the files that are no scales."""
+    names = files.names()
+    scales = {scale for name in names if (scale := scale_in(files, name)) is not None}
+    return {name for name in names - scales if not name.endswith(_SCALE)}
 
 
 def settings(not_converted: list[str]) -> dict[str, Any]:
@@ -78,4 +103,4 @@ def named(part: Part, weight: Operand) -> Iterator[tuple[str, torch.Tensor]]:
 
 def values(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What a file's tensors stand for."""
-    return ops.dequantize(Operand(qdata, scale, None, FORMAT.name), dtype=dtype, columns=qdata.shape[-1])
+    return ops.dequantize(Operand(qdata, scale.float(), None, FORMAT.name), dtype=dtype, columns=qdata.shape[-1])

@@ -18,6 +18,7 @@ from torchao_blockwise.formats import NVFP4_16X16, Operand
 
 NAME = "nvfp4_compressed_tensors"
 FORMAT = NVFP4_16X16
+POWER_OF_2_SCALES = False
 BLOCK = FORMAT.block[0]
 _PARTS = ("_packed", "_scale", "_global_scale")
 

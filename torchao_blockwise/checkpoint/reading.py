@@ -24,6 +24,7 @@ _SHOWN = 3
 def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """Load the values of `model`, in place, from files in blockwise FP8 or plain ones; tensor by tensor.
 
+    Scales may be in f32 (DeepSeek-V3) or e8m0 (DeepSeek-V4).
     A quantized Parameter of 128×128 blocks takes payload and scales as they are in the files; else a weight gets the
     values that they stand for, in its dtype, a master weight such that it is quantized to these bytes again. Names are
     those that transformers writes. Tied weights may be missing.
@@ -62,7 +63,7 @@ def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callab
 
 
 def _check_names(files: Files, wanted: set[str]) -> None:
-    there = {name for name in files.names() if not fp8_block.is_scale(name)}
+    there = fp8_block.weights_in(files)
     missing, unknown = sorted(wanted - there), sorted(there - wanted)
     if missing:
         shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
@@ -76,18 +77,19 @@ def _check_part(files: Files, part: Part, shape: torch.Size) -> None:
     got = files.shape(part.name)
     if got != list(shape):
         raise ValueError(f"load: {files.where(part.name)} has shape {got}, the model wants {list(shape)}")
-    scale, is_fp8 = fp8_block.scale_name(part.name), files.dtype(part.name) == "F8_E4M3"
-    if is_fp8 != (scale in files.names()):
-        what = f"is in e4m3 and has no {scale}" if is_fp8 else f"has {scale} and is in {files.dtype(part.name)}"
+    scale, is_fp8 = fp8_block.scale_in(files, part.name), files.dtype(part.name) == fp8_block.E4M3
+    if is_fp8 != (scale is not None):
+        missing = fp8_block.scale_name(part.name)
+        what = f"is in e4m3 and has no {missing}" if is_fp8 else f"has {scale} and is in {files.dtype(part.name)}"
         raise ValueError(f"load: {files.where(part.name)} {what}; the files are not whole, copy them anew")
-    if not is_fp8:
+    if scale is None:
         return
-    grid = list(fp8_block.described(part.name, tuple(shape))[scale][1])
+    grid = list(fp8_block.described(part.name, tuple(shape))[fp8_block.scale_name(part.name)][1])
     if files.shape(scale) != grid:
         raise ValueError(
             f"load: {files.where(scale)} has shape {files.shape(scale)}, blocks of {fp8_block.BLOCK} want {grid}"
         )
-    scales = files.read(scale)
+    scales = files.read(scale).float()
     if not bool((scales > 0).logical_and(scales.isfinite()).all()):
         raise ValueError(f"load: {files.where(scale)} has scales that are no positive numbers; copy the file anew")
 
@@ -96,12 +98,12 @@ def _writing(files: Files, x: torch.Tensor, parts: list[Part]) -> Callable[[], N
     local: Any = _compat.local_of(x)
 
     def read(part: Part, dtype: torch.dtype) -> torch.Tensor:
-        data, scale = files.read(part.name), fp8_block.scale_name(part.name)
-        if scale not in files.names():
+        data, scale = files.read(part.name), fp8_block.scale_in(files, part.name)
+        if scale is None:
             return data.to(dtype)
         if isinstance(local, MasterWeightTensor):
             # Such that quantizing them gives what was read.
-            return plain_values(BlockwiseFP8Tensor(data, files.read(scale), dtype))
+            return plain_values(BlockwiseFP8Tensor(data, files.read(scale).float(), dtype))
         return fp8_block.values(data, files.read(scale), dtype)
 
     def into(target: torch.Tensor) -> None:
@@ -125,8 +127,10 @@ def _writing(files: Files, x: torch.Tensor, parts: list[Part]) -> Callable[[], N
             qdata, scale = torch.empty_like(weight.qdata), torch.empty_like(weight.scale)
             for part in parts:
                 part.of(qdata).copy_(files.read(part.name))
-                fp8_block.rows_of_scales(part).of(scale).copy_(files.read(fp8_block.scale_name(part.name)))
-            weight.copy_(type(weight)(qdata, scale, weight.dtype, False, weight.config))
+                read_from = fp8_block.scale_in(files, part.name)
+                assert read_from is not None, "as _takes_payload has seen"
+                fp8_block.rows_of_scales(part).of(scale).copy_(files.read(read_from).float())
+            weight.copy_(type(weight)(qdata, scale, weight.dtype, weight.power_of_2_scales, weight.config))
         else:
             values = torch.empty(x.shape, dtype=x.dtype)
             into(values)
@@ -136,7 +140,9 @@ def _writing(files: Files, x: torch.Tensor, parts: list[Part]) -> Callable[[], N
 
 
 def _takes_payload(files: Files, x: torch.Tensor, parts: list[Part]) -> bool:
-    """Whether files have the blocks of a quantized Parameter."""
-    if not isinstance(x, BlockwiseFP8Tensor) or x.power_of_2_scales:
+    """Whether files have the blocks of a quantized Parameter, with scales as it has them."""
+    if not isinstance(x, BlockwiseFP8Tensor):
         return False
-    return all(fp8_block.scale_name(p.name) in files.names() and not fp8_block.cuts_blocks(p) for p in parts)
+    scales = [None if fp8_block.cuts_blocks(part) else fp8_block.scale_in(files, part.name) for part in parts]
+    powers = [scale is not None and fp8_block.are_powers_of_2(files, scale) for scale in scales]
+    return None not in scales and all(power == x.power_of_2_scales for power in powers)

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.checkpoint import fp8_block, nvfp4_packed
+from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, nvfp4_packed
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import agreed, is_shared, whole
 from torchao_blockwise.checkpoint.names import parts_on_disk, tensors_of
@@ -22,7 +22,7 @@ from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
-FORMATS: dict[str, Any] = {made.NAME: made for made in (fp8_block, nvfp4_packed)}
+FORMATS: dict[str, Any] = {made.NAME: made for made in (fp8_block, fp8_block_ue8m0, nvfp4_packed)}
 SHARD_BYTES = 5 * 2**30
 
 
@@ -41,7 +41,8 @@ def export(
     names them, experts one by one.
     directory: is made whole or not at all: safetensors files, an index of several, and where `model` has a config its
         config.json with `quantization_config`.
-    format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files; "nvfp4_compressed_tensors", as vLLM reads NVFP4
+    format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files; "fp8_block_ue8m0", as in DeepSeek-V4's, of
+        weights that train with `power_of_2_scales`; "nvfp4_compressed_tensors", as vLLM reads NVFP4
         weights beside activations in high precision.
     tokenizer_from: a folder whose tokenizer's files are copied; default the one that the model was loaded from.
     shard_bytes: how large a file may become before the next one is begun; so much is held on the CPU, and no more.
@@ -150,6 +151,11 @@ def _chosen(op: str, model: nn.Module, format: str) -> Any:
                     f"{op}: {name} trains in {fmt.name}, and {chosen.NAME} holds {chosen.FORMAT.name}; convert the "
                     "model with another config, or unconvert it and call save_pretrained"
                 )
+            if chosen.POWER_OF_2_SCALES and not _has_power_of_2_scales(weight):
+                raise ValueError(
+                    f"{op}: {name} trains with scales that are no powers of two, and {chosen.NAME} holds such alone; "
+                    f"convert the model with power_of_2_scales=True, or export it as {fp8_block.NAME}"
+                )
             found += 1
     if not found:
         raise ValueError(
@@ -186,8 +192,12 @@ def _values(weight: Any) -> torch.Tensor:
     return weight.hp if isinstance(weight, MasterWeightTensor) else weight.dequantize()
 
 
+def _has_power_of_2_scales(weight: Any) -> bool:
+    return bool(getattr(weight.config, "power_of_2_scales", getattr(weight, "power_of_2_scales", False)))
+
+
 def _quantized_anew(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> Operand:
-    power_of_2 = bool(getattr(weight.config, "power_of_2_scales", getattr(weight, "power_of_2_scales", False)))
+    power_of_2 = _has_power_of_2_scales(weight)
     made = ops.quantize(values.detach(), fmt, power_of_2_scales=power_of_2, tensor_amax=tensor_amax).rowwise
     assert made is not None
     return made

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    args.power_of_2_scales |= FORMATS[args.to].POWER_OF_2_SCALES
     model = meta_model(str(args.input))
     config = _config(args)
     chosen = conversion.linears_and_experts() & conversion.skip_lm_head()

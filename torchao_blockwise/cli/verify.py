@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as e:
         raise UsageError(str(e)) from None
     problems, same, close, largest = [], 0, 0, 0.0
-    of_both = [{name for name in files.names() if not fp8_block.is_scale(name)} for files in (first, second)]
+    of_both = [fp8_block.weights_in(files) for files in (first, second)]
     for folder, names in ((args.second, of_both[0] - of_both[1]), (args.first, of_both[1] - of_both[0])):
         problems += [f"{folder} has no {name}" for name in sorted(names)]
     for name in sorted(of_both[0] & of_both[1]):
@@ -60,5 +60,5 @@ def _error(first: Files, second: Files, name: str) -> float:
 
 
 def _values(files: Files, name: str) -> torch.Tensor:
-    x, scale = files.read(name), fp8_block.scale_name(name)
-    return fp8_block.values(x, files.read(scale), torch.float32) if scale in files.names() else x.float()
+    x, scale = files.read(name), fp8_block.scale_in(files, name)
+    return x.float() if scale is None else fp8_block.values(x, files.read(scale), torch.float32)

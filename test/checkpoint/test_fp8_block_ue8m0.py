@@ -1,0 +1,111 @@
+"""Checkpoints whose scales are powers of two in a byte each, as DeepSeek-V4's: out, and back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import FP8, FP8_POW2, mlp, replace
+
+from torchao_blockwise import checkpoint
+from torchao_blockwise.cli import main
+from torchao_blockwise.testing import assert_bitwise_equal
+
+sys.path.append(str(Path(__file__).parent))
+pytest.importorskip("safetensors.torch")
+
+from exported_models import digest, language_model, tensors_in
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+FORMAT = "fp8_block_ue8m0"
+FEATURES = (200, 300, 130)
+masters_or_not = pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+
+
+@masters_or_not
+def test_files_have_the_bytes_that_products_read(masters, tmp_path):
+    """A scale's byte is its exponent, 127 above that of one."""
+    model = mlp(replace(FP8_POW2, master_weights=masters), features=FEATURES)
+    weights = checkpoint.quantized_weights(model, FORMAT)
+    assert weights.metadata() == {name: (x.dtype, tuple(x.shape)) for name, x in weights}
+    checkpoint.export(model, tmp_path / "out", FORMAT)
+    found = tensors_in(tmp_path / "out")
+    assert found.keys() == {f"{i}.{n}" for i in (0, 2) for n in ("weight", "scale", "bias")}
+    for i in (0, 2):
+        operand = model[i].weight.quantized() if masters else model[i].weight.operand()
+        assert digest(found[f"{i}.weight"]) == digest(operand.qdata)
+        exponents = operand.scale.log2()
+        assert torch.equal(exponents, exponents.round())
+        assert_bitwise_equal(found[f"{i}.scale"].view(torch.uint8), (exponents + 127).to(torch.uint8))
+
+
+@masters_or_not
+@pytest.mark.parametrize("name", ("Llama", "Mixtral"))
+def test_it_is_loaded(name, masters, tmp_path):
+    """The values come back; into quantized Parameters the very bytes do."""
+    config = replace(FP8_POW2, master_weights=masters)
+    model, other, plain = (language_model(name, c) for c in (config, config, None))
+    with torch.no_grad():
+        for p in (*other.parameters(), *plain.parameters()):
+            p.copy_(torch.ones(p.shape))
+    checkpoint.export(model, tmp_path / "out", FORMAT)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["scale_fmt"] == "ue8m0" and settings["quant_method"] == "fp8"
+    for loaded in (other, plain):
+        checkpoint.load(loaded, tmp_path / "out")
+    for n, p in model.named_parameters():
+        values = lambda x: x.quantized() if hasattr(x, "quantized") else x  # noqa: E731
+        got, wanted = (values(x) for x in (other.get_parameter(n), p))
+        if hasattr(wanted, "qdata"):
+            decoded = checkpoint.fp8_block.values(wanted.qdata, wanted.scale, torch.float32)
+            assert_bitwise_equal(checkpoint.fp8_block.values(got.qdata, got.scale, torch.float32), decoded, n)
+            assert_bitwise_equal(plain.get_parameter(n).detach(), decoded, n)
+            if not masters:
+                assert digest(got.qdata) == digest(wanted.qdata) and digest(got.scale) == digest(wanted.scale)
+
+
+def test_other_scales_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"0\.weight trains with scales that are no powers of two, .* as fp8_block"):
+        checkpoint.export(mlp(FP8, features=FEATURES), tmp_path / "out", FORMAT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_norm_called_scale_is_no_scale(tmp_path):
+    """`scale` beside a weight in high precision is a tensor of its own."""
+    model = mlp(FP8_POW2, features=FEATURES)
+    model.register_parameter("scale", torch.nn.Parameter(torch.ones(3)))
+    model.register_parameter("weight", torch.nn.Parameter(torch.ones(3)))
+    checkpoint.export(model, tmp_path / "out", FORMAT)
+    with torch.no_grad():
+        model.scale.zero_()
+    checkpoint.load(model, tmp_path / "out")
+    assert torch.equal(model.scale, torch.ones(3))
+
+
+def test_convert_writes_what_export_writes(tmp_path):
+    model = language_model("Llama", None)
+    model.save_pretrained(tmp_path / "plain")
+    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--to", FORMAT]) == 0
+    checkpoint.export(language_model("Llama", FP8_POW2), tmp_path / "exported", FORMAT)
+    got, expected = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "exported")
+    assert got.keys() == expected.keys() and all(digest(got[name]) == digest(x) for name, x in expected.items())
+    assert main(["verify", str(tmp_path / "out"), str(tmp_path / "plain")]) == 0
+
+
+def test_transformers_loads_it(tmp_path):
+    """Dequantized on the CPU: the values of our decoding. It takes whole blocks alone."""
+    transformers = pytest.importorskip("transformers", "5.20")
+    model = language_model("Llama", FP8_POW2, hidden_size=256, head_dim=64, intermediate_size=384)
+    checkpoint.export(model, tmp_path / "out", FORMAT)
+    settings = transformers.FineGrainedFP8Config(dequantize=True)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", quantization_config=settings, dtype=torch.float32
+    )
+    for n, p in model.named_parameters():
+        if hasattr(p, "quantized"):
+            operand = p.quantized()
+            decoded = checkpoint.fp8_block.values(operand.qdata, operand.scale, torch.float32)
+            torch.testing.assert_close(loaded.get_parameter(n).detach(), decoded, rtol=0.01, atol=1e-4)
