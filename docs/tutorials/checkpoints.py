@@ -58,14 +58,14 @@ print(command_line("convert", plain, published))
 
 def show(path):
     with safetensors.safe_open(path / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118
+        for name in file.keys():
             if "layers.0.mlp.up_proj" in name:
                 tensor = file.get_tensor(name)
                 print(f"{name:50}{tensor.dtype!s:22}{tuple(tensor.shape)}")
 
 
 show(published)
-print(json.loads((published / "config.json").read_text())["quantization_config"])
+print(json.dumps(json.loads((published / "config.json").read_text())["quantization_config"], indent=1))
 
 # %%
 # In
