@@ -71,10 +71,14 @@ def test_examples_print_what_is_shown(page, tmp_path, monkeypatch):
         assert printed.getvalue().strip() == shown.get(name, ""), name
 
 
+# docs/extensions/ writes it beside the pages; git does not have it.
+MADE_WITH_THE_SITE = {"errors.rst"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     paths = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
-    assert [path for path in paths if not (page.parent / path).exists()] == []
+    assert [path for path in paths if path not in MADE_WITH_THE_SITE and not (page.parent / path).exists()] == []
 
 
 FOLDERS = ("benchmarks", "docs", "test", "torchao_blockwise")
