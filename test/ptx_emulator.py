@@ -326,7 +326,7 @@ def _reduce(program, match, operands, active):
 
 @_instruction(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
 def _matrix(program, match, operands, active):
-    """8×8 matrices of 16 bits; lane i has the address of row i % 8 of matrix i / 8, and two neighbours of row i / 4."""
+    """8×8 matrices of 16 bits; lane i has the address of row i % 8 of matrix i / 8, and two neighbors of row i / 4."""
     load = match[1] == "ld"
     registers, address = operands if load else operands[::-1]
     rows = program.address(address).reshape(-1, _WARP)

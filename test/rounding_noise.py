@@ -1,7 +1,7 @@
 """How much noise a format's rounding leaves in a product: worked out from the format and the data, not measured.
 
-Values between two neighbours of a format are rounded to the nearer one. Data with a smooth density p lies about evenly
-between them, so the error has variance w² / 12, w being the distance of the neighbours (W. R. Bennett, 1948). A slope
+Values between two neighbors of a format are rounded to the nearer one. Data with a smooth density p lies about evenly
+between them, so the error has variance w² / 12, w being the distance of the neighbors (W. R. Bennett, 1948). A slope
 of p changes nothing, for the square of the error is symmetric about the middle; its curvature changes the variance by
 the factor 1 - 7/240 · w² · p″/p. Two kinds of elements do not lie evenly: the largest of a block, which the scale puts
 where it wants, and what saturates. Their error is known.
@@ -42,7 +42,7 @@ class Rounded(NamedTuple):
 
 
 def step(magnitude: torch.Tensor, min_exponent: int, mantissa_bits: int) -> torch.Tensor:
-    """Distance of the neighbours of a number with that many mantissa bits; below 2^min_exponent it stays the same."""
+    """Distance of the neighbors of a number with that many mantissa bits; below 2^min_exponent it stays the same."""
     exponent = magnitude.clamp_min(2.0**min_exponent).log2().floor()
     return (exponent - mantissa_bits).exp2()
 

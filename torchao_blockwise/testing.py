@@ -70,6 +70,6 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def sqnr(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Signal to quantisation noise, 20 · log10(‖expected‖ / ‖actual - expected‖) dB, in fp64."""
+    """Signal to quantization noise, 20 · log10(‖expected‖ / ‖actual - expected‖) dB, in fp64."""
     error = relative_error(actual, expected)
     return float("inf") if error == 0 else -20 * torch.tensor(error).log10().item()

@@ -139,7 +139,7 @@ def computes_as_one_device(mesh, config):
 
 
 def _has_bits_of(one, spread, what: str) -> None:
-    """Each rank's quantised experts are a part of all of them quantised."""
+    """Each rank's quantized experts are a part of all of them quantized."""
     for name, whole in one.named_parameters():
         parameter = spread.get_parameter(name)
         own = parameter._local_tensor

@@ -245,7 +245,7 @@ class Gather(nn.Module):
 
 
 def gathers_by_redistribution(mesh, config):
-    """DTensor gathers in high precision; layers quantise what they get, and a warning says so once."""
+    """DTensor gathers in high precision; layers quantize what they get, and a warning says so once."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for hidden in (150, 151):

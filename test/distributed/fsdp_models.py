@@ -20,8 +20,8 @@ _ALL = RECIPES | {"nvfp4_full": FULL}
 CONFIGS = {name: replace(config, backend="reference") for name, config in _ALL.items()}
 # What is compared bit for bit must step alike: on a GPU foreach, the default of plain tensors alone, divides otherwise.
 FOR_LOOP = {"foreach": False}
-# Results of other kernels, whose sums differ in the last bits: some elements that are quantised next round the other
-# way. Quantising on another grid, or with another scale, would make three times as much in FP8, and more in NVFP4.
+# Results of other kernels, whose sums differ in the last bits: some elements that are quantized next round the other
+# way. Quantizing on another grid, or with another scale, would make three times as much in FP8, and more in NVFP4.
 ANOTHER_ROUNDING = 1e-2
 
 
@@ -90,7 +90,7 @@ def assert_is_quantized(weight, hp: torch.Tensor, config, name: str) -> None:
 
 
 def assert_gathers_exactly(model, config, dtype=None) -> None:
-    """Every quantised weight of every FSDP2 module equals the whole weight quantised, bit for bit."""
+    """Every quantized weight of every FSDP2 module equals the whole weight quantized, bit for bit."""
     wholes = {name: gathered(p) for name, p in masters_of(model).items()}
     assert wholes
     sync_weight_scales(model)

@@ -43,7 +43,7 @@ def zeros(*shape: int, dtype=torch.float32) -> torch.Tensor:
 
 
 class Weights:
-    """Masters of whole weights, what they are quantised to, and model weights that hold nothing of it yet."""
+    """Masters of whole weights, what they are quantized to, and model weights that hold nothing of it yet."""
 
     def __init__(self, kind: str, seed: int = 0):
         makers = QUANTIZERS[kind]

@@ -42,7 +42,7 @@ from torchao_blockwise.testing import assert_bitwise_equal
 
 
 def leaves_frozen_weights(mesh, config):
-    """A quantised base: no masters, the bits of its conversion; ranks that converted other values are told so."""
+    """A quantized base: no masters, the bits of its conversion; ranks that converted other values are told so."""
     model, alone = primary(config), primary(config)
     for m in (model, alone):
         m.requires_grad_(False)

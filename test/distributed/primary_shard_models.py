@@ -21,7 +21,7 @@ from torchao_blockwise.tensors import QuantizedShard
 
 
 def primary(config, mesh=None, *, seed: int = 0, count: int = 2, **options) -> nn.Sequential:
-    """Blocks whose weights are quantised themselves, sharded where there is a mesh."""
+    """Blocks whose weights are quantized themselves, sharded where there is a mesh."""
     model = blocks(None, count=count)
     torch.manual_seed(seed)
     if seed:
@@ -41,7 +41,7 @@ def shards_of(model) -> dict[str, nn.Parameter]:
 
 
 def assert_gathers(model, wholes: dict[str, torch.Tensor], config, dtype=None) -> None:
-    """Every quantised weight of every FSDP2 module is that of `wholes`, quantised whole, bit for bit."""
+    """Every quantized weight of every FSDP2 module is that of `wholes`, quantized whole, bit for bit."""
     config, left = replace(config, master_weights=False), dict(wholes)
     for prefix, module in model.named_modules():
         if hasattr(module, "unshard"):

@@ -47,7 +47,7 @@ def net(config: str, master_weights: bool, seed: int = 0, make=Net, dtype=torch.
 
 
 def primary(config: str = "mixed", seed: int = 0, dtype=torch.float32):
-    """A model of quantised weights, and the values that it was made of."""
+    """A model of quantized weights, and the values that it was made of."""
     values = net(config, master_weights=True, seed=seed, dtype=dtype).state_dict()
     return net(config, master_weights=False, seed=seed, dtype=dtype), values
 
@@ -101,7 +101,7 @@ def quantized(master: torch.Tensor, weight: QuantizedTensor) -> QuantizedTensor:
 
 
 def assert_holds_masters(optimizer, model) -> None:
-    """Every weight with a master is that master, rounded to the weight's dtype and quantised whole."""
+    """Every weight with a master is that master, rounded to the weight's dtype and quantized whole."""
     state = optimizer.model_state_dict()
     count = 0
     for name, weight in model.named_parameters():

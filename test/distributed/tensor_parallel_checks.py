@@ -231,7 +231,7 @@ def leaves_frozen_parts(mesh, config):
 
 
 def holds_quantised_weights(mesh, config):
-    """master_weights=False: shards are slices of the quantised tensor, frozen or not."""
+    """master_weights=False: shards are slices of the quantized tensor, frozen or not."""
     quantised = replace(config, master_weights=False)
     model = parallelize_module(block(quantised), mesh, PLANS)
     expected = block(quantised)

@@ -1,4 +1,4 @@
-"""FSDP2 with master weights: quantised gathers with the bits of one device, and training like the unsharded model."""
+"""FSDP2 with master weights: quantized gathers with the bits of one device, and training like the unsharded model."""
 
 from __future__ import annotations
 

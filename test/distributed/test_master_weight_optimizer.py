@@ -50,7 +50,7 @@ def test_trains_as_high_precision_parameters(config):
 
 @both
 def test_weights_of_bf16_models_have_fp32_masters(config):
-    """By hand: fp32 master and states, gradients cast to fp32, the weight quantised from the rounded master."""
+    """By hand: fp32 master and states, gradients cast to fp32, the weight quantized from the rounded master."""
     model, values = primary(config, dtype=torch.bfloat16)
     optimizer = adamw(model)
     master = nn.Parameter(values["up.weight"].float())

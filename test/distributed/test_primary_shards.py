@@ -1,4 +1,4 @@
-"""Quantised Parameters under FSDP2: the bits of high-precision shards, and of one process, at every split."""
+"""Quantized Parameters under FSDP2: the bits of high-precision shards, and of one process, at every split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of quantised weights for their masters, what is loaded into them, and checkpoints of both."""
+"""What is kept of quantized weights for their masters, what is loaded into them, and checkpoints of both."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ both = pytest.mark.parametrize("config", ("fp8", "nvfp4"))
 
 @pytest.fixture(autouse=True)
 def unexpected_warnings_fail():
-    """Above all that masters begin with quantised values."""
+    """Above all that masters begin with quantized values."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="MasterWeightOptimizer")
         yield

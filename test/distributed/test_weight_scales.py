@@ -243,7 +243,7 @@ def test_a_rank_that_comes_late_is_named_while_others_wait(tmp_path):
 
 
 def test_a_rank_that_ends_is_named_by_all_others(tmp_path):
-    """Not the neighbour that saw the connection close: the one that gives no word."""
+    """Not the neighbor that saw the connection close: the one that gives no word."""
     *others, last = spawn(fail_later, 3, tmp_path, TIMEOUT)
     assert last == "gave up"
     for rank, message in enumerate(others):

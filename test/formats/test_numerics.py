@@ -203,7 +203,7 @@ def test_every_code_encodes_to_itself(element):
 
 
 def edges(table: list[Fraction]) -> list[f32]:
-    """All codes, all midpoints, their neighbours, and what lies outside."""
+    """All codes, all midpoints, their neighbors, and what lies outside."""
     outside = [float(table[-1]) * f for f in (1.01, 1.035, 1.0625, 2, 1e30)]
     inside = [*map(float, table + middles(table)), F32_TINY, np.finfo(f32).tiny]
     return [*neighbours(inside + outside), f32("inf"), -f32("inf")]

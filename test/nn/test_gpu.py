@@ -1,4 +1,4 @@
-"""The layer on a GPU: no host synchronisation, CUDA graphs, inductor, and what backward leaves in memory."""
+"""The layer on a GPU: no host synchronization, CUDA graphs, inductor, and what backward leaves in memory."""
 
 import contextlib
 
@@ -41,7 +41,7 @@ def test_a_captured_training_step_equals_eager(config):
 
 @both_formats
 def test_a_captured_forward_follows_an_eager_optimizer(config):
-    """Captured where the quantised copy was fresh: a replay must quantise again all the same."""
+    """Captured where the quantized copy was fresh: a replay must quantize again all the same."""
     model, x = mlp(config), batches(1)[0]
     with torch.no_grad():
         model(x)

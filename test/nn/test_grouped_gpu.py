@@ -151,7 +151,7 @@ def test_saved_activations_are_a_byte_an_element():
 
 @both_formats
 def test_bits_do_not_depend_on_the_backend(config):
-    """Quantised bits; the products agree within the error of sums in fp32."""
+    """Quantized bits; the products agree within the error of sums in fp32."""
     hp, x = torch.randn(EXPERTS, 384, DIM, device="cuda").bfloat16(), batches(1)[0]
     ends = torch.tensor([0, 100, 101, 101, 333, 333, 470, 490], device="cuda", dtype=torch.int32)
     results = []

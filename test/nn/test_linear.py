@@ -206,7 +206,7 @@ QUANTIZED = {"fp8": BlockwiseFP8Tensor, "nvfp4": NVFP4Tensor}
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("requires_grad", (True, False), ids=("trained", "frozen"))
 def test_a_quantised_parameter_trains_like_a_master_weight(kind, requires_grad):
-    """Without a config a quantised weight takes the defaults of its format."""
+    """Without a config a quantized weight takes the defaults of its format."""
     config = {"fp8": FP8, "nvfp4": NVFP4}[kind]
     layer, x, dy = layer_of(config, 40, 72), tokens(9, 72), tokens(9, 40)
     expected = forward_backward(layer, x, dy)

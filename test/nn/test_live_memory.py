@@ -36,7 +36,7 @@ MODES = {
 class Op(NamedTuple):
     """An operation of a step: what is there before, which it may read or not, and what it makes.
 
-    weight: whose quantised copy it takes, in the direction "forward" or "backward".
+    weight: whose quantized copy it takes, in the direction "forward" or "backward".
     """
 
     name: str

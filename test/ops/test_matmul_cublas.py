@@ -27,7 +27,7 @@ def test_k_blocks_are_padded_to_a_multiple_of_four(shape):
 
 
 def e4m3_bytes(rows: int, columns: int) -> torch.Tensor:
-    """Block scales whose bytes differ from their neighbours' and are not zero."""
+    """Block scales whose bytes differ from their neighbors' and are not zero."""
     flat = torch.arange(rows * columns) * 37 % 126 + 1
     return flat.to(torch.uint8).view(rows, columns).view(torch.float8_e4m3fn)
 

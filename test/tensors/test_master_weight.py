@@ -1,4 +1,4 @@
-"""MasterWeightTensor: to optimizers, initialisers and state dicts it is the high-precision tensor that it holds."""
+"""MasterWeightTensor: to optimizers, initializers and state dicts it is the high-precision tensor that it holds."""
 
 from __future__ import annotations
 

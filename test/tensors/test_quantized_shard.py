@@ -1,4 +1,4 @@
-"""QuantizedShard: the rows of a quantised weight that one rank holds, without ranks."""
+"""QuantizedShard: the rows of a quantized weight that one rank holds, without ranks."""
 
 from __future__ import annotations
 

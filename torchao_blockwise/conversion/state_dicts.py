@@ -87,7 +87,7 @@ def _load_assigned(
         if isinstance(values := _compat.local_of(loaded), (MasterWeightTensor, QuantizedTensor)):
             continue
         local, values = _compat.local_of(param), values.detach()
-        # What FSDP2 gathered of a master weight is quantised too.
+        # What FSDP2 gathered of a master weight is quantized too.
         if isinstance(local, (MasterWeightTensor, QuantizedTensor)) and local.config and local.config.master_weights:
             state_dict[prefix + name] = _compat.with_local(loaded, MasterWeightTensor(values, local.config))
         elif isinstance(local, QuantizedShard):

@@ -1,7 +1,7 @@
 """Partial cast: quantized model weights written from shards of their high-precision masters (`cast.py` does the work).
 
 For flat shards of ZeRO-1, ZeRO-2 and FSDP: a rank owns the elements [start, start + n) of a weight, wherever that cuts
-rows, blocks or bytes. The bits are those of casting the gathered master to the weight's dtype and quantising it whole.
+rows, blocks or bytes. The bits are those of casting the gathered master to the weight's dtype and quantizing it whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def cast_master_weights_to_fp8(
     group: dist.ProcessGroup | None = None,
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
-    """Quantise masters into `model_weights`, each rank the elements that it owns; scales alike on every rank.
+    """Quantize masters into `model_weights`, each rank the elements that it owns; scales alike on every rank.
 
     model_weights: [.., h, w], the same list on every rank of `group`; leading dims, such as experts, hold matrices with
         blocks of their own. Their dtype is what masters are rounded to first; scale grids are written whole.
@@ -60,7 +60,7 @@ def cast_master_weights_to_nvfp4(
     """`cast_master_weights_to_fp8` for NVFP4 weights in blocks of 16×16; global scales are written too.
 
     fsdp_shard_model_weights: flat uint8 buffers of the bytes that hold the shard, `ops.shard_entries` of them. The
-        first and the last may be shared with a neighbour, whose nibble stays; `ops.merge_shards_` joins gathered ones.
+        first and the last may be shared with a neighbor, whose nibble stays; `ops.merge_shards_` joins gathered ones.
     one_code_a_byte: the buffers are [n], a code in the low bits of a byte, for gathers that split between any elements.
     """
     name = "cast_master_weights_to_nvfp4"

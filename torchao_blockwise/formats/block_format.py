@@ -33,9 +33,9 @@ class BlockFormat:
     block: (rows, columns) that share one scale; columns run along the contraction.
     compute_scales: (block_amax f32 grid, tensor_amax f32 scalar or None, power_of_2_scales) -> Scales.
     min_amax: an amax below it is raised to it.
-    scale_max: the largest block scale that can be stored, where the scale itself is quantised.
+    scale_max: the largest block scale that can be stored, where the scale itself is quantized.
     transposed_scales: the scale grid is stored [column blocks, rows] and not [row blocks, column blocks].
-    has_global_scale: quantising needs the amax of the whole tensor.
+    has_global_scale: quantizing needs the amax of the whole tensor.
     """
 
     name: str
@@ -81,14 +81,14 @@ class BlockFormat:
         return (*batch, *(grid[::-1] if self.transposed_scales else grid))
 
     def new_empty(self, x: torch.Tensor, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uninitialised (payload, stored scale grid) of a tensor [.., rows, columns], on the device of `x`."""
+        """Uninitialized (payload, stored scale grid) of a tensor [.., rows, columns], on the device of `x`."""
         return (
             x.new_empty(self.qdata_shape(*shape), dtype=self.element.storage_dtype),
             x.new_empty(self.scale_shape(*shape), dtype=self.scale_dtype),
         )
 
     def nbytes(self, *shape: int) -> int:
-        """Bytes at rest of a quantised tensor [.., rows, columns]: payload, scales, and the global scale if any."""
+        """Bytes at rest of a quantized tensor [.., rows, columns]: payload, scales, and the global scale if any."""
         payload = math.prod(self.qdata_shape(*shape)) * self.element.storage_dtype.itemsize
         scales = math.prod(self.scale_shape(*shape)) * self.scale_dtype.itemsize
         return payload + scales + (torch.float32.itemsize if self.has_global_scale else 0)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-# What high-precision tensors can be: quantised from, multiplied to, or reported.
+# What high-precision tensors can be: quantized from, multiplied to, or reported.
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

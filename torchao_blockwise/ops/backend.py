@@ -71,7 +71,7 @@ def get_backend(backend: Backend | str | None) -> Backend:
 
 
 def casting_backend(backend: Backend | str | None) -> Backend:
-    """The backend that quantises and transposes beside products on `backend`: most libraries only multiply."""
+    """The backend that quantizes and transposes beside products on `backend`: most libraries only multiply."""
     backend = get_backend(backend)
     return backend if backend in (Backend.TRITON, Backend.REFERENCE) else Backend.AUTO
 

@@ -1,4 +1,4 @@
-"""Tensors: what is carried. Subclasses for quantised weights and for master weights that are quantised when used."""
+"""Tensors: what is carried. Subclasses for quantized weights and for master weights that are quantized when used."""
 
 import torch
 

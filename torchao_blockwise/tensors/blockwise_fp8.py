@@ -20,7 +20,7 @@ class BlockwiseFP8Tensor(QuantizedTensor):
     """A tensor [.., N, K] stored in 128×128 blocks of e4m3: x ≈ qdata · scale, 1 byte and 4/16384 an element.
 
     qdata: [.., N, K] e4m3. scale: [.., ⌈N/128⌉, ⌈K/128⌉] f32.
-    power_of_2_scales: how high-precision values that are copied in are quantised.
+    power_of_2_scales: how high-precision values that are copied in are quantized.
     config: how a layer with this weight trains; None is `BlockwiseFP8TrainingConfig`'s defaults.
 
     Make one with `from_hp`. Works as a Parameter of any `nn.Linear`. Slices and views are exact or refused.
@@ -64,9 +64,9 @@ class BlockwiseFP8Tensor(QuantizedTensor):
     def from_hp(
         cls, w: torch.Tensor, *, power_of_2_scales: bool = False, config: TrainingConfig | None = None
     ) -> BlockwiseFP8Tensor:
-        """Quantise `w` [.., N, K] bf16 | f16 | f32 in 128×128 blocks.
+        """Quantize `w` [.., N, K] bf16 | f16 | f32 in 128×128 blocks.
 
-        Raises TypeError for a dtype or a tensor that is quantised already, ValueError for fewer than 2 dims.
+        Raises TypeError for a dtype or a tensor that is quantized already, ValueError for fewer than 2 dims.
         """
         check_quantizable(w, cls.__name__)
         q = ops.quantize(w.detach(), FP8_128X128, power_of_2_scales=power_of_2_scales).rowwise

@@ -1,4 +1,4 @@
-"""Collectives on quantised tensors: their payload and scales travel as bits, one collective for each inner tensor.
+"""Collectives on quantized tensors: their payload and scales travel as bits, one collective for each inner tensor.
 
 `distribute_tensor` sends a layer's shards from one rank to all, so that they begin alike.
 """

@@ -107,7 +107,7 @@ def _plain_new(
 
 @implements(aten.copy_.default)
 def _copy_(func: Operation, x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> QuantizedTensor:
-    """From a tensor of the same kind: its bytes. From high precision: quantised as `x` is. Never to high precision."""
+    """From a tensor of the same kind: its bytes. From high precision: quantized as `x` is. Never to high precision."""
     if not isinstance(x, QuantizedTensor):
         # An FSDP2 that is not prepared copies parts of what it shards.
         reason = torch_fsdp.why_not_installed()
@@ -124,7 +124,7 @@ def _copy_(func: Operation, x: torch.Tensor, src: torch.Tensor, non_blocking: bo
 
 
 def source_for(op: str, x: QuantizedTensor, src: torch.Tensor) -> QuantizedTensor:
-    """`src`, about to be copied, as a tensor of the kind of `x`: quantised if it is not, another format refused."""
+    """`src`, about to be copied, as a tensor of the kind of `x`: quantized if it is not, another format refused."""
     if x.shape != src.shape:
         raise ValueError(f"{op}: the target has shape {list(x.shape)}, the source {list(src.shape)}")
     hp = None

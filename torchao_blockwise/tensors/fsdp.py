@@ -1,4 +1,4 @@
-"""How FSDP2 gathers a master weight: each rank sends its part quantised, with the scales of the whole weight.
+"""How FSDP2 gathers a master weight: each rank sends its part quantized, with the scales of the whole weight.
 
     master shard ──(its amaxes, MAX over ranks, scales: `distributed.sync_weight_scales`)──▶ payload, kept
     payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
@@ -216,7 +216,7 @@ def post_all_gather(
 ) -> Gathered | None:
     """The gathered weight and the tensors in it that FSDP2 must free; into `out`, an earlier result, where given.
 
-    A quantised weight is a view of what was gathered, or, where codes came one a byte, packed memory of its own.
+    A quantized weight is a view of what was gathered, or, where codes came one a byte, packed memory of its own.
     """
     layout = shard.layout
     (gathered,) = outs

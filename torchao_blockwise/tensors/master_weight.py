@@ -1,4 +1,4 @@
-"""MasterWeightTensor: high-precision values that layers quantise when they use them."""
+"""MasterWeightTensor: high-precision values that layers quantize when they use them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _CastOf:
 
 
 class MasterWeightTensor(TorchAOBaseTensor):
-    """A weight that holds high-precision values `hp` and is quantised when a layer uses it.
+    """A weight that holds high-precision values `hp` and is quantized when a layer uses it.
 
     To optimizers, initializers and state dicts it is the high-precision tensor. `F.linear`, and `F.grouped_mm` on
     experts [E, N, K], quantize it where they read it, in forward and in backward, and run the three GEMMs as `config`
@@ -148,7 +148,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
         *,
         out: torch.Tensor | None = None,
     ) -> fsdp.Gathered | None:
-        """FSDP2 calls it for the weight that layers use until it is sharded again: a quantised tensor."""
+        """FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor."""
         return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
     def __getstate__(self) -> dict[str, Any]:

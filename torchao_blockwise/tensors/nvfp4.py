@@ -85,9 +85,9 @@ class NVFP4Tensor(QuantizedTensor):
     def from_hp(
         cls, w: torch.Tensor, *, block_size: tuple[int, int] = (16, 16), config: TrainingConfig | None = None
     ) -> NVFP4Tensor:
-        """Quantise `w` [.., N, K] bf16 | f16 | f32 in blocks of (16, 16) or (1, 16).
+        """Quantize `w` [.., N, K] bf16 | f16 | f32 in blocks of (16, 16) or (1, 16).
 
-        Raises TypeError for a dtype or a tensor that is quantised already, ValueError for a block size that does not
+        Raises TypeError for a dtype or a tensor that is quantized already, ValueError for a block size that does not
         exist or fewer than 2 dims.
         """
         check_quantizable(w, cls.__name__)

@@ -1,7 +1,7 @@
-"""The values that a quantised weight was made of: what an optimizer needs as masters, and nothing else does.
+"""The values that a quantized weight was made of: what an optimizer needs as masters, and nothing else does.
 
 A weight that trains has them from its conversion, or from a load of high-precision values, until an optimizer takes
-them. Where none comes they are freed by the first product with the weight: a quantised weight alone is what was asked
+them. Where none comes they are freed by the first product with the weight: a quantized weight alone is what was asked
 for. Once an optimizer has taken them, values that are copied into the weight are kept until it has seen those too.
 """
 
@@ -22,9 +22,9 @@ MasterOf = Callable[[torch.Tensor], torch.Tensor | None]
 class Original:
     """What is kept of one weight; the weight's aliases share it.
 
-    hp: [.., N, K], or None where the values were taken or freed, or are known in quantised form alone.
+    hp: [.., N, K], or None where the values were taken or freed, or are known in quantized form alone.
     changed: values were copied into the weight after an optimizer took the last ones.
-    awaits_cast: the payload is not of these values yet; only of a shard, which a rank cannot quantise alone.
+    awaits_cast: the payload is not of these values yet; only of a shard, which a rank cannot quantize alone.
     given: what a state dict gave in the weight's place, until the payload is read.
     """
 
@@ -59,7 +59,7 @@ class Original:
             self.hp = None
 
     def note_copy(self, hp: torch.Tensor | None, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Called where the weight is about to take the values `hp`, or, where None, quantised ones.
+        """Called where the weight is about to take the values `hp`, or, where None, quantized ones.
 
         pairs: each of its inner tensors and what is copied into it.
         """
@@ -81,7 +81,7 @@ class Original:
         self.awaits_cast, self.given = True, None
 
     def cast_is_done(self) -> None:
-        """Called where the payload is of these values, and where an optimizer has quantised its master."""
+        """Called where the payload is of these values, and where an optimizer has quantized its master."""
         self.awaits_cast, self.given = False, None
         self.free()
 

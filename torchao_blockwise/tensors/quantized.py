@@ -1,6 +1,6 @@
 """What the quantized tensors share: metadata, files, printing, and refusals that name a remedy.
 
-A quantized tensor reports the shape and dtype of the high-precision tensor it stands for. Nothing here dequantises: an
+A quantized tensor reports the shape and dtype of the high-precision tensor it stands for. Nothing here dequantizes: an
 operation either has an exact meaning on the payload or raises. Copies are in `copying`, views in `views`.
 """
 
@@ -75,7 +75,7 @@ class QuantizedTensor(TorchAOBaseTensor):
 
     @property
     def values_dtype(self) -> torch.dtype:
-        """What values are rounded to before they are quantised."""
+        """What values are rounded to before they are quantized."""
         return self.dtype
 
     def _check(self) -> None:
@@ -94,7 +94,7 @@ class QuantizedTensor(TorchAOBaseTensor):
         raise NotImplementedError
 
     def _requantize(self, hp: torch.Tensor) -> QuantizedTensor:
-        """`hp` quantised as this tensor is."""
+        """`hp` quantized as this tensor is."""
         raise NotImplementedError
 
     def operand(self) -> Operand:

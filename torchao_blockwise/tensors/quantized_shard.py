@@ -1,11 +1,11 @@
-"""What a rank of FSDP2 holds of a Parameter that is quantised itself: its rows' payload, and the scales of all rows.
+"""What a rank of FSDP2 holds of a Parameter that is quantized itself: its rows' payload, and the scales of all rows.
 
-    fully_shard: quantised Parameter ─ rows ─▶ QuantizedShard        (values, where it trains: its rows, until taken)
+    fully_shard: quantized Parameter ─ rows ─▶ QuantizedShard        (values, where it trains: its rows, until taken)
     a change of values: shards of masters ─ cast, amaxes over ranks ─▶ payload of the rows, scales of the whole
     gather: payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
 
 Rows may end anywhere in a block: no payload lies across two ranks, and every rank has every scale. High-precision
-values that are copied in cannot be quantised by a rank alone; they wait for a cast, which all ranks make together.
+values that are copied in cannot be quantized by a rank alone; they wait for a cast, which all ranks make together.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _COPIES = {aten.clone.default, aten.contiguous.default}
 
 
 class QuantizedShard(QuantizedTensor):
-    """Rows of a quantised weight: qdata of these, scale and global_scale of the whole weight, alike on every rank.
+    """Rows of a quantized weight: qdata of these, scale and global_scale of the whole weight, alike on every rank.
 
     qdata: [rows, .., K] of the format's storage. scale: grid of part.shape. global_scale: f32 scalar or None.
     part: which rows of which weight. dtype: that of the Parameter; values are rounded to part.dtype.
@@ -203,7 +203,7 @@ class QuantizedShard(QuantizedTensor):
         *,
         out: torch.Tensor | None = None,
     ) -> fsdp.Gathered | None:
-        """FSDP2 calls it for the weight that layers use until it is sharded again: a quantised tensor."""
+        """FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor."""
         return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
     def _sent(self) -> torch.Tensor:

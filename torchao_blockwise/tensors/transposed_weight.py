@@ -64,7 +64,7 @@ class TransposedWeight(TorchAOBaseTensor):
         self.weight = weight
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values of a quantised weight as a plain tensor [E, K, N] of `dtype`, default the reported dtype."""
+        """The values of a quantized weight as a plain tensor [E, K, N] of `dtype`, default the reported dtype."""
         return self.weight.dequantize(dtype).transpose(-2, -1)  # type: ignore[call-arg]  # a subclass's
 
     def _stable_hash_for_caching(self) -> str:

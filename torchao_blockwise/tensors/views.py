@@ -1,4 +1,4 @@
-"""Views of quantised tensors: exact on payload and scales, on borders of blocks, or refused with a remedy."""
+"""Views of quantized tensors: exact on payload and scales, on borders of blocks, or refused with a remedy."""
 
 from __future__ import annotations
 

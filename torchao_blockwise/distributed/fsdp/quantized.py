@@ -1,4 +1,4 @@
-"""Shards of weights that are quantised themselves: their cast, and what ranks must have in common.
+"""Shards of weights that are quantized themselves: their cast, and what ranks must have in common.
 
 A cast is a collective, so that only what the program does alike on all ranks may lead to one: a step of their
 optimizer, and, where a forward pass of a root begins, values that were loaded or copied in since.
@@ -58,9 +58,9 @@ def _why_not_sharded(weight: QuantizedTensor, parameter: torch_fsdp.FsdpParamete
 
 @torch.no_grad()
 def cast_shards(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Quantise what ranks hold of weights; one all-reduce of amaxes a shard group.
+    """Quantize what ranks hold of weights; one all-reduce of amaxes a shard group.
 
-    shards: (Parameter, a DTensor around a QuantizedShard; this rank's values of it, flat). Bit for bit what quantising
+    shards: (Parameter, a DTensor around a QuantizedShard; this rank's values of it, flat). Bit for bit what quantizing
         the whole weight gives.
     """
     by_group: dict[tuple[dist.ProcessGroup | None, torch.device], list[tuple[Any, torch.Tensor]]] = {}

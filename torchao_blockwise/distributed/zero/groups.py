@@ -17,12 +17,12 @@ PARAMETERS = ("params", "param_names")
 
 
 def quantized_of(p: torch.Tensor) -> QuantizedTensor | None:
-    """What this rank holds of a parameter that is quantised itself, sharded or not; None of another."""
+    """What this rank holds of a parameter that is quantized itself, sharded or not; None of another."""
     return local if isinstance(local := _compat.local_of(p), QuantizedTensor) else None
 
 
 def as_groups(params: Iterable[Any], what: str) -> list[dict[str, Any]]:
-    """New groups with lists of parameters, without the quantised ones that are frozen.
+    """New groups with lists of parameters, without the quantized ones that are frozen.
 
     params: parameters, (name, parameter), or groups of either. what: who asks, for messages.
     Raises TypeError for a lone tensor, ValueError for nothing.
@@ -116,6 +116,6 @@ def _why_no_master(p: torch.Tensor, whole: bool) -> str | None:
 
 
 def _mesh_ranks(parameters: Iterable[torch.Tensor]) -> list[int]:
-    """The ranks that hold parts of the quantised parameters that FSDP2 shards."""
+    """The ranks that hold parts of the quantized parameters that FSDP2 shards."""
     meshes = [p.device_mesh.mesh for p in parameters if quantized_of(p) is not None and hasattr(p, "device_mesh")]
     return sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()})

@@ -1,8 +1,8 @@
-"""MasterWeightOptimizer: any optimizer over the fp32 masters of quantised Parameters.
+"""MasterWeightOptimizer: any optimizer over the fp32 masters of quantized Parameters.
 
     p.grad ─ fp32 ─▶ master.grad ─ the wrapped optimizer ─▶ master ─ partial cast ─▶ p
 
-The model holds quantised weights and the optimizer their masters; nothing holds both. Other parameters are handed to
+The model holds quantized weights and the optimizer their masters; nothing holds both. Other parameters are handed to
 the wrapped optimizer as they are.
 """
 
@@ -37,17 +37,17 @@ from torchao_blockwise.distributed.zero.weights import (
 
 
 class MasterWeightOptimizer(torch.optim.Optimizer):
-    """`optimizer_class` over fp32 masters: master ← step(master, fp32(grad)), then weight ← quantise(dtype(master)).
+    """`optimizer_class` over fp32 masters: master ← step(master, fp32(grad)), then weight ← quantize(dtype(master)).
 
     optimizer_class: any `torch.optim.Optimizer` class; optimizer_kwargs go to it, as `lr`.
-    model: converted with `master_weights=False`. Its quantised Parameters that require a gradient get masters: the
-        values from before quantisation or of a later load, which they have until their first use in a product; after it
-        the quantised values, with a warning. Frozen ones are left alone; `add_param_group` takes them once they train.
+    model: converted with `master_weights=False`. Its quantized Parameters that require a gradient get masters: the
+        values from before quantization or of a later load, which they have until their first use in a product; after it
+        the quantized values, with a warning. Frozen ones are left alone; `add_param_group` takes them once they train.
     params: as any optimizer takes them: parameters, (name, parameter), or groups of them with options of their own; by
         default all of the model's.
     process_group: ranks that train the same model. They begin with the first rank's values of all parameters and
         buffers, which makes up for `DistributedDataParallel(init_sync=False)`. None: this process looks at no other.
-    shard: "zero1" splits masters and optimizer states of the quantised parameters evenly over the ranks of
+    shard: "zero1" splits masters and optimizer states of the quantized parameters evenly over the ranks of
         process_group (default: all ranks), anywhere in the flat weights. Each rank steps its elements, one MAX
         all-reduce makes scales alike, one all-gather moves the payload: 1 byte an element (FP8), or half a byte
         (NVFP4). Gradients must be whole and alike on all ranks, as DistributedDataParallel leaves them; the optimizer
@@ -56,7 +56,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         weight's shape. Weights that FSDP2 shards are split by it: each rank steps its rows.
 
     The groups that are seen from outside hold the model's Parameters, so that schedulers, `GradScaler`,
-    `clip_grad_norm_` and `zero_grad` work as ever. Values that are copied or loaded into a quantised Parameter become
+    `clip_grad_norm_` and `zero_grad` work as ever. Values that are copied or loaded into a quantized Parameter become
     its master's before the next step.
     Raises TypeError for no optimizer class, ValueError for a shard that does not exist, a weight whose blocks are not
     square, or ranks that differ in model or options, RuntimeError for a rank that does not come.
@@ -98,12 +98,12 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer; its groups hold masters in the place of quantised parameters."""
+        """The wrapped optimizer; its groups hold masters in the place of quantized parameters."""
         assert self._inner is not None
         return self._inner
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as with any optimizer; its quantised parameters that require a gradient get masters."""
+        """Add a group, as with any optimizer; its quantized parameters that require a gradient get masters."""
         if self._inner is None:
             # Called by the base class for the groups of the constructor, which have their masters.
             super().add_param_group(param_group)
@@ -118,7 +118,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._write_first(added)
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The fp32 master of a quantised parameter: [.., N, K], or under "zero1" this rank's elements, flat.
+        """The fp32 master of a quantized parameter: [.., N, K], or under "zero1" this rank's elements, flat.
 
         Raises KeyError for a parameter that has none.
         """
@@ -128,7 +128,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters with the gradients of the model, then quantise them into it; a collective under "zero1".
+        """Step the masters with the gradients of the model, then quantize them into it; a collective under "zero1".
 
         closure: evaluates the model and returns the loss, as any optimizer takes it; sees the masters' values.
         """
@@ -200,7 +200,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def model_state_dict(self) -> dict[str, Any]:
-        """The model's state dict with masters in the place of quantised weights: plain, under the original names.
+        """The model's state dict with masters in the place of quantized weights: plain, under the original names.
 
         An unconverted model loads it. A collective under "zero1"; else `model.state_dict()` gives the same.
         """
@@ -216,7 +216,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` or `full_state_dict` gave, and quantise the masters into the model.
+        """Load what `state_dict` or `full_state_dict` gave, and quantize the masters into the model.
 
         A collective under "zero1". A state dict of the wrapped optimizer itself, which knows no masters, leaves them.
         Raises ValueError where groups or shapes differ, or it is another rank's part.
@@ -249,7 +249,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     # --- masters ------------------------------------------------------------------------------------------------------
 
     def _add_masters(self, groups: Sequence[dict[str, Any]]) -> list[PrimaryWeight]:
-        """Give the quantised parameters of `groups` masters, and keep of these what this rank steps."""
+        """Give the quantized parameters of `groups` masters, and keep of these what this rank steps."""
         weights = [p for g in groups for p in g["params"] if quantized_of(p) is not None and p not in self._of]
         weights = list(dict.fromkeys(weights))
         ranks, rank = 1, 0
@@ -297,7 +297,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             weight.set_master(weight.quantized.dequantize(torch.float32) if values is None else values)
 
     def _saved_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """What a state dict of the model holds in the place of a quantised weight."""
+        """What a state dict of the model holds in the place of a quantized weight."""
         return self.master(parameter) if parameter in self._of and not self._splits else None
 
     def _write(self) -> None:
@@ -309,7 +309,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         write_weights(self._weights, self._group if self._splits else None)
 
     def _write_first(self, weights: Sequence[PrimaryWeight]) -> None:
-        """Where ranks have begun with other values than those that their weights were quantised from."""
+        """Where ranks have begun with other values than those that their weights were quantized from."""
         new = [w for w in weights if self._group is not None or w.shard is not None]
         write_weights(new, self._group if self._splits else None)
 

@@ -1,4 +1,4 @@
-"""Primary weights: quantised Parameters, whose masters an optimizer alone has, and what ranks exchange of them.
+"""Primary weights: quantized Parameters, whose masters an optimizer alone has, and what ranks exchange of them.
 
     masters of my range ─ cast ─▶ my payload entries ─ one all-gather of bytes ─▶ whole payloads, merged at the edges
 
@@ -31,7 +31,7 @@ _CAST = "cast_master_weights"
 
 @dataclass(eq=False)
 class PrimaryWeight:
-    """A quantised Parameter and the fp32 master of the elements that this rank steps.
+    """A quantized Parameter and the fp32 master of the elements that this rank steps.
 
     weight: a QuantizedTensor, or the DTensor of FSDP2 around a QuantizedShard.
     master: [.., N, K], a DTensor where the weight is one; under ZeRO's split flat [edges[rank + 1] - edges[rank]].
@@ -108,7 +108,7 @@ def flat_edges(sizes: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
 
 @torch.no_grad()
 def write_weights(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup | None) -> None:
-    """Quantise the masters into the weights, bit for bit what quantising them whole gives; a collective where split.
+    """Quantize the masters into the weights, bit for bit what quantizing them whole gives; a collective where split.
 
     group: ranks that split the masters, or None. One all-reduce of amaxes and one all-gather of payload a device; of
         weights that FSDP2 shards, one all-reduce a shard group.

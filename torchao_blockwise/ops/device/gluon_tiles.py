@@ -1,7 +1,7 @@
 """What Gluon kernels share that make copies of one-row FP8 blocks: a tile in shared memory, read in a layout a copy.
 
-    tile [128, COLUMNS], as words of two neighbours of a row
-      ├─ by rows      a thread has 16 neighbours of a row
+    tile [128, COLUMNS], as words of two neighbors of a row
+      ├─ by rows      a thread has 16 neighbors of a row
       │               max along the row  → scale, q  [M, K], 16 bytes a store
       └─ by columns   a thread has 16 rows of a word, so of two columns
                       max along the rows → scale, qᵀ [K, M], 16 bytes a store
@@ -47,7 +47,7 @@ _HIGH = gl.constexpr(-(1 << 16))
 
 @gluon.constexpr_function
 def copy_layout(words, warps):
-    """Words as a copy takes them: 16 bytes a thread, neighbours along a row of so many."""
+    """Words as a copy takes them: 16 bytes a thread, neighbors along a row of so many."""
     return gl.BlockedLayout([1, 4], [_THREADS * 4 // words, words // 4], [warps, 1], [1, 0])
 
 
@@ -137,7 +137,7 @@ def _store_rowwise(
     POWER_OF_2: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Quantise the rows of a tile as `ops.quantize` does and store them."""
+    """Quantize the rows of a tile as `ops.quantize` does and store them."""
     BLOCK: gl.constexpr = tile.shape[0]
     ROW: gl.constexpr = _row_layout(WARPS)
     VECTOR: gl.constexpr = _vector_layout(WARPS)
@@ -171,7 +171,7 @@ def _store_columnwise(
     POWER_OF_2: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Quantise the columns of a tile as `ops.quantize` does and store them."""
+    """Quantize the columns of a tile as `ops.quantize` does and store them."""
     BLOCK: gl.constexpr = tile.shape[0]
     WORDS: gl.constexpr = tile.shape[1]
     COLUMN: gl.constexpr = _column_layout(WARPS)
@@ -219,7 +219,7 @@ def store_copies(
     POWER_OF_2: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Quantise a tile, behind a barrier after what wrote it, and store its copies."""
+    """Quantize a tile, behind a barrier after what wrote it, and store its copies."""
     COLUMNS: gl.constexpr = 2 * tile.shape[1]
     if q_ptr is not None:
         _store_rowwise(tile, q_ptr, s_ptr, tile_k, first, end, M, K, DTYPE, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, WARPS)

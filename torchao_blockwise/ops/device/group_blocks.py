@@ -6,7 +6,7 @@
     entry    (first, live, end, 0): the block begins with token `first`; its tokens before `live` have values, those
              from `live` to `end` belong to no group and count as zeros, and from `end` on it is padding.
 
-A program that quantises a tile reads two or three integers; to search all ends would take as many instructions as half
+A program that quantizes a tile reads two or three integers; to search all ends would take as many instructions as half
 of a tile does. Entry -1 describes the tokens as a whole: (0, end of the last group, tokens).
 """
 

@@ -58,7 +58,7 @@ def store_rowwise(
     POWER_OF_2: tl.constexpr,
     end_m=None,  # rows from here on are not the tile's; M for None
 ):
-    """Quantise rows of a tile as `ops.quantize` does and store them."""
+    """Quantize rows of a tile as `ops.quantize` does and store them."""
     end_m = M if end_m is None else end_m
     encode, scale = fp8_vector_scales(tl.max(magnitude_bits(y), 1), ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
     _store_tile(q_ptr, 0, encode_e4m3(y * encode[:, None], ELEMENT_MAX), offs_m, offs_k, end_m, K)

@@ -1,4 +1,4 @@
-"""Blockwise quantisation in Triton: a read of `x` writes a copy, or both copies where blocks are square.
+"""Blockwise quantization in Triton: a read of `x` writes a copy, or both copies where blocks are square.
 
 A program takes one tile of a matrix, and every block that touches it lies in it whole:
 
@@ -269,7 +269,7 @@ def quantize(
             columnwise = None
         power_of_2 = options.power_of_2_scales
         if rowwise and columnwise and (K % _ALIGNMENT or not fmt.is_square):
-            # A program with two sets of values, or of addresses, spills or has few neighbours.
+            # A program with two sets of values, or of addresses, spills or has few neighbors.
             _launch(x, amax_bits, Copies(rowwise, None), fmt, power_of_2, blocks)
             _launch(x, amax_bits, Copies(None, columnwise), fmt, power_of_2, blocks)
         elif rowwise or columnwise:

@@ -50,7 +50,7 @@ def block_count(shape: Sequence[int], fmt: BlockFormat | str) -> int:
 def shard_entries(start: int, n: int, columns: int, fmt: BlockFormat | str) -> tuple[int, int]:
     """(first, count) of the payload entries, numbered through the tensor, that hold its elements [start, start + n).
 
-    columns: w of the tensor [.., h, w]. A 4-bit shard may share its first and its last entry with its neighbours.
+    columns: w of the tensor [.., h, w]. A 4-bit shard may share its first and its last entry with its neighbors.
     """
     element = get_format(fmt).element
     if n == 0:

@@ -1,11 +1,11 @@
-"""RMSNorm and LayerNorm in Triton: the statistics of each row, then a pass that normalises and quantises tile by tile.
+"""RMSNorm and LayerNorm in Triton: the statistics of each row, then a pass that normalizes and quantizes tile by tile.
 
             K                        one pass over x for the statistics [M], which backward needs anyway;
       ┌───┬───┬───┐                  another that makes y in registers and stores its rowwise copy
     M │   │ y │   │  tile [ROWS, 128]
 
 A columnwise block needs 128 rows and a row's statistics all of K, so no tile could do both. Columnwise copies are made
-by kernels_gluon.py where the GPU and the dtypes allow it; elsewhere y is stored, and quantised by a launch of its own.
+by kernels_gluon.py where the GPU and the dtypes allow it; elsewhere y is stored, and quantized by a launch of its own.
 """
 
 import torch

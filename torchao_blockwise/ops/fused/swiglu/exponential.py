@@ -1,6 +1,6 @@
 """sigmoid in fp32 by operations that round alike everywhere; the constants that the reference and the kernels share.
 
-Libraries of CPUs and GPUs differ in the last bits of exp, and quantised bits must not depend on the device. So:
+Libraries of CPUs and GPUs differ in the last bits of exp, and quantized bits must not depend on the device. So:
 
     t = clamp(-x, LOW, HIGH) · LOG2_E
     n = rint(t), f = t - n                      t + SHIFT - SHIFT rounds to an integer; the difference is exact

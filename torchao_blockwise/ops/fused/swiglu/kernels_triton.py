@@ -1,7 +1,7 @@
-"""SwiGLU and its gradients in Triton, quantised in the pass that computes them.
+"""SwiGLU and its gradients in Triton, quantized in the pass that computes them.
 
 Forward, h = silu(gate) · up, a program takes a tile of both. The gradients lie side by side: a (of the gate) and b (of
-up) are computed by a program each, neighbours, as they read the same tiles of gate, up and dh:
+up) are computed by a program each, neighbors, as they read the same tiles of gate, up and dh:
 
                  H                              2H
            ┌───┬───┬───┐              ┌───┬───┬───┬───┬───┬───┐
@@ -104,7 +104,7 @@ def _swiglu_backward_kernel(
         of_up = ((offs_c >= H) & (offs_c < 2 * H))[None, :]
         offs_h = tl.where((offs_c >= H) & (offs_c < 2 * H), offs_c - H, offs_c)
     else:
-        # Programs that read the same tiles are neighbours, so that the second reading comes from cache.
+        # Programs that read the same tiles are neighbors, so that the second reading comes from cache.
         PARTS: tl.constexpr = 2 if ROWWISE else 1
         tiles_h = tl.cdiv(H, BLOCK)
         part = tl.program_id(0) % PARTS
@@ -136,7 +136,7 @@ def _launch(kernel, inputs, outputs, rowwise, power_of_2_scales=False, blocks=No
     if M == 0 or H == 0:
         return
     options = options_of(FP8_1X128, rowwise, power_of_2_scales)
-    # A program computes one of two gradients where it quantises, and both where it stores them as they are.
+    # A program computes one of two gradients where it quantizes, and both where it stores them as they are.
     width = 2 * H if rowwise and kernel is _swiglu_backward_kernel else H
     tiles = ceil_div(M, options["ROWS"]) * ceil_div(width, options["BLOCK"])
     strides = [stride for x in inputs for stride in x.stride()]

@@ -7,7 +7,7 @@
                                               a launch between. Of few assignments it counts all itself: one launch.
     scatter   x [T, H] → out [T · top_k, H]   an assignment a program: its token's row, weighted, goes to its place; the
                                               dot product with the row in that place of another tensor is summed on the
-                                              way. Neighbouring programs read the same row: memory gives it once.
+                                              way. Neighboring programs read the same row: memory gives it once.
     gather    y → out [T, H]                  a strip of a token a program: top_k rows, ascending k, loaded at once
 
 Both of the last go by `row_of`, the inverse of `source`. Its entries are checked where they are used, so that no source

@@ -40,7 +40,7 @@ def _merge_rows(target, shards, starts, lengths, columns: int, fmt: BlockFormat)
     """A target's rows of the table, one a shard.
 
     A byte of two elements whose shards differ is written once, by the shard that has its low nibble, which takes the
-    high one from its neighbour's first byte; without a neighbour the target's own nibble stays.
+    high one from its neighbor's first byte; without a neighbor the target's own nibble stays.
     """
     byte, low, high = 0xFF, _LOW.value, _HIGH.value
     pieces = sorted((piece for piece in zip(starts, lengths, shards) if piece[1]), key=lambda piece: piece[0])

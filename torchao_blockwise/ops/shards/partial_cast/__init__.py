@@ -1,4 +1,4 @@
-"""Partial cast: quantize tensors of which a rank holds flat shards, with the bits of quantising each of them whole.
+"""Partial cast: quantize tensors of which a rank holds flat shards, with the bits of quantizing each of them whole.
 
     shards ─ partial_block_amax ─▶ amax of block ∩ shard ─ MAX over ranks ─▶ block_scales_ ─▶ encode ─┐
        └──────────────────────────────────────────────────────────────────────▶ partial_cast_ ◀──────┘
@@ -135,7 +135,7 @@ def partial_cast_(
         "whole": the tensor's payload [.., h, packed(w)].
         "entries": the payload entries that hold the shard alone, `shard_entries` of them, flat.
         "codes": one element an entry [n], flat; 4-bit codes in the low bits.
-        Of an entry that a 4-bit shard shares with a neighbour the other nibble stays; what pads a row of odd w becomes
+        Of an entry that a 4-bit shard shares with a neighbor the other nibble stays; what pads a row of odd w becomes
         zero together with the row's last element.
     shards, starts, shapes, dtype: as in `partial_block_amax`. encode: f32 [blocks], from `block_scales_`.
     Together with a MAX over ranks between them the three steps give the bits of `quantize` of the whole tensor.

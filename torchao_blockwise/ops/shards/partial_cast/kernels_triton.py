@@ -10,7 +10,7 @@ in the shard:
       └───┴───┴───┘
 
 Shards of which every address and size allows it move 16 bytes at a time; they take a launch of their own. A byte that
-the shard shares with a neighbour, its first or its last, is read first and written back with the neighbour's nibble.
+the shard shares with a neighbor, its first or its last, is read first and written back with the neighbor's nibble.
 """
 
 import torch
@@ -218,7 +218,7 @@ def _load_blocks(table_ptr, amax_ptr, count, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _tensor_amax_kernel(table_ptr, amax_ptr, tensor_amax_ptr, count, CHUNK: tl.constexpr):
-    """[blocks] int32 -> [tensors] int32, zero-initialised."""
+    """[blocks] int32 -> [tensors] int32, zero-initialized."""
     _, index, _, _, _, amax_bits = _load_blocks(table_ptr, amax_ptr, count, CHUNK)
     tl.atomic_max(tensor_amax_ptr + index, tl.max(amax_bits, 0), sem="relaxed")
 
