@@ -11,7 +11,7 @@ from helpers import FP8, NVFP4
 from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, linears_and_experts, skip_lm_head
-from torchao_blockwise.cli import main
+from torchao_blockwise.cli import convert, main
 from torchao_blockwise.testing import assert_bitwise_equal
 
 transformers = pytest.importorskip("transformers", "5.0")
@@ -79,6 +79,51 @@ def test_it_writes_what_export_writes(kind, tmp_path, capsys):
         assert main(["verify", str(tmp_path / first), str(tmp_path / second)]) == 0
     assert main(["verify", str(tmp_path / "out"), str(tmp_path / "plain"), "--error", "0.001"]) == 1
     assert "relative error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("to", ("fp8_block", "nvfp4_compressed_tensors"))
+def test_what_is_interrupted_goes_on(to, tmp_path, monkeypatch, capsys):
+    """Files that are finished are kept, their tensors not quantized again; the bytes are those of one run."""
+    plain("llama", tmp_path / "plain")
+    command = ["convert", str(tmp_path / "plain"), "--to", to, "--shard-gb", "0.0001"]
+    assert main([*command, str(tmp_path / "whole")]) == 0
+    quantize, calls = convert.ops.quantize, []
+
+    def interrupted(*args, **options):
+        calls.append(1)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return quantize(*args, **options)
+
+    monkeypatch.setattr(convert.ops, "quantize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main([*command, str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists() and (tmp_path / ".out-unfinished").is_dir()
+    # A file that was being written is none.
+    (tmp_path / ".out-unfinished" / "part").write_bytes(b"half")
+    capsys.readouterr()
+    assert main([*command, str(tmp_path / "out")]) == 0
+    assert "goes on where it was interrupted, behind " in capsys.readouterr().out
+    # 14 weights in all.
+    assert 14 < len(calls) < 9 + 14
+    files = sorted(p.name for p in (tmp_path / "whole").iterdir())
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == files and len(files) > 4
+    for name in files:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert not (tmp_path / ".out-unfinished").exists()
+
+
+def test_other_options_start_anew(tmp_path, monkeypatch):
+    plain("llama", tmp_path / "plain")
+    command = ["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--shard-gb", "0.0001"]
+    monkeypatch.setattr(convert, "not_converted", lambda model: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(command)
+    monkeypatch.undo()
+    assert main([*command, "--skip", "*.down_proj"]) == 0
+    names = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert "model.layers.0.mlp.up_proj.weight_scale_inv" in names
+    assert "model.layers.0.mlp.down_proj.weight_scale_inv" not in names
 
 
 def test_layers_are_left_out_by_name(tmp_path):

@@ -14,6 +14,10 @@ import torch
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# What a run that may be resumed writes.
+_PLAN = "plan.json"
+# What a file is called while it is written.
+_PART = "part"
 # What belongs to a tokenizer, in the folder that a model came from.
 _COPIED = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
 
@@ -29,19 +33,51 @@ def safetensors() -> Any:
 class Folder:
     """A folder that is made whole: in a temporary one beside it, which takes its name when all is written.
 
+    resume: what decides all that is written, JSON-able. With it files that an interrupted run has finished are kept, in
+        a folder of a fixed name, and a run of the same goes on there: `done` has the names of their tensors, which need
+        no `add`. Without it what is interrupted leaves nothing.
     Raises FileExistsError where there is something already.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], shard_bytes: int) -> None:
+    def __init__(self, directory: str | os.PathLike[str], shard_bytes: int, resume: object = None) -> None:
         self.final, self.shard_bytes = Path(directory), shard_bytes
         if self.final.exists() and (not self.final.is_dir() or any(self.final.iterdir())):
             raise FileExistsError(f"export: {self.final} exists and is not empty; give another directory, or remove it")
         self._torch = importlib.import_module(f"{safetensors().__name__}.torch")
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        self.path = Path(tempfile.mkdtemp(prefix=f".{self.final.name}-", dir=self.final.parent))
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = self._bytes = 0
         self._shards: list[list[str]] = []
+        self._resumes = resume is not None
+        if self._resumes:
+            self.path = self.final.parent / f".{self.final.name}-unfinished"
+            self._take_up(json.loads(json.dumps(resume)))
+        else:
+            self.path = Path(tempfile.mkdtemp(prefix=f".{self.final.name}-", dir=self.final.parent))
+
+    def _take_up(self, plan: object) -> None:
+        """Go on with the files of an earlier run, if it had the same plan."""
+        written = self.path / _PLAN
+        if not written.exists() or json.loads(written.read_text()) != plan:
+            self.discard()
+            self.path.mkdir()
+            self.write_json(_PLAN, plan)
+        (self.path / _PART).unlink(missing_ok=True)
+        while (file := self._shard(len(self._shards))).exists():
+            with safetensors().safe_open(str(file), framework="pt") as opened:
+                self._shards.append(list(opened.keys()))
+            with file.open("rb") as raw:
+                self._bytes += file.stat().st_size - 8 - int.from_bytes(raw.read(8), "little")
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return self._bytes
+
+    @property
+    def done(self) -> set[str]:
+        """The tensors of finished files."""
+        return {name for names in self._shards for name in names}
 
     def __enter__(self) -> Folder:
         return self
@@ -54,7 +90,8 @@ class Folder:
                     self.final.rmdir()
                 os.replace(self.path, self.final)
         finally:
-            self.discard()
+            if kind is None or not self._resumes:
+                self.discard()
 
     def discard(self) -> None:
         """Leave nothing but what took its name."""
@@ -79,7 +116,10 @@ class Folder:
 
     def _flush(self) -> None:
         if self._pending:
-            self._torch.save_file(self._pending, str(self._shard(len(self._shards))), metadata={"format": "pt"})
+            # A file of this name is whole.
+            part = self.path / _PART
+            self._torch.save_file(self._pending, str(part), metadata={"format": "pt"})
+            part.rename(self._shard(len(self._shards)))
             self._shards.append(list(self._pending))
             self._pending, self._pending_bytes = {}, 0
 
@@ -88,6 +128,7 @@ class Folder:
 
     def _finish(self) -> None:
         self._flush()
+        (self.path / _PLAN).unlink(missing_ok=True)
         if len(self._shards) == 1:
             self._shard(0).rename(self.path / _SINGLE)
             return

@@ -3,7 +3,8 @@
 IN is a folder with config.json and plain safetensors files, OUT a new one. Linear layers and experts are quantized but
 for the output projection and routers, as `quantize_` would; --skip leaves out more by name. One tensor is quantized at
 a time, and a file is written when its 5 GB are there; NVFP4 reads each twice, as layers that engines run as one share a
-tensor scale. OUT is made whole or not at all.
+tensor scale. OUT is made whole or not at all: until then finished files lie beside it, and the same command goes on
+behind them where it was interrupted.
 
 exit code: 0 done, 2 wrong arguments or files
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUT", type=Path)
     parser.add_argument("--to", choices=FORMATS, default=fp8_block.NAME, help="default: %(default)s")
     parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help='names to leave out: "*.wo"')
+    parser.add_argument("--shard-gb", type=float, default=SHARD_BYTES / 2**30, help="of a file; default: %(default)g")
     parser.add_argument("--power-of-2-scales", action="store_true")
 
 
@@ -78,26 +81,34 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
     chosen = FORMATS[args.to]
     quantized = [name for name in names if is_quantized.get(name)]
     amaxes = _group_amaxes(files, quantized) if chosen.FORMAT.has_global_scale else {}
-    elements = nbytes = count = 0
-    with Folder(args.output, SHARD_BYTES) as folder:
+    sources = [(file.name, file.stat()) for file in sorted(args.input.glob("*.safetensors"))]
+    plan = {
+        "from": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in sources],
+        "quantized": quantized,
+        "power_of_2_scales": args.power_of_2_scales,
+        "to": args.to,
+    }
+    with Folder(args.output, int(args.shard_gb * 2**30), resume=plan) as folder:
+        done, weights = folder.done, set(quantized)
+        if done:
+            print(f"goes on where it was interrupted, behind {len(done)} tensors")
         for name in _shown(names):
+            made = chosen.described(name, tuple(files.shape(name))) if name in weights else {name}
+            if done.issuperset(made):
+                continue
             x = files.read(name)
             written = [(name, x)]
-            if is_quantized.get(name):
-                amax = amaxes.get(group_of(name))
-                made = ops.quantize(
-                    x, chosen.FORMAT, power_of_2_scales=args.power_of_2_scales, tensor_amax=amax
-                ).rowwise
-                written = list(chosen.named(Part(name), made))
-            count += len(written) > 1
-            elements += x.numel()
+            if name in weights:
+                options = {"power_of_2_scales": args.power_of_2_scales, "tensor_amax": amaxes.get(group_of(name))}
+                written = list(chosen.named(Part(name), ops.quantize(x, chosen.FORMAT, **options).rowwise))
             for other, value in written:
-                nbytes += value.nbytes
-                folder.add(other, value)
+                if other not in done:
+                    folder.add(other, value)
         content = json.loads((args.input / "config.json").read_text())
         folder.write_json("config.json", content | {"quantization_config": chosen.settings(not_converted(model))})
         folder.copy_tokenizer(args.input)
-    return count, 8 * nbytes / max(1, elements)
+    elements = sum(math.prod(files.shape(name)) for name in names)
+    return len(quantized), 8 * folder.nbytes / max(1, elements)
 
 
 def _group_amaxes(files: Files, names: list[str]) -> dict[str, torch.Tensor]:
