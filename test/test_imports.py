@@ -21,7 +21,7 @@ PACKAGE = Path(torchao_blockwise.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # An import may only point to the left: a room of a higher rank imports rooms of lower ranks and itself.
 RANKS = {"formats": 0, "ops": 1, "tensors": 2, "nn": 3, "distributed": 4, "conversion": 5}
-RANKS |= {"checkpoint": 6, "integrations": 6, "diagnostics": 6, "cli": 7, "__main__": 8}
+RANKS |= {"checkpoint": 6, "diagnostics": 6, "integrations": 7, "cli": 7, "__main__": 8}
 EXEMPT = {"testing", "__init__"}
 # Where names of others live that they do not promise to keep.
 COMPAT = {"_compat", "_names", "_versions"}

@@ -15,6 +15,8 @@ MODULES = ("", "ops", "formats", "tensors", "nn", "distributed", "conversion", "
 INTEGRATIONS = {
     "integrations.transformers": ("BlockwiseFP8Config", "NVFP4Config", "UnchangedWeights", "Numerics", "RecipeState"),
     "integrations.lightning": ("BlockwisePrecision", "UnchangedWeights", "Numerics"),
+    "integrations.vllm": ("weight_source",),
+    "integrations.sglang": ("update_weights",),
     "integrations.torchtitan": ("fp8", "nvfp4", "selective_ac", "BlockwiseConverter"),
 }
 
