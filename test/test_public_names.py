@@ -110,16 +110,16 @@ keep_last_blocks(model, count)
 min_features(features)
 skip_fqns(patterns)
 unconvert(model)
-ops.quantize(x, fmt, rowwise, columnwise, power_of_2_scales, hadamard, stochastic, tensor_amax, padded, backend)
+ops.quantize(x, fmt, rowwise, columnwise, power_of_2_scales, hadamard, stochastic, four_over_six, tensor_amax, padded, backend)
 ops.matmul(a, b, out_dtype, bias, backend)
 ops.transpose(x, columns, backend)
 ops.grouped_matmul(a, b, groups, along, out_dtype, backend)
-ops.grouped_quantize(x, groups, fmt, rowwise, columnwise, power_of_2_scales, hadamard, stochastic, tensor_amax, backend)
+ops.grouped_quantize(x, groups, fmt, rowwise, columnwise, power_of_2_scales, hadamard, stochastic, four_over_six, tensor_amax, backend)
 ops.make_groups(ends, tokens, fmt, backend)
 ops.norm_quantize(x, options, statistics, weight, bias, dtype, backend)
 ops.swiglu_quantize(gate, up, options, groups, backend)
 ops.swiglu_backward_quantize(dh, gate, up, options, groups, draws, backend)
-ops.quantize_by(x, options, groups, tensor_amax, draws, backend)""",
+ops.quantize_by(x, options, groups, tensor_amax, draws, backend)""",  # noqa: E501
     )
 
 

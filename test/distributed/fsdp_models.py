@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from helpers import FULL, RECIPES, replace
+from helpers import FOUR_OVER_SIX, FULL, RECIPES, replace
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +16,7 @@ from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.testing import assert_bitwise_equal
 
 # The same bits as Triton's interpreter, many times faster.
-_ALL = RECIPES | {"nvfp4_full": FULL}
+_ALL = RECIPES | {"nvfp4_full": FULL, "nvfp4_four_over_six": FOUR_OVER_SIX}
 CONFIGS = {name: replace(config, backend="reference") for name, config in _ALL.items()}
 # What is compared bit for bit must step alike: on a GPU foreach, the default of plain tensors alone, divides otherwise.
 FOR_LOOP = {"foreach": False}

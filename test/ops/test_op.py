@@ -49,7 +49,8 @@ SCHEMAS = {
     "optional groups": (Groups | None, "Tensor? x_ends, Tensor? x_tables"),
     "options": (
         CastOptions,
-        "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard",
+        "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, "
+        "bool four_over_six",
     ),
     "place": (Place, "SymInt operand, SymInt row, SymInt column, SymInt grid"),
     "norm": (Norm, "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, ScalarType dtype"),
@@ -59,8 +60,8 @@ SCHEMAS = {
     ),
     "recipe": (
         Recipe,
-        "str activation_format, str weight_format, bool power_of_2_scales, SymInt hadamard_number, bool transposed, "
-        "str backend",
+        "str activation_format, str weight_format, bool power_of_2_scales, SymInt hadamard_number, "
+        "bool four_over_six, bool transposed, str backend",
     ),
     "weight": (
         WeightValues,
@@ -127,7 +128,7 @@ VALUES = {
     "operand": (Operand, OPERAND),
     "operand with a global scale": (Operand, WITH_GLOBAL),
     "options": (CastOptions, CastOptions(FP8_128X128, False, True, True, False)),
-    "other options": (CastOptions, CastOptions(NVFP4_1X16, True, False, False, True, 5)),
+    "other options": (CastOptions, CastOptions(NVFP4_1X16, True, False, False, True, 5, True)),
     "place": (Place, Place(1, 2, 3, -1)),
     "shards": (Shards, Shards([X[0], X[1]], [0, 3], [1, 2, 3] * 2, [0, 1], torch.float16, FP8_128X128)),
     "norm": (Norm, Norm(X, None, X[0], None, X[:, 0], torch.bfloat16)),

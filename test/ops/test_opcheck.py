@@ -46,7 +46,7 @@ copies_asked = pytest.mark.parametrize("copies", COPIES, ids=("rowwise", "column
 
 def options_of(fmt, copies, padded: bool) -> tuple:
     """`CastOptions` as a schema has them."""
-    return fmt.name, *copies, False, padded, 0
+    return fmt.name, *copies, False, padded, 0, False
 
 
 def quantize(x: torch.Tensor, fmt):
@@ -74,7 +74,7 @@ def test_tensor_amax_bits(shape, dtype):
 
 @pytest.mark.parametrize("amax", (0.0, 3.5), ids=str)
 def test_global_scale(amax):
-    opcheck(library.global_scale.default, (torch.tensor(amax).view(torch.int32), "auto"))
+    opcheck(library.global_scale.default, (torch.tensor(amax).view(torch.int32), 448.0, "auto"))
 
 
 @shapes
@@ -228,7 +228,7 @@ def test_randomized_quantize(tokens, grouped):
     opcheck(library.hadamard_amax_bits.default, (x, hadamard_number(True), *groups, "reference"))
     place = 1, 0, 2, -1
     for columnwise, hadamard, rounded in ((False, 0, True), (True, 0, True), (True, hadamard_number(True), False)):
-        options = NVFP4_1X16.name, not columnwise, columnwise, False, True, hadamard
+        options = NVFP4_1X16.name, not columnwise, columnwise, False, True, hadamard, True
         bits = torch.ones(()).view(torch.int32), key if rounded else None
         opcheck(library.randomized_quantize.default, (x, bits[0], *options, *groups, bits[1], *place, "reference"))
 

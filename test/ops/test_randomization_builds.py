@@ -25,9 +25,9 @@ def _cases(target: int):
     whole = Place()
     ends = Groups(torch.zeros(8, dtype=torch.int32))
 
-    def case(name, m, k, dtype, groups=None, rowwise=False, hadamard=0, key=None, place=whole):
+    def case(name, m, k, dtype, groups=None, rowwise=False, hadamard=0, key=None, place=whole, four=False):
         x = torch.zeros(m, k, dtype=dtype)
-        options = CastOptions(NVFP4_1X16, rowwise, not rowwise, padded=True, hadamard=hadamard)
+        options = CastOptions(NVFP4_1X16, rowwise, not rowwise, padded=True, hadamard=hadamard, four_over_six=four)
         label = f"{name} {m}x{k} {str(dtype)[6:]}" + " groups" * (groups is not None)
         return label, lambda: kernels.quantize(x, bits, options, groups, key, place)
 
@@ -41,6 +41,11 @@ def _cases(target: int):
                 yield case("both", m, k, dtype, groups, hadamard=number, key=key)
                 yield case("rounded", m, k, dtype, groups, key=key)
                 yield case("rowwise", m, k, dtype, groups, rowwise=True, key=key)
+                if m != 528 and (groups is None or m == 512):
+                    yield case("four_over_six-both", m, k, dtype, groups, hadamard=number, key=key, four=True)
+                    yield case("four_over_six-columnwise", m, k, dtype, groups, four=True)
+                    yield case("four_over_six-rounded", m, k, dtype, groups, rowwise=True, key=key, four=True)
+                    yield case("four_over_six-rowwise", m, k, dtype, groups, rowwise=True, four=True)
         yield case("both", 512, 1024, torch.bfloat16, groups, hadamard=number, key=key, place=Place(0, 128, 7, 99))
 
 
@@ -65,7 +70,17 @@ def test_kernels_round_as_the_reference_does(builds, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_token_counts_and_places_make_few_builds(builds, target):
-    for name in ("transformed", "both", "rounded", "rowwise", "amaxes"):
+    for name in (
+        "transformed",
+        "both",
+        "rounded",
+        "rowwise",
+        "amaxes",
+        "four_over_six-both",
+        "four_over_six-columnwise",
+        "four_over_six-rounded",
+        "four_over_six-rowwise",
+    ):
         rows = [row for row in kernel_builds.of(builds[target], name, "bfloat16") if "groups" not in row["label"]]
         # Columnwise scales are stored more at a time where their rows are multiples of 16.
         assert len({row["build"] for row in rows}) <= 2, name

@@ -102,7 +102,7 @@ def _cast_cases(x: torch.Tensor, w: torch.Tensor, fmt: BlockFormat, weight_fmt: 
     if fmt.has_global_scale:
         found += [
             Case(quantization.tensor_amax_bits_op, fmt.name, (x,)),
-            Case(quantization.global_scale_op, fmt.name, (_amax_bits(x, fmt),)),
+            Case(quantization.global_scale_op, fmt.name, (_amax_bits(x, fmt), fmt.scale_max)),
             *_randomized_cases(x, None, fmt),
         ]
     return found
@@ -119,6 +119,14 @@ def _randomized_cases(x: torch.Tensor, groups: Groups | None, fmt: BlockFormat) 
             randomization.randomized_quantize_op,
             f"{fmt.name} columnwise{in_groups}",
             (x, bits, columnwise, groups, key, Place(operand=1)),
+        ),
+        *(
+            Case(
+                randomization.randomized_quantize_op,
+                f"{fmt.name}{' columnwise' * options.columnwise}, four over six{in_groups}",
+                (x, bits, options._replace(four_over_six=True), groups, key, Place(operand=int(options.columnwise))),
+            )
+            for options in (rowwise, columnwise)
         ),
     ]
 

@@ -34,11 +34,12 @@ from torchao_blockwise.tensors import QuantizedTensor, TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over
 
 
-def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> CastOptions:
+def cast_options(config: TrainingConfig | Recipe, rowwise: bool, columnwise: bool) -> CastOptions:
     """How a layer of this config quantizes an activation or its gradient."""
     hadamard = config.hadamard_number if columnwise else 0
     power_of_2 = config.power_of_2_scales
-    return CastOptions(config.activation_format, rowwise, columnwise, power_of_2, padded=True, hadamard=hadamard)
+    four_over_six = config.four_over_six
+    return CastOptions(config.activation_format, rowwise, columnwise, power_of_2, True, hadamard, four_over_six)
 
 
 def operand_of(tensors: Sequence[torch.Tensor], config: TrainingConfig) -> Operand:
@@ -202,6 +203,7 @@ def _recipe(how: Contraction) -> Recipe:
         config.weight_format,
         config.power_of_2_scales,
         config.hadamard_number,
+        config.four_over_six,
         how.transposed,
         get_backend(config.backend),
     )
@@ -251,7 +253,7 @@ def quantized_output_op(
     if not columnwise:
         return [out]
     fmt = recipe.activation_format
-    options = CastOptions(fmt, False, True, recipe.power_of_2_scales, padded=True, hadamard=recipe.hadamard_number)
+    options = cast_options(recipe, False, True)
     copy = new_copies(x, tuple(x.shape), options, groups).columnwise
     return [out, copy.qdata, copy.scale, *([x.new_empty((), dtype=torch.float32)] if fmt.has_global_scale else [])]
 

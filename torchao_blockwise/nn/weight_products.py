@@ -35,6 +35,7 @@ class Recipe(NamedTuple):
     weight_format: BlockFormat
     power_of_2_scales: bool
     hadamard_number: int
+    four_over_six: bool
     transposed: bool
     backend: Backend
 

@@ -53,10 +53,10 @@ def why_no_quantizers(x: torch.Tensor, *args: object) -> str | None:
     return why_no_encoders(x)
 
 
-def _global_scale_sharding(amax_bits: Spec, backend: Backend) -> Rules:
+def _global_scale_sharding(amax_bits: Spec, scale_max: float, backend: Backend) -> Rules:
     from torch.distributed.tensor import Replicate
 
-    return [([Replicate()], [Replicate(), None])]
+    return [([Replicate()], [Replicate(), None, None])]
 
 
 def _amax_sharding(x: Spec, backend: Backend) -> Rules:
@@ -133,9 +133,11 @@ def tensor_amax_bits_op(x: torch.Tensor, backend: Backend) -> torch.Tensor:
 @define_op(
     (
         Implementation(Backend.TRITON, f"{__name__}.kernels_amax:global_scale", why_no_kernels),
-        Implementation(Backend.REFERENCE, lambda amax_bits: global_scale_of(amax_bits.view(torch.float32))),
+        Implementation(
+            Backend.REFERENCE, lambda amax_bits, scale_max: global_scale_of(amax_bits.view(torch.float32), scale_max)
+        ),
     ),
     sharding=_global_scale_sharding,
 )
-def global_scale_op(amax_bits: torch.Tensor, backend: Backend) -> torch.Tensor:
+def global_scale_op(amax_bits: torch.Tensor, scale_max: float, backend: Backend) -> torch.Tensor:
     return amax_bits.new_empty((), dtype=torch.float32)

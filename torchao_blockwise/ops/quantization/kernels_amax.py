@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import E2M1, E4M3
+from torchao_blockwise.formats import E2M1
 from torchao_blockwise.ops.device.elements import magnitude_bits, to_f32
 from torchao_blockwise.ops.launch import ceil_div, launch
 
@@ -75,8 +75,8 @@ def grouped_amax_bits(x: torch.Tensor, group_ends: torch.Tensor | None) -> torch
     return bits
 
 
-def global_scale(amax_bits: torch.Tensor) -> torch.Tensor:
+def global_scale(amax_bits: torch.Tensor, scale_max: float) -> torch.Tensor:
     """Arguments and result as in the op."""
     scale = torch.empty((), dtype=torch.float32, device=amax_bits.device)
-    launch(_global_scale_kernel, 1, (amax_bits, torch.float32), scale, LARGEST=E2M1.max * E4M3.max, num_warps=1)
+    launch(_global_scale_kernel, 1, (amax_bits, torch.float32), scale, LARGEST=E2M1.max * scale_max, num_warps=1)
     return scale

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import Operand, Place
+from torchao_blockwise.formats import CastOptions, Operand, Place
 from torchao_blockwise.ops.device.elements import (
     encode_e2m1,
     encode_e2m1_stochastically,
@@ -21,6 +21,7 @@ from torchao_blockwise.ops.device.elements import (
     round_both,
     to_f32,
 )
+from torchao_blockwise.ops.device.four_over_six import four_over_six_chunks
 from torchao_blockwise.ops.device.group_blocks import load_block
 from torchao_blockwise.ops.device.groups import load_ends
 from torchao_blockwise.ops.device.random_bits import block_words, load_key
@@ -29,7 +30,7 @@ from torchao_blockwise.ops.launch import ceil_div, launch
 
 _BLOCK = tl.constexpr(16)
 _BITS = tl.constexpr(8)
-# (chunks, columns, warps) of a tile.
+# (chunks, columns, warps) of a tile. With four over six, which holds errors beside the values, twice the warps.
 TILE = (4, 128, 4)
 # Counts for masks and numbers of blocks: their divisibility says nothing of memory.
 ANY = ("M", "groups", "row", "column", "grid")
@@ -123,6 +124,7 @@ def _columnwise_kernel(
     grid,  # and how many chunks a row of the whole has; -1: as many as there are tokens for
     OPERAND: tl.constexpr,
     HADAMARD: tl.constexpr,
+    FOUR_OVER_SIX: tl.constexpr,  # the largest scale that maps to 6, or 0 without
     CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ELEMENT_MAX: tl.constexpr,
@@ -145,7 +147,11 @@ def _columnwise_kernel(
     tiles = load_chunks(x_ptr, firsts, ends, offs_k, K, stride_xm, stride_xk)
     if HADAMARD:
         tiles = transform(tiles, x_ptr.dtype.element_ty, HADAMARD)
-    encode, scale = nvfp4_scales(largest_of(tiles), tl.load(amax_ptr), ELEMENT_MAX, SCALE_MAX)  # [CHUNKS, COLUMNS]
+    amax, tensor_amax = largest_of(tiles), tl.load(amax_ptr)
+    if FOUR_OVER_SIX > 0:
+        encode, scale = four_over_six_chunks(tiles, amax, tensor_amax, ELEMENT_MAX, FOUR_OVER_SIX, SCALE_MAX)
+    else:
+        encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [CHUNKS, COLUMNS]
 
     words = (encode, encode, encode, encode)
     if key_ptr is not None:
@@ -183,8 +189,8 @@ def columnwise_copy(
     x: torch.Tensor,
     amax: torch.Tensor,
     copy: Operand,
+    options: CastOptions,
     blocks: torch.Tensor | None,
-    hadamard: int = 0,
     key: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
     place: Place | None = None,
@@ -192,7 +198,7 @@ def columnwise_copy(
     """Write the columnwise copy of `x` [.., M, K], not empty, which is padded; of tokens in groups it always is.
 
     amax: f32 scalar. blocks: of tokens in groups their table; ends: of these groups, where there is a key.
-    hadamard, key, place: as in `ops.randomization`; without a key round to nearest.
+    options, key, place: as in `ops.randomization`; without a key round to nearest.
     """
     fmt, (*batch, M, K) = copy.format, x.shape
     x = x.flatten(0, -3) if batch else x
@@ -205,8 +211,9 @@ def columnwise_copy(
         _columnwise_kernel, B * ceil_div(width, chunks) * ceil_div(K, columns),
         x, amax, (copy.qdata, torch.int64), (copy.scale, torch.uint8), blocks, ends, key,
         M, K, width // 2 if blocks is None else width, count, *strides, *where,
-        OPERAND=operand, HADAMARD=hadamard, CHUNKS=chunks, COLUMNS=columns, ELEMENT_MAX=fmt.element.max,
-        SCALE_MAX=fmt.scale_max, E_PAD=triton.next_power_of_2(count), BATCHED=B > 1, num_warps=warps,
+        OPERAND=operand, HADAMARD=options.hadamard, FOUR_OVER_SIX=options.four_over_six and options.scale_max,
+        CHUNKS=chunks, COLUMNS=columns, ELEMENT_MAX=fmt.element.max, SCALE_MAX=fmt.scale_max,
+        E_PAD=triton.next_power_of_2(count), BATCHED=B > 1, num_warps=warps * (1 + options.four_over_six),
         # An operation that shows two roundings must not become one FMA with one.
         enable_fp_fusion=False,
     )  # fmt: skip

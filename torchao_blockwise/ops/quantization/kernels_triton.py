@@ -28,8 +28,9 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import E2M1, NVFP4_1X16, BlockFormat, CastOptions, Copies, Groups
+from torchao_blockwise.formats import E2M1, NVFP4_1X16, CastOptions, Copies, Groups
 from torchao_blockwise.ops.device.elements import encode_e2m1, encode_e4m3, largest_magnitude, magnitude_bits, to_f32
+from torchao_blockwise.ops.device.four_over_six import four_over_six_rows
 from torchao_blockwise.ops.device.group_blocks import load_block
 from torchao_blockwise.ops.device.scales import fp8_scales, fp8_vector_scales, nvfp4_scales
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
@@ -206,6 +207,7 @@ def _quantize_nvfp4_kernel(
     stride_xk,
     ELEMENT_MAX: tl.constexpr,
     SCALE_MAX: tl.constexpr,
+    FOUR_OVER_SIX: tl.constexpr,  # the largest scale that maps to 6, or 0 without
     BATCHED: tl.constexpr,
     SQUARE: tl.constexpr,
     ROWWISE: tl.constexpr,
@@ -247,8 +249,14 @@ def _quantize_nvfp4_kernel(
             _store_tile(st_ptr, batch, tl.trans(scale), blocks_k, blocks_m, grid_k, width_qt // (BLOCK // 2))
     else:
         amax = tl.max(magnitude.reshape(TILE_M, BLOCKS_K, BLOCK), 2)
-        encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [TILE_M, BLOCKS_K]
-        codes = encode_e2m1(x.reshape(TILE_M, BLOCKS_K, BLOCK) * encode[:, :, None], ELEMENT_MAX)
+        y = x.reshape(TILE_M, BLOCKS_K, BLOCK)
+        if FOUR_OVER_SIX > 0:
+            encode, scale = four_over_six_rows(
+                y, amax, tensor_amax, ELEMENT_MAX, FOUR_OVER_SIX, SCALE_MAX, TILE_M, BLOCKS_K
+            )
+        else:
+            encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [TILE_M, BLOCKS_K]
+        codes = encode_e2m1(y * encode[:, :, None], ELEMENT_MAX)
         _store_tile(q_ptr, batch, _pack(codes, TILE_M, TILE_K), offs_m, pairs_k, M, packed_k)
         _store_tile(s_ptr, batch, scale, offs_m, blocks_k, M, grid_k)
 
@@ -265,15 +273,14 @@ def quantize(
         rowwise, columnwise = copies
         if columnwise and fmt.name == NVFP4_1X16.name:
             assert amax_bits is not None
-            columnwise_copy(x, amax_bits.view(torch.float32), columnwise, blocks)
+            columnwise_copy(x, amax_bits.view(torch.float32), columnwise, options, blocks)
             columnwise = None
-        power_of_2 = options.power_of_2_scales
         if rowwise and columnwise and (K % _ALIGNMENT or not fmt.is_square):
             # A program with two sets of values, or of addresses, spills or has few neighbors.
-            _launch(x, amax_bits, Copies(rowwise, None), fmt, power_of_2, blocks)
-            _launch(x, amax_bits, Copies(None, columnwise), fmt, power_of_2, blocks)
+            _launch(x, amax_bits, Copies(rowwise, None), options, blocks)
+            _launch(x, amax_bits, Copies(None, columnwise), options, blocks)
         elif rowwise or columnwise:
-            _launch(x, amax_bits, Copies(rowwise, columnwise), fmt, power_of_2, blocks)
+            _launch(x, amax_bits, Copies(rowwise, columnwise), options, blocks)
     return copies if padded else as_asked(copies, x.shape[-2], options)
 
 
@@ -281,19 +288,18 @@ def _launch(
     x: torch.Tensor,
     amax_bits: torch.Tensor | None,
     copies: Copies,
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
+    options: CastOptions,
     blocks: torch.Tensor | None,
 ) -> None:
     """Write these copies in one launch. blocks: of tokens in groups, their table of blocks."""
-    *batch, M, K = x.shape
+    fmt, (*batch, M, K) = options.fmt, x.shape
     rowwise, columnwise = copies.rowwise is not None, copies.columnwise is not None
     width_qt = copies.columnwise.qdata.shape[-1] if columnwise else None
     if columnwise and blocks is not None:
         M = width_qt * fmt.element.per_byte
     x = x.flatten(0, -3) if batch else x
     B, strides = (x.shape[0], x.stride()) if batch else (1, (0, *x.stride()))
-    tile_m, tile_k, constants = _build(fmt, rowwise, columnwise, power_of_2_scales, K % _ALIGNMENT != 0)
+    tile_m, tile_k, constants = _build(options, rowwise, columnwise, K % _ALIGNMENT != 0)
     grid = B * ceil_div(M, tile_m) * ceil_div(K, tile_k)
     constants = {"BATCHED": B > 1, **constants}
     tensors = pointers(copies)
@@ -306,15 +312,19 @@ def _launch(
         launch(_quantize_fp8_kernel, grid, x, *tensors, blocks, M, K, width_qt, *strides, **constants)
 
 
-def _build(fmt: BlockFormat, rowwise: bool, columnwise: bool, power_of_2_scales: bool, ragged: bool):
+def _build(cast: CastOptions, rowwise: bool, columnwise: bool, ragged: bool):
     """(tile rows, tile columns, options)."""
+    fmt = cast.fmt
     if fmt.element is E2M1:
         tile_m, tile_k, *warps = _NVFP4_TILE
-        options = {"SCALE_MAX": fmt.scale_max, "BLOCK": fmt.block[1]}
+        options = {"SCALE_MAX": fmt.scale_max, "BLOCK": fmt.block[1], "FOUR_OVER_SIX": 0}
+        if cast.four_over_six:
+            # An operation that shows two roundings must not become one FMA with one.
+            options |= {"FOUR_OVER_SIX": cast.scale_max, "enable_fp_fusion": False}
     else:
         one_row = _FP8_COLUMNWISE_TILE if columnwise else _FP8_ROWWISE_TILE
         tile_m, tile_k, *warps = _FP8_SQUARE_TILE if fmt.is_square else one_row
-        options = {"MIN_AMAX": fmt.min_amax, "POWER_OF_2": power_of_2_scales}
+        options = {"MIN_AMAX": fmt.min_amax, "POWER_OF_2": cast.power_of_2_scales}
     options |= {"SQUARE": fmt.is_square, "ROWWISE": rowwise, "COLUMNWISE": columnwise}
     options |= {"TILE_M": tile_m, "TILE_K": tile_k, "ELEMENT_MAX": fmt.element.max, "num_warps": warps[ragged]}
     return tile_m, tile_k, options

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Operand
+from torchao_blockwise.formats import (
+    BlockFormat,
+    CastOptions,
+    Copies,
+    Operand,
+    Scales,
+    four_over_six_scales,
+)
 from torchao_blockwise.ops.padding import with_zero_tokens
 
 
@@ -36,11 +43,42 @@ def expand_blocks(grid: torch.Tensor, fmt: BlockFormat, rows: int, columns: int)
     return expanded.repeat_interleave(block_rows, dim=-2)[..., :rows, :]
 
 
-def quantize(x: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor | None, power_of_2_scales: bool) -> Operand:
+def block_scales(x: torch.Tensor, options: CastOptions, amax: torch.Tensor | None) -> Scales:
+    """The scales of each block of fp32 `x` [.., M, K], blocks along K."""
+    fmt, block_amaxes = options.fmt, block_amax(x, options.fmt)
+    if not options.four_over_six:
+        return fmt.compute_scales(block_amaxes, amax, options.power_of_2_scales)
+    assert amax is not None
+    six, four = four_over_six_scales(block_amaxes, amax)
+    takes_four = _error(x, four, options, amax) < _error(x, six, options, amax)
+    return Scales(
+        torch.where(takes_four, four.encode, six.encode),
+        torch.where(takes_four, four.scale.view(torch.uint8), six.scale.view(torch.uint8)).view(six.scale.dtype),
+        six.global_scale,
+    )
+
+
+def _error(x: torch.Tensor, scales: Scales, options: CastOptions, amax: torch.Tensor) -> torch.Tensor:
+    """Σ |decoded - x| over each one-row block of `x`, rounded to nearest: sums of pairs, then of pairs of sums."""
+    fmt, (rows, columns) = options.fmt, x.shape[-2:]
+
+    def expand(grid: torch.Tensor) -> torch.Tensor:
+        return expand_blocks(grid, fmt, rows, columns)
+
+    rounded = fmt.element.decode(fmt.element.encode(x * expand(scales.encode)), columns)
+    global_scale = amax / torch.full_like(amax, fmt.element.max * options.scale_max)
+    error = (rounded * expand(scales.scale.float()) * global_scale - x).abs()
+    error = F.pad(error, (0, -columns % fmt.block[1])).unflatten(-1, (-1, fmt.block[1]))
+    while error.shape[-1] > 1:
+        error = error[..., 0::2] + error[..., 1::2]
+    return error.squeeze(-1)
+
+
+def quantize(x: torch.Tensor, options: CastOptions, amax: torch.Tensor | None) -> Operand:
     """qdata = rne(x · encode), rowwise, for `x` [.., M, K]; the global scale is left to who knows it."""
     # A transpose is laid out once; all that follows reads it in order.
     x = x.float().contiguous()
-    scales = fmt.compute_scales(block_amax(x, fmt), amax, power_of_2_scales)
+    fmt, scales = options.fmt, block_scales(x, options, amax)
     encode = expand_blocks(scales.encode, fmt, *x.shape[-2:])
     qdata = fmt.element.encode(x * encode)
     scale = scales.scale.mT.contiguous() if fmt.transposed_scales else scales.scale
@@ -50,8 +88,7 @@ def quantize(x: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor | None, power
 def copies(x: torch.Tensor, options: CastOptions, amax: torch.Tensor | None = None) -> Copies:
     """The copies of `x` [.., M, K] that are asked for."""
     columns = (with_zero_tokens(x) if options.padded else x).mT
-    fmt, power_of_2 = options.fmt, options.power_of_2_scales
     return Copies(
-        quantize(x, fmt, amax, power_of_2) if options.rowwise else None,
-        quantize(columns, fmt, amax, power_of_2) if options.columnwise else None,
+        quantize(x, options, amax) if options.rowwise else None,
+        quantize(columns, options, amax) if options.columnwise else None,
     )

@@ -97,10 +97,15 @@ def randomized_copies(
             copies.append(None)
             continue
         one = CastOptions(
-            options.fmt, not columnwise, bool(columnwise), False, options.padded, options.hadamard * columnwise
+            options.fmt,
+            not columnwise,
+            bool(columnwise),
+            padded=options.padded,
+            hadamard=options.hadamard * columnwise,
+            four_over_six=options.four_over_six,
         )
         made = randomized_quantize_op(x, amaxes[columnwise], one, groups, key, places[columnwise], backend)
-        scaled = with_global_scale(made, global_scale_op(amaxes[columnwise], scaled_by))
+        scaled = with_global_scale(made, global_scale_op(amaxes[columnwise], options.scale_max, scaled_by))
         copies.append(scaled[columnwise])
     return Copies(*copies)
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from torchao_blockwise.formats import NVFP4_1X16, CastOptions, Copies, Groups, Operand, Place
 from torchao_blockwise.ops.device.elements import encode_e2m1_stochastically, magnitude_bits
+from torchao_blockwise.ops.device.four_over_six import four_over_six_rows
 from torchao_blockwise.ops.device.group_blocks import load_block
 from torchao_blockwise.ops.device.random_bits import block_words, load_key
 from torchao_blockwise.ops.device.scales import nvfp4_scales
@@ -88,6 +89,7 @@ def _rowwise_kernel(
     COLUMNS: tl.constexpr,
     ELEMENT_MAX: tl.constexpr,
     SCALE_MAX: tl.constexpr,
+    FOUR_OVER_SIX: tl.constexpr,  # the largest scale that maps to 6, or 0 without
     E_PAD: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = COLUMNS // _BLOCK
@@ -101,7 +103,12 @@ def _rowwise_kernel(
     if blocks_ptr is not None:
         _, live, _ = load_block(blocks_ptr, -1)
     x = _load_tile(x_ptr, 0, offs_m, offs_k, live, K, 0, stride_xm, stride_xk).reshape(ROWS, BLOCKS, _BLOCK)
-    encode, scale = nvfp4_scales(tl.max(magnitude_bits(x), 2), tl.load(amax_ptr), ELEMENT_MAX, SCALE_MAX)
+    amax, tensor_amax = tl.max(magnitude_bits(x), 2), tl.load(amax_ptr)
+    if FOUR_OVER_SIX > 0:
+        # Random bits have no part in the choice.
+        encode, scale = four_over_six_rows(x, amax, tensor_amax, ELEMENT_MAX, FOUR_OVER_SIX, SCALE_MAX, ROWS, BLOCKS)
+    else:
+        encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)
 
     seed, stream, use, expert = load_key(key_ptr, OPERAND)
     rows, high = offs_m + row, offs_m * 0
@@ -157,16 +164,22 @@ def quantize(
     if x.numel() > 0:
         amax = amax_bits.view(torch.float32)
         if options.rowwise:
-            _rowwise_copy(x, amax, copies.rowwise, groups, key, place)
+            _rowwise_copy(x, amax, copies.rowwise, options, groups, key, place)
         else:
             blocks = None if groups is None else block_table(groups, x.shape[0], options.fmt)
             ends = None if groups is None or key is None else groups.ends
-            columnwise_copy(x, amax, copies.columnwise, blocks, options.hadamard, key, ends, place)
+            columnwise_copy(x, amax, copies.columnwise, options, blocks, key, ends, place)
     return copies if padded else as_asked(copies, x.shape[0], options)
 
 
 def _rowwise_copy(
-    x: torch.Tensor, amax: torch.Tensor, copy: Operand, groups: Groups | None, key: torch.Tensor, place: Place
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    copy: Operand,
+    options: CastOptions,
+    groups: Groups | None,
+    key: torch.Tensor,
+    place: Place,
 ) -> None:
     fmt, (M, K) = copy.format, x.shape
     operand, *where = place
@@ -179,5 +192,6 @@ def _rowwise_copy(
         x, amax, copy.qdata, (copy.scale, torch.uint8), blocks, ends, key,
         M, K, copy.qdata.shape[1], count, *x.stride(), *where,
         OPERAND=operand, ROWS=rows, COLUMNS=columns, ELEMENT_MAX=fmt.element.max, SCALE_MAX=fmt.scale_max,
-        E_PAD=triton.next_power_of_2(count), num_warps=warps, enable_fp_fusion=False,
+        FOUR_OVER_SIX=options.four_over_six and options.scale_max, E_PAD=triton.next_power_of_2(count),
+        num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -9,7 +9,6 @@ import torch
 from torchao_blockwise.formats import (
     E2M1,
     HADAMARD_SIZE,
-    BlockFormat,
     CastOptions,
     Groups,
     Operand,
@@ -20,7 +19,7 @@ from torchao_blockwise.formats import (
 from torchao_blockwise.ops.groups.ends import clamped_ends, padded_ends, starts_of
 from torchao_blockwise.ops.groups.quantization.reference import in_groups, padded
 from torchao_blockwise.ops.padding import with_zero_tokens
-from torchao_blockwise.ops.quantization.reference import block_amax, expand_blocks, quantize, tensor_amax
+from torchao_blockwise.ops.quantization.reference import block_scales, expand_blocks, quantize, tensor_amax
 
 _BLOCK = HADAMARD_SIZE
 
@@ -42,12 +41,10 @@ def copy(
     """The one copy of `x` [M, K] that is asked for. key: None for round to nearest."""
     if options.rowwise:
         made_of = x if groups is None else in_groups(x, groups.ends)
-        return _round(made_of, options.fmt, amax, key, place, lambda key: _rowwise_numbers(x, groups, key, place))
+        return _round(made_of, options, amax, key, place, lambda key: _rowwise_numbers(x, groups, key, place))
     tokens = _tokens(x, groups, options.hadamard)
     made_of = (with_zero_tokens(tokens) if options.padded and groups is None else tokens).mT
-    return _round(
-        made_of, options.fmt, amax, key, place, lambda key: _columnwise_numbers(x, groups, key, place, made_of)
-    )
+    return _round(made_of, options, amax, key, place, lambda key: _columnwise_numbers(x, groups, key, place, made_of))
 
 
 def _tokens(x: torch.Tensor, groups: Groups | None, hadamard: int) -> torch.Tensor:
@@ -63,7 +60,7 @@ def _tokens(x: torch.Tensor, groups: Groups | None, hadamard: int) -> torch.Tens
 
 def _round(
     x: torch.Tensor,
-    fmt: BlockFormat,
+    options: CastOptions,
     amax: torch.Tensor,
     key: torch.Tensor | None,
     place: Place,
@@ -71,9 +68,10 @@ def _round(
 ) -> Operand:
     """`x` [rows, columns] quantized, rounded by the bits of blocks of these numbers; to nearest without a key."""
     if key is None:
-        return quantize(x, fmt, amax, False)
+        return quantize(x, options, amax)
     x = x.float().contiguous()
-    scales = fmt.compute_scales(block_amax(x, fmt), amax, False)
+    # The random bits have no part in the choice of scales: else the mean would not be kept.
+    fmt, scales = options.fmt, block_scales(x, options, amax)
     random = block_bytes(numbers(key), key, place.operand).flatten(-2)[..., : x.shape[-1]]
     y = x * expand_blocks(scales.encode, fmt, *x.shape)
     return Operand(E2M1.encode_stochastically(y, random), scales.scale, None, fmt.name)

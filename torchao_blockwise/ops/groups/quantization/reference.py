@@ -28,10 +28,9 @@ def tensor_amax(x: torch.Tensor, group_ends: torch.Tensor) -> torch.Tensor:
 
 def quantize(x: torch.Tensor, group_ends: torch.Tensor, options: CastOptions, amax: torch.Tensor | None) -> Copies:
     """The copies of `x` [M, K] that are asked for."""
-    fmt, power_of_2 = options.fmt, options.power_of_2_scales
     rowwise = columnwise = None
     if options.rowwise:
-        rowwise = reference.quantize(in_groups(x, group_ends), fmt, amax, power_of_2)
+        rowwise = reference.quantize(in_groups(x, group_ends), options, amax)
     if options.columnwise:
-        columnwise = reference.quantize(padded(x, group_ends, fmt.block[1]).mT, fmt, amax, power_of_2)
+        columnwise = reference.quantize(padded(x, group_ends, options.fmt.block[1]).mT, options, amax)
     return Copies(rowwise, columnwise)
