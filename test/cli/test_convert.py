@@ -11,6 +11,7 @@ from helpers import FP8, NVFP4
 from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, linears_and_experts, skip_lm_head
+from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.cli import convert, main
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -110,6 +111,23 @@ def test_what_is_interrupted_goes_on(to, tmp_path, monkeypatch, capsys):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == files and len(files) > 4
     for name in files:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert not (tmp_path / ".out-unfinished").exists()
+
+
+def test_a_disk_that_is_full_at_the_end_costs_one_file(tmp_path, monkeypatch, capsys):
+    """Where the last file does not fit, the others are kept."""
+    plain("llama", tmp_path / "plain")
+    command = ["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--shard-gb", "0.0001"]
+
+    def full(folder) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Folder, "_finish", full)
+    assert main(command) == 2
+    monkeypatch.undo()
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "goes on where it was interrupted" in capsys.readouterr().out
     assert not (tmp_path / ".out-unfinished").exists()
 
 

@@ -90,7 +90,7 @@ class Folder:
                     self.final.rmdir()
                 os.replace(self.path, self.final)
         finally:
-            if kind is None or not self._resumes:
+            if not self._resumes:
                 self.discard()
 
     def discard(self) -> None:
