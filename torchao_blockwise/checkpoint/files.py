@@ -167,6 +167,9 @@ class Files:
     def names(self) -> set[str]:
         return set(self._file_of)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     def shape(self, name: str) -> list[int]:
         return list(self._open[self._file_of[name]].get_slice(name).get_shape())
 

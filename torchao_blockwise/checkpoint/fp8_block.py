@@ -41,7 +41,7 @@ def short_scale_name(name: str) -> str:
 def scale_in(files: Files, name: str) -> str | None:
     """The tensor of the files that has the scales of `name`."""
     here = (scale_name(name), *[short_scale_name(name)] * (files.dtype(name) == E4M3))
-    return next((scale for scale in here if scale in files.names()), None)
+    return next((scale for scale in here if scale in files), None)
 
 
 def are_powers_of_2(files: Files, scale: str) -> bool:
@@ -74,11 +74,6 @@ def why_not_read(config: dict[str, Any]) -> str | None:
     if list(config.get("weight_block_size") or ()) != [BLOCK, BLOCK]:
         return f"weight_block_size is {config.get('weight_block_size')!r}; files with [{BLOCK}, {BLOCK}] are read"
     return None
-
-
-def cuts_blocks(part: Part) -> bool:
-    """Whether the part begins inside of a block, so that it has none of its own."""
-    return bool(part.start) and part.start % BLOCK != 0  # type: ignore[operator]  # a number
 
 
 def rows_of_scales(part: Part) -> Part:

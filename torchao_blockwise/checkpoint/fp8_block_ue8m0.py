@@ -19,7 +19,7 @@ from torchao_blockwise.formats import Operand
 NAME = "fp8_block_ue8m0"
 FORMAT = fp8_block.FORMAT
 POWER_OF_2_SCALES = True
-cuts_blocks = fp8_block.cuts_blocks
+BLOCK = fp8_block.BLOCK
 
 
 def settings(not_converted: list[str]) -> dict[str, Any]:

@@ -40,6 +40,10 @@ class Part(NamedTuple):
         x = x if self.expert is None else x[self.expert]
         return x if self.start is None else x[self.start : self.end]
 
+    def cuts(self, block: int) -> bool:
+        """Whether it begins inside of a block of so many rows, so that it has no blocks of its own."""
+        return bool(self.start) and self.start % block != 0  # type: ignore[operator]  # a number
+
 
 def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
     """The parts of the tensor `name` of `model`, in the order of the files' names.

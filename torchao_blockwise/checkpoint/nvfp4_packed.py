@@ -43,11 +43,6 @@ def settings(not_converted: list[str]) -> dict[str, Any]:
     }
 
 
-def cuts_blocks(part: Part) -> bool:
-    """Whether the part begins inside of a block, so that it has none of its own."""
-    return bool(part.start) and part.start % BLOCK != 0  # type: ignore[operator]  # a number
-
-
 def described(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """{name: (dtype, shape)} of the file's tensors of a weight."""
     *rows, columns = shape

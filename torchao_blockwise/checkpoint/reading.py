@@ -143,6 +143,6 @@ def _takes_payload(files: Files, x: torch.Tensor, parts: list[Part]) -> bool:
     """Whether files have the blocks of a quantized Parameter, with scales as it has them."""
     if not isinstance(x, BlockwiseFP8Tensor):
         return False
-    scales = [None if fp8_block.cuts_blocks(part) else fp8_block.scale_in(files, part.name) for part in parts]
+    scales = [None if part.cuts(fp8_block.BLOCK) else fp8_block.scale_in(files, part.name) for part in parts]
     powers = [scale is not None and fp8_block.are_powers_of_2(files, scale) for scale in scales]
     return None not in scales and all(power == x.power_of_2_scales for power in powers)

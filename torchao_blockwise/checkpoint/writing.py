@@ -170,7 +170,7 @@ def named_tensors(model: nn.Module, chosen: Any, anew: list[str]) -> Iterator[tu
     amaxes = shared_amaxes(model) if has_tensor_scales else {}
     for name, held in tensors_of(model).items():
         parts = parts_on_disk(model, name, held.shape)
-        x = whole(held, values=has_tensor_scales or any(map(chosen.cuts_blocks, parts)))
+        x = whole(held, values=has_tensor_scales or any(part.cuts(chosen.BLOCK) for part in parts))
         if not isinstance(x, (MasterWeightTensor, QuantizedTensor)):
             yield from ((part.name, part.of(x.detach())) for part in parts)
             continue
@@ -180,7 +180,7 @@ def named_tensors(model: nn.Module, chosen: Any, anew: list[str]) -> Iterator[tu
         else:
             weight = x.quantized() if isinstance(x, MasterWeightTensor) else x.operand()
         for part in parts:
-            if chosen.cuts_blocks(part):
+            if part.cuts(chosen.BLOCK):
                 anew.append(part.name)
                 own = _quantized_anew(part.of(_values(x)), x, chosen.FORMAT, amaxes.get(name))
                 yield from chosen.named(part._replace(expert=None, start=None), own)

@@ -76,7 +76,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
         for part in parts_on_disk(model, name, x.shape)
     }
     names = sorted(files.names())
-    if missing := sorted(name for name, wanted in is_quantized.items() if wanted and name not in files.names()):
+    if missing := sorted(name for name, wanted in is_quantized.items() if wanted and name not in files):
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json asks for; copy the files anew")
     chosen = FORMATS[args.to]
     quantized = [name for name in names if is_quantized.get(name)]
