@@ -67,15 +67,9 @@ def _amax_bits(held: torch.Tensor, local: Any) -> torch.Tensor:
     bits = tensor_amax_bits_op(local.hp.detach().to(dtype), Backend.AUTO)
     if local is held:
         return bits
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor, Partial, Replicate
 
     sharded: Any = held
-    placements = [p if p.is_replicate() else _largest() for p in sharded.placements]
+    placements = [p if p.is_replicate() else Partial("max") for p in sharded.placements]
     placed = DTensor.from_local(bits, sharded.device_mesh, placements, run_check=False)
     return placed.redistribute(placements=[Replicate()] * sharded.device_mesh.ndim).to_local()
-
-
-def _largest() -> Any:
-    from torch.distributed.tensor import Partial
-
-    return Partial("max")
