@@ -88,12 +88,13 @@ def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: 
     placed = list(zip(parts, first_blocks))
     device = parts[0].scale.device
     bits = torch.zeros(blocks, dtype=torch.int32, device=device)
-    batches = _batches(placed, device)
-    for batch in batches:
+    waiting = []
+    for batch in _batches(placed, device):
         if _is_of_whole_blocks(batch[0][0]):
             _cast_whole_blocks(batch, bits)
         else:
             _add_amaxes(batch, bits)
+            waiting.append(batch)
     if group is not None and group.size() > 1 and blocks:
         with naming_absent(subject, what, group):
             dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
@@ -111,9 +112,8 @@ def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: 
             encode=encode,
             backend=recipe.backend,
         )
-    for batch in batches:
-        if not _is_of_whole_blocks(batch[0][0]):
-            _write_payload(batch, encode)
+    for batch in waiting:
+        _write_payload(batch, encode)
 
 
 def _batches(placed: Sequence[_Placed], device: torch.device) -> list[list[_Placed]]:
