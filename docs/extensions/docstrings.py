@@ -34,9 +34,9 @@ def inline(text: str) -> str:
     """Text with its markup escaped, and code between backticks."""
     parts = re.split(r"(`+)(.+?)\1", text)
     # Three parts a piece of code: the text before it, the backticks, the code.
-    out = [_escape(parts[0])]
+    out = [escape(parts[0])]
     for code, after in zip(parts[2::3], parts[3::3]):
-        out.append(f"\\ {_code(code)}\\ " + _escape(after))
+        out.append(f"\\ {_code(code)}\\ " + escape(after))
     return "".join(out).removeprefix("\\ ")
 
 
@@ -78,7 +78,7 @@ def _items(block: list[str]) -> list[tuple[str, str, str]]:
     return items
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     return re.sub(r"([\\*`|_<>])", r"\\\1", text)
 
 

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import docstrings
+import site_pages
+
 PACKAGE = Path(__file__).resolve().parents[2] / "torchao_blockwise"
 # What a message is filled in with.
 BLANK = "…"
@@ -84,8 +87,6 @@ def _text(node: ast.expr) -> str:
 
 def page() -> str:
     """errors.rst."""
-    from docstrings import _escape
-
     lines = ["Error index", "===========", ""]
     lines += [f"What the package raises, by part and in the order of the text; {BLANK} stands for a name or a number."]
     lines += [
@@ -99,14 +100,16 @@ def page() -> str:
     for area, inside in sorted(by_area.items()):
         lines += [area, "-" * len(area), ""]
         for message in inside:
-            lines += [_escape(" ".join(message.text.split())), f"    {message.error}, ``{message.place}``", ""]
+            lines += [
+                docstrings.escape(" ".join(message.text.split())),
+                f"    {message.error}, ``{message.place}``",
+                "",
+            ]
     return "\n".join(lines)
 
 
 def write(app) -> None:
-    path, text = Path(app.srcdir) / "errors.rst", page()
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
+    site_pages.write(Path(app.srcdir), {"errors.rst": page()})
 
 
 def setup(app) -> dict:

@@ -8,6 +8,8 @@ import inspect
 from pathlib import Path
 from types import ModuleType
 
+import site_pages
+
 PACKAGE = "torchao_blockwise"
 # In the order of the reference. A name belongs to the first module that has it.
 MODULES = ("", "ops", "formats", "tensors", "nn", "distributed", "conversion", "checkpoint", "diagnostics")
@@ -62,12 +64,7 @@ def write(folder: Path) -> None:
     for module, names in modules().items():
         pages[module] = _page(module, names)
         pages |= {f"{module}.{name}": _stub(module, name) for name in _own(module, names)}
-    folder.mkdir(exist_ok=True)
-    for name, text in pages.items():
-        path = folder / f"{name}.rst"
-        # Pages that stay as they are need not be read again.
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
+    site_pages.write(folder, {f"{name}.rst": text for name, text in pages.items()})
 
 
 def _index() -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
+import site_pages
 from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
@@ -134,7 +135,6 @@ def _parse(directive: SphinxDirective, text: str) -> list[nodes.Node]:
 
 def write(folder: Path) -> None:
     """A page for each result."""
-    folder.mkdir(exist_ok=True)
     names = sorted(path.stem for path in RESULTS.glob("*.md") if (RESULTS / f"{path.stem}.json").exists())
     index = "# Results\n\nWhat benchmarks wrote, each with its command, device, versions and commit.\n\n"
     pages = {"index": f"{index}```{{toctree}}\n:maxdepth: 1\n\n" + "\n".join(names) + "\n```\n"}
@@ -145,10 +145,7 @@ def write(folder: Path) -> None:
         shown = picture if (RESULTS / f"{name}.png").exists() else ""
         data = f"All figures: [{name}.json](../../benchmarks/results/{name}.json)."
         pages[name] = f"# {title(name)}\n\n{source(name)}. {data}\n{shown}\n{text}"
-    for name, text in pages.items():
-        path = folder / f"{name}.md"
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
+    site_pages.write(folder, {f"{name}.md": text for name, text in pages.items()})
 
 
 def _lead_to_pages(app, page: str, text: list[str]) -> None:
