@@ -32,7 +32,6 @@ import gc
 import itertools
 import json
 import os
-import socket
 import sys
 import tempfile
 import traceback
@@ -249,11 +248,10 @@ def run_all(plan: Plan, device: torch.device, results: Report) -> None:
 
     while waiting:
         left, why = len(waiting), "left no result"
-        with socket.socket() as s:
-            s.bind(("localhost", 0))
-            port = s.getsockname()[1]
         try:
-            context = mp.spawn(run_rank, args=(plan, device.type, port), nprocs=plan.ranks, join=False)
+            context = mp.spawn(
+                run_rank, args=(plan, device.type, environment.free_port()), nprocs=plan.ranks, join=False
+            )
             while not context.join(timeout=1):
                 collect()
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

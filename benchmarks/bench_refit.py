@@ -16,7 +16,6 @@ Writes benchmarks/results/refit_<device>.json and .md.
 from __future__ import annotations
 
 import json
-import socket
 import statistics
 import sys
 import tempfile
@@ -107,12 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.ranks = args.ranks or (torch.cuda.device_count() if device.type == "cuda" else 2)
     config = SMOKE if args.smoke else Config(layers=args.layers)
     report = Report("refit", device, COLUMNS, vars(args) | vars(config))
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+    with tempfile.TemporaryDirectory() as folder:
         plan = bench_fsdp.Plan((), "eager", config, 0, 0, args.ranks, Path(folder))
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-        free.close()
-        mp.spawn(run_rank, args=(plan, args.repeats, device.type, port), nprocs=args.ranks)
+        mp.spawn(run_rank, args=(plan, args.repeats, device.type, environment.free_port()), nprocs=args.ranks)
         base: dict = {}
         for way in WAYS:
             seen = json.loads(plan.result(way).read_text())

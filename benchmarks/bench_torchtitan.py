@@ -19,7 +19,6 @@ import dataclasses
 import importlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import environment
 import torch
 from report import RESULTS, Report
 
@@ -149,10 +149,7 @@ def figures(logs: list[dict]) -> dict[str, float]:
 
 def measure(args: argparse.Namespace, recipe: str) -> dict[str, Any]:
     """`figures` and the losses of a run in processes of its own, one a GPU."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    ranks = {"WORLD_SIZE": str(args.gpus), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    ranks = {"WORLD_SIZE": str(args.gpus), "MASTER_ADDR": "localhost", "MASTER_PORT": str(environment.free_port())}
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, __file__, "--run", recipe, "--model", args.model, "--layers", str(args.layers)]
