@@ -232,9 +232,13 @@ def encode_e2m1_stochastically(y, random, MAX: tl.constexpr):
     return tl.where(y == y, code, 0).to(tl.uint8)
 
 
+# 2^14, the difference of the biases of f16 and e2m1.
+E2M1_FACTOR = tl.constexpr(2.0**14)
+
+
 @triton.jit
 def decode_e2m1(code):
-    """f16 of e2m1 codes (bits above 3 are ignored) times 2^-14 (the difference of the biases): exact."""
+    """f16 of e2m1 codes (bits above 3 are ignored) divided by `E2M1_FACTOR`: exact."""
     magnitude = (code & _E2M1_MAGNITUDE).to(tl.uint16)
     sign = ((code >> _E2M1_SIGN_SHIFT) & 1).to(tl.uint16)
     return ((magnitude << 9) | (sign << 15)).to(tl.float16, bitcast=True)

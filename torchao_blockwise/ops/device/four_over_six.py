@@ -7,12 +7,10 @@ The caller computes the errors, because the values of a block lie in a tile as i
 import triton
 import triton.language as tl
 
-from torchao_blockwise.ops.device.elements import decode_e2m1, decode_e4m3, encode_e2m1
+from torchao_blockwise.ops.device.elements import E2M1_FACTOR, decode_e2m1, decode_e4m3, encode_e2m1
 from torchao_blockwise.ops.device.scales import enlarged_nvfp4_scales
 
 _ENLARGED = tl.constexpr(1.5)
-# `decode_e2m1` gives its values so many times too small.
-_DECODED = tl.constexpr(16384.0)
 
 
 @triton.jit
@@ -26,7 +24,7 @@ def candidates(amax_bits, tensor_amax, ELEMENT_MAX: tl.constexpr, FOUR_OVER_SIX:
 @triton.jit
 def error_of(x, encode, scale, tensor_amax, ELEMENT_MAX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr):
     """|decoded - x| of fp32 values, rounded to nearest by these factors and bytes of their blocks."""
-    rounded = decode_e2m1(encode_e2m1(x * encode, ELEMENT_MAX)).to(tl.float32) * _DECODED
+    rounded = decode_e2m1(encode_e2m1(x * encode, ELEMENT_MAX)).to(tl.float32) * E2M1_FACTOR
     global_scale = tl.div_rn(tensor_amax, ELEMENT_MAX * FOUR_OVER_SIX)
     return tl.abs(rounded * decode_e4m3(scale, 1.0).to(tl.float32) * global_scale - x)
 

@@ -13,14 +13,12 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.formats import Operand
-from torchao_blockwise.ops.device.elements import decode_e2m1, decode_e4m3, from_f32, to_f32
+from torchao_blockwise.ops.device.elements import E2M1_FACTOR, decode_e2m1, decode_e4m3, from_f32, to_f32
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 # Rows and bytes of a tile of payload, and warps; elements of the output that a program scales, and warps.
 _TILE, _TILE_WARPS = (16, 256), 2
 _CHUNK, _CHUNK_WARPS = 2048, 4
-# decode_e2m1 gives f16 times 2^-14.
-_E2M1_FACTOR = tl.constexpr(2.0**14)
 
 
 @triton.jit
@@ -48,7 +46,7 @@ def _decode_kernel(
     blocks = tile_k * (2 * TILE_BYTES // BLOCK) + tl.arange(0, 2 * TILE_BYTES // BLOCK)
     at = (matrix * tl.cdiv(M, ROWS) + rows // ROWS)[:, None] * COLUMNS + blocks[None, :]
     scales = tl.load(s_ptr + at, mask=(rows < M)[:, None] & (blocks < COLUMNS)[None, :], other=0)
-    scale = to_f32(decode_e4m3(scales, 1.0)) * _E2M1_FACTOR
+    scale = to_f32(decode_e4m3(scales, 1.0)) * E2M1_FACTOR
     PER_BLOCK: tl.constexpr = BLOCK // 2
     each = tl.broadcast_to(scale[:, :, None], (TILE_M, 2 * TILE_BYTES // BLOCK, PER_BLOCK))
     each = tl.reshape(each, (TILE_M, TILE_BYTES))
