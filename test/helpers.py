@@ -23,7 +23,7 @@ from torchao_blockwise import (
 from torchao_blockwise import NVFP4TrainingConfig as NVFP4Config
 from torchao_blockwise.ops import replay
 from torchao_blockwise.tensors import weight_operands
-from torchao_blockwise.testing import random_tensor
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 FP8, FP8_POW2, NVFP4 = (
     BlockwiseFP8TrainingConfig(),
@@ -64,6 +64,12 @@ def replace(config, **changes):
 
 def weight(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
     return random_tensor(*shape, dtype=dtype, seed=seed)
+
+
+def assert_same(got, expected) -> None:
+    """The tensors of one list are those of the other, bit for bit."""
+    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert_bitwise_equal(a, b, str(index))
 
 
 def mlp(config=None, features=(64, 160, 32), bias: bool = True, dtype=torch.float32, seed: int = 0) -> nn.Sequential:

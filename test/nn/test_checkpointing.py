@@ -7,11 +7,9 @@ import functools
 
 import pytest
 import torch
-from helpers import every_recipe, mlp, replace, weight_calls
+from helpers import assert_same, every_recipe, mlp, replace, weight_calls
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -24,11 +22,6 @@ def results(model, run):
     out = run(x)
     out.square().sum().backward()
     return out.detach(), x.grad, *(p.grad for p in model.parameters())
-
-
-def assert_same(got, expected):
-    for index, (a, b) in enumerate(zip(got, expected)):
-        assert_bitwise_equal(a, b, str(index))
 
 
 @every_recipe

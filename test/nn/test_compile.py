@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import FP8, Tied, both_formats, forward_backward, mlp, recipes_and_variants, replace
+from helpers import FP8, Tied, assert_same, both_formats, forward_backward, mlp, recipes_and_variants, replace
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchao.quantization import quantize_
@@ -28,11 +28,6 @@ def dynamic_tokens(count: int) -> torch.Tensor:
     x = tokens(count).requires_grad_()
     torch._dynamo.mark_dynamic(x, 0)
     return x
-
-
-def assert_same(got, expected) -> None:
-    for index, (a, b) in enumerate(zip(got, expected)):
-        assert_bitwise_equal(a, b, str(index))
 
 
 VARIANTS = {

@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 import torch
-from helpers import FOUR_OVER_SIX, mlp, replace, weight
+from expert_modules import swiglu_experts
+from helpers import FOUR_OVER_SIX, assert_same, mlp, replace, weight
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
@@ -35,11 +36,6 @@ def gradients(model, run=None) -> list[torch.Tensor]:
     out = (model if run is None else run)(x)
     out.square().sum().backward()
     return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
-def assert_same(got, wanted) -> None:
-    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
-        assert_bitwise_equal(a, b, str(i))
 
 
 @pytest.mark.parametrize("tokens", (64, 50, 1))
@@ -115,16 +111,10 @@ def test_inductor_gives_the_bits_of_eager_mode():
 def test_compiled_experts_have_the_same_bits():
     ends = torch.tensor([20, 20, 50], dtype=torch.int32)
 
-    def made():
-        torch.manual_seed(0)
-        model = SwiGLUExperts(3, 64, 48)
-        quantize_(model, CONFIG, filter_fn=lambda module, name: True)
-        return model
-
-    model = made()
+    model = swiglu_experts(CONFIG)
     wanted = gradients(model, run=lambda x: model(x, ends))
     torch._dynamo.reset()
-    model = made()
+    model = swiglu_experts(CONFIG)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_same(gradients(model, run=lambda x: compiled(x, ends)), wanted)
 

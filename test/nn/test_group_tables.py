@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, both_formats, replace
+from helpers import FP8, NVFP4, assert_same, both_formats, replace
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchao.quantization import quantize_
@@ -13,7 +13,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise import experts, ops
 from torchao_blockwise.formats import Groups
 from torchao_blockwise.nn import SwiGLUExperts
-from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
+from torchao_blockwise.testing import random_tensor
 
 kernels = pytest.importorskip("torchao_blockwise.ops.groups.tables.kernels_triton")
 
@@ -54,11 +54,6 @@ def step(module, device, run=None, tokens: int = TOKENS) -> list[torch.Tensor]:
     out = (module if run is None else run)(x, ends)
     out.square().sum().backward()
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
-
-
-def assert_same(got, expected) -> None:
-    for a, b in zip(got, expected, strict=True):
-        assert_bitwise_equal(a, b)
 
 
 layers = pytest.mark.parametrize("kind", ("experts", "one product"))

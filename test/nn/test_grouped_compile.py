@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FP8, NVFP4, both_formats, every_recipe, recipes_and_variants, replace, weight, weight_calls
+from helpers import (
+    FP8,
+    NVFP4,
+    assert_same,
+    both_formats,
+    every_recipe,
+    recipes_and_variants,
+    replace,
+    weight,
+    weight_calls,
+)
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,11 +65,6 @@ def results(run, module, count: int, sizes, dtype=torch.float32):
     out = run(x, torch.tensor(sizes))
     out.float().square().sum().backward()
     return out.detach(), x.grad, *(p.grad for p in module.parameters())
-
-
-def assert_same(got, expected) -> None:
-    for index, (a, b) in enumerate(zip(got, expected)):
-        assert_bitwise_equal(a, b, str(index))
 
 
 @recipes_and_variants(

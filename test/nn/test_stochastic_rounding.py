@@ -8,7 +8,8 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import STOCHASTIC, mlp, replace, weight
+from expert_modules import swiglu_experts
+from helpers import STOCHASTIC, assert_same, mlp, replace, weight
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
@@ -42,11 +43,6 @@ def gradients(model, x=None, run=None) -> list[torch.Tensor]:
     x = (weight(50, 64, seed=3) if x is None else x).clone().requires_grad_()
     (model if run is None else run)(x).square().sum().backward()
     return [x.grad, *(p.grad for p in model.parameters())]
-
-
-def assert_same(got, wanted) -> None:
-    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
-        assert_bitwise_equal(a, b, str(i))
 
 
 def differ(a, b) -> bool:
@@ -152,17 +148,11 @@ def test_a_compiled_layer_has_the_bits_of_an_eager_one():
 def test_compiled_experts_draw_the_same_bits():
     ends = torch.tensor([20, 20, 50], dtype=torch.int32)
 
-    def made():
-        torch.manual_seed(0)
-        model = SwiGLUExperts(3, 64, 48)
-        quantize_(model, CONFIG, filter_fn=lambda module, name: True)
-        return model
-
-    model = made()
+    model = swiglu_experts(CONFIG)
     wanted = [gradients(model, run=lambda x: model(x, ends)) for _ in range(2)]
     assert differ(*wanted)
     torch._dynamo.reset()
-    model = made()
+    model = swiglu_experts(CONFIG)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for grads in wanted:
         assert_same(gradients(model, run=lambda x: compiled(x, ends)), grads)
