@@ -2,7 +2,7 @@
 
 For each shape: rowwise, columnwise, both, a weight in square blocks, and the transpose that makes its columnwise copy;
 in NVFP4 also the columnwise copy of the random Hadamard transform ("transformed"), and both copies of a gradient,
-rounded stochastically, the columnwise one transformed ("gradient").
+rounded stochastically, the columnwise one transformed ("gradient"), these and both copies with four over six.
 Checks first that bits are the reference's. Bytes that must move: the input read once (twice where the scale of the
 tensor must be known first), the payload and scales written. Floor: those over the copy bandwidth measured here.
 Writes benchmarks/results/quantize_<device>.json, .md and .png.
@@ -29,7 +29,8 @@ from report import Report
 from torchao_blockwise import ops
 from torchao_blockwise.formats import CastOptions, Draws, StochasticRounding, hadamard_number, key_of
 
-NVFP4_ONLY = ("transformed", "gradient")
+FOUR_OVER_SIX = ("both, 4/6", "gradient, 4/6")
+NVFP4_ONLY = ("transformed", "gradient", *FOUR_OVER_SIX)
 CASES = ("rowwise", "columnwise", "both", "weight", "transpose", *NVFP4_ONLY)
 PEERS = ("torchao", "torchao rhs")
 COLUMNS = ("case", "shape", "by", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
@@ -41,23 +42,23 @@ def job(case: str, rows: int, columns: int, recipe: str, device: torch.device, w
     """The job of that name for [rows, columns]."""
     fmt = RECIPES[recipe][case in ("weight", "transpose")]
     rowwise, columnwise = fmt.nbytes(rows, columns), fmt.nbytes(columns, rows)
-    both = rowwise + columnwise
-    written = {"columnwise": columnwise, "transformed": columnwise, "both": both, "gradient": both}.get(case, rowwise)
+    with_columns = case in ("columnwise", "both", *NVFP4_ONLY)
+    alone = case in ("columnwise", "transformed")
+    written = columnwise * with_columns + rowwise * (not alone)
     read = (2 if fmt.has_global_scale else 1) * rows * columns * torch.bfloat16.itemsize
 
     def make():
         x = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
-        if case == "gradient":
+        if case.startswith("gradient"):
             return x, key_of(StochasticRounding(seed=1, stream=2, use=3), device)
         return (ops.quantize(x, fmt).rowwise if case == "transpose" else x,)
 
     def run(x, key=None, backend=None):
         if case == "transpose":
             return ops.transpose(x, columns=columns, backend=backend)
-        with_columns = case in ("columnwise", "both", *NVFP4_ONLY)
-        number = hadamard_number(case in NVFP4_ONLY)
+        number = hadamard_number(case.startswith(("transformed", "gradient")))
         # Padded, as layers ask for it.
-        options = CastOptions(fmt, case not in ("columnwise", "transformed"), with_columns, False, True, number)
+        options = CastOptions(fmt, not alone, with_columns, False, True, number, case in FOUR_OVER_SIX)
         return ops.quantize_by(x, options, draws=None if key is None else Draws(key), backend=backend)
 
     def check(out, inputs, peer):

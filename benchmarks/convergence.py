@@ -2,7 +2,7 @@
 
 python benchmarks/convergence.py                                  # bf16, fp8 and nvfp4 with two seeds, on any machine
 python benchmarks/convergence.py --recipes bf16 bf16_perturbed fp8 nvfp4_full --seeds 0 1 2 --preset 1b --compile
-python benchmarks/convergence.py --merge other_machine/convergence --results
+python benchmarks/convergence.py --merge runs/convergence benchmarks/results/convergence_1b_nvidia_h200.json --results
 
 A run is `train_llm.py` of one recipe and one seed, as a process of its own; with several GPUs one runs on each. What is
 finished is kept: the same command goes on where it was interrupted. All other options go to train_llm.py.
@@ -69,8 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seeds", nargs="+", type=int, default=[0, 1], metavar="N", help="default: 0 1")
     add("--out", type=Path, default=Path("runs/convergence"), metavar="DIR", help="default: %(default)s")
     add(
-        "--merge", nargs="+", type=Path, default=[], metavar="DIR", help="train nothing; take the runs of these folders"
-    )
+        "--merge", nargs="+", type=Path, default=[], metavar="PATH",
+        help="train nothing; take the runs of these folders, and of results that this program wrote",
+    )  # fmt: skip
     add("--results", action="store_true", help="write the table into benchmarks/results/ too")
     return parser
 
@@ -95,8 +96,9 @@ def train_all(args: argparse.Namespace, others: list[str]) -> None:
     wanted = [(recipe, seed) for seed in args.seeds for recipe in args.recipes]
     missing = [pair for pair in wanted if not (folder_of(args.out, *pair) / _FILE).exists()]
     # A CPU trains one after the other.
-    devices: queue.Queue[int] = queue.Queue()
-    for device in range(max(1, torch.cuda.device_count())):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    devices: queue.Queue[str] = queue.Queue()
+    for device in visible.split(","):
         devices.put(device)
 
     def train(pair: tuple[str, int]) -> None:
@@ -104,7 +106,7 @@ def train_all(args: argparse.Namespace, others: list[str]) -> None:
         folder, device = folder_of(args.out, recipe, seed), devices.get()
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(_TRAIN), "--recipes", recipe, "--seed", str(seed), "--out", str(folder), *others]
-        place = {"CUDA_VISIBLE_DEVICES": str(device)} if torch.cuda.is_available() else {}
+        place = {"CUDA_VISIBLE_DEVICES": device} if torch.cuda.is_available() else {}
         try:
             with (folder / "log.txt").open("w") as log:
                 code = subprocess.run(command, stdout=log, stderr=log, env={**os.environ, **place}).returncode
@@ -119,7 +121,7 @@ def train_all(args: argparse.Namespace, others: list[str]) -> None:
 
 def command_of(runs: list[Run]) -> str:
     """The options that make all of these runs."""
-    others = re.sub(r"--(recipes|seed|out) \S+ ?", "", runs[0].content["environment"]["command"]).strip()
+    others = re.sub(r"--(recipes|seeds?|out)( (?!--)\S+)+", "", runs[0].content["environment"]["command"]).strip()
     recipes = dict.fromkeys(run.recipe for run in runs)
     seeds = sorted({run.seed for run in runs})
     return f"--recipes {' '.join(recipes)} --seeds {' '.join(map(str, seeds))} {others}".strip()
@@ -130,24 +132,45 @@ def folder_of(out: Path, recipe: str, seed: int) -> Path:
     return out / f"{recipe}_seed_{seed}"
 
 
-def found_in(folders: list[Path]) -> list[Run]:
-    """The finished runs of these folders, in the order of the recipes; of two of one recipe and seed the first.
+def found_in(places: list[Path]) -> list[Run]:
+    """The finished runs of these folders and results, by recipe; of two of one recipe and seed the first.
 
     Raises UsageError where none is there, or where they differ in more than recipe and seed.
     """
     found: dict[tuple[str, int], Run] = {}
-    for file in (file for folder in folders for file in sorted(folder.glob(f"*/{_FILE}"))):
-        content = json.loads(file.read_text())
-        run = Run(content["table"][0]["recipe"], content["config"]["seed"], content)
-        found.setdefault((run.recipe, run.seed), run)
+    for place in places:
+        for run in runs_of_results(place) if place.is_file() else runs_in(place):
+            found.setdefault((run.recipe, run.seed), run)
     runs = sorted(found.values(), key=lambda run: (list(RECIPES).index(run.recipe), run.seed))
     if not runs:
-        raise UsageError(f"no finished run in {', '.join(map(str, folders))}; see the log.txt of each")
+        raise UsageError(f"no finished run in {', '.join(map(str, places))}; see the log.txt of each")
     kinds = {_kind(run) for run in runs}
     if len(kinds) > 1:
         said = "; ".join(sorted(kinds))
         raise UsageError(f"runs of different models, data or machines cannot be compared: {said}; merge those alike")
     return runs
+
+
+def runs_in(folder: Path) -> list[Run]:
+    """The finished runs that were trained into this folder."""
+    contents = [json.loads(file.read_text()) for file in sorted(folder.glob(f"*/{_FILE}"))]
+    return [Run(content["table"][0]["recipe"], content["config"]["seed"], content) for content in contents]
+
+
+def runs_of_results(file: Path) -> list[Run]:
+    """The runs of a table that `report` wrote."""
+    try:
+        content = json.loads(file.read_text())
+        runs = content["runs"].items()
+    except (ValueError, KeyError):
+        raise UsageError(f"--merge {file}: not a result of this program; give its .json, or a folder of runs") from None
+    made = []
+    for name, row in runs:
+        recipe, _, seed = name.rpartition(", seed ")
+        config = content["config"] | {"seed": int(seed)}
+        one = {"table": [row], "curves": {recipe: row}, "config": config}
+        made.append(Run(recipe, int(seed), content | one))
+    return made
 
 
 def _kind(run: Run) -> str:

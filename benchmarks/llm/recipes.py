@@ -14,7 +14,7 @@ class Recipe(NamedTuple):
     """How linear layers and experts train, and what is fused besides.
 
     precision: "bf16", "bf16_perturbed", "fp8", "fp8_power_of_2", "nvfp4", "nvfp4_hadamard",
-        "nvfp4_stochastic", "nvfp4_full", "nvfp4_full_15_percent".
+        "nvfp4_stochastic", "nvfp4_full", "nvfp4_full_15_percent", "nvfp4_full_four_over_six".
     fused: "inputs", where layers that read one input share its quantization;
     "once", where SwiGLU quantizes what it computes as well; or "".
     """
@@ -35,6 +35,7 @@ RECIPES = {
     "nvfp4_stochastic": Recipe("nvfp4_stochastic"),
     "nvfp4_full": Recipe("nvfp4_full"),
     "nvfp4_full_15_percent": Recipe("nvfp4_full_15_percent"),
+    "nvfp4_full_four_over_six": Recipe("nvfp4_full_four_over_six"),
     "nvfp4_fused": Recipe("nvfp4", "inputs"),
 }
 DEFAULT = "bf16", "fp8", "nvfp4"
@@ -49,7 +50,8 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     bf16: unchanged, autocast runs its products in bf16; perturbed: each first weight is the next larger number.
     fp8: DeepSeek-V3's blockwise FP8. nvfp4: the last block is kept in high precision as well; hadamard transforms the
     operands of grad_weight, stochastic rounds gradients so, by bits of `seed`, full does both. 15_percent: so many of
-    the blocks are kept, the last ones. The head and the routers always keep high precision.
+    the blocks are kept, the last ones. four_over_six: blocks of activations choose between two scales. The head and
+    the routers always keep high precision.
     Source: arXiv 2412.19437 §3.3; arXiv 2509.25149 §4.
     """
     precision, fused = RECIPES[recipe]
@@ -70,9 +72,12 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
         quantize_(model, config, filter_fn=filter_fn)
     else:
         kept = 0.15 if precision.endswith("_15_percent") else 1
-        parts = precision.removeprefix("nvfp4_").removesuffix("_15_percent")
+        parts = precision.removeprefix("nvfp4_").removesuffix("_15_percent").removesuffix("_four_over_six")
         config = NVFP4TrainingConfig(
-            hadamard=parts in ("hadamard", "full"), stochastic_rounding=parts in ("stochastic", "full"), seed=seed
+            hadamard=parts in ("hadamard", "full"),
+            stochastic_rounding=parts in ("stochastic", "full"),
+            four_over_six=precision.endswith("_four_over_six"),
+            seed=seed,
         )
         quantize_(model, config, filter_fn=filter_fn & keep_last_blocks(model, kept))
     layers = conversion_report(model).layers
