@@ -1,4 +1,4 @@
-"""Some thousand damaged checkpoints, in a process of their own: a read out of bounds ends it."""
+"""A thousand damaged checkpoints, in a process of their own: a read out of bounds ends it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_damaged_files_are_refused_or_multiply_in_bounds():
-    done = run("--count", "3000")
+    done = run("--count", "1000")
     assert done.returncode in (0, 1), done.stderr[-2000:]
     result = json.loads(done.stdout.strip().split("\n")[-1])
     assert result["failures"] == []
     totals = result["totals"]
     # Undamaged files load, damage is refused often, and often harmless.
-    assert totals["none: multiplied"] == 150
-    assert totals["usual: refused"] > 1000 and totals["usual: multiplied"] > 30
-    assert totals["bytes: refused"] > 200 and totals["bytes: multiplied"] > 30
+    assert totals["none: multiplied"] == 50
+    assert totals["usual: refused"] > 300 and totals["usual: multiplied"] > 5
+    assert totals["bytes: refused"] > 60 and totals["bytes: multiplied"] > 5
     assert result["layouts"] > 20
 
 
