@@ -47,6 +47,8 @@ _FP8_ROWWISE_TILE = (32, 128, 4, 16)
 _FP8_COLUMNWISE_TILE = (128, 64, 4, 8)
 _FP8_SQUARE_TILE = (128, 128, 4, 16)
 _NVFP4_TILE = (32, 128, 2, 4)
+# Errors of two candidates beside the values take registers: threads enough for them.
+_FOUR_OVER_SIX_TILE = (32, 128, 8, 8)
 
 _ALIGNMENT = 16
 
@@ -316,7 +318,7 @@ def _build(cast: CastOptions, rowwise: bool, columnwise: bool, ragged: bool):
     """(tile rows, tile columns, options)."""
     fmt = cast.fmt
     if fmt.element is E2M1:
-        tile_m, tile_k, *warps = _NVFP4_TILE
+        tile_m, tile_k, *warps = _FOUR_OVER_SIX_TILE if cast.four_over_six else _NVFP4_TILE
         options = {"SCALE_MAX": fmt.scale_max, "BLOCK": fmt.block[1], "FOUR_OVER_SIX": 0}
         if cast.four_over_six:
             # An operation that shows two roundings must not become one FMA with one.

@@ -34,6 +34,8 @@ _BITS = tl.constexpr(8)
 # (chunks, columns, warps) of a tile of both amaxes, and how many programs; (rows, columns, warps) of rowwise blocks.
 _AMAX_TILE, _AMAX_PROGRAMS = (4, 128, 4), 528
 _ROWWISE_TILE = (32, 128, 4)
+# Errors of two candidates beside the values take registers.
+_FOUR_OVER_SIX_TILE = (16, 128, 4)
 
 
 @triton.jit(do_not_specialize=["M", "chunks"])
@@ -186,7 +188,7 @@ def _rowwise_copy(
     blocks, ends, count = None, None, 1
     if groups is not None:
         blocks, ends, count = block_table(groups, M, fmt), groups.ends, groups.ends.shape[0]
-    rows, columns, warps = _ROWWISE_TILE
+    rows, columns, warps = _FOUR_OVER_SIX_TILE if options.four_over_six else _ROWWISE_TILE
     launch(
         _rowwise_kernel, ceil_div(M, rows) * ceil_div(K, columns),
         x, amax, copy.qdata, (copy.scale, torch.uint8), blocks, ends, key,
