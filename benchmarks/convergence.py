@@ -286,7 +286,7 @@ def _write_picture(path: Path, runs: list[Run], below: str) -> None:
         ax.set_ylabel("training loss above bf16's, % (smoothed)")
         if ax.lines[:-1]:
             ax.legend(frameon=False)
-        entitle(figure, ax, "Distance to bf16 of the same seed", below.split(". ")[0])
+        entitle(figure, ax, "Distance to bf16 of the same seed", below.split(" of ")[0])
         save(figure, path)
 
 

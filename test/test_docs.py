@@ -22,7 +22,13 @@ SHOWN = [
 
 
 def test_pages_show_results():
-    expected = {"adapter_memory", "builds_sm_90", "convergence_125m_nvidia_h200", "train_llm_moe_tiny_cpu"}
+    expected = {
+        "adapter_memory",
+        "builds_sm_90",
+        "convergence_125m_nvidia_h200",
+        "convergence_1b_nvidia_h200",
+        "train_llm_moe_tiny_cpu",
+    }
     assert {name for name, _ in SHOWN} == expected | {"weight_bytes"}
 
 
