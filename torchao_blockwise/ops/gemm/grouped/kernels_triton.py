@@ -39,9 +39,9 @@ from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 # What a tile must know of its group takes registers, so tiles are smaller here than the plain products' may be:
-# blocks of K that are decoded at once, where sums lie in registers too (below sm_100);
+# blocks of K of NVFP4 that are decoded at once;
 _BLOCKS_K = 4
-# columns, where a thread has a row of them (from sm_100 on) and one-row blocks give each its own scale.
+# columns in FP8, where a thread has a row of them (from sm_100 on) and one-row blocks give each its own scale.
 _TILE_N = 64
 
 
@@ -145,6 +145,7 @@ def _grouped_nvfp4_kernel(
     groups,
     ALONG_M: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    DECODE: tl.constexpr,
     BLOCK: tl.constexpr,
     B_BLOCK_ROWS: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -173,7 +174,7 @@ def _grouped_nvfp4_kernel(
     acc = accumulate_nvfp4(
         a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, offs_m, offs_n, blocks_n, end_m - first_m,
         first_block * (BLOCK // 2), end_block * (BLOCK // 2), end_block, N, packed_k, grid_k,
-        BLOCK, B_BLOCK_ROWS, TILE_M, TILE_N, TILE_K,
+        DECODE, BLOCK, B_BLOCK_ROWS, TILE_M, TILE_N, TILE_K,
     )  # fmt: skip
     # What nothing was summed to stays zero, with scales of NaN too.
     acc *= tl.where(first_block < end_block, tl.load(a_global_ptr) * tl.load(b_global_ptr), 0.0)
@@ -204,9 +205,10 @@ def _launch(out: torch.Tensor, a: Operand, b: Operand, ends: torch.Tensor, along
     # that are not there: half its work for 64 tokens an expert in tiles of 128. A group of more than a tile reads its
     # matrix again, but from the L2 cache, where the tile beside it has left it.
     config = config_for(a_fmt, ceil_div(M, groups) if along_m else M, out.device)
-    if compute_capability(out.device) < (10, 0):
+    decode = decodes(a_fmt, out.device)
+    if a_fmt.element is E2M1 and decode:
         config = config._replace(blocks_k=min(config.blocks_k, _BLOCKS_K))
-    elif not b_fmt.is_square:
+    elif a_fmt.element is not E2M1 and not b_fmt.is_square and compute_capability(out.device) >= (10, 0):
         config = config._replace(tile_n=min(config.tile_n, _TILE_N))
     if along_m:
         # Tokens of no group begin a tile, too.
@@ -217,6 +219,7 @@ def _launch(out: torch.Tensor, a: Operand, b: Operand, ends: torch.Tensor, along
     tiles = {
         "ALONG_M": along_m,
         "ACCUMULATE": accumulate,
+        "DECODE": decode,
         "BLOCK": a_fmt.block[1],
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
@@ -233,11 +236,10 @@ def _launch(out: torch.Tensor, a: Operand, b: Operand, ends: torch.Tensor, along
             B_BLOCK_ROWS=b_fmt.block[0], TILE_K=config.blocks_k * a_fmt.block[1], **tiles,
         )  # fmt: skip
     else:
-        decode = decodes(out.device)
         if decode:
             qa, qb = qa.view(torch.uint8), qb.view(torch.uint8)
         launch(
             _grouped_fp8_kernel, grid,
             qa, a_scale, qb, b_scale, ends, out, M, N, qa.shape[1], groups,
-            B_SQUARE=b_fmt.is_square, DECODE=decode, **tiles,
+            B_SQUARE=b_fmt.is_square, **tiles,
         )  # fmt: skip

@@ -10,8 +10,9 @@
         _N  │ b tile      │ ─┘
             └─────────────┘
 
-    NVFP4   element · block scale is decoded in the tile to f16, exactly, then acc = dot(a, b, acc). A byte holds an
-            even and an odd element of K: their sums are taken by two dots, so that no tile is interleaved.
+    NVFP4   FP4 tensor cores (sm_100 up) multiply packed elements and block scales as they lie in memory. Where there
+            are none, element · block scale is decoded in the tile to f16, exactly, then acc = dot(a, b, acc). A byte
+            holds an even and an odd element of K: their sums are taken by two dots, so that no tile is interleaved.
 
 Where the GPU has no FP8 tensor cores (below sm_89), and in the interpreter (which has no e4m3 NaN), DECODE turns e4m3
 bytes to f16 in the tile too. f16 and not bf16: as exact here, and its products by a scale stay f16 instructions.
@@ -55,6 +56,12 @@ _FP8_DECODE_CONFIGS = (
     Config(16, 16, 64, 1, 4, 4),
     Config(_ANY, 64, 128, 1, 8, 3),
 )
+# Dots of FP4 tensor cores have 128 rows on sm_100. Not measured: chosen without such a GPU.
+_NVFP4_SCALED_CONFIGS = (
+    Config(64, 128, 32, 16, 4, 4),
+    Config(_ANY, 128, 128, 16, 8, 4),
+)
+# sm_90.
 _NVFP4_CONFIGS = (
     Config(16, 16, 32, 8, 4, 4),
     Config(64, 64, 64, 8, 4, 4),
@@ -72,6 +79,7 @@ GROUP = 8
 # e2m1 bits read as f16 are 2^14 too small, and f16 holds e4m3 scales times 2^7 at most: an operand lacks 2^7.
 _DECODED_SCALE = tl.constexpr(2.0**7)
 _MISSING_FACTOR = tl.constexpr(2.0**14)
+_E2M1 = tl.constexpr("e2m1")
 
 
 @triton.jit
@@ -183,39 +191,31 @@ def _matmul_fp8_kernel(
 
 
 @triton.jit
-def _load_e2m1(
-    q_ptr,
-    scale_ptr,
-    offs_row,
-    blocks_row,
-    byte,
-    end_row,
-    end_byte,
-    end_block,
-    packed_k,
-    grid_k,
-    ROWS: tl.constexpr,
-    TILE_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
-    """Elements · block scales · 2^-7 of an operand's tile that starts at `byte`: f16 (even, odd), [ROWS, TILE_K/2]."""
-    BYTES: tl.constexpr = TILE_K // 2
-    BLOCK_BYTES: tl.constexpr = BLOCK // 2
-    BLOCKS_ROW: tl.constexpr = ROWS // BLOCK_ROWS
-    BLOCKS_K: tl.constexpr = TILE_K // BLOCK
+def _load_pairs(q_ptr, offs_row, byte, end_row, end_byte, packed_k, BYTES: tl.constexpr):
+    """Packed elements of an operand's tile that starts at `byte`: uint8 [ROWS, BYTES]."""
     offs_byte = byte + tl.arange(0, BYTES)
     mask = (offs_row < end_row)[:, None] & (offs_byte < end_byte)[None, :]
-    pairs = tl.load(q_ptr + offs_row.to(tl.int64)[:, None] * packed_k + offs_byte[None, :], mask=mask, other=0)
+    return tl.load(q_ptr + offs_row.to(tl.int64)[:, None] * packed_k + offs_byte[None, :], mask=mask, other=0)
 
-    blocks_k = byte // BLOCK_BYTES + tl.arange(0, BLOCKS_K)
-    mask = (blocks_row < tl.cdiv(end_row, BLOCK_ROWS))[:, None] & (blocks_k < end_block)[None, :]
-    scale = tl.load(scale_ptr + blocks_row.to(tl.int64)[:, None] * grid_k + blocks_k[None, :], mask=mask, other=0)
+
+@triton.jit
+def _load_scales(scale_ptr, blocks_row, first_block, end_row, end_block, grid_k, BLOCKS_K: tl.constexpr):
+    """Block scales of these rows of a grid, from `first_block` on: bytes [BLOCKS_ROW, BLOCKS_K]."""
+    blocks_k = first_block + tl.arange(0, BLOCKS_K)
+    mask = (blocks_row < end_row)[:, None] & (blocks_k < end_block)[None, :]
+    return tl.load(scale_ptr + blocks_row.to(tl.int64)[:, None] * grid_k + blocks_k[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _decoded(pairs, scale, BLOCK_ROWS: tl.constexpr, BLOCK_BYTES: tl.constexpr):
+    """Elements · block scales · 2^-7: f16 (even, odd), each in the shape of `pairs`."""
+    BLOCKS_ROW: tl.constexpr = scale.shape[0]
+    BLOCKS_K: tl.constexpr = scale.shape[1]
     scale = decode_e4m3(scale, _DECODED_SCALE)[:, None, :, None]
-
     pairs = pairs.reshape(BLOCKS_ROW, BLOCK_ROWS, BLOCKS_K, BLOCK_BYTES)
     even, odd = decode_e2m1(pairs) * scale, decode_e2m1(pairs >> 4) * scale
-    return even.reshape(ROWS, BYTES), odd.reshape(ROWS, BYTES)
+    SHAPE: tl.constexpr = (BLOCKS_ROW * BLOCK_ROWS, BLOCKS_K * BLOCK_BYTES)
+    return even.reshape(SHAPE), odd.reshape(SHAPE)
 
 
 @triton.jit
@@ -234,6 +234,7 @@ def accumulate_nvfp4(
     N,
     packed_k,
     grid_k,
+    DECODE: tl.constexpr,
     BLOCK: tl.constexpr,
     B_BLOCK_ROWS: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -241,19 +242,29 @@ def accumulate_nvfp4(
     TILE_K: tl.constexpr,
 ):
     """Σ over a part of K of a[m, k] · b[n, k] with their block scales: fp32 [TILE_M, TILE_N]."""
+    BYTES: tl.constexpr = TILE_K // 2
+    BLOCK_BYTES: tl.constexpr = BLOCK // 2
+    BLOCKS_K: tl.constexpr = TILE_K // BLOCK
+    grid_n = tl.cdiv(N, B_BLOCK_ROWS)
     acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
-    for byte in range(first_byte, end_byte, TILE_K // 2):
-        a_even, a_odd = _load_e2m1(
-            a_ptr, a_scale_ptr, offs_m, offs_m, byte, end_m, end_byte, end_block, packed_k, grid_k,
-            TILE_M, TILE_K, BLOCK, 1,
-        )  # fmt: skip
-        b_even, b_odd = _load_e2m1(
-            b_ptr, b_scale_ptr, offs_n, blocks_n, byte, N, end_byte, end_block, packed_k, grid_k,
-            TILE_N, TILE_K, BLOCK, B_BLOCK_ROWS,
-        )  # fmt: skip
-        acc = tl.dot(a_even, tl.trans(b_even), acc)
-        acc = tl.dot(a_odd, tl.trans(b_odd), acc)
-    return acc * _MISSING_FACTOR
+    for byte in range(first_byte, end_byte, BYTES):
+        block = byte // BLOCK_BYTES
+        a = _load_pairs(a_ptr, offs_m, byte, end_m, end_byte, packed_k, BYTES)
+        b = _load_pairs(b_ptr, offs_n, byte, N, end_byte, packed_k, BYTES)
+        a_scale = _load_scales(a_scale_ptr, offs_m, block, end_m, end_block, grid_k, BLOCKS_K)
+        if DECODE:
+            b_scale = _load_scales(b_scale_ptr, blocks_n, block, grid_n, end_block, grid_k, BLOCKS_K)
+            a_even, a_odd = _decoded(a, a_scale, 1, BLOCK_BYTES)
+            b_even, b_odd = _decoded(b, b_scale, B_BLOCK_ROWS, BLOCK_BYTES)
+            acc = tl.dot(a_even, tl.trans(b_even), acc)
+            acc = tl.dot(a_odd, tl.trans(b_odd), acc)
+        else:
+            # A scale for each row.
+            b_scale = _load_scales(b_scale_ptr, offs_n // B_BLOCK_ROWS, block, grid_n, end_block, grid_k, BLOCKS_K)
+            a_scale = a_scale.to(tl.float8e4nv, bitcast=True)
+            b_scale = b_scale.to(tl.float8e4nv, bitcast=True)
+            acc = tl.dot_scaled(a, a_scale, _E2M1, tl.trans(b), b_scale, _E2M1, acc)
+    return acc * _MISSING_FACTOR if DECODE else acc
 
 
 @triton.jit(do_not_specialize=["M", "grid_k"])
@@ -271,6 +282,7 @@ def _matmul_nvfp4_kernel(
     packed_k,  # bytes in a row of payload, and
     grid_k,  # scales in a row: the last bytes may be padding
     ACCUMULATE: tl.constexpr,
+    DECODE: tl.constexpr,
     BLOCK: tl.constexpr,
     B_BLOCK_ROWS: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -284,23 +296,26 @@ def _matmul_nvfp4_kernel(
     blocks_n = tile_n * (TILE_N // B_BLOCK_ROWS) + tl.arange(0, TILE_N // B_BLOCK_ROWS)
     acc = accumulate_nvfp4(
         a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, offs_m, offs_n, blocks_n, M, 0, packed_k, grid_k, N, packed_k, grid_k,
-        BLOCK, B_BLOCK_ROWS, TILE_M, TILE_N, TILE_K,
+        DECODE, BLOCK, B_BLOCK_ROWS, TILE_M, TILE_N, TILE_K,
     )  # fmt: skip
     acc *= tl.load(a_global_ptr) * tl.load(b_global_ptr)
     store_output(out_ptr, bias_ptr, acc, offs_m, offs_n, M, N, ACCUMULATE)
 
 
-def decodes(device: torch.device) -> bool:
-    """Whether kernels turn e4m3 bytes to f16 on `device`, which has no dot of them."""
-    return interpreting() or compute_capability(device) < (8, 9)
+def decodes(fmt: BlockFormat, device: torch.device) -> bool:
+    """Whether kernels turn elements of `fmt` to f16 on `device`, which has no dot of them."""
+    return interpreting() or compute_capability(device) < ((10, 0) if fmt.element is E2M1 else (8, 9))
 
 
 def config_for(fmt: BlockFormat, rows: int, device: torch.device) -> Config:
     """The tile for a product whose first operand, in `fmt`, has `rows` rows."""
-    if fmt.element is E2M1:
+    decode = decodes(fmt, device)
+    if fmt.element is not E2M1:
+        configs = _FP8_DECODE_CONFIGS if decode else _FP8_CONFIGS
+    elif decode:
         configs = _NVFP4_CONFIGS if compute_capability(device) >= (9, 0) else _NVFP4_REGISTER_CONFIGS
     else:
-        configs = _FP8_DECODE_CONFIGS if decodes(device) else _FP8_CONFIGS
+        configs = _NVFP4_SCALED_CONFIGS
     return next(c for c in configs if c.max_m >= rows)
 
 
@@ -323,11 +338,12 @@ def _launch(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None
     qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata)
     a_scale, b_scale = a.scale.contiguous(), b.scale.contiguous()
     bias = None if bias is None else bias.contiguous()
-    decode = decodes(out.device)
+    decode = decodes(a_fmt, out.device)
     config = config_for(a_fmt, M, out.device)
     grid = ceil_div(M, config.tile_m) * ceil_div(N, config.tile_n)
     tiles = {
         "ACCUMULATE": accumulate,
+        "DECODE": decode,
         "BLOCK": a_fmt.block[1],
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
@@ -347,5 +363,5 @@ def _launch(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None
             qa, qb = qa.view(torch.uint8), qb.view(torch.uint8)
         launch(
             _matmul_fp8_kernel, grid,
-            qa, a_scale, qb, b_scale, bias, out, M, N, qa.shape[1], B_SQUARE=b_fmt.is_square, DECODE=decode, **tiles,
+            qa, a_scale, qb, b_scale, bias, out, M, N, qa.shape[1], B_SQUARE=b_fmt.is_square, **tiles,
         )  # fmt: skip
