@@ -22,12 +22,13 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import NamedTuple
 
 import environment
 import torch
-from llm.config import UsageError
+from llm.config import RunConfig, UsageError
 from llm.recipes import RECIPES
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -176,7 +177,9 @@ def runs_of_results(file: Path) -> list[Run]:
 def _kind(run: Run) -> str:
     """What runs must share to be compared."""
     config, content = run.content["config"], run.content
-    shape = {name: value for name, value in sorted(config.items()) if name != "seed"}
+    # Of a run that was made before an option there was: its default.
+    defaults = {field.name: field.default for field in fields(RunConfig) if field.default is not MISSING}
+    shape = {name: value for name, value in sorted((defaults | config).items()) if name != "seed"}
     return f"{content['environment']['device']}, data {content['data']['sha256_16']}, {json.dumps(shape)}"
 
 

@@ -3,6 +3,7 @@
 python benchmarks/train_llm.py                      # all three, on real text; 2 to 4 minutes on two CPU cores
 python benchmarks/train_llm.py --preset 350m --data my_text/ --compile
 python benchmarks/train_llm.py --model moe-tiny         # a mixture of experts; likewise
+torchrun --nproc-per-node 4 benchmarks/train_llm.py --preset llama3-8b --recipes bf16 --compile    # FSDP2
 python benchmarks/train_llm.py --preset 125m --throughput --profile --steps 60 --results [--fuse] [--compile]
 
 --throughput trains nothing to its end: all recipes take turns of a few steps, on batches that are there. Columns:
@@ -27,7 +28,7 @@ from pathlib import Path
 os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
 import environment
 import torch
-from llm import checkpoint, products, report, throughput
+from llm import checkpoint, products, ranks, report, throughput
 from llm.config import PRESETS, RunConfig, UsageError, override
 from llm.data import Corpus, read_corpus
 from llm.recipes import DEFAULT, MERGED, RECIPES, SEPARATE
@@ -101,8 +102,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, train every recipe, report."""
-    device = pick_device(args.device)
+    with ranks.joined(pick_device(args.device)) as device:
+        return run_on(args, device)
+
+
+def run_on(args: argparse.Namespace, device: torch.device) -> int:
+    """`run` in each process."""
     config = config_from(args, device)
+    ranks.check(config, saves=bool(args.checkpoint_every or args.resume))
     for folder in (args.out, *([RESULTS] if args.results else ())):
         prepare_folder(folder)
     recipes = recipes_from(args, config)
@@ -112,16 +119,22 @@ def run(args: argparse.Namespace) -> int:
     # A few steps need little text.
     everything = device.type == "cuda" and not args.throughput
     corpus = read_corpus(args.data, config.seq_len, config.held_out_sequences, site_packages=everything)
-    print(opening_line(config, corpus, device, recipes))
+    leads = ranks.number() == 0
+    if leads:
+        print(opening_line(config, corpus, device, recipes))
     if recipes != ["bf16"] or config.experts:
         import_torchao()
     if args.throughput:
+        if config.ranks:
+            raise UsageError("--throughput: not with torchrun; see bench_fsdp.py")
         args.smoke, args.out = False, RESULTS if args.results else args.out
         return throughput.measure(recipes, config, corpus, args, results_name(config, device, "throughput"), device)
     results = [
         train(r, config, corpus, device, args.out, checkpoint_every=args.checkpoint_every, resume=args.resume)
         for r in recipes
     ]
+    if not leads:
+        return int(any(r.diverged for r in results))
     print(f"\n{report.table(results)}\n\n{report.footnotes(config, corpus, device)}\n")
     write_results(args.out, "train_llm", config, corpus, device, results)
     if args.results:
@@ -150,10 +163,11 @@ def config_from(args: argparse.Namespace, device: torch.device) -> RunConfig:
     values = {name: getattr(args, name) for name in (*names, *switches)}
     # In compiled code products cannot be replaced one by one.
     if device.type == "cpu" and not args.products and not args.compile:
-        values["products"] = products.pick()
+        # What is faster here is not what all ranks would find.
+        values["products"] = "bf16" if ranks.count() else products.pick()
     if device.type != "cpu" and args.products == "fp32":
         raise UsageError(f"--products fp32: {device} multiplies bf16 itself; leave --products out, or add --device cpu")
-    return override(args.preset or default_preset(device), **values)
+    return override(args.preset or default_preset(device), ranks=ranks.count(), **values)
 
 
 def prepare_folder(folder: Path) -> None:
@@ -200,9 +214,10 @@ def opening_line(config: RunConfig, corpus: Corpus, device: torch.device, recipe
         active = f"{config.active_parameters / 1e6:.1f} M parameters active"
         size += f", {config.experts} experts of which a token takes {config.top_k} ({active})"
     text = f"{len(corpus.train) / 1e6:.1f} MB of {corpus.name}"
+    over = f" | {config.ranks} ranks of FSDP2" if config.ranks else ""
     work = f"{config.steps:,} steps of {config.tokens_per_step:,} tokens in each of {', '.join(recipes)}"
     emulated = " | bf16 products in fp32, which is faster here" * (config.products == "fp32")
-    return f"{environment.device_name(device)} | {size} | {text} | {work}{emulated}"
+    return f"{environment.device_name(device)} | {size} | {text} | {work}{over}{emulated}"
 
 
 def write_results(

@@ -22,6 +22,8 @@ class RunConfig:
     shared_experts: how many more every token takes. balance_rate: by how much a step favors an expert with few tokens.
     separate: whether q, k and v, and gate and up, are layers of their own, as in transformers, and not one product.
     products: what bf16 products are computed in, "fp32" on processors that are slow in bf16; see `llm.products`.
+    kv_heads: heads of keys and values, 0 for as many as of queries. vocabulary: rows of the embedding and of the head;
+    tokens are bytes, whatever it is. ranks: how many FSDP2 shards the model over, 0 for a process without it.
     Raises UsageError for values that cannot train.
     """
 
@@ -49,6 +51,9 @@ class RunConfig:
     shared_experts: int = 0
     balance_rate: float = 0.01
     products: str = "bf16"
+    kv_heads: int = 0
+    vocabulary: int = VOCABULARY
+    ranks: int = 0
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "seq_len", "grad_accumulation", "held_out_sequences"):
@@ -67,11 +72,6 @@ class RunConfig:
             raise UsageError(f"top_k must be from 1 to experts = {self.experts}, got {self.top_k}")
 
     @property
-    def kv_heads(self) -> int:
-        """Heads of keys and values: one for each of the queries'."""
-        return self.heads
-
-    @property
     def parameters(self) -> int:
         """Number of parameters of the decoder."""
         return self._parameters(self.experts)
@@ -83,8 +83,9 @@ class RunConfig:
 
     def _parameters(self, experts: int) -> int:
         mlps = experts + self.shared_experts if self.experts else 1
-        block = 4 * self.dim**2 + 3 * self.dim * self.hidden * mlps + self.dim * self.experts + 2 * self.dim
-        return self.layers * block + self.dim + (1 if self.tied_head else 2) * VOCABULARY * self.dim
+        attention = 2 * self.dim**2 * (self.heads + (self.kv_heads or self.heads)) // self.heads
+        block = attention + 3 * self.dim * self.hidden * mlps + self.dim * self.experts + 2 * self.dim
+        return self.layers * block + self.dim + (1 if self.tied_head else 2) * self.vocabulary * self.dim
 
     @property
     def tokens_per_step(self) -> int:
@@ -94,6 +95,7 @@ class RunConfig:
 
 # Widths are multiples of 128, the FP8 block. `cpu`: all three recipes in 2 to 4 minutes on two cores. The large ones
 # have the layers of the models of that name; a byte vocabulary makes them smaller. They fit 16, 40 and 80 GB.
+# `llama3-8b` is the shape of that model, for the GPUs of a host together (torchrun).
 # `moe-*` are mixtures of experts: `moe-tiny` for two cores and a few minutes, the others for 24 and 80 GB.
 _LONG = {"steps": 1000, "warmup": 100, "grad_accumulation": 2}
 _CPU = {"steps": 80, "warmup": 16, "batch_size": 8, "seq_len": 128, "lr": 1.5e-3, "held_out_sequences": 64}
@@ -103,6 +105,10 @@ _PRESETS = (
     RunConfig("125m", 768, 12, 12, 2048, **_LONG, batch_size=16, seq_len=1024, lr=1e-3, held_out_sequences=256),
     RunConfig("350m", 1024, 24, 16, 2816, **_LONG, batch_size=16, seq_len=1024, lr=6e-4, held_out_sequences=256),
     RunConfig("1b", 2048, 16, 16, 8192, **_LONG, batch_size=8, seq_len=2048, lr=3e-4, held_out_sequences=128),
+    RunConfig(
+        "llama3-8b", 4096, 32, 32, 14336, steps=3000, warmup=100, batch_size=1, seq_len=4096, lr=3e-4,
+        held_out_sequences=64, grad_accumulation=4, kv_heads=8, vocabulary=128_256,
+    ),
     RunConfig("moe-tiny", 256, 3, 4, 256, **_CPU, experts=8, top_k=2, shared_experts=1, balance_rate=0.05),
     RunConfig(
         "moe-400m", 768, 12, 12, 768, **_LONG, batch_size=16, seq_len=1024, lr=8e-4, held_out_sequences=256,

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from llm.config import VOCABULARY, RunConfig
+from llm import ranks
+from llm.config import RunConfig
 
 _ROPE_BASE = 10_000.0
 _NORM_EPS = 1e-5
@@ -51,7 +52,8 @@ class Attention(Projections):
 
     def __init__(self, config: RunConfig):
         head_dim = config.dim // config.heads
-        heads = {"q_proj": config.heads, "k_proj": config.kv_heads, "v_proj": config.kv_heads}
+        kv_heads = config.kv_heads or config.heads
+        heads = {"q_proj": config.heads, "k_proj": kv_heads, "v_proj": kv_heads}
         super().__init__(config.dim, "qkv", {name: n * head_dim for name, n in heads.items()}, config.separate)
         self.head_dim = head_dim
         self.output = nn.Linear(config.dim, config.dim, bias=False)
@@ -98,7 +100,7 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, dim] -> weights f32 and experts' numbers, each [T, top_k]."""
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.weight)
+            logits = F.linear(x.float(), self.weight.float())
         chosen = (logits + self.bias).topk(self.top_k, -1).indices
         # The softmax over all, normalized over the chosen, is that over the chosen.
         return logits.gather(-1, chosen).softmax(-1), chosen
@@ -111,6 +113,7 @@ class Router(nn.Module):
     @torch.no_grad()
     def balance(self) -> None:
         """Move the bias of each expert by `rate` against its tokens' difference to the mean, and count anew."""
+        ranks.sum_over_ranks(self.tokens)
         self.bias += self.rate * (self.tokens.mean() - self.tokens).sign()
         self.tokens.zero_()
 
@@ -157,15 +160,15 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Bytes [B, S] to logits [B, S, 256]."""
+    """Bytes [B, S] to logits [B, S, vocabulary]."""
 
     def __init__(self, config: RunConfig):
         super().__init__()
         self.activation_checkpointing = config.activation_checkpointing
-        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.embedding = nn.Embedding(config.vocabulary, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim)
-        self.lm_head = nn.Linear(config.dim, VOCABULARY, bias=False)
+        self.lm_head = nn.Linear(config.dim, config.vocabulary, bias=False)
         cos, sin = rotary(config.seq_len, config.dim // config.heads)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)

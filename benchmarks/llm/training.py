@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from llm import checkpoint, products
+from llm import checkpoint, products, ranks
 from llm.config import RunConfig
 from llm.data import Corpus
 from llm.memory import saved_bytes, weight_bytes
@@ -36,7 +36,7 @@ class Result:
 
     layers: what became of the linear layers and experts, in words.
     losses: mean training loss of each step, in nats a byte; seconds: its duration, evaluation and checkpoints left out.
-    activation_bytes: saved for backward by one microbatch, no weights nor their copies among them.
+    activation_bytes: saved for backward by one microbatch, no weights nor their copies among them; None under FSDP2.
     weight_bytes: the linear weights in the form that the GEMMs read. peak_bytes: None on a CPU.
     """
 
@@ -46,7 +46,7 @@ class Result:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     held_out_loss: float = math.nan
-    activation_bytes: int = 0
+    activation_bytes: int | None = None
     weight_bytes: int = 0
     peak_bytes: int | None = None
 
@@ -94,9 +94,15 @@ def train(
 def _train(recipe, config, corpus, device, folder, checkpoint_every, resume) -> Result:
     before = _allocated(device)
     model = build(config, device)
-    result = Result(recipe, config.tokens_per_step, layers=convert(model, recipe, config.seed))
-    result.activation_bytes = activation_bytes(model, config, device)
+    # Each rank rounds stochastically by bits of its own.
+    result = Result(recipe, config.tokens_per_step, layers=convert(model, recipe, config.seed + ranks.number()))
+    if not config.ranks:
+        result.activation_bytes = activation_bytes(model, config, device)
     result.weight_bytes = weight_bytes(model)
+    if config.compile:
+        compile_blocks(model, device)
+    if config.ranks:
+        ranks.shard(model)
     optimizer = make_optimizer(model, config, device)
     # Measuring drew random numbers where a recipe rounds stochastically, and counted tokens of experts.
     torch.manual_seed(config.seed)
@@ -108,8 +114,6 @@ def _train(recipe, config, corpus, device, folder, checkpoint_every, resume) -> 
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         result.losses, result.seconds = state["losses"], state["seconds"]
-    if config.compile:
-        compile_blocks(model, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -140,10 +144,14 @@ def _run_steps(model, optimizer, config, corpus, device, result, checkpoint_ever
 
     first = len(result.losses)
     resumed = f"; resumed after step {first}" if first else ""
-    print(f"{result.recipe:>6}: {result.layers}{resumed}", file=sys.stderr)
+    quiet = ranks.number() > 0
+    if not quiet:
+        print(f"{result.recipe:>6}: {result.layers}{resumed}", file=sys.stderr)
     # A log file gets a line now and then, a terminal a live bar.
     interval = 0.2 if sys.stderr.isatty() else 10
-    bar = tqdm(total=config.steps, initial=first, desc=f"{result.recipe:>6}", unit="step", mininterval=interval)
+    bar = tqdm(
+        total=config.steps, initial=first, desc=f"{result.recipe:>6}", unit="step", mininterval=interval, disable=quiet
+    )
     unread, start = [], time.perf_counter()
     with bar:
         for step in range(first, config.steps):
@@ -151,7 +159,7 @@ def _run_steps(model, optimizer, config, corpus, device, result, checkpoint_ever
             done = step + 1
             saves = checkpoint_every and (done % checkpoint_every == 0 or done == config.steps)
             if saves or done == config.steps or done % _STEPS_A_READ.get(device.type, 1) == 0:
-                losses = torch.stack(unread).tolist()
+                losses = (ranks.sum_over_ranks(torch.stack(unread)) / max(1, ranks.count())).tolist()
                 seconds = (time.perf_counter() - start) / len(losses)
                 result.losses += losses
                 result.seconds += [seconds] * len(losses)
@@ -194,9 +202,10 @@ def train_on(
     """
     device = windows.device
     total = torch.zeros((), device=device)
-    for microbatch in windows.chunk(config.grad_accumulation):
+    microbatches = ranks.own(windows.chunk(config.grad_accumulation))
+    for microbatch in microbatches:
         with part(), torch.autocast(device.type, torch.bfloat16):
-            loss = next_byte_loss(model, microbatch) / config.grad_accumulation
+            loss = next_byte_loss(model, microbatch) / len(microbatches)
         with part():
             loss.backward()
         total += loss.detach()
@@ -213,8 +222,13 @@ def train_on(
 
 def compile_blocks(model: Decoder, device: torch.device) -> None:
     """Compile each block for its shapes; without a GPU only as far as graphs go, for which no compiler is needed."""
-    for block in model.layers:
-        block.compile(backend="inductor" if device.type == "cuda" else "aot_eager", dynamic=False)
+    how = {"backend": "inductor" if device.type == "cuda" else "aot_eager", "dynamic": False}
+    for index, block in enumerate(model.layers):
+        if ranks.count():
+            # Behind a module of its own, whose hooks FSDP2 runs around what is compiled.
+            model.layers[index] = torch.compile(block, **how)
+        else:
+            block.compile(**how)
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
@@ -239,13 +253,16 @@ def make_optimizer(model: nn.Module, config: RunConfig, device: torch.device) ->
 def evaluate(model: nn.Module, config: RunConfig, corpus: Corpus, device: torch.device) -> float:
     """Mean loss over every held-out window, in the precision that the model trains in."""
     model.eval()
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64)
+    batches = corpus.held_out.split(config.batch_size)
+    # Ranks read as many each, because each pass of one is a pass of all.
+    shared = len(batches) % max(1, ranks.count()) == 0
     with weights_unchanged(model):
-        for windows in corpus.held_out.split(config.batch_size):
+        for windows in ranks.own(batches) if shared else batches:
             with torch.autocast(device.type, torch.bfloat16):
                 total += next_byte_loss(model, windows.long().to(device)).item() * len(windows)
     model.train()
-    return total / len(corpus.held_out)
+    return (ranks.sum_over_ranks(total) if shared else total).item() / len(corpus.held_out)
 
 
 def activation_bytes(model: nn.Module, config: RunConfig, device: torch.device) -> int:

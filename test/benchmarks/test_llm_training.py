@@ -305,7 +305,9 @@ def test_saved_bytes_counts_each_storage_once_and_no_parameter():
     assert sum(saved.values()) == x.nbytes + hidden.nbytes
 
 
-@MODELS
+@pytest.mark.parametrize(
+    "config", (TINY, MOE, replace(TINY, kv_heads=1, vocabulary=384)), ids=("dense", "moe", "shared_kv_heads")
+)
 def test_parameter_count_matches_the_model(config):
     model = training.build(config, CPU)
     assert sum(p.numel() for p in model.parameters()) == config.parameters
