@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,11 @@ class Files:
 
     def shape(self, name: str) -> list[int]:
         return list(self._open[self._file_of[name]].get_slice(name).get_shape())
+
+    def check_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Raise ValueError unless the tensor has this shape."""
+        if (got := self.shape(name)) != list(shape):
+            raise ValueError(f"load: {self.where(name)} has shape {got}, the model wants {list(shape)}")
 
     def dtype(self, name: str) -> str:
         """As the files call it, "F8_E4M3" or "BF16"."""

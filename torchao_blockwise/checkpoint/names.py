@@ -40,6 +40,12 @@ class Part(NamedTuple):
         x = x if self.expert is None else x[self.expert]
         return x if self.start is None else x[self.start : self.end]
 
+    def in_blocks(self, block: int) -> Part:
+        """The part of a grid that has a row for so many rows."""
+        if self.start is None or self.end is None:
+            return self
+        return self._replace(start=self.start // block, end=-(-self.end // block))
+
     def cuts(self, block: int) -> bool:
         """Whether it begins inside of a block of so many rows, so that it has no blocks of its own."""
         return bool(self.start) and self.start % block != 0  # type: ignore[operator]  # a number
