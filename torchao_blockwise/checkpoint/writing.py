@@ -129,7 +129,7 @@ def quantized_weights(model: nn.Module, format: str = fp8_block.NAME) -> Quantiz
 
     Tensors are whole and on the model's device; each is one's own, or the Parameter's memory. Where ranks share the
     model all of them go through the iterable in lockstep, and what FSDP2 shards is gathered quantized. `metadata()` of
-    it has names, dtypes and shapes beforehand.
+    it has names, dtypes and shapes beforehand, `checksums` of it what a receiver can compare.
     Raises ValueError as `export` does.
     """
     return QuantizedWeights(model, _chosen("quantized_weights", model, format))
