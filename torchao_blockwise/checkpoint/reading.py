@@ -14,7 +14,7 @@ from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint import stored
 from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
-from torchao_blockwise.checkpoint.names import Part, parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 
 _SHOWN = 3
@@ -48,12 +48,11 @@ def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callab
     if config and (reason := stored.why_not_read(config)) is not None:
         raise ValueError(f"load: {files.path}: {reason}")
     writes: list[Callable[[], None]] = []
-    wanted: dict[str, list[Part]] = {}
     tensors = tensors_of(model)
     for name, x in tensors.items():
         if isinstance(_compat.local_of(x), QuantizedShard):
             raise NotImplementedError(f"load: {name} is a shard of a quantized Parameter; load before fully_shard")
-        wanted[name] = parts_on_disk(model, name, x.shape)
+    wanted = all_parts_on_disk(model, tensors)
     _check_names(files, {part.name for parts in wanted.values() for part in parts})
     for name, x in tensors.items():
         for part in wanted[name]:

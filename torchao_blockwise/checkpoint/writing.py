@@ -17,7 +17,7 @@ from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, nvfp4_packed
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import agreed, is_shared, whole
-from torchao_blockwise.checkpoint.names import parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -116,9 +116,11 @@ class QuantizedWeights:
     def metadata(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """{name: (dtype, shape)} in the order of the tensors, which nobody gathers for it."""
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for name, held in tensors_of(self._model).items():
+        tensors = tensors_of(self._model)
+        parts = all_parts_on_disk(self._model, tensors)
+        for name, held in tensors.items():
             is_weight = isinstance(_compat.local_of(held), (MasterWeightTensor, QuantizedTensor))
-            for part in parts_on_disk(self._model, name, held.shape):
+            for part in parts[name]:
                 shape = tuple(part.of(torch.empty(held.shape, device="meta")).shape)
                 found |= self._chosen.described(part.name, shape) if is_weight else {part.name: (held.dtype, shape)}
         return found
@@ -168,8 +170,10 @@ def named_tensors(model: nn.Module, chosen: Any, anew: list[str]) -> Iterator[tu
     """What the files have, one weight at a time. anew: gets the names of weights that are quantized for the file."""
     has_tensor_scales = chosen.FORMAT.has_global_scale
     amaxes = shared_amaxes(model) if has_tensor_scales else {}
-    for name, held in tensors_of(model).items():
-        parts = parts_on_disk(model, name, held.shape)
+    tensors = tensors_of(model)
+    on_disk = all_parts_on_disk(model, tensors)
+    for name, held in tensors.items():
+        parts = on_disk[name]
         x = whole(held, values=has_tensor_scales or any(part.cuts(chosen.BLOCK) for part in parts))
         if not isinstance(x, (MasterWeightTensor, QuantizedTensor)):
             yield from ((part.name, part.of(x.detach())) for part in parts)
@@ -205,14 +209,15 @@ def _quantized_anew(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_
 
 def not_converted(model: nn.Module) -> list[str]:
     """The linear layers whose weights stay in high precision, as files name them."""
-    plain = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not isinstance(
-            _compat.local_of(module.weight), (MasterWeightTensor, QuantizedTensor)
-        ):
-            part, *_ = parts_on_disk(model, f"{name}.weight", module.weight.shape)
-            plain.append(part.name.removesuffix(".weight"))
-    return plain
+    weights = {
+        f"{name}.weight": module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    plain = {
+        name: weight
+        for name, weight in weights.items()
+        if not isinstance(_compat.local_of(weight), (MasterWeightTensor, QuantizedTensor))
+    }
+    return [parts[0].name.removesuffix(".weight") for parts in all_parts_on_disk(model, plain).values()]
 
 
 def _write_config(config: Any, folder: Folder, chosen: Any, plain: list[str]) -> None:
