@@ -75,8 +75,7 @@ def weights_in(files: Files) -> dict[str, list[str]]:
 
 def shape(files: Files, name: str) -> list[int]:
     """Of a weight's values."""
-    *rows, packed = files.shape(name + _PARTS[0])
-    return [*rows, FORMAT.element.per_byte * packed]
+    return nvfp4_rows.shape(files, name + _PARTS[0])
 
 
 def check(files: Files, name: str, shape: tuple[int, ...]) -> None:
@@ -107,13 +106,7 @@ def decode_factor(stored: torch.Tensor) -> torch.Tensor:
 
 def described(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """{name: (dtype, shape)} of the file's tensors of a weight."""
-    *rows, columns = shape
-    packed, scale, global_scale = (name + part for part in _PARTS)
-    return {
-        packed: (torch.uint8, (*rows, FORMAT.element.packed(columns))),
-        scale: (FORMAT.scale_dtype, (*rows, columns // BLOCK)),
-        global_scale: (torch.float32, (1,)),
-    }
+    return nvfp4_rows.described([name + part for part in _PARTS], shape, (1,))
 
 
 def named(part: Part, weight: Operand) -> Iterator[tuple[str, torch.Tensor]]:

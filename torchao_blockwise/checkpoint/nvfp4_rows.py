@@ -22,6 +22,24 @@ MAX = E2M1.max * NVFP4_16X16.scale_max
 _DTYPES = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
 
 
+def described(
+    names: list[str], shape: tuple[int, ...], of_tensor: tuple[int, ...]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """{name: (dtype, shape)} of payload, scales of rows and tensor scale of a weight. of_tensor: shape of the last."""
+    *rows, columns = shape
+    return dict(
+        zip(
+            names,
+            (
+                (torch.uint8, (*rows, E2M1.packed(columns))),
+                (NVFP4_16X16.scale_dtype, (*rows, columns // BLOCK)),
+                (torch.float32, of_tensor),
+            ),
+            strict=True,
+        )
+    )
+
+
 def of_operand(op: str, part: Part, weight: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     """(payload, scales of rows) of a part of a weight that is quantized as a whole.
 
@@ -62,6 +80,12 @@ def quantized_as(x: NVFP4Tensor) -> Callable[[torch.Tensor], NVFP4Tensor]:
     return quantize
 
 
+def shape(files: Files, payload: str) -> list[int]:
+    """Of the values of a weight that has this payload."""
+    *rows, packed = files.shape(payload)
+    return [*rows, E2M1.per_byte * packed]
+
+
 def check(files: Files, wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
     """Raise ValueError unless the files have payload, scales of rows and a tensor scale of these dtypes and shapes.
 
@@ -76,7 +100,7 @@ def check(files: Files, wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]) 
         if (got := files.dtype(name)) != _DTYPES[dtype]:
             raise ValueError(f"load: {files.where(name)} is in {got}, NVFP4 wants {_DTYPES[dtype]}; copy the file anew")
         # A tensor scale has one element, with or without a dim.
-        if name != of_tensor or files.shape(name):
+        if name != of_tensor or files.shape(name) not in ([], [1]):
             files.check_shape(name, shape)
     scales, factor = files.read(rows).float(), files.read(of_tensor)
     if not bool((scales >= 0).all()):

@@ -23,7 +23,8 @@ _SHOWN = 3
 def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """Load the values of `model`, in place, from files in blockwise FP8 or NVFP4, or plain ones; tensor by tensor.
 
-    FP8: blocks of 128×128, scales in f32 (DeepSeek-V3) or e8m0 (DeepSeek-V4). NVFP4: as compressed-tensors has it.
+    FP8: blocks of 128×128, scales in f32 (DeepSeek-V3) or e8m0 (DeepSeek-V4). NVFP4: as
+    compressed-tensors and NVIDIA's Model Optimizer have it.
     A quantized Parameter takes payload and scales as they are in the files, where these have its blocks: 128×128, or
     in NVFP4 one scale for 16 rows, and one tensor scale for all that the Parameter holds. Else a weight gets the
     values that the files stand for, in its dtype, a master weight such that it is quantized to these bytes again. Names

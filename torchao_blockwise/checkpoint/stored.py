@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from torchao_blockwise.checkpoint import fp8_block, nvfp4_packed, nvfp4_rows
+from torchao_blockwise.checkpoint import fp8_block, nvfp4_modelopt, nvfp4_packed, nvfp4_rows
 from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.formats import E2M1, E4M3
 from torchao_blockwise.tensors import NVFP4Tensor, QuantizedTensor
 from torchao_blockwise.tensors.state_values import plain_values
 
 # Modules with METHOD, FORMAT, why_not_read, weights_in, holds, shape, check and read.
-_LAYOUTS: tuple[Any, ...] = (fp8_block, nvfp4_packed)
+_LAYOUTS: tuple[Any, ...] = (fp8_block, nvfp4_packed, nvfp4_modelopt)
 # Three bits of mantissa; 5, between 4 and 6.
 _ROUNDING = {E4M3: 2**-4, E2M1: 1 / 5}
 
@@ -21,12 +21,12 @@ _ROUNDING = {E4M3: 2**-4, E2M1: 1 / 5}
 def why_not_read(config: dict[str, Any]) -> str | None:
     """Why files with this quantization_config are not read, with the remedy, or None."""
     method = config.get("quant_method")
-    of_method = [layout for layout in _LAYOUTS if method == layout.METHOD]
-    if not of_method:
-        known = " or ".join(repr(layout.METHOD) for layout in _LAYOUTS)
-        return f"quant_method is {method!r}; files of {known}, or plain ones, are read"
-    reasons = [layout.why_not_read(config) for layout in of_method]
-    return None if None in reasons else reasons[0]
+    layout = next((layout for layout in _LAYOUTS if method == layout.METHOD), None)
+    if layout is None:
+        known = ", ".join(repr(layout.METHOD) for layout in _LAYOUTS)
+        return f"quant_method is {method!r}; files of {known}, and plain ones, are read"
+    reason: str | None = layout.why_not_read(config)
+    return reason
 
 
 def weights_in(files: Files) -> set[str]:

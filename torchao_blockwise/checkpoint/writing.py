@@ -14,7 +14,7 @@ from torch import nn
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, nvfp4_packed
+from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, nvfp4_modelopt, nvfp4_packed
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import agreed, is_shared, whole
 from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
@@ -22,7 +22,7 @@ from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
-FORMATS: dict[str, Any] = {made.NAME: made for made in (fp8_block, fp8_block_ue8m0, nvfp4_packed)}
+FORMATS: dict[str, Any] = {made.NAME: made for made in (fp8_block, fp8_block_ue8m0, nvfp4_packed, nvfp4_modelopt)}
 SHARD_BYTES = 5 * 2**30
 
 
@@ -42,8 +42,8 @@ def export(
     directory: is made whole or not at all: safetensors files, an index of several, and where `model` has a config its
         config.json with `quantization_config`.
     format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files; "fp8_block_ue8m0", as in DeepSeek-V4's, of
-        weights that train with `power_of_2_scales`; "nvfp4_compressed_tensors", as vLLM reads NVFP4
-        weights beside activations in high precision.
+        weights that train with `power_of_2_scales`; "nvfp4_compressed_tensors" and "nvfp4_modelopt", as vLLM reads
+        NVFP4 weights beside activations in high precision.
     tokenizer_from: a folder whose tokenizer's files are copied; default the one that the model was loaded from.
     shard_bytes: how large a file may become before the next one is begun; so much is held on the CPU, and no more.
     Where FSDP2, tensor or expert parallelism shard the model, all ranks call it, and the first one writes: weights are
@@ -222,5 +222,12 @@ def not_converted(model: nn.Module) -> list[str]:
 
 def _write_config(config: Any, folder: Folder, chosen: Any, plain: list[str]) -> None:
     config.save_pretrained(folder.path)
-    content = json.loads((folder.path / "config.json").read_text())
-    folder.write_json("config.json", content | {"quantization_config": chosen.settings(plain)})
+    write_settings(folder, json.loads((folder.path / "config.json").read_text()), chosen, plain)
+
+
+def write_settings(folder: Folder, config: dict[str, Any], chosen: Any, plain: list[str]) -> None:
+    """config.json with what engines must know of the format, and what else of files they ask for."""
+    folder.write_json("config.json", config | {"quantization_config": chosen.settings(plain)})
+    if hasattr(chosen, "other_files"):
+        for name, content in chosen.other_files(plain).items():
+            folder.write_json(name, content)
