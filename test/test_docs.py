@@ -23,7 +23,7 @@ SHOWN = [
 
 def test_pages_show_results():
     expected = {"adapter_memory", "builds_sm_90", "convergence_125m_nvidia_h200", "train_llm_moe_tiny_cpu"}
-    assert {name for name, _ in SHOWN} == expected | {"weight_bytes"}
+    assert {name for name, _ in SHOWN} == expected | {"weight_bytes", "engine_agreement_cpu"}
 
 
 @pytest.mark.parametrize(("name", "shown"), SHOWN, ids=[name for name, _ in SHOWN])
