@@ -1,4 +1,4 @@
-"""`convert` of a checkpoint with as many files and tensors as DeepSeek-V3's: work a tensor, and memory, do not grow."""
+"""Checkpoints with as many layers, files and tensors as DeepSeek-V3's: work a tensor, and memory, do not grow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import weakref
 
 import pytest
 import torch
+from helpers import FP8
+from torchao.quantization import quantize_
 
+from torchao_blockwise import checkpoint, linears_and_experts, skip_lm_head
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.checkpoint.files import Files, Folder
 from torchao_blockwise.checkpoint.names import all_parts_on_disk, parts_on_disk, tensors_of
@@ -124,6 +127,18 @@ def test_work_and_memory_stay_in_bounds(tmp_path, counts, capsys):
     written = Files(tmp_path / "out")
     assert len(written.names()) == names + counts["quantized"]
     assert all(file.stat().st_size < 3 * SHARD for file in (tmp_path / "out").glob("*.safetensors"))
+
+
+def test_export_asks_and_holds_as_little(tmp_path, counts):
+    """Of as many layers: transformers is asked for names as often, and a file's share is held."""
+    config = transformers.DeepseekV3Config(**(SMALL | {"moe_intermediate_size": 128}), n_routed_experts=4)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
+    checkpoint.export(model, tmp_path / "out", shard_bytes=SHARD)
+    assert counts["asked"] == 2 * 2 * (LAYERS - DENSE) + 2
+    assert counts["pending"] <= SHARD + 2**12
+    assert Files(tmp_path / "out").names() == checkpoint.quantized_weights(model).metadata().keys()
 
 
 @pytest.mark.parametrize("name", ("Llama", "Qwen3", "Qwen3Moe", "Mixtral", "DeepseekV3"))
