@@ -55,6 +55,7 @@ def compare(model: nn.Module, reference: nn.Module, format: str = "fp8_block") -
     got = list(weights)
     assert weights.metadata() == {name: (x.dtype, tuple(x.shape)) for name, x in got}
     assert [name for name, _ in got] == list(weights.metadata()) == list(whole)
+    assert checkpoint.checksums(weights) == checkpoint.checksums(whole.items())
     for name, x in got:
         assert_bitwise_equal(x.detach().view(torch.uint8), whole[name].detach().view(torch.uint8), name)
 
@@ -134,21 +135,22 @@ def joins_sharded_nvfp4(rank: int, size: int) -> None:
         compare(model, made().bfloat16(), "nvfp4_compressed_tensors")
 
 
-def loads(rank: int, size: int, kind: str) -> None:
+def loads(rank: int, size: int, kind: str, format: str = "fp8_block") -> None:
     """What one device has written, into shards; written again it is the same, and so are outputs."""
-    sizes = {"fsdp": FEATURES, "tensor": (256, 512, 256)}
+    config = FP8 if format == "fp8_block" else NVFP4
+    sizes = {"fsdp": FEATURES if config is FP8 else (208, 304, 130), "tensor": (256, 512, 256)}
 
     def made(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         if kind != "experts":
-            return mlp(FP8, features=sizes[kind], seed=seed)
+            return mlp(config, features=sizes[kind], seed=seed)
         model = nn.Sequential(SwiGLUExperts(3, 192, 96))
-        quantize_(model, FP8, filter_fn=experts())
+        quantize_(model, config, filter_fn=experts())
         return model
 
     folder, reference, model = folder_of_all(), made(0), made(1)
     if rank == 0:
-        checkpoint.export(reference, folder / "files")
+        checkpoint.export(reference, folder / "files", format)
     dist.barrier()
     if kind == "fsdp":
         for layer in (model[0], model[2], model):
@@ -165,9 +167,9 @@ def loads(rank: int, size: int, kind: str) -> None:
         assert torch.equal(torch.as_tensor(plain(old)), plain(p.to_local()))
     checkpoint.load(model, folder / "files")
     if kind == "fsdp":
-        x = torch.randn(4, FEATURES[0], generator=torch.Generator().manual_seed(0))
+        x = torch.randn(4, sizes[kind][0], generator=torch.Generator().manual_seed(0))
         assert_bitwise_equal(model(x).detach(), reference(x).detach())
-    compare(model, reference)
+    compare(model, reference, format)
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:

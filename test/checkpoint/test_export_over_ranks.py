@@ -23,6 +23,7 @@ CASES = [
     *(("shards", size, masters) for size in (2, 3) for masters in (True, False)),
     *(("loads", size, "fsdp") for size in (2, 3)),
     *(("loads", 2, kind) for kind in ("tensor", "experts")),
+    *(("loads", 2, kind, "nvfp4_compressed_tensors") for kind in ("fsdp", "tensor", "experts")),
     *(("shards_nvfp4", size, masters) for size in (2, 3) for masters in (True, False)),
     *(("joins_sharded_nvfp4", size) for size in (2, 3)),
     *(("rounds_as_it_gathers", size) for size in (2, 3)),

@@ -234,7 +234,7 @@ def test_files_of_others_are_named(tmp_path):
         checkpoint.load(mlp(FP8), tmp_path)
     checkpoint.export(mlp(FP8), tmp_path / "out")
     (tmp_path / "out" / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
-    with pytest.raises(ValueError, match="quant_method is 'awq'; files of 'fp8', or plain ones, are read"):
+    with pytest.raises(ValueError, match="quant_method is 'awq'; files of 'fp8', 'compressed-tensors', 'modelopt',"):
         checkpoint.load(mlp(FP8), tmp_path / "out")
     (tmp_path / "out" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     with pytest.raises(ValueError, match=r"weight_block_size is None; files with \[128, 128\] are read"):

@@ -7,8 +7,9 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +19,8 @@ _SINGLE = "model.safetensors"
 _PLAN = "plan.json"
 # What a file is called while it is written.
 _PART = "part"
+# A file that is open is mapped, so that what was read of it stays in memory.
+_OPEN_FILES = 8
 # What belongs to a tokenizer, in the folder that a model came from.
 _COPIED = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
 
@@ -140,15 +143,23 @@ class Folder:
         self.write_json(INDEX, {"metadata": {"total_size": self._bytes}, "weight_map": where})
 
 
+class _Held(NamedTuple):
+    """Where a tensor is, and what its file says of it."""
+
+    file: str
+    dtype: str
+    shape: list[int]
+
+
 class Files:
-    """The tensors of a folder of safetensors files, by name.
+    """The tensors of a folder of safetensors files, by name. A few files are open at a time, however many there are.
 
     Raises FileNotFoundError for a folder without any, ValueError for files that cannot be read.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory)
-        opener, self._open = safetensors().safe_open, {}
+        self._open: dict[str, Any] = {}
         index = self.path / INDEX
         if index.exists():
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -156,33 +167,50 @@ class Files:
             files = sorted(file.name for file in self.path.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"load: {self.path} has no *.safetensors; give the folder of a checkpoint")
-        self._file_of: dict[str, str] = {}
+        self._held: dict[str, _Held] = {}
         for file in files:
+            opened = self._opened(file)
+            for name in opened.keys():  # noqa: SIM118  # it is no dict
+                part = opened.get_slice(name)
+                self._held[name] = _Held(file, str(part.get_dtype()), list(part.get_shape()))
+
+    def _opened(self, file: str) -> Any:
+        """The file, open; the one that was used least recently is closed for it."""
+        opened = self._open.pop(file, None)
+        if opened is None:
+            if len(self._open) == _OPEN_FILES:
+                del self._open[next(iter(self._open))]
             try:
-                self._open[file] = opener(str(self.path / file), framework="pt")
+                opened = safetensors().safe_open(str(self.path / file), framework="pt")
             except Exception as error:
                 raise ValueError(f"load: {self.path / file} cannot be read ({error}); copy it anew") from error
-            self._file_of |= dict.fromkeys(self._open[file].keys(), file)
+        self._open[file] = opened
+        return opened
 
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return set(self._held)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._held
 
     def shape(self, name: str) -> list[int]:
-        return list(self._open[self._file_of[name]].get_slice(name).get_shape())
+        return self._held[name].shape
+
+    def check_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Raise ValueError unless the tensor has this shape."""
+        if (got := self.shape(name)) != list(shape):
+            raise ValueError(f"load: {self.where(name)} has shape {got}, the model wants {list(shape)}")
 
     def dtype(self, name: str) -> str:
         """As the files call it, "F8_E4M3" or "BF16"."""
-        return str(self._open[self._file_of[name]].get_slice(name).get_dtype())
+        return self._held[name].dtype
 
     def read(self, name: str) -> torch.Tensor:
-        return self._open[self._file_of[name]].get_tensor(name)
+        return self._opened(self._held[name].file).get_tensor(name)
 
     def where(self, name: str) -> str:
         """For messages."""
-        return f"{name} in {self.path / self._file_of[name]}"
+        return f"{name} in {self.path / self._held[name].file}"
 
     def config(self) -> dict[str, Any]:
         """`quantization_config`, empty for plain files."""

@@ -14,6 +14,7 @@ import torch
 from torchao_blockwise import ops
 from torchao_blockwise.checkpoint.names import Part
 from torchao_blockwise.formats import FP8_128X128, Operand
+from torchao_blockwise.tensors import BlockwiseFP8Tensor
 
 if TYPE_CHECKING:
     from torchao_blockwise.checkpoint.files import Files
@@ -49,11 +50,43 @@ def are_powers_of_2(files: Files, scale: str) -> bool:
     return files.dtype(scale) == "F8_E8M0"
 
 
-def weights_in(files: Files) -> set[str]:
-    """The tensors of the files that are no scales."""
-    names = files.names()
-    scales = {scale for name in names if (scale := scale_in(files, name)) is not None}
-    return {name for name in names - scales if not name.endswith(_SCALE)}
+def weights_in(files: Files) -> dict[str, list[str]]:
+    """{weight: the tensors of the files that it is made of}."""
+    found = ((name, scale_in(files, name)) for name in files.names())
+    return {name: [name, scale] for name, scale in found if scale is not None}
+
+
+def holds(files: Files, name: str) -> bool:
+    """Whether the files have the weight `name` so, or a part of what it takes."""
+    return name in files and (files.dtype(name) == E4M3 or scale_in(files, name) is not None)
+
+
+def shape(files: Files, name: str) -> list[int]:
+    """Of a weight's values."""
+    return files.shape(name)
+
+
+def check(files: Files, name: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless the files have a weight of this shape whole."""
+    files.check_shape(name, shape)
+    scale, is_fp8 = scale_in(files, name), files.dtype(name) == E4M3
+    if scale is None or not is_fp8:
+        what = f"is in e4m3 and has no {scale_name(name)}" if is_fp8 else f"has {scale} and is in {files.dtype(name)}"
+        raise ValueError(f"load: {files.where(name)} {what}; the files are not whole, copy them anew")
+    grid = list(described(name, shape)[scale_name(name)][1])
+    if files.shape(scale) != grid:
+        raise ValueError(f"load: {files.where(scale)} has shape {files.shape(scale)}, blocks of {BLOCK} want {grid}")
+    scales = files.read(scale).float()
+    if not bool((scales > 0).logical_and(scales.isfinite()).all()):
+        raise ValueError(f"load: {files.where(scale)} has scales that are no positive numbers; copy the file anew")
+
+
+def read(files: Files, name: str, dtype: torch.dtype) -> BlockwiseFP8Tensor:
+    """What the files have of a weight."""
+    scale = scale_in(files, name)
+    assert scale is not None, "it was checked"
+    powers_of_2 = are_powers_of_2(files, scale)
+    return BlockwiseFP8Tensor(files.read(name), files.read(scale).float(), dtype, powers_of_2)
 
 
 def settings(not_converted: list[str]) -> dict[str, Any]:
@@ -69,18 +102,9 @@ def settings(not_converted: list[str]) -> dict[str, Any]:
 
 def why_not_read(config: dict[str, Any]) -> str | None:
     """Why files with this quantization_config are not read, with the remedy, or None."""
-    if config.get("quant_method") != METHOD:
-        return f"quant_method is {config.get('quant_method')!r}; files of 'fp8', or plain ones, are read"
     if list(config.get("weight_block_size") or ()) != [BLOCK, BLOCK]:
         return f"weight_block_size is {config.get('weight_block_size')!r}; files with [{BLOCK}, {BLOCK}] are read"
     return None
-
-
-def rows_of_scales(part: Part) -> Part:
-    """The part of the scales' grid."""
-    if part.start is None or part.end is None:
-        return part
-    return part._replace(start=part.start // BLOCK, end=-(-part.end // BLOCK))
 
 
 def described(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -93,7 +117,7 @@ def described(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype,
 def named(part: Part, weight: Operand) -> Iterator[tuple[str, torch.Tensor]]:
     """The file's tensors of a part of a weight that is quantized as a whole."""
     yield part.name, part.of(weight.qdata)
-    yield scale_name(part.name), rows_of_scales(part).of(weight.scale)
+    yield scale_name(part.name), part.in_blocks(BLOCK).of(weight.scale)
 
 
 def values(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

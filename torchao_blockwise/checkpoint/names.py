@@ -6,6 +6,7 @@ asked how: a tensor of row numbers goes through its own conversion, which shows 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face
+
+_DIMS_OF_EXPERTS = 3
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -40,9 +43,31 @@ class Part(NamedTuple):
         x = x if self.expert is None else x[self.expert]
         return x if self.start is None else x[self.start : self.end]
 
+    def in_blocks(self, block: int) -> Part:
+        """The part of a grid that has a row for so many rows."""
+        if self.start is None or self.end is None:
+            return self
+        return self._replace(start=self.start // block, end=-(-self.end // block))
+
     def cuts(self, block: int) -> bool:
         """Whether it begins inside of a block of so many rows, so that it has no blocks of its own."""
         return bool(self.start) and self.start % block != 0  # type: ignore[operator]  # a number
+
+
+def all_parts_on_disk(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Part]]:
+    """`parts_on_disk` of tensors of `model`, by name.
+
+    Whoever asks transformers waits until it has gone through all modules. So it is asked once for all that are not
+    experts: what comes back as it was given has got another name at most.
+    """
+    asked = {name: torch.empty(x.shape, device="meta") for name, x in tensors.items() if x.dim() < _DIMS_OF_EXPERTS}
+    names = {id(x): name for name, x in hugging_face.reverted(model, asked).items()}
+    return {
+        name: [Part(names[id(asked[name])])]
+        if name in asked and id(asked[name]) in names
+        else parts_on_disk(model, name, x.shape)
+        for name, x in tensors.items()
+    }
 
 
 def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
@@ -55,7 +80,7 @@ def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
         ((other, x),) = reverted.items()
         if x.shape == shape:
             return [Part(other)]
-    if len(shape) != 3:
+    if len(shape) != _DIMS_OF_EXPERTS:
         raise NotImplementedError(_refusal(model, name, reverted))
     experts, rows, _ = shape
     # Two columns, because transformers 5.17 drops a dim of one.

@@ -9,17 +9,24 @@ Source: compressed-tensors, compressors/nvfp4; its preset NVFP4A16.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchao_blockwise.checkpoint import nvfp4_rows
 from torchao_blockwise.checkpoint.names import Part
 from torchao_blockwise.formats import NVFP4_16X16, Operand
+from torchao_blockwise.tensors import NVFP4Tensor
+
+if TYPE_CHECKING:
+    from torchao_blockwise.checkpoint.files import Files
 
 NAME = "nvfp4_compressed_tensors"
 FORMAT = NVFP4_16X16
+METHOD = "compressed-tensors"
 POWER_OF_2_SCALES = False
 BLOCK = FORMAT.block[0]
+_LAYOUT = "nvfp4-pack-quantized"
 _PARTS = ("_packed", "_scale", "_global_scale")
 
 
@@ -35,23 +42,71 @@ def settings(not_converted: list[str]) -> dict[str, Any]:
     }
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
+        "quant_method": METHOD,
+        "format": _LAYOUT,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": not_converted,
     }
 
 
+def why_not_read(config: dict[str, Any]) -> str | None:
+    """Why files with this quantization_config are not read, with the remedy, or None."""
+    if config.get("format") != _LAYOUT:
+        return f"format is {config.get('format')!r}; of {METHOD}'s files those of {_LAYOUT!r} are read"
+    return None
+
+
+def holds(files: Files, name: str) -> bool:
+    """Whether the files have the weight `name` so."""
+    return f"{name}{_PARTS[0]}" in files
+
+
+def weights_in(files: Files) -> dict[str, list[str]]:
+    """{weight: the tensors of the files that it is made of}."""
+    packed = (name for name in files.names() if name.endswith(_PARTS[0]) and files.dtype(name) == "U8")
+    weights = (name.removesuffix(_PARTS[0]) for name in packed)
+    # A factor of activations is of no use: training derives it from the values at hand.
+    return {
+        name: [*(name + part for part in _PARTS), f"{name.removesuffix('weight')}input_global_scale"]
+        for name in weights
+    }
+
+
+def shape(files: Files, name: str) -> list[int]:
+    """Of a weight's values."""
+    return nvfp4_rows.shape(files, name + _PARTS[0])
+
+
+def check(files: Files, name: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless the files have a weight of this shape whole."""
+    nvfp4_rows.check(files, described(name, shape))
+
+
+def read(files: Files, name: str, dtype: torch.dtype) -> NVFP4Tensor:
+    """What the files have of a weight."""
+    packed, rows, stored = (files.read(name + part) for part in _PARTS)
+    return nvfp4_rows.tensor(packed, rows, decode_factor(stored), dtype)
+
+
+def decode_factor(stored: torch.Tensor) -> torch.Tensor:
+    """amax / 2688 of a stored 2688 / amax.
+
+    Where one exists it is a number that has this very reciprocal, so that it is written as it was read, and that an
+    amax leads to. Such a number lies beside the rounded reciprocal, as rounding twice moves by one step at most.
+    """
+    near = stored.reshape(()).reciprocal()
+    around = [torch.nextafter(near, torch.full_like(near, bound)) for bound in (0.0, float("inf"))]
+    candidates = torch.stack((near, *around))
+    fits = candidates.reciprocal() == stored
+    whole = nvfp4_rows.MAX
+    comes_back = candidates * whole / whole == candidates
+    return torch.cat((candidates[fits & comes_back], candidates[fits], near[None]))[0]
+
+
 def described(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """{name: (dtype, shape)} of the file's tensors of a weight."""
-    *rows, columns = shape
-    packed, scale, global_scale = (name + part for part in _PARTS)
-    return {
-        packed: (torch.uint8, (*rows, FORMAT.element.packed(columns))),
-        scale: (FORMAT.scale_dtype, (*rows, columns // BLOCK)),
-        global_scale: (torch.float32, (1,)),
-    }
+    return nvfp4_rows.described([name + part for part in _PARTS], shape, (1,))
 
 
 def named(part: Part, weight: Operand) -> Iterator[tuple[str, torch.Tensor]]:
@@ -59,16 +114,7 @@ def named(part: Part, weight: Operand) -> Iterator[tuple[str, torch.Tensor]]:
 
     Raises ValueError for rows that end inside of a block: a file has none of parts.
     """
-    qdata, scale, global_scale = weight.tensors
-    columns = FORMAT.element.per_byte * qdata.shape[-1]
-    if columns % BLOCK or scale.shape[-1] * BLOCK != columns:
-        raise ValueError(
-            f"{NAME}: {part.name} has rows that are no multiple of {BLOCK}, which compressed-tensors does not hold; "
-            "leave the layer unconverted (filter_fn)"
-        )
-    assert global_scale is not None
-    rows = scale.view(torch.uint8).repeat_interleave(BLOCK, -2)[..., : qdata.shape[-2], :].view(FORMAT.scale_dtype)
-    packed, of_rows, of_tensor = (part.name + name for name in _PARTS)
-    yield packed, part.of(qdata)
-    yield of_rows, part.of(rows)
-    yield of_tensor, global_scale.reciprocal().reshape(1)
+    payload, rows = nvfp4_rows.of_operand(NAME, part, weight)
+    assert weight.global_scale is not None
+    of_tensor = weight.global_scale.reciprocal().reshape(1)
+    yield from zip((part.name + name for name in _PARTS), (payload, rows, of_tensor))

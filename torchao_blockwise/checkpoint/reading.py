@@ -11,23 +11,24 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.checkpoint import fp8_block
+from torchao_blockwise.checkpoint import stored
 from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
-from torchao_blockwise.checkpoint.names import Part, parts_on_disk, tensors_of
-from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, QuantizedShard, QuantizedTensor
-from torchao_blockwise.tensors.state_values import plain_values
+from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 
 _SHOWN = 3
 
 
 def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
-    """Load the values of `model`, in place, from files in blockwise FP8 or plain ones; tensor by tensor.
+    """Load the values of `model`, in place, from files in blockwise FP8 or NVFP4, or plain ones; tensor by tensor.
 
-    Scales may be in f32 (DeepSeek-V3) or e8m0 (DeepSeek-V4).
-    A quantized Parameter of 128×128 blocks takes payload and scales as they are in the files; else a weight gets the
-    values that they stand for, in its dtype, a master weight such that it is quantized to these bytes again. Names are
-    those that transformers writes. Tied weights may be missing.
+    FP8: blocks of 128×128, scales in f32 (DeepSeek-V3) or e8m0 (DeepSeek-V4). NVFP4: as
+    compressed-tensors and NVIDIA's Model Optimizer have it.
+    A quantized Parameter takes payload and scales as they are in the files, where these have its blocks: 128×128, or
+    in NVFP4 one scale for 16 rows, and one tensor scale for all that the Parameter holds. Else a weight gets the
+    values that the files stand for, in its dtype, a master weight such that it is quantized to these bytes again. Names
+    are those that transformers writes. Tied weights may be missing.
     Where FSDP2, tensor or expert parallelism shard the model all ranks call it: each reads the files and keeps its
     shards, one weight at a time.
     Everything is checked before the first value changes, on all ranks.
@@ -45,25 +46,24 @@ def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callab
     """What writes each tensor, after a look at all of them."""
     files = Files(directory)
     config = files.config()
-    if config and (reason := fp8_block.why_not_read(config)) is not None:
+    if config and (reason := stored.why_not_read(config)) is not None:
         raise ValueError(f"load: {files.path}: {reason}")
     writes: list[Callable[[], None]] = []
-    wanted: dict[str, list[Part]] = {}
     tensors = tensors_of(model)
     for name, x in tensors.items():
         if isinstance(_compat.local_of(x), QuantizedShard):
             raise NotImplementedError(f"load: {name} is a shard of a quantized Parameter; load before fully_shard")
-        wanted[name] = parts_on_disk(model, name, x.shape)
+    wanted = all_parts_on_disk(model, tensors)
     _check_names(files, {part.name for parts in wanted.values() for part in parts})
     for name, x in tensors.items():
         for part in wanted[name]:
-            _check_part(files, part, part.of(torch.empty(x.shape, device="meta")).shape)
+            stored.check(files, part.name, part.of(torch.empty(x.shape, device="meta")).shape)
         writes.append(_writing(files, x, wanted[name]))
     return writes
 
 
 def _check_names(files: Files, wanted: set[str]) -> None:
-    there = fp8_block.weights_in(files)
+    there = stored.weights_in(files)
     missing, unknown = sorted(wanted - there), sorted(there - wanted)
     if missing:
         shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
@@ -73,38 +73,15 @@ def _check_names(files: Files, wanted: set[str]) -> None:
         raise KeyError(f"load: the model has no place for {shown} of {files.path}{did_you_mean(unknown[0], wanted)}")
 
 
-def _check_part(files: Files, part: Part, shape: torch.Size) -> None:
-    got = files.shape(part.name)
-    if got != list(shape):
-        raise ValueError(f"load: {files.where(part.name)} has shape {got}, the model wants {list(shape)}")
-    scale, is_fp8 = fp8_block.scale_in(files, part.name), files.dtype(part.name) == fp8_block.E4M3
-    if is_fp8 != (scale is not None):
-        missing = fp8_block.scale_name(part.name)
-        what = f"is in e4m3 and has no {missing}" if is_fp8 else f"has {scale} and is in {files.dtype(part.name)}"
-        raise ValueError(f"load: {files.where(part.name)} {what}; the files are not whole, copy them anew")
-    if scale is None:
-        return
-    grid = list(fp8_block.described(part.name, tuple(shape))[fp8_block.scale_name(part.name)][1])
-    if files.shape(scale) != grid:
-        raise ValueError(
-            f"load: {files.where(scale)} has shape {files.shape(scale)}, blocks of {fp8_block.BLOCK} want {grid}"
-        )
-    scales = files.read(scale).float()
-    if not bool((scales > 0).logical_and(scales.isfinite()).all()):
-        raise ValueError(f"load: {files.where(scale)} has scales that are no positive numbers; copy the file anew")
-
-
 def _writing(files: Files, x: torch.Tensor, parts: list[Part]) -> Callable[[], None]:
     local: Any = _compat.local_of(x)
 
     def read(part: Part, dtype: torch.dtype) -> torch.Tensor:
-        data, scale = files.read(part.name), fp8_block.scale_in(files, part.name)
-        if scale is None:
-            return data.to(dtype)
-        if isinstance(local, MasterWeightTensor):
-            # Such that quantizing them gives what was read.
-            return plain_values(BlockwiseFP8Tensor(data, files.read(scale).float(), dtype))
-        return fp8_block.values(data, files.read(scale), dtype)
+        held = stored.quantized(files, part.name, dtype)
+        if held is None:
+            return files.read(part.name).to(dtype)
+        # Into master weights such that quantizing them gives what was read.
+        return stored.plain(held) if isinstance(local, MasterWeightTensor) else held.dequantize()
 
     def into(target: torch.Tensor) -> None:
         for part in parts:
@@ -122,15 +99,8 @@ def _writing(files: Files, x: torch.Tensor, parts: list[Part]) -> Callable[[], N
             torch.autograd.graph.increment_version(x.hp)
         elif not isinstance(x, QuantizedTensor):
             into(x.detach())
-        elif _takes_payload(files, x, parts):
-            weight: Any = x
-            qdata, scale = torch.empty_like(weight.qdata), torch.empty_like(weight.scale)
-            for part in parts:
-                part.of(qdata).copy_(files.read(part.name))
-                read_from = fp8_block.scale_in(files, part.name)
-                assert read_from is not None, "as _takes_payload has seen"
-                fp8_block.rows_of_scales(part).of(scale).copy_(files.read(read_from).float())
-            weight.copy_(type(weight)(qdata, scale, weight.dtype, weight.power_of_2_scales, weight.config))
+        elif (payload := _payload(files, x, parts)) is not None:
+            x.copy_(payload)
         else:
             values = torch.empty(x.shape, dtype=x.dtype)
             into(values)
@@ -139,10 +109,27 @@ def _writing(files: Files, x: torch.Tensor, parts: list[Part]) -> Callable[[], N
     return write
 
 
-def _takes_payload(files: Files, x: torch.Tensor, parts: list[Part]) -> bool:
-    """Whether files have the blocks of a quantized Parameter, with scales as it has them."""
-    if not isinstance(x, BlockwiseFP8Tensor):
-        return False
-    scales = [None if part.cuts(fp8_block.BLOCK) else fp8_block.scale_in(files, part.name) for part in parts]
-    powers = [scale is not None and fp8_block.are_powers_of_2(files, scale) for scale in scales]
-    return None not in scales and all(power == x.power_of_2_scales for power in powers)
+def _payload(files: Files, x: Any, parts: list[Part]) -> QuantizedTensor | None:
+    """The payload of a quantized Parameter, where files have its blocks and scales as it has them; else None."""
+    rows = x.fmt.block[0]
+    if any(part.cuts(rows) for part in parts):
+        return None
+    made: Any = torch.empty_like(x.detach())
+    tensor_scale = None
+    for part in parts:
+        held: Any = stored.quantized(files, part.name, x.dtype)
+        if held is None or _blocks_of(held) != _blocks_of(x):
+            return None
+        part.of(made.qdata).copy_(held.qdata)
+        part.in_blocks(rows).of(made.scale).copy_(held.scale)
+        if x.global_scale is not None:
+            if tensor_scale is not None and not torch.equal(tensor_scale, held.global_scale):
+                return None
+            tensor_scale = held.global_scale
+            made.global_scale.copy_(tensor_scale)
+    return made
+
+
+def _blocks_of(x: Any) -> tuple[str, bool]:
+    """What must be alike where payload is taken over."""
+    return x.fmt.name, getattr(x, "power_of_2_scales", False)

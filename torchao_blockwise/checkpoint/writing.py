@@ -14,15 +14,15 @@ from torch import nn
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, nvfp4_packed
+from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, nvfp4_modelopt, nvfp4_packed
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import agreed, is_shared, whole
-from torchao_blockwise.checkpoint.names import parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
-FORMATS: dict[str, Any] = {made.NAME: made for made in (fp8_block, fp8_block_ue8m0, nvfp4_packed)}
+FORMATS: dict[str, Any] = {made.NAME: made for made in (fp8_block, fp8_block_ue8m0, nvfp4_packed, nvfp4_modelopt)}
 SHARD_BYTES = 5 * 2**30
 
 
@@ -42,8 +42,8 @@ def export(
     directory: is made whole or not at all: safetensors files, an index of several, and where `model` has a config its
         config.json with `quantization_config`.
     format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files; "fp8_block_ue8m0", as in DeepSeek-V4's, of
-        weights that train with `power_of_2_scales`; "nvfp4_compressed_tensors", as vLLM reads NVFP4
-        weights beside activations in high precision.
+        weights that train with `power_of_2_scales`; "nvfp4_compressed_tensors" and "nvfp4_modelopt", as vLLM reads
+        NVFP4 weights beside activations in high precision.
     tokenizer_from: a folder whose tokenizer's files are copied; default the one that the model was loaded from.
     shard_bytes: how large a file may become before the next one is begun; so much is held on the CPU, and no more.
     Where FSDP2, tensor or expert parallelism shard the model, all ranks call it, and the first one writes: weights are
@@ -116,9 +116,11 @@ class QuantizedWeights:
     def metadata(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """{name: (dtype, shape)} in the order of the tensors, which nobody gathers for it."""
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for name, held in tensors_of(self._model).items():
+        tensors = tensors_of(self._model)
+        parts = all_parts_on_disk(self._model, tensors)
+        for name, held in tensors.items():
             is_weight = isinstance(_compat.local_of(held), (MasterWeightTensor, QuantizedTensor))
-            for part in parts_on_disk(self._model, name, held.shape):
+            for part in parts[name]:
                 shape = tuple(part.of(torch.empty(held.shape, device="meta")).shape)
                 found |= self._chosen.described(part.name, shape) if is_weight else {part.name: (held.dtype, shape)}
         return found
@@ -129,7 +131,7 @@ def quantized_weights(model: nn.Module, format: str = fp8_block.NAME) -> Quantiz
 
     Tensors are whole and on the model's device; each is one's own, or the Parameter's memory. Where ranks share the
     model all of them go through the iterable in lockstep, and what FSDP2 shards is gathered quantized. `metadata()` of
-    it has names, dtypes and shapes beforehand.
+    it has names, dtypes and shapes beforehand, `checksums` of it what a receiver can compare.
     Raises ValueError as `export` does.
     """
     return QuantizedWeights(model, _chosen("quantized_weights", model, format))
@@ -168,8 +170,10 @@ def named_tensors(model: nn.Module, chosen: Any, anew: list[str]) -> Iterator[tu
     """What the files have, one weight at a time. anew: gets the names of weights that are quantized for the file."""
     has_tensor_scales = chosen.FORMAT.has_global_scale
     amaxes = shared_amaxes(model) if has_tensor_scales else {}
-    for name, held in tensors_of(model).items():
-        parts = parts_on_disk(model, name, held.shape)
+    tensors = tensors_of(model)
+    on_disk = all_parts_on_disk(model, tensors)
+    for name, held in tensors.items():
+        parts = on_disk[name]
         x = whole(held, values=has_tensor_scales or any(part.cuts(chosen.BLOCK) for part in parts))
         if not isinstance(x, (MasterWeightTensor, QuantizedTensor)):
             yield from ((part.name, part.of(x.detach())) for part in parts)
@@ -205,17 +209,25 @@ def _quantized_anew(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_
 
 def not_converted(model: nn.Module) -> list[str]:
     """The linear layers whose weights stay in high precision, as files name them."""
-    plain = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not isinstance(
-            _compat.local_of(module.weight), (MasterWeightTensor, QuantizedTensor)
-        ):
-            part, *_ = parts_on_disk(model, f"{name}.weight", module.weight.shape)
-            plain.append(part.name.removesuffix(".weight"))
-    return plain
+    weights = {
+        f"{name}.weight": module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    plain = {
+        name: weight
+        for name, weight in weights.items()
+        if not isinstance(_compat.local_of(weight), (MasterWeightTensor, QuantizedTensor))
+    }
+    return [parts[0].name.removesuffix(".weight") for parts in all_parts_on_disk(model, plain).values()]
 
 
 def _write_config(config: Any, folder: Folder, chosen: Any, plain: list[str]) -> None:
     config.save_pretrained(folder.path)
-    content = json.loads((folder.path / "config.json").read_text())
-    folder.write_json("config.json", content | {"quantization_config": chosen.settings(plain)})
+    write_settings(folder, json.loads((folder.path / "config.json").read_text()), chosen, plain)
+
+
+def write_settings(folder: Folder, config: dict[str, Any], chosen: Any, plain: list[str]) -> None:
+    """config.json with what engines must know of the format, and what else of files they ask for."""
+    folder.write_json("config.json", config | {"quantization_config": chosen.settings(plain)})
+    if hasattr(chosen, "other_files"):
+        for name, content in chosen.other_files(plain).items():
+            folder.write_json(name, content)

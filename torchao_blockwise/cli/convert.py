@@ -24,9 +24,9 @@ from torchao.quantization import quantize_
 from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint import fp8_block
 from torchao_blockwise.checkpoint.files import Files, Folder
-from torchao_blockwise.checkpoint.names import Part, parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.tensor_scales import group_of
-from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, not_converted
+from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, not_converted, write_settings
 from torchao_blockwise.cli.models import meta_model
 from torchao_blockwise.cli.terminal import UsageError
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
@@ -70,11 +70,9 @@ def _config(args: argparse.Namespace) -> TrainingConfig:
 
 def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[int, float]:
     """(tensors that were quantized, bits an element in the files)."""
-    is_quantized = {
-        part.name: isinstance(x, MasterWeightTensor)
-        for name, x in tensors_of(model).items()
-        for part in parts_on_disk(model, name, x.shape)
-    }
+    tensors = tensors_of(model)
+    parts = all_parts_on_disk(model, tensors)
+    is_quantized = {part.name: isinstance(x, MasterWeightTensor) for name, x in tensors.items() for part in parts[name]}
     names = sorted(files.names())
     if missing := sorted(name for name, wanted in is_quantized.items() if wanted and name not in files):
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json asks for; copy the files anew")
@@ -105,7 +103,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
                 if other not in done:
                     folder.add(other, value)
         content = json.loads((args.input / "config.json").read_text())
-        folder.write_json("config.json", content | {"quantization_config": chosen.settings(not_converted(model))})
+        write_settings(folder, content, chosen, not_converted(model))
         folder.copy_tokenizer(args.input)
     elements = sum(math.prod(files.shape(name)) for name in names)
     return len(quantized), 8 * folder.nbytes / max(1, elements)

@@ -1,4 +1,7 @@
-"""Compare two checkpoints on disk: byte by byte, and where one is quantized by what its tensors stand for.
+"""Compare two checkpoints on disk, in FP8, NVFP4 or plain, by what their tensors stand for.
+
+B may be a JSON file {name: checksum} as well, of what `checkpoint.checksums` gave of the tensors that A should have:
+these are compared byte by byte.
 
 exit code: 0 the same names, shapes and values within the quantization's error, 1 not, 2 wrong arguments
 """
@@ -6,11 +9,12 @@ exit code: 0 the same names, shapes and values within the quantization's error, 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
 
-from torchao_blockwise.checkpoint import fp8_block
+from torchao_blockwise.checkpoint import checksums, stored
 from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.cli.terminal import UsageError
 
@@ -21,35 +25,64 @@ _SHOWN = 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A", type=Path)
     parser.add_argument("second", metavar="B", type=Path)
-    # e4m3 rounds by 2^-4 of a value at most.
     parser.add_argument(
-        "--error", type=float, default=0.0625, help="of a weight, relative, that is let pass; default: %(default)s"
+        "--error",
+        type=float,
+        help="of a weight, relative, that is let pass; default: 0.0625 in FP8, 0.2 in NVFP4, as its element rounds",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        first, second = Files(args.first), Files(args.second)
+        first = Files(args.first)
+        by_sums = args.second.is_file()
+        problems = _by_checksums(first, args.second) if by_sums else _by_values(first, Files(args.second), args.error)
     except (OSError, ValueError) as e:
         raise UsageError(str(e)) from None
-    problems, same, close, largest = [], 0, 0, 0.0
-    of_both = [fp8_block.weights_in(files) for files in (first, second)]
-    for folder, names in ((args.second, of_both[0] - of_both[1]), (args.first, of_both[1] - of_both[0])):
-        problems += [f"{folder} has no {name}" for name in sorted(names)]
-    for name in sorted(of_both[0] & of_both[1]):
-        if first.shape(name) != second.shape(name):
-            problems.append(f"{name}: shape {first.shape(name)} and {second.shape(name)}")
-            continue
-        error = _error(first, second, name)
-        same, close, largest = same + (error == 0), close + (error != 0), max(largest, error)
-        if not error <= args.error:
-            problems.append(f"{name}: relative error {error:.3g}")
-    print(f"{same} tensors the same, {close} with other values, relative error at most {largest:.3g}")
     for problem in problems[:_SHOWN]:
         print(problem)
     if len(problems) > _SHOWN:
         print(f"and {len(problems) - _SHOWN} more")
     return 1 if problems else 0
+
+
+def _by_checksums(files: Files, written: Path) -> list[str]:
+    """What differs from what `written` says, as sentences."""
+    try:
+        wanted = json.loads(written.read_text())
+    except ValueError as error:
+        raise ValueError(f"{written} is no JSON ({error}); write it anew") from None
+    if not isinstance(wanted, dict):
+        raise ValueError(f"{written} must hold {{name: checksum}}, got a {type(wanted).__name__}; write it anew")
+    problems = _missing(files.path, wanted.keys() - files.names()) + _missing(written, files.names() - wanted.keys())
+    both = sorted(files.names() & wanted.keys())
+    got = checksums((name, files.read(name)) for name in both)
+    other = [name for name in both if got[name] != wanted[name]]
+    print(f"{len(both) - len(other)} tensors the same, {len(other)} with other bytes")
+    return problems + [f"{name}: checksum {got[name]}, {written} has {wanted[name]}" for name in other]
+
+
+def _by_values(first: Files, second: Files, allowed: float | None) -> list[str]:
+    """What differs, as sentences."""
+    same, close, largest = 0, 0, 0.0
+    of_both = [stored.weights_in(files) for files in (first, second)]
+    problems = _missing(second.path, of_both[0] - of_both[1]) + _missing(first.path, of_both[1] - of_both[0])
+    for name in sorted(of_both[0] & of_both[1]):
+        shapes = [stored.shape(files, name) for files in (first, second)]
+        if shapes[0] != shapes[1]:
+            problems.append(f"{name}: shape {shapes[0]} and {shapes[1]}")
+            continue
+        error = _error(first, second, name)
+        same, close, largest = same + (error == 0), close + (error != 0), max(largest, error)
+        of_formats = max(stored.rounding(files, name) for files in (first, second))
+        if not error <= (of_formats if allowed is None else allowed):
+            problems.append(f"{name}: relative error {error:.3g}")
+    print(f"{same} tensors the same, {close} with other values, relative error at most {largest:.3g}")
+    return problems
+
+
+def _missing(where: Path, names: set[str]) -> list[str]:
+    return [f"{where} has no {name}" for name in sorted(names)]
 
 
 def _error(first: Files, second: Files, name: str) -> float:
@@ -60,5 +93,5 @@ def _error(first: Files, second: Files, name: str) -> float:
 
 
 def _values(files: Files, name: str) -> torch.Tensor:
-    x, scale = files.read(name), fp8_block.scale_in(files, name)
-    return x.float() if scale is None else fp8_block.values(x, files.read(scale), torch.float32)
+    held = stored.quantized(files, name, torch.float32)
+    return files.read(name).float() if held is None else held.dequantize()

@@ -10,6 +10,7 @@ and no longer: to write later, take a new state dict.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,9 +48,10 @@ def _integer(values: torch.Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def plain_values(x: QuantizedTensor) -> torch.Tensor:
+def plain_values(x: QuantizedTensor, quantize: Callable[[torch.Tensor], QuantizedTensor] | None = None) -> torch.Tensor:
     """The values that `x` stands for, in its dtype, such that quantizing them gives these values again.
 
+    quantize: how that is done; default as `x` was made, with the tensor scale of the values.
     Decoded values, where need be with the largest ones of a block moved by one unit in the last place. A scale is made
     of the block's largest value in two roundings, so that the decoded one, rounded too, may give the scale next to it.
     Scales that are powers of two may come back halved, with a doubled payload: the same values and products.
@@ -57,7 +59,7 @@ def plain_values(x: QuantizedTensor) -> torch.Tensor:
     decoded = values = x.dequantize()
     # One step is enough for all formats; the second look sees that it was.
     for _ in range(2):
-        again = x._requantize(values)
+        again = (quantize or x._requantize)(values)
         if not x.numel() or same_bits(again.dequantize(), decoded):
             break
         # Integers of the same width count through magnitudes, whatever the sign.

@@ -1,0 +1,151 @@
+"""Checkpoints with as many layers, files and tensors as DeepSeek-V3's: work a tensor, and memory, do not grow."""
+
+from __future__ import annotations
+
+import json
+import weakref
+
+import pytest
+import torch
+from helpers import FP8
+from torchao.quantization import quantize_
+
+from torchao_blockwise import checkpoint, linears_and_experts, skip_lm_head
+from torchao_blockwise._compat import hugging_face
+from torchao_blockwise.checkpoint.files import Files, Folder
+from torchao_blockwise.checkpoint.names import all_parts_on_disk, parts_on_disk, tensors_of
+from torchao_blockwise.cli import convert, main
+from torchao_blockwise.cli.models import meta_model
+
+transformers = pytest.importorskip("transformers", "5.0")
+pytest.importorskip("safetensors.torch")
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+LAYERS, DENSE, EXPERTS, FILES, SHARD = 61, 3, 256, 163, 2**20
+# One block a weight: the numbers of tensors and files are those of the model, not their sizes.
+SMALL = {
+    "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_attention_heads": 1, "vocab_size": 64,
+    "num_key_value_heads": 1, "n_group": 1, "topk_group": 1, "num_hidden_layers": LAYERS,
+    "first_k_dense_replace": DENSE, "architectures": ["DeepseekV3ForCausalLM"],
+}  # fmt: skip
+
+
+def write(folder, experts: int) -> int:
+    """The folder of a model, its files all holes; returns how many tensors they have."""
+    transformers.DeepseekV3Config(**SMALL, n_routed_experts=experts).save_pretrained(folder)
+    model = meta_model(str(folder))
+    tensors = tensors_of(model)
+    shapes = {
+        part.name: list(part.of(torch.empty(tensors[name].shape, device="meta")).shape)
+        for name, parts in all_parts_on_disk(model, tensors).items()
+        for part in parts
+    }
+    names, where = list(shapes), {}
+    of_file = -(-len(names) // FILES)
+    for number in range(FILES):
+        header, end = {}, 0
+        for name in names[number * of_file : (number + 1) * of_file]:
+            size = 2 * torch.Size(shapes[name]).numel()
+            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [end, end + size]}
+            end += size
+        file = f"model-{number + 1:05}-of-{FILES:05}.safetensors"
+        where |= dict.fromkeys(header, file)
+        with (folder / file).open("wb") as opened:
+            text = json.dumps(header).encode()
+            text += b" " * (-len(text) % 8)
+            opened.write(len(text).to_bytes(8, "little") + text)
+            opened.truncate(8 + len(text) + end)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return len(names)
+
+
+@pytest.fixture
+def counts(monkeypatch) -> dict[str, int]:
+    """What a run does and holds: calls, and the most of what was there at a time."""
+    found = dict.fromkeys(("open", "read", "asked", "quantized", "files", "tensors", "pending"), 0)
+    alive: set[int] = set()
+    opened, read, reverted, add = Files._opened, Files.read, hugging_face.reverted, Folder.add
+    made: dict[torch.Size, object] = {}
+
+    def note(name: str, value: int) -> None:
+        found[name] = max(found[name], value)
+
+    def counted_open(self, file):
+        found["open"] += file not in self._open
+        result = opened(self, file)
+        note("files", len(self._open))
+        return result
+
+    def counted_read(self, name):
+        found["read"] += 1
+        x = read(self, name)
+        alive.add(key := found["read"])
+        weakref.finalize(x, alive.discard, key)
+        note("tensors", len(alive))
+        return x
+
+    def counted_asked(*args):
+        found["asked"] += 1
+        return reverted(*args)
+
+    def counted_add(self, name, x):
+        add(self, name, x)
+        note("pending", self._pending_bytes)
+
+    def quantized_once(x, fmt, **options):
+        found["quantized"] += 1
+        # All are zeros: one of a shape stands for others, which saves time.
+        if x.shape not in made:
+            made[x.shape] = quantize(x, fmt, **options)
+        return made[x.shape]
+
+    quantize = convert.ops.quantize
+    monkeypatch.setattr(Files, "_opened", counted_open)
+    monkeypatch.setattr(Files, "read", counted_read)
+    monkeypatch.setattr(hugging_face, "reverted", counted_asked)
+    monkeypatch.setattr(Folder, "add", counted_add)
+    monkeypatch.setattr(convert.ops, "quantize", quantized_once)
+    return found
+
+
+def test_work_and_memory_stay_in_bounds(tmp_path, counts, capsys):
+    (tmp_path / "plain").mkdir()
+    names = write(tmp_path / "plain", EXPERTS)
+    weights = 3 * (LAYERS - DENSE) * EXPERTS
+    assert names > weights
+    counts["asked"] = 0
+    command = ["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--shard-gb", str(SHARD / 2**30)]
+    assert main(command) == 0
+    assert counts["read"] == names and counts["quantized"] > weights
+    # Once to know all names, and once to read; layers at the ends of files are read in another order.
+    assert counts["open"] <= 3 * FILES
+    # Experts are two Parameters of a layer, about which transformers is asked twice each; about all others once.
+    assert counts["asked"] == 2 * 2 * (LAYERS - DENSE) + 2
+    assert counts["files"] <= 8 and counts["tensors"] <= 2
+    assert counts["pending"] <= SHARD + 2**12
+    written = Files(tmp_path / "out")
+    assert len(written.names()) == names + counts["quantized"]
+    assert all(file.stat().st_size < 3 * SHARD for file in (tmp_path / "out").glob("*.safetensors"))
+
+
+def test_export_asks_and_holds_as_little(tmp_path, counts):
+    """Of as many layers: transformers is asked for names as often, and a file's share is held."""
+    config = transformers.DeepseekV3Config(**(SMALL | {"moe_intermediate_size": 128}), n_routed_experts=4)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
+    checkpoint.export(model, tmp_path / "out", shard_bytes=SHARD)
+    assert counts["asked"] == 2 * 2 * (LAYERS - DENSE) + 2
+    assert counts["pending"] <= SHARD + 2**12
+    assert Files(tmp_path / "out").names() == checkpoint.quantized_weights(model).metadata().keys()
+
+
+@pytest.mark.parametrize("name", ("Llama", "Qwen3", "Qwen3Moe", "Mixtral", "DeepseekV3"))
+def test_asked_at_once_names_are_those_of_each(name):
+    config = getattr(transformers, f"{name}Config")()
+    config.num_hidden_layers = 2
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    tensors = tensors_of(model)
+    assert all_parts_on_disk(model, tensors) == {n: parts_on_disk(model, n, x.shape) for n, x in tensors.items()}
