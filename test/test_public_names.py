@@ -13,7 +13,7 @@ from torchao.utils import TorchAOBaseTensor
 
 import torchao_blockwise
 
-MODULES = ("", ".formats", ".ops", ".tensors", ".nn", ".distributed", ".conversion", ".diagnostics")
+MODULES = ("", ".formats", ".ops", ".tensors", ".nn", ".distributed", ".conversion", ".checkpoint", ".diagnostics")
 
 
 def public(module: str) -> list[str]:

@@ -21,6 +21,7 @@ from torchao_blockwise import _compat, _versions
 from torchao_blockwise._compat import hugging_face, torch_fsdp
 from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.filters import Filter
+from torchao_blockwise.conversion.places import Places, looked_up
 from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
@@ -54,11 +55,12 @@ def why_not_convertible(
     model: nn.Module | None = None,
     parameter_name: str | None = None,
     raw: dict[int, str] | None = None,
+    places: Places | None = None,
 ) -> str | None:
     """Why `module`, a part of `model`, cannot be converted with `config`, with the remedy, or None if it can.
 
     parameter_name: of the one Parameter to convert; default all that `weights_of` the module are.
-    raw: `raw_uses(model)`, where the caller asks for many modules.
+    raw, places: `raw_uses(model)` and `Places(model)`, where the caller asks for many modules.
     """
     is_linear = isinstance(module, nn.Linear)
     reason = _why_no_forward(module) if isinstance(module, nn.Linear) else None
@@ -69,7 +71,7 @@ def why_not_convertible(
         return f"a {type(module).__name__} is no nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
     raw = raw_uses(module if model is None else model) if raw is None else raw
     for name, weight in weights.items():
-        reason = _why_no_weight(weight, config, model, is_linear) or raw.get(id(weight))
+        reason = _why_no_weight(weight, config, model, is_linear, places) or raw.get(id(weight))
         if reason is not None:
             return reason if is_linear else f"{name}: {reason}"
     return None
@@ -86,7 +88,11 @@ def _why_no_forward(module: nn.Linear) -> str | None:
 
 
 def _why_no_weight(
-    weight: torch.Tensor | None, config: TrainingConfig, model: nn.Module | None, is_linear: bool
+    weight: nn.Parameter | None,
+    config: TrainingConfig,
+    model: nn.Module | None,
+    is_linear: bool,
+    places: Places | None,
 ) -> str | None:
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialised yet; run one forward pass first"
@@ -113,7 +119,8 @@ def _why_no_weight(
     if (reason := why_not_swappable(weight)) is not None:
         return reason
     if model is not None and not config.master_weights:
-        others = [m for m in _holders(weight, model) if not isinstance(m, nn.Linear) and not expert_weights(m)]
+        holders = (Places(model) if places is None else places).holders_of(weight)
+        others = [m for m in holders if not isinstance(m, nn.Linear) and not expert_weights(m)]
         if others:
             return (
                 f"its weight is shared with another module, {type(others[0]).__name__}, which cannot use a quantised "
@@ -136,11 +143,6 @@ def _trains_by(weight: torch.Tensor, config: TrainingConfig) -> bool:
     return isinstance(weight, (MasterWeightTensor, QuantizedTensor)) and weight.config == config
 
 
-def _holders(weight: torch.Tensor, model: nn.Module) -> list[nn.Module]:
-    """The modules of `model` that hold this very Parameter."""
-    return [m for m in model.modules() if any(p is weight for p in _compat.parameters_of(m).values())]
-
-
 @register_quantize_module_handler(BlockwiseFP8TrainingConfig)
 @register_quantize_module_handler(NVFP4TrainingConfig)
 def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name: str | None = None) -> nn.Module:
@@ -156,7 +158,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
             "from_pretrained: a TorchAoConfig freezes what it loads, and what it saves comes back unconverted; "
             f"load the model without quantization_config, then call quantize_(model, {type(config).__name__}(...))"
         )
-    _take_plain_tensor(module)
+    is_replaced = _take_plain_tensor(module)
     model, filter_fn = _compat.quantize_call()
     model = module if model is None else model
     if filter_fn is None:
@@ -164,39 +166,41 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
         targets = [(fqn, m) for fqn, m in model.named_modules() if m is module]
     else:
         targets = _targets_if_first(module, model, filter_fn)
-    _check(targets, config, model, parameter_name)
+    # The first layer of a call finds its targets; where others follow it, modules stay what they are.
+    places = looked_up(model, anew=filter_fn is None or bool(targets) or is_replaced)
+    _check(targets, config, model, parameter_name, places)
     if targets and isinstance(filter_fn, Filter):
         _warn_of_unused(filter_fn, model)
     torch_fsdp.install()
     move_whole()
     if not isinstance(module, nn.Linear):
         take_products_of_others()
-    names = {m: fqn for fqn, m in model.named_modules()}
     for name, weight in weights_of(module, parameter_name).items():
         assert weight is not None, "checked before"
-        holders = _holders(weight, model)
+        holders = places.holders_of(weight)
         if not _trains_by(weight, config):
             swap(weight, _converted(weight, config))
             if config.stochastic_rounding:
-                index = next(i for i, p in enumerate(model.parameters()) if p is weight)
-                RoundingKeys.of_weight(config.seed, index).attach(weight)
-        weight.layer = f"{names[module]}.{name}".lstrip(".")  # type: ignore[attr-defined]  # ours by now
+                RoundingKeys.of_weight(config.seed, places.number_of(weight)).attach(weight)
+        weight.layer = f"{places.name_of(module)}.{name}".lstrip(".")  # type: ignore[attr-defined]  # ours by now
         for holder in holders:
             keep_state_dicts_plain(holder)
             if isinstance(holder, nn.Linear):
-                convert_class(holder, names[holder])
+                convert_class(holder, places.name_of(holder))
     return module
 
 
-def _take_plain_tensor(module: nn.Module) -> None:
-    """Make a frozen Parameter of a plain tensor that has taken the place of a converted layer's weight.
+def _take_plain_tensor(module: nn.Module) -> bool:
+    """Make a frozen Parameter of a plain tensor that has taken the place of a converted layer's weight; whether it did.
 
     PEFT merges so: it adds to what `dequantize` gives, puts it there, and calls `quantize_`.
     """
     weight = vars(module).get("weight")
-    if isinstance(module, ConvertedLinear) and isinstance(weight, torch.Tensor):
-        del module.weight
-        module.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if not isinstance(module, ConvertedLinear) or not isinstance(weight, torch.Tensor):
+        return False
+    del module.weight
+    module.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return True
 
 
 def _targets_if_first(
@@ -218,10 +222,15 @@ def _warn_of_unused(filter_fn: Filter, model: nn.Module) -> None:
 
 
 def _check(
-    targets: list[tuple[str, nn.Module]], config: TrainingConfig, model: nn.Module, parameter_name: str | None
+    targets: list[tuple[str, nn.Module]],
+    config: TrainingConfig,
+    model: nn.Module,
+    parameter_name: str | None,
+    places: Places,
 ) -> None:
     raw = raw_uses(model) if targets else {}
-    reasons = [(fqn, why_not_convertible(module, config, model, parameter_name, raw)) for fqn, module in targets]
+    whys = (why_not_convertible(module, config, model, parameter_name, raw, places) for _, module in targets)
+    reasons = [(fqn, reason) for (fqn, _), reason in zip(targets, whys)]
     failures = [(fqn, reason) for fqn, reason in reasons if reason is not None]
     if failures:
         lines = "\n".join(f"  {fqn or 'the model itself'}: {reason}" for fqn, reason in failures)
