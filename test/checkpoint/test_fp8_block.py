@@ -258,3 +258,30 @@ def test_torch_distributed_checkpoint_reads_it(tmp_path):
     for name in names:
         ours = checkpoint.fp8_block.values(found[name], found[f"{name}_scale_inv"], torch.float32)
         assert_bitwise_equal(state[name], ours, name)
+
+
+def test_what_transformers_passes_over_is_passed_over(tmp_path):
+    """DeepSeek's and GLM's files hold a layer that predicts further tokens, which their models have not."""
+    model = language_model("DeepseekV3")
+    checkpoint.export(model, tmp_path / "out")
+    file = next((tmp_path / "out").glob("*.safetensors"))
+    tensors = safetensors.load_file(file)
+    further = {
+        name.replace("layers.1.", "layers.61."): x.clone() for name, x in tensors.items() if "layers.1.mlp.sh" in name
+    }
+    assert any(name.endswith("weight_scale_inv") for name in further)
+    more = {
+        "model.layers.0.self_attn.kv_b_proj.k_scale": torch.ones(()),
+        "model.layers.61.eh_proj.weight": torch.ones(4),
+    }
+    more |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    safetensors.save_file(tensors | further | more, file, metadata={"format": "pt"})
+    other = language_model("DeepseekV3")
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    checkpoint.load(other, tmp_path / "out")
+    assert_bitwise_equal(logits(other), logits(model))
+    safetensors.save_file(tensors | {"model.layers.7.norm.weight": torch.ones(4)}, file, metadata={"format": "pt"})
+    with pytest.raises(KeyError, match=r"no place for model\.layers\.7\.norm\.weight"):
+        checkpoint.load(other, tmp_path / "out")

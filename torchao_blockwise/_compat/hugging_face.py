@@ -39,6 +39,16 @@ def kept_in_fp32(model: torch.nn.Module) -> list[str] | None:
     return getattr(model, "_keep_in_fp32_modules", None)
 
 
+def passed_over(model: torch.nn.Module) -> set[str]:
+    """Patterns of what files may have beside what `model` has; empty for models that are not of transformers.
+
+    Layers that predict further tokens, of DeepSeek-V3 and GLM-4.5 for instance; positions that old files hold.
+    """
+    named = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+    is_theirs = hasattr(model, "_tied_weights_keys")
+    return {*(named or ()), *[r"rotary_emb\.inv_freq$"] * is_theirs}
+
+
 def given_state_dict() -> dict[str, Any] | None:
     """The state dict that the `save_pretrained` which is running was given; None if it was given none.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat
+from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint import stored
 from torchao_blockwise.checkpoint.files import Files
@@ -18,6 +20,8 @@ from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 
 _SHOWN = 3
+# Factors of keys and values that an engine keeps quantized: training keeps none.
+_OF_A_CACHE = r"\.(k|v|kv)_scale$"
 
 
 def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -28,7 +32,8 @@ def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     A quantized Parameter takes payload and scales as they are in the files, where these have its blocks: 128×128, or
     in NVFP4 one scale for 16 rows, and one tensor scale for all that the Parameter holds. Else a weight gets the
     values that the files stand for, in its dtype, a master weight such that it is quantized to these bytes again. Names
-    are those that transformers writes. Tied weights may be missing.
+    are those that transformers writes. Tied weights may be missing; layers that transformers passes over, as those that
+    predict further tokens, and scales of an engine's cache may be there.
     Where FSDP2, tensor or expert parallelism shard the model all ranks call it: each reads the files and keeps its
     shards, one weight at a time.
     Everything is checked before the first value changes, on all ranks.
@@ -54,7 +59,8 @@ def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callab
         if isinstance(_compat.local_of(x), QuantizedShard):
             raise NotImplementedError(f"load: {name} is a shard of a quantized Parameter; load before fully_shard")
     wanted = all_parts_on_disk(model, tensors)
-    _check_names(files, {part.name for parts in wanted.values() for part in parts})
+    passed_over = hugging_face.passed_over(model) | {_OF_A_CACHE}
+    _check_names(files, {part.name for parts in wanted.values() for part in parts}, passed_over)
     for name, x in tensors.items():
         for part in wanted[name]:
             stored.check(files, part.name, part.of(torch.empty(x.shape, device="meta")).shape)
@@ -62,9 +68,10 @@ def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callab
     return writes
 
 
-def _check_names(files: Files, wanted: set[str]) -> None:
+def _check_names(files: Files, wanted: set[str], passed_over: set[str]) -> None:
     there = stored.weights_in(files)
-    missing, unknown = sorted(wanted - there), sorted(there - wanted)
+    others = (name for name in there - wanted if not any(re.search(pattern, name) for pattern in passed_over))
+    missing, unknown = sorted(wanted - there), sorted(others)
     if missing:
         shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
         raise KeyError(f"load: {files.path} has no {shown}{did_you_mean(missing[0], unknown)}; is it of another model?")
