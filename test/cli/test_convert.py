@@ -152,6 +152,36 @@ def test_layers_are_left_out_by_name(tmp_path):
     assert found["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_is_quantized_is_decoded(kind, tmp_path, capsys):
+    """DeepSeek's files exist in FP8 alone: as plain ones, and in another format."""
+    folders = {to: tmp_path / to for to in ("source", "fp8_block", "plain", "nvfp4_modelopt", "anew", "back")}
+    plain(kind, folders["source"])
+    for source, to, folder in (
+        ("source", "fp8_block", "fp8_block"),
+        ("fp8_block", "plain", "plain"),
+        ("fp8_block", "nvfp4_modelopt", "nvfp4_modelopt"),
+        ("nvfp4_modelopt", "fp8_block", "back"),
+    ):
+        assert main(["convert", str(folders[source]), str(folders[folder]), "--to", to]) == 0
+    assert "quantization_config" not in json.loads((folders["plain"] / "config.json").read_text())
+    decoded = transformers.AutoModelForCausalLM.from_pretrained(folders["plain"], dtype=torch.float32)
+    loaded = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).bfloat16()
+    checkpoint.load(loaded, folders["fp8_block"])
+    for (name, got), wanted in zip(decoded.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert_bitwise_equal(got, wanted.float(), name)
+    # Values go from one format to the other without being rounded to bf16 between.
+    loaded = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    checkpoint.load(loaded, folders["fp8_block"])
+    loaded.save_pretrained(folders["anew"])
+    assert main(["convert", str(folders["anew"]), str(tmp_path / "again"), "--to", "nvfp4_modelopt"]) == 0
+    got, wanted = tensors_in(folders["nvfp4_modelopt"]), tensors_in(tmp_path / "again")
+    assert got.keys() == wanted.keys()
+    for name in (name for name in got if name + "_scale" in got):
+        assert_bitwise_equal(got[name], wanted[name], name)
+    assert main(["verify", str(folders["back"]), str(folders["source"]), "--error", "0.25"]) == 0
+
+
 def test_differences_are_named(tmp_path, capsys):
     plain("llama", tmp_path / "a")
     found = tensors_in(tmp_path / "a")
@@ -169,7 +199,8 @@ WRONG = {
     "nothing": (["convert", "nowhere", "out"], "no configuration of 'nowhere'"),
     "no files": (["convert", "empty", "out"], r"has no *.safetensors"),
     "there": (["convert", "plain", "plain"], "exists and is not empty"),
-    "quantized": (["convert", "out", "again"], "is quantized already"),
+    "quantized": (["convert", "out", "again"], "out is in fp8_block already, as its config.json says; give others"),
+    "plain": (["convert", "plain", "again", "--to", "plain"], "plain is in plain already"),
     "verify": (["verify", "plain", "nowhere"], "has no *.safetensors"),
 }
 

@@ -1,10 +1,11 @@
 """Quantize a checkpoint of a Hugging Face model on disk, tensor by tensor, for inference engines.
 
-IN is a folder with config.json and plain safetensors files, OUT a new one. Linear layers and experts are quantized but
-for the output projection and routers, as `quantize_` would; --skip leaves out more by name. One tensor is quantized at
-a time, and a file is written when its 5 GB are there; NVFP4 reads each twice, as layers that engines run as one share a
-tensor scale. OUT is made whole or not at all: until then finished files lie beside it, and the same command goes on
-behind them where it was interrupted.
+IN is a folder with config.json and safetensors files, plain or quantized, OUT a new one. Linear layers and experts are
+quantized but for the output projection and routers, as `quantize_` would; --skip leaves out more by name. What IN has
+quantized is decoded first, and with --to plain left so, in bfloat16. One tensor is quantized at a time, and a file is
+written when its 5 GB are there; NVFP4 reads each twice, as layers that engines run as one share a tensor scale. OUT is
+made whole or not at all: until then finished files lie beside it, and the same command goes on behind them where it was
+interrupted.
 
 exit code: 0 done, 2 wrong arguments or files
 """
@@ -22,7 +23,7 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion, ops
-from torchao_blockwise.checkpoint import fp8_block
+from torchao_blockwise.checkpoint import fp8_block, stored
 from torchao_blockwise.checkpoint.files import Files, Folder
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.tensor_scales import group_of
@@ -32,27 +33,29 @@ from torchao_blockwise.cli.terminal import UsageError
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
 
 HELP = "quantize a checkpoint on disk for inference engines"
+PLAIN = "plain"
+# What tells formats of one method apart.
+_KIND = ("quant_method", "format", "scale_fmt", "quant_algo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="IN", type=Path)
     parser.add_argument("output", metavar="OUT", type=Path)
-    parser.add_argument("--to", choices=FORMATS, default=fp8_block.NAME, help="default: %(default)s")
+    parser.add_argument("--to", choices=(*FORMATS, PLAIN), default=fp8_block.NAME, help="default: %(default)s")
     parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help='names to leave out: "*.wo"')
     parser.add_argument("--shard-gb", type=float, default=SHARD_BYTES / 2**30, help="of a file; default: %(default)g")
     parser.add_argument("--power-of-2-scales", action="store_true")
 
 
 def run(args: argparse.Namespace) -> int:
-    args.power_of_2_scales |= FORMATS[args.to].POWER_OF_2_SCALES
     model = meta_model(str(args.input))
-    config = _config(args)
-    chosen = conversion.linears_and_experts() & conversion.skip_lm_head()
-    quantize_(model, config, filter_fn=chosen & conversion.skip_fqns(*args.skip) if args.skip else chosen)
+    if args.to != PLAIN:
+        args.power_of_2_scales |= FORMATS[args.to].POWER_OF_2_SCALES
+        chosen = conversion.linears_and_experts() & conversion.skip_lm_head()
+        quantize_(model, _config(args), filter_fn=chosen & conversion.skip_fqns(*args.skip) if args.skip else chosen)
     try:
         files = Files(args.input)
-        if files.config():
-            raise UsageError(f"{args.input} is quantized already, as its config.json says; give plain files")
+        _check_format(files, args.to)
         quantized, bits = _convert(args, model, files)
     except (OSError, ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from None
@@ -68,17 +71,27 @@ def _config(args: argparse.Namespace) -> TrainingConfig:
     return conversion.NVFP4TrainingConfig()
 
 
+def _check_format(files: Files, to: str) -> None:
+    """Raise UsageError for files that are in this format, ValueError for those that are not read."""
+    config = files.config()
+    if config and (reason := stored.why_not_read(config)) is not None:
+        raise ValueError(f"{files.path}: {reason}")
+    wanted = {} if to == PLAIN else FORMATS[to].settings([])
+    if [config.get(key) for key in _KIND] == [wanted.get(key) for key in _KIND]:
+        raise UsageError(f"{files.path} is in {to} already, as its config.json says; give others, or another --to")
+
+
 def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[int, float]:
     """(tensors that were quantized, bits an element in the files)."""
     tensors = tensors_of(model)
     parts = all_parts_on_disk(model, tensors)
     is_quantized = {part.name: isinstance(x, MasterWeightTensor) for name, x in tensors.items() for part in parts[name]}
-    names = sorted(files.names())
-    if missing := sorted(name for name, wanted in is_quantized.items() if wanted and name not in files):
+    names = sorted(stored.weights_in(files))
+    if missing := sorted({name for name, wanted in is_quantized.items() if wanted}.difference(names)):
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json asks for; copy the files anew")
-    chosen = FORMATS[args.to]
+    chosen: Any = FORMATS.get(args.to)
     quantized = [name for name in names if is_quantized.get(name)]
-    amaxes = _group_amaxes(files, quantized) if chosen.FORMAT.has_global_scale else {}
+    amaxes = _group_amaxes(files, quantized) if chosen is not None and chosen.FORMAT.has_global_scale else {}
     sources = [(file.name, file.stat()) for file in sorted(args.input.glob("*.safetensors"))]
     plan = {
         "from": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in sources],
@@ -91,10 +104,10 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
         if done:
             print(f"goes on where it was interrupted, behind {len(done)} tensors")
         for name in _shown(names):
-            made = chosen.described(name, tuple(files.shape(name))) if name in weights else {name}
+            made = chosen.described(name, tuple(stored.shape(files, name))) if name in weights else {name}
             if done.issuperset(made):
                 continue
-            x = files.read(name)
+            x = _values(files, name, torch.float32 if name in weights else torch.bfloat16)
             written = [(name, x)]
             if name in weights:
                 options = {"power_of_2_scales": args.power_of_2_scales, "tensor_amax": amaxes.get(group_of(name))}
@@ -103,17 +116,27 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
                 if other not in done:
                     folder.add(other, value)
         content = json.loads((args.input / "config.json").read_text())
-        write_settings(folder, content, chosen, not_converted(model))
+        if chosen is None:
+            folder.write_json("config.json", {key: x for key, x in content.items() if key != "quantization_config"})
+        else:
+            write_settings(folder, content, chosen, not_converted(model))
         folder.copy_tokenizer(args.input)
-    elements = sum(math.prod(files.shape(name)) for name in names)
+    elements = sum(math.prod(stored.shape(files, name)) for name in names)
     return len(quantized), 8 * folder.nbytes / max(1, elements)
+
+
+def _values(files: Files, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """What the files have of a tensor, decoded to `dtype` where it is quantized."""
+    stored.check(files, name, torch.Size(stored.shape(files, name)))
+    held = stored.quantized(files, name, dtype)
+    return files.read(name) if held is None else held.dequantize()
 
 
 def _group_amaxes(files: Files, names: list[str]) -> dict[str, torch.Tensor]:
     """The largest amax of each group of layers that engines run as one."""
     largest: dict[str, torch.Tensor] = {}
     for name in _shown(names):
-        amax, group = files.read(name).abs().amax().float(), group_of(name)
+        amax, group = _values(files, name, torch.float32).abs().amax().float(), group_of(name)
         # Not by Python's max, which loses a NaN.
         largest[group] = torch.maximum(amax, largest.get(group, amax))
     return largest
