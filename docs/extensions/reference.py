@@ -8,6 +8,7 @@ import inspect
 from pathlib import Path
 from types import ModuleType
 
+import examples
 import site_pages
 
 PACKAGE = "torchao_blockwise"
@@ -70,6 +71,9 @@ def write(folder: Path) -> None:
 def _index() -> str:
     lines = [*_title("API reference"), "Every public name, from its docstring.", ""]
     lines += ["A shape like ``[M, K]`` says what a tensor's dims are; ``[..]`` are leading dims.", ""]
+    lines += ["Examples begin with:", "", ".. code-block:: python", ""]
+    lines += [*(f"    {line}" for line in examples.IMPORTS.splitlines()), ""]
+    lines += ["``folder`` is an empty ``pathlib.Path``, ``mesh`` a ``DeviceMesh`` of all ranks.", ""]
     lines += ["Errors have an index of their own: :doc:`/errors`.", "", ".. toctree::", "    :maxdepth: 1", ""]
     return "\n".join([*lines, *(f"    {module}" for module in modules()), ""])
 
@@ -115,7 +119,9 @@ def _stub(module: str, name: str) -> str:
     """The page of a class or function."""
     is_class = inspect.isclass(getattr(importlib.import_module(module), name))
     lines = [*_title(_short(f"{module}.{name}")), f".. auto{'class' if is_class else 'function'}:: {module}.{name}"]
-    return "\n".join([*lines, "    :members:" if is_class else "", ""])
+    example = examples.sections().get(f"{module}.{name}")
+    shown = [".. rubric:: Example", "", example] if example else []
+    return "\n".join([*lines, "    :members:" if is_class else "", "", *shown, ""])
 
 
 def _short(name: str) -> str:

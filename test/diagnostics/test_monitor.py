@@ -294,6 +294,15 @@ def test_a_model_without_layers_or_values():
         NumericsMonitor(nn.Linear(3, 3, device="meta"))
 
 
+def test_a_model_that_is_not_converted_has_an_empty_report():
+    model = mlp()
+    with NumericsMonitor(model, every=1) as monitor:
+        model(torch.randn(8, 64)).sum().backward()
+        with pytest.warns(UserWarning, match="nor what is not converted, unless what_if names recipes"):
+            report = monitor.step()
+    assert report.tensors == report.gradients[1:] == () and "step 0" in str(report)
+
+
 def test_recommend_before_a_report_or_of_an_unknown_recipe():
     model = mlp(FP8)
     with NumericsMonitor(model) as monitor:

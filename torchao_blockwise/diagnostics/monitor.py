@@ -176,8 +176,8 @@ class NumericsMonitor:
         self.report = self._tallies.take(self._step, self._group)
         if not any(t.tensor == "x" for t in self.report.tensors):
             warnings.warn(
-                f"NumericsMonitor: no monitored layer ran in step {self._step}: what replays a CUDA graph, or runs "
-                "in evaluation mode, is not seen",
+                f"NumericsMonitor: no monitored layer ran in step {self._step}: what replays a CUDA graph or runs in "
+                "evaluation mode is not seen, nor what is not converted, unless what_if names recipes",
                 stacklevel=3,
             )
         self._writers.write(self.report)

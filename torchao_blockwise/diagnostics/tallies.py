@@ -89,7 +89,7 @@ class Tallies:
         tensors = self._tensors(tally)
         seen = {(t.layer, t.recipe) for t in tensors if t.tensor == "dy"}
         squares = probes.view(-1, PROBES).square().mean(1).tolist()
-        gradients = self._gradients(squares, noise.view(-1, len(self.recipes)).tolist(), seen)
+        gradients = self._gradients(squares, noise.view(len(self.names), len(self.recipes)).tolist(), seen)
         return Report(step, tuple(tensors), tuple(gradients), self._first_nonfinite(tally))
 
     def _tensors(self, tally: Tally) -> list[TensorReport]:
