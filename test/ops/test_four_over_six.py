@@ -20,7 +20,7 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
 
-SHAPES = ((1, 1), (16, 16), (17, 33), (65, 200), (0, 16), (16, 0), (40, 257))
+SHAPES = ((1, 1), (16, 16), (17, 33), (33, 136), (0, 16), (16, 0), (40, 129))
 ROUNDING = StochasticRounding(2**63 + 5, 2**32 - 1, 7)
 HOW = {
     "nearest": {},
@@ -69,7 +69,7 @@ def test_dtypes_match_the_reference(how, dtype, device):
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), 0.0, -0.0, 1e-40, 3e38))
 @how
 def test_special_values_match_the_reference(how, value, device):
-    x = random_tensor(40, 40, dtype=torch.float32, device=device)
+    x = random_tensor(40, 20, dtype=torch.float32, device=device)
     x[3, 5] = x[20:36, 7] = value
     made = quantize(x, columnwise=True, backend="triton", **how)
     same(made, quantize(x, columnwise=True, backend="reference", **how))
