@@ -27,7 +27,7 @@ def test_the_example_prints_what_is_shown():
 
 
 def test_all_results_are_found():
-    assert {name for name, _ in RESULTS} == {"train_llm_cpu", "train_llm_nvidia_h200"}
+    assert {name for name, _ in RESULTS} == {"train_llm_cpu", "convergence_1b_nvidia_h200"}
 
 
 @pytest.mark.parametrize(("name", "shown"), RESULTS, ids=[name for name, _ in RESULTS])
