@@ -18,6 +18,7 @@ from llm_cases import TINY
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
+pytest.importorskip("tqdm")
 TRAIN = Path(__file__).resolve().parents[2] / "benchmarks" / "train_llm.py"
 
 
