@@ -87,6 +87,20 @@ def gathers_bytes(rank: int, size: int, masters: bool) -> None:
     assert least <= gathers.nbytes < 1.05 * least, (gathers.nbytes, least)
 
 
+def gathers_bytes_nvfp4(rank: int, size: int, masters: bool) -> None:
+    """Half a byte an element of weights whose rows split evenly, a byte of others."""
+    inner, hidden, outer = 208, 304, 144
+    model = mlp(replace(NVFP4, master_weights=masters), features=(inner, hidden, outer))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh_of(size))
+    model(torch.randn(4, inner))
+    with Gathers() as gathers:
+        list(checkpoint.quantized_weights(model, "nvfp4_compressed_tensors"))
+    first = hidden * inner // (1 if hidden % size and masters else 2)
+    least = first + hidden * outer // 2 + 4 * (hidden + outer)
+    assert least <= gathers.nbytes < 1.05 * least, (gathers.nbytes, least)
+
+
 def mesh_of(size: int) -> DeviceMesh:
     return DeviceMesh("cpu", list(range(size)))
 
@@ -242,6 +256,7 @@ RUNS = {
         loads,
         joins_sharded_nvfp4,
         gathers_bytes,
+        gathers_bytes_nvfp4,
         rounds_as_it_gathers,
         splits,
         spreads_experts,

@@ -11,7 +11,15 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.distributed import sync_weight_scales
-from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, QuantizedShard
+from torchao_blockwise.tensors import (
+    BlockwiseFP8Tensor,
+    MasterWeightTensor,
+    NVFP4Tensor,
+    QuantizedShard,
+    QuantizedTensor,
+    fsdp,
+)
+from torchao_blockwise.tensors.fsdp import WeightShard
 
 _T = TypeVar("_T")
 
@@ -40,8 +48,8 @@ def is_first() -> bool:
 def whole(x: torch.Tensor, values: bool = False) -> torch.Tensor:
     """`x`, or all of what it is a part of; on all ranks, as one quantizes it on one device.
 
-    What FSDP2 gathers quantized travels so: a byte an element. Other parts of master weights, and with `values` all,
-    travel in high precision.
+    What FSDP2 gathers quantized travels so: a byte an element in FP8, half a byte in NVFP4 where rows split evenly.
+    Other parts of master weights, and with `values` all, travel in high precision.
     """
     local: Any = _compat.local_of(x)
     if local is x:
@@ -49,11 +57,7 @@ def whole(x: torch.Tensor, values: bool = False) -> torch.Tensor:
     if isinstance(local, MasterWeightTensor):
         shard = local.shard
         if not values and shard is not None and shard.payload is not None and shard.layout.quantized:
-            layout = shard.layout
-            part = shard.payload.view(layout.payload_shape).narrow(layout.dim, 0, layout.local_shape[layout.dim])
-            qdata = _gathered(x, part).view(torch.float8_e4m3fn)
-            assert shard.scale is not None, "made with the payload"
-            return BlockwiseFP8Tensor(qdata, shard.scale, layout.dtype, local.config.power_of_2_scales, local.config)
+            return _whole_payload(x, local, shard)
         dtype = local.hp.dtype if shard is None else shard.layout.dtype
         return MasterWeightTensor(_gathered(x, local.hp.to(dtype)), local.config)
     if isinstance(local, QuantizedShard):
@@ -65,6 +69,16 @@ def whole(x: torch.Tensor, values: bool = False) -> torch.Tensor:
             return NVFP4Tensor(qdata, local.scale, local.global_scale, x.shape[-1], fmt.block, dtype, local.config)
         return BlockwiseFP8Tensor(qdata, local.scale, dtype, local.power_of_2_scales, local.config)
     return _gathered(x, local)
+
+
+def _whole_payload(x: Any, local: MasterWeightTensor, shard: WeightShard) -> QuantizedTensor:
+    """The whole weight from what its ranks keep for FSDP2 to gather."""
+    layout, config = shard.layout, local.config
+    assert shard.payload is not None and shard.scale is not None, "made together"
+    part = shard.payload.view(layout.payload_shape).narrow(layout.dim, 0, layout.local_shape[layout.dim])
+    gathered, element = _gathered(x, part, part.shape[-1] if layout.packs else None), config.weight_format.element
+    qdata = gathered.view(element.storage_dtype) if layout.travels_as_stored else element.pack(gathered)
+    return fsdp.quantized(qdata, shard, layout.dtype)
 
 
 def _gathered(x: Any, part: torch.Tensor, columns: int | None = None) -> torch.Tensor:

@@ -1,13 +1,12 @@
 """Tensor scales of layers that inference engines run as one: q, k and v; gate and up; all experts'.
 
-An engine concatenates their weights and keeps one tensor scale. Where training gave them several, they are quantized
-for the file with the largest amax of them.
+An engine concatenates their weights and keeps one tensor scale. Where training gave them several, those
+without the largest amax are quantized for the file with it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,11 +49,12 @@ def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: amax for group in groups.values() for name, amax in _raised(group)}
 
 
-def _raised(group: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
-    largest = torch.stack(list(group.values())).amax()
-    if all(bool(bits == largest) for bits in group.values()):
-        return []
-    return [(name, largest.view(torch.float32)) for name in group]
+def _raised(group: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """The largest amax, for each that has another."""
+    names, bits = list(group), torch.stack(list(group.values()))
+    largest = bits.amax()
+    others = (bits != largest).tolist()
+    return [(name, largest.view(torch.float32)) for name, other in zip(names, others, strict=True) if other]
 
 
 def _amax_bits(held: torch.Tensor, local: Any) -> torch.Tensor:

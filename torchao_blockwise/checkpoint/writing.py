@@ -174,7 +174,7 @@ def named_tensors(model: nn.Module, chosen: Any, anew: list[str]) -> Iterator[tu
     on_disk = all_parts_on_disk(model, tensors)
     for name, held in tensors.items():
         parts = on_disk[name]
-        x = whole(held, values=has_tensor_scales or any(part.cuts(chosen.BLOCK) for part in parts))
+        x = whole(held, values=name in amaxes or any(part.cuts(chosen.BLOCK) for part in parts))
         if not isinstance(x, (MasterWeightTensor, QuantizedTensor)):
             yield from ((part.name, part.of(x.detach())) for part in parts)
             continue

@@ -227,7 +227,7 @@ def post_all_gather(
     payload = _whole(gathered, layout.config.weight_format.qdata_shape(*layout.shape) if layout.packs else layout.shape)
     if out is None:
         qdata = payload.view(element.storage_dtype) if layout.travels_as_stored else element.pack(payload)
-        made = _quantized(qdata, shard, dtype)
+        made = quantized(qdata, shard, dtype)
         carry_key(master, made)
         return made, () if layout.travels_as_stored else (qdata,)
     # Tensor parallelism has wrapped it.
@@ -245,7 +245,8 @@ def _whole(gathered: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return gathered.view(-1)[:size].view(shape)
 
 
-def _quantized(qdata: torch.Tensor, shard: WeightShard, dtype: torch.dtype) -> QuantizedTensor:
+def quantized(qdata: torch.Tensor, shard: WeightShard, dtype: torch.dtype) -> QuantizedTensor:
+    """The whole weight that has this payload, of which `shard` is a part."""
     config, fmt = shard.layout.config, shard.layout.config.weight_format
     assert shard.scale is not None
     if fmt is FP8_128X128:
