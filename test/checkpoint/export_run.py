@@ -208,6 +208,18 @@ def splits(rank: int, size: int) -> None:
     compare(model, mlp(FP8, features=(256, 512, 256)))
 
 
+def splits_shards(rank: int, size: int, format: str) -> None:
+    """Tensor parallelism within FSDP2: ranks know the scales of their part alone."""
+    config = NVFP4 if format.startswith("nvfp4") else FP8
+    mesh = DeviceMesh("cpu", torch.arange(size).view(2, -1), mesh_dim_names=("data", "tensor"))
+    model = mlp(config, features=(256, 512, 256))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh["data"])
+    model(torch.randn(4, 256, generator=torch.Generator().manual_seed(0)))
+    compare(model, mlp(config, features=(256, 512, 256)), format)
+
+
 def spreads_experts(rank: int, size: int) -> None:
     models = []
     for _ in range(2):
@@ -259,6 +271,7 @@ RUNS = {
         gathers_bytes_nvfp4,
         rounds_as_it_gathers,
         splits,
+        splits_shards,
         spreads_experts,
         raises_on_all_ranks,
     )

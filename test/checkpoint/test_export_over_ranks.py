@@ -29,6 +29,7 @@ CASES = [
     *(("joins_sharded_nvfp4", size) for size in (2, 3)),
     *(("rounds_as_it_gathers", size) for size in (2, 3)),
     ("splits", 2),
+    *(("splits_shards", 4, format) for format in ("fp8_block", "nvfp4_compressed_tensors")),
     ("spreads_experts", 2),
     ("raises_on_all_ranks", 2),
 ]
@@ -38,7 +39,7 @@ CASES = [
 def raised(request, tmp_path_factory) -> dict:
     """By case what each rank of it raised; those of as many ranks run in one group."""
     left: dict = {}
-    for size in (2, 3):
+    for size in (2, 3, 4):
         cases = [case for case in selected_cases(request) if case[1] == size]
         folder = tmp_path_factory.mktemp(f"export{size}")
         results = spawn_cases(run_cases, size, folder, cases, lambda case: case[1], lambda case: False)

@@ -49,14 +49,15 @@ def whole(x: torch.Tensor, values: bool = False) -> torch.Tensor:
     """`x`, or all of what it is a part of; on all ranks, as one quantizes it on one device.
 
     What FSDP2 gathers quantized travels so: a byte an element in FP8, half a byte in NVFP4 where rows split evenly.
-    Other parts of master weights, and with `values` all, travel in high precision.
+    Other parts of master weights, those that tensor parallelism splits as well, and with `values` all travel in high
+    precision.
     """
     local: Any = _compat.local_of(x)
     if local is x:
         return x
     if isinstance(local, MasterWeightTensor):
         shard = local.shard
-        if not values and shard is not None and shard.payload is not None and shard.layout.quantized:
+        if not values and shard is not None and _has_whole_scales(x, shard):
             return _whole_payload(x, local, shard)
         dtype = local.hp.dtype if shard is None else shard.layout.dtype
         return MasterWeightTensor(_gathered(x, local.hp.to(dtype)), local.config)
@@ -69,6 +70,11 @@ def whole(x: torch.Tensor, values: bool = False) -> torch.Tensor:
             return NVFP4Tensor(qdata, local.scale, local.global_scale, x.shape[-1], fmt.block, dtype, local.config)
         return BlockwiseFP8Tensor(qdata, local.scale, dtype, local.power_of_2_scales, local.config)
     return _gathered(x, local)
+
+
+def _has_whole_scales(x: torch.Tensor, shard: WeightShard) -> bool:
+    """Whether a rank keeps payload and scales of all of `x`: under tensor parallelism they are those of its part."""
+    return shard.payload is not None and shard.layout.quantized and shard.layout.shape == tuple(x.shape)
 
 
 def _whole_payload(x: Any, local: MasterWeightTensor, shard: WeightShard) -> QuantizedTensor:
