@@ -11,14 +11,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.distributed import sync_weight_scales
-from torchao_blockwise.tensors import (
-    BlockwiseFP8Tensor,
-    MasterWeightTensor,
-    NVFP4Tensor,
-    QuantizedShard,
-    QuantizedTensor,
-    fsdp,
-)
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor, fsdp
 from torchao_blockwise.tensors.fsdp import WeightShard
 
 _T = TypeVar("_T")
@@ -58,17 +51,13 @@ def whole(x: torch.Tensor, values: bool = False) -> torch.Tensor:
     if isinstance(local, MasterWeightTensor):
         shard = local.shard
         if not values and shard is not None and _has_whole_scales(x, shard):
-            return _whole_payload(x, local, shard)
+            return _whole_payload(x, shard)
         dtype = local.hp.dtype if shard is None else shard.layout.dtype
         return MasterWeightTensor(_gathered(x, local.hp.to(dtype)), local.config)
     if isinstance(local, QuantizedShard):
         payload = local.qdata.view(torch.uint8)
         qdata = _gathered(x, payload, payload.shape[-1]).view(local.qdata.dtype)
-        dtype = local.part.dtype
-        if local.global_scale is not None:
-            fmt = local.fmt
-            return NVFP4Tensor(qdata, local.scale, local.global_scale, x.shape[-1], fmt.block, dtype, local.config)
-        return BlockwiseFP8Tensor(qdata, local.scale, dtype, local.power_of_2_scales, local.config)
+        return fsdp.quantized(qdata, local.part, local.scale, local.global_scale, local.part.dtype)
     return _gathered(x, local)
 
 
@@ -77,14 +66,14 @@ def _has_whole_scales(x: torch.Tensor, shard: WeightShard) -> bool:
     return shard.payload is not None and shard.layout.quantized and shard.layout.shape == tuple(x.shape)
 
 
-def _whole_payload(x: Any, local: MasterWeightTensor, shard: WeightShard) -> QuantizedTensor:
+def _whole_payload(x: Any, shard: WeightShard) -> QuantizedTensor:
     """The whole weight from what its ranks keep for FSDP2 to gather."""
-    layout, config = shard.layout, local.config
+    layout, element = shard.layout, shard.layout.config.weight_format.element
     assert shard.payload is not None and shard.scale is not None, "made together"
     part = shard.payload.view(layout.payload_shape).narrow(layout.dim, 0, layout.local_shape[layout.dim])
-    gathered, element = _gathered(x, part, part.shape[-1] if layout.packs else None), config.weight_format.element
+    gathered = _gathered(x, part, part.shape[-1] if layout.packs else None)
     qdata = gathered.view(element.storage_dtype) if layout.travels_as_stored else element.pack(gathered)
-    return fsdp.quantized(qdata, shard, layout.dtype)
+    return fsdp.quantized(qdata, layout, shard.scale, shard.global_scale, layout.dtype)
 
 
 def _gathered(x: Any, part: torch.Tensor, columns: int | None = None) -> torch.Tensor:

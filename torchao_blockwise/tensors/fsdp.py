@@ -227,7 +227,7 @@ def post_all_gather(
     payload = _whole(gathered, layout.config.weight_format.qdata_shape(*layout.shape) if layout.packs else layout.shape)
     if out is None:
         qdata = payload.view(element.storage_dtype) if layout.travels_as_stored else element.pack(payload)
-        made = quantized(qdata, shard, dtype)
+        made = quantized(qdata, layout, shard.scale, shard.global_scale, dtype)
         carry_key(master, made)
         return made, () if layout.travels_as_stored else (qdata,)
     # Tensor parallelism has wrapped it.
@@ -245,11 +245,17 @@ def _whole(gathered: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return gathered.view(-1)[:size].view(shape)
 
 
-def quantized(qdata: torch.Tensor, shard: WeightShard, dtype: torch.dtype) -> QuantizedTensor:
-    """The whole weight that has this payload, of which `shard` is a part."""
-    config, fmt = shard.layout.config, shard.layout.config.weight_format
-    assert shard.scale is not None
+def quantized(
+    qdata: torch.Tensor,
+    layout: ShardLayout,
+    scale: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> QuantizedTensor:
+    """The whole weight that has this payload and these scales, parts of which are laid out so."""
+    config, fmt = layout.config, layout.config.weight_format
+    assert scale is not None
     if fmt is FP8_128X128:
-        return BlockwiseFP8Tensor(qdata, shard.scale, dtype, config.power_of_2_scales, config)
-    assert shard.global_scale is not None
-    return NVFP4Tensor(qdata, shard.scale, shard.global_scale, shard.layout.shape[-1], fmt.block, dtype, config)
+        return BlockwiseFP8Tensor(qdata, scale, dtype, config.power_of_2_scales, config)
+    assert global_scale is not None
+    return NVFP4Tensor(qdata, scale, global_scale, layout.shape[-1], fmt.block, dtype, config)
