@@ -68,8 +68,6 @@ _WARM_UP = 3
 # Of what bf16 learned, the share by which a recipe's loss may differ; more is reported as wrong.
 _BUDGET = {"nvfp4": 0.4}
 _FP8_BUDGET = 0.1
-# NVLink multicast is off on shared hosts, whose other GPUs it can put out of service.
-_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _TIMEOUT = {"cuda": datetime.timedelta(minutes=5), "cpu": datetime.timedelta(minutes=1)}
 
 
@@ -191,7 +189,7 @@ def join(rank: int, ranks: int, device_type: str, port: int) -> torch.device:
     on_gpu = device_type == "cuda"
     device = torch.device(device_type, rank) if on_gpu else torch.device("cpu")
     if on_gpu:
-        os.environ.update(_NO_MULTICAST)
+        os.environ.update(environment.NO_MULTICAST)
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)

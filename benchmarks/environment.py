@@ -14,6 +14,9 @@ from pathlib import Path
 import energy
 import torch
 
+# For NCCL and symmetric memory: NVLink multicast is off on shared hosts, whose other GPUs it can put out of service.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
 # A checkout runs without being installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

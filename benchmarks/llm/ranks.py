@@ -8,15 +8,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import environment
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from llm.config import RunConfig, UsageError
-
-# NVLink multicast is off on shared hosts, whose other GPUs it can put out of service.
-_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def started_by_torchrun() -> bool:
@@ -31,7 +29,7 @@ def joined(device: torch.device) -> Iterator[torch.device]:
         yield device
         return
     if device.type == "cuda":
-        os.environ.update(_NO_MULTICAST)
+        os.environ.update(environment.NO_MULTICAST)
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     # FSDP2 hands out views of its buffers, which autograd remarks on once a step.
