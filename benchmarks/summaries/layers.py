@@ -103,8 +103,9 @@ def _torchtitan(results: Results) -> Iterable[Row]:
     six, eight, four = (
         f"torchtitan_{what}_nvidia_h200" for what in ("llama_6_layers", "llama_8_layers_2_gpus", "deepseek_4_layers")
     )
+    trainer = f"torchtitan's own trainer, {results.load(six)['arguments']['steps']} steps, compiled"
     whats = {
-        six: f"torchtitan's own trainer, compiled: {link('six layers of Llama 3 8B', six)}, head of 128,256 included",
+        six: f"{trainer}: {link('six layers of Llama 3 8B', six)}, head of 128,256 included",
         eight: f"{link('eight layers', eight)}, FSDP2 on two",
         four: link("four layers of DeepSeek-V3 16B", four),
     }
