@@ -1,6 +1,7 @@
 """Figures of benchmarks/results on pages, each with its source, read from the files as the site is built.
 
 `{result} name` is a table, `{headline}` the first page's figures; each file of results is a page, to which links lead.
+Summaries, which have no JSON of their own, are no pages: other pages show them whole.
 """
 
 from __future__ import annotations

@@ -1,0 +1,86 @@
+"""Tables of pages are what summary.py makes of the committed results; ranges are of the rows that there are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import summary
+from summaries import experts
+from summaries.cells import MISSING, Results, against, each, ratio, select, span, table, whole
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+MADE = summary.texts(Results(RESULTS))
+
+
+def test_every_summary_has_its_file():
+    assert {path.stem for path in RESULTS.glob("summary_*.md")} == set(MADE)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_committed_tables_are_those_of_the_results(name):
+    assert (RESULTS / f"{name}.md").read_text(encoding="utf-8") == MADE[name], "run python benchmarks/summary.py"
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_every_row_has_a_figure(name):
+    """A recipe or a shape that the results call otherwise would leave nothing."""
+    head, _, *rows = (line.strip("| ").split(" | ") for line in MADE[name].splitlines())
+    assert rows and all(len(row) == len(head) for row in rows)
+    # Labels have figures too; they are in words.
+    figures = [[cell for cell in row[1:] if any(c.isdigit() for c in cell)] for row in rows]
+    assert all(figures)
+
+
+def test_links_lead_to_results():
+    linked = {part.split(")")[0] for text in MADE.values() for part in text.split("](")[1:]}
+    assert linked and [name for name in linked if not (RESULTS / name).exists()] == []
+
+
+def test_nothing_but_the_files_is_needed():
+    code = "import sys; sys.modules['torch'] = None; import summary; summary.texts(summary.Results(summary.RESULTS))"
+    subprocess.run([sys.executable, "-c", code], cwd=RESULTS.parent, check=True)
+
+
+def test_ranges():
+    assert span([1.318, 1.459, 1.4]) == "1.32–1.46"
+    assert span([1.318, 1.321]) == "1.32"
+    assert span([12.6, 2.0]) == "2.00–12.6"
+    assert (ratio(9.994), ratio(9.996)) == ("9.99", "10.0")
+    assert span([5737.4, 5744.1], whole) == "5,737–5,744"
+    assert span([]) == MISSING
+    assert each({"a": span([1]), "b": span([]), "": "2.00"}) == "a 1.00, 2.00"
+    assert each({"b": MISSING}) == MISSING
+    assert table(("what", "×"), [("a", span([0.5]))]) == "| what | × |\n|---|--:|\n| a | 0.50 |"
+
+
+def test_rows_are_compared_with_their_like():
+    rows = [{"recipe": "fp8", "at": at, "us": us} for at, us in ((1, 6.0), (2, 8.0), (3, 1.0), (4, None))]
+    others = [{"recipe": "bf16", "at": at, "us": us} for at, us in ((2, 4.0), (1, 2.0), (4, 1.0), (5, 1.0))]
+    assert against(rows, others, "us", ("at",)) == [3.0, 2.0]
+    assert [row["at"] for row in select(rows + others, at=(1, 5))] == [1, 1, 5]
+    assert select(rows, recipe="bf16") == []
+
+
+def test_a_table_of_made_up_rows(tmp_path):
+    """Routings are a range; torchao's run is not there, then lacks a shape."""
+
+    def row(recipe: str, routing: str, shape: str = "1024x4x64x32", mib: float = 8.0) -> dict:
+        parts = {"step_owning_x": int((mib + 2) * 2**20)}
+        return {"recipe": recipe, "routing": routing, "shape": shape, "memory MiB": mib, "memory": parts}
+
+    def write(name: str, *rows: dict) -> None:
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+
+    first = [row("bf16", "balanced"), row("bf16", "skewed", mib=12.0), row("fp8", "balanced", mib=1024.0)]
+    write(experts.RUN, *first, row("bf16", "balanced", "8x2x64x32"))
+    head = "| tokens × experts × hidden × dim | bf16 | bf16 and x | FP8 | `master_weights=False` | torchao |"
+    without = [head, "|---|--:|--:|--:|--:|--:|"]
+    shown = ["| 1024×4×64×32 | 8–12 | 10–14 | 1,024 | - | - |", "| 8×2×64×32 | 8 | 10 | - | - | - |"]
+    assert experts.memory(Results(tmp_path)).splitlines() == without + shown
+    write(experts.PEERS, row("torchao", "balanced", mib=20.0), row("torchao", "skewed", mib=20.2))
+    shown[0] = "| 1024×4×64×32 | 8–12 | 10–14 | 1,024 | - | 20 |"
+    assert experts.memory(Results(tmp_path)).splitlines() == without + shown
