@@ -21,7 +21,7 @@ from torchao_blockwise import _compat, _versions
 from torchao_blockwise._compat import hugging_face, torch_fsdp
 from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.filters import Filter
-from torchao_blockwise.conversion.places import Places, looked_up
+from torchao_blockwise.conversion.model_index import ModelIndex, looked_up
 from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
@@ -55,12 +55,12 @@ def why_not_convertible(
     model: nn.Module | None = None,
     parameter_name: str | None = None,
     raw: dict[int, str] | None = None,
-    places: Places | None = None,
+    index: ModelIndex | None = None,
 ) -> str | None:
     """Why `module`, a part of `model`, cannot be converted with `config`, with the remedy, or None if it can.
 
     parameter_name: of the one Parameter to convert; default all that `weights_of` the module are.
-    raw, places: `raw_uses(model)` and `Places(model)`, where the caller asks for many modules.
+    raw, index: `raw_uses(model)` and `ModelIndex(model)`, where the caller asks for many modules.
     """
     is_linear = isinstance(module, nn.Linear)
     reason = _why_no_forward(module) if isinstance(module, nn.Linear) else None
@@ -71,7 +71,7 @@ def why_not_convertible(
         return f"a {type(module).__name__} is no nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
     raw = raw_uses(module if model is None else model) if raw is None else raw
     for name, weight in weights.items():
-        reason = _why_no_weight(weight, config, model, is_linear, places) or raw.get(id(weight))
+        reason = _why_no_weight(weight, config, model, is_linear, index) or raw.get(id(weight))
         if reason is not None:
             return reason if is_linear else f"{name}: {reason}"
     return None
@@ -92,7 +92,7 @@ def _why_no_weight(
     config: TrainingConfig,
     model: nn.Module | None,
     is_linear: bool,
-    places: Places | None,
+    index: ModelIndex | None,
 ) -> str | None:
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialised yet; run one forward pass first"
@@ -119,7 +119,7 @@ def _why_no_weight(
     if (reason := why_not_swappable(weight)) is not None:
         return reason
     if model is not None and not config.master_weights:
-        holders = (Places(model) if places is None else places).holders_of(weight)
+        holders = (ModelIndex(model) if index is None else index).holders_of(weight)
         others = [m for m in holders if not isinstance(m, nn.Linear) and not expert_weights(m)]
         if others:
             return (
@@ -167,8 +167,8 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     else:
         targets = _targets_if_first(module, model, filter_fn)
     # The first layer of a call finds its targets; where others follow it, modules stay what they are.
-    places = looked_up(model, anew=filter_fn is None or bool(targets) or is_replaced)
-    _check(targets, config, model, parameter_name, places)
+    index = looked_up(model, anew=filter_fn is None or bool(targets) or is_replaced)
+    _check(targets, config, model, parameter_name, index)
     if targets and isinstance(filter_fn, Filter):
         _warn_of_unused(filter_fn, model)
     torch_fsdp.install()
@@ -177,16 +177,16 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
         take_products_of_others()
     for name, weight in weights_of(module, parameter_name).items():
         assert weight is not None, "checked before"
-        holders = places.holders_of(weight)
+        holders = index.holders_of(weight)
         if not _trains_by(weight, config):
             swap(weight, _converted(weight, config))
             if config.stochastic_rounding:
-                RoundingKeys.of_weight(config.seed, places.number_of(weight)).attach(weight)
-        weight.layer = f"{places.name_of(module)}.{name}".lstrip(".")  # type: ignore[attr-defined]  # ours by now
+                RoundingKeys.of_weight(config.seed, index.number_of(weight)).attach(weight)
+        weight.layer = f"{index.name_of(module)}.{name}".lstrip(".")  # type: ignore[attr-defined]  # ours by now
         for holder in holders:
             keep_state_dicts_plain(holder)
             if isinstance(holder, nn.Linear):
-                convert_class(holder, places.name_of(holder))
+                convert_class(holder, index.name_of(holder))
     return module
 
 
@@ -226,10 +226,10 @@ def _check(
     config: TrainingConfig,
     model: nn.Module,
     parameter_name: str | None,
-    places: Places,
+    index: ModelIndex,
 ) -> None:
     raw = raw_uses(model) if targets else {}
-    whys = (why_not_convertible(module, config, model, parameter_name, raw, places) for _, module in targets)
+    whys = (why_not_convertible(module, config, model, parameter_name, raw, index) for _, module in targets)
     reasons = [(fqn, reason) for (fqn, _), reason in zip(targets, whys)]
     failures = [(fqn, reason) for fqn, reason in reasons if reason is not None]
     if failures:

@@ -10,7 +10,7 @@ from torch import nn
 from torchao_blockwise import _compat
 
 
-class Places:
+class ModelIndex:
     """Of a model: the names of its modules, which of them hold a Parameter, and the Parameters' numbers.
 
     It holds none of them: it is of a model whose modules and Parameters stay the objects that they were.
@@ -43,13 +43,13 @@ class Places:
         return [model.get_submodule(name) for name in self._holders.get(id(weight), ())]
 
 
-# Of a thread, the places of the model that its last `quantize_` is about.
+# Of a thread, the index of the model that its last `quantize_` is about.
 _last = threading.local()
 
 
-def looked_up(model: nn.Module, *, anew: bool) -> Places:
-    """The places in `model`; `anew` where they may have changed since they were looked up."""
-    places: Places | None = getattr(_last, "places", None)
-    if anew or places is None or not places.is_of(model):
-        places = _last.places = Places(model)
-    return places
+def looked_up(model: nn.Module, *, anew: bool) -> ModelIndex:
+    """The index of `model`; `anew` where the model may have changed since it was indexed."""
+    index: ModelIndex | None = getattr(_last, "index", None)
+    if anew or index is None or not index.is_of(model):
+        index = _last.index = ModelIndex(model)
+    return index

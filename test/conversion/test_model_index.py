@@ -1,4 +1,4 @@
-"""Places of Parameters are looked up once a `quantize_` call, and are those of the model as it is then."""
+"""A model is indexed once a `quantize_` call, and the index is of the model as it is then."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, conversion_report, dry_run
-from torchao_blockwise.conversion import places
-from torchao_blockwise.conversion.places import Places
+from torchao_blockwise.conversion import model_index
+from torchao_blockwise.conversion.model_index import ModelIndex
 
 
 def layers(count: int) -> nn.Sequential:
@@ -18,16 +18,16 @@ def layers(count: int) -> nn.Sequential:
 
 
 @pytest.fixture
-def made(monkeypatch) -> list[Places]:
-    """The places that were looked up."""
+def made(monkeypatch) -> list[ModelIndex]:
+    """The indexes that were made."""
     found = []
-    original = Places.__init__
+    original = ModelIndex.__init__
 
     def counted(self, model) -> None:
         found.append(self)
         original(self, model)
 
-    monkeypatch.setattr(Places, "__init__", counted)
+    monkeypatch.setattr(ModelIndex, "__init__", counted)
     return found
 
 
@@ -73,7 +73,7 @@ def test_a_layer_may_be_replaced_while_others_are_converted(monkeypatch):
 def test_it_holds_nothing():
     model = layers(2)
     quantize_(model, FP8)
-    before = places._last.places
+    before = model_index._last.index
     assert before.is_of(model)
     del model
     assert before._model() is None
