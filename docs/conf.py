@@ -19,6 +19,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(DOCS.parent), os.environ.get("PY
 warnings.filterwarnings("ignore", message=".*is deprecated.*", category=DeprecationWarning)
 
 import gallery  # noqa: E402  # a neighbor of this file
+import gpu_tutorials  # noqa: E402
 import reference  # noqa: E402
 import results  # noqa: E402
 
@@ -86,3 +87,4 @@ sphinx_gallery_conf = gallery.CONFIGURATION
 
 reference.write(DOCS / "api")
 results.write(DOCS / "results")
+gpu_tutorials.write(DOCS / "gpu")

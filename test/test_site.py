@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ sys.path.append(str(Path(__file__).parent.parent / "docs" / "extensions"))
 import docstrings
 import error_index
 import gallery
+import gpu_tutorials
 import reference
 import test_public_names
 
@@ -45,6 +47,38 @@ def test_a_name_has_one_home():
 
 def test_tutorials_are_listed():
     assert {file.stem for file in (DOCS / "tutorials").glob("*.py")} == set(gallery.TUTORIALS)
+
+
+def test_gpu_tutorials_are_listed():
+    assert {file.stem for file in gpu_tutorials.FOLDER.glob("*.py")} == set(gpu_tutorials.TUTORIALS)
+
+
+@pytest.mark.parametrize("name", gpu_tutorials.TUTORIALS)
+def test_outputs_of_gpu_tutorials_are_of_their_code(name):
+    """A tutorial that was changed must run on a GPU again: `python docs/extensions/gpu_tutorials.py`."""
+    source = (gpu_tutorials.FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    made = json.loads((gpu_tutorials.FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    assert made["code"] == gpu_tutorials.digest(source)
+    assert made["environment"]["commit"] and "NVIDIA" in made["environment"]["device"]
+    page = gpu_tutorials.page(name)
+    for part, printed in zip(gpu_tutorials.parts(source), made["outputs"], strict=True):
+        for text in (part.text, *part.code.splitlines(), *printed.splitlines()):
+            assert text in page
+
+
+def test_gpu_tutorials_run_part_by_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_tutorials, "FOLDER", tmp_path)
+    program = '"""\nTitle\n=====\n"""\n\n# %%\n# One\n# ---\n\nx = 2\nprint(x)\n\n'
+    program += "# %%\n# Words alone\n\n# %%\n# More\n\nprint(x + 1)\n"
+    (tmp_path / "small.py").write_text(program)
+    gpu_tutorials.run("small")
+    made = json.loads((tmp_path / "small.json").read_text())
+    assert made["outputs"] == ["", "2\n", "", "3\n"]
+    (tmp_path / "small.py").write_text(program.replace("print(x + 1)", "raise ValueError(x)"))
+    with pytest.raises(ValueError, match="2") as caught:
+        gpu_tutorials.run("small")
+    # Errors name the line of the file.
+    assert caught.traceback[-1].lineno + 1 == program.splitlines().index("print(x + 1)") + 1
 
 
 @pytest.mark.parametrize("name", gallery.TUTORIALS)

@@ -92,33 +92,7 @@ optimizer.zero_grad()
 #
 # On a GPU small layers wait for Python. A CUDA graph replays the kernels of a whole step without it. A replay
 # quantizes the weights as they are *then*, so the optimizer may change them in between; a graph that is captured
-# inside the scope keeps no copies. What follows needs a GPU, and is skipped without one.
-
-if torch.cuda.is_available():
-    model = nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Linear(2048, 1024)).cuda()
-    quantize_(model, BlockwiseFP8TrainingConfig())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = torch.randn(1024, 1024, device="cuda")
-    # Kernels are built before the capture, on another stream, as PyTorch asks for.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            model(batch).square().mean().backward()
-    torch.cuda.current_stream().wait_stream(stream)
-    # Backward allocates gradients in the graph's memory, where each replay writes them anew.
-    optimizer.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        model(batch).square().mean().backward()
-    for _ in range(10):
-        batch.copy_(torch.randn(1024, 1024))
-        graph.replay()
-        optimizer.step()
-    print("replayed 10 steps")
-else:
-    print("skipped: needs a GPU")
-
-# %%
+# inside the scope keeps no copies. :doc:`/gpu/cuda_graphs` captures a whole step, and compares it with an eager one.
+#
 # ``torch.compile(model, mode="reduce-overhead")`` makes graphs by itself. :doc:`/compile` has all ways, and what they
 # are worth.
