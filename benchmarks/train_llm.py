@@ -56,6 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
     out = Path("runs/train_llm")
     add("--out", type=Path, default=out, metavar="DIR", help="results and checkpoints (default: %(default)s)")
     add("--results", action="store_true", help="write the results into benchmarks/results/ too")
+    what = "evaluate the trained weights in these precisions too; for the JSON"
+    add("--evaluate-in", nargs="+", choices=DEFAULT, default=(), help=what)
     add("--throughput", action="store_true", help="time steps of all recipes, which take turns, and train no further")
     add("--profile", action="store_true", help="with --throughput: where a step's time goes, kernel by kernel")
     numbers = parser.add_argument_group("instead of the preset's values")
@@ -110,6 +112,8 @@ def run_on(args: argparse.Namespace, device: torch.device) -> int:
     """`run` in each process."""
     config = config_from(args, device)
     ranks.check(config, saves=bool(args.checkpoint_every or args.resume))
+    if args.evaluate_in and (config.ranks or args.throughput):
+        raise UsageError("--evaluate-in: needs one process that trains; leave out torchrun, and --throughput")
     for folder in (args.out, *([RESULTS] if args.results else ())):
         prepare_folder(folder)
     recipes = recipes_from(args, config)
@@ -129,10 +133,8 @@ def run_on(args: argparse.Namespace, device: torch.device) -> int:
             raise UsageError("--throughput: not with torchrun; see bench_fsdp.py")
         args.smoke, args.out = False, RESULTS if args.results else args.out
         return throughput.measure(recipes, config, corpus, args, results_name(config, device, "throughput"), device)
-    results = [
-        train(r, config, corpus, device, args.out, checkpoint_every=args.checkpoint_every, resume=args.resume)
-        for r in recipes
-    ]
+    how = {"checkpoint_every": args.checkpoint_every, "resume": args.resume, "evaluate_in": args.evaluate_in}
+    results = [train(r, config, corpus, device, args.out, **how) for r in recipes]
     if not leads:
         return int(any(r.diverged for r in results))
     print(f"\n{report.table(results)}\n\n{report.footnotes(config, corpus, device)}\n")

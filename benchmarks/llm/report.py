@@ -29,6 +29,7 @@ def rows(results: list[Result]) -> list[dict]:
             "recipe": r.recipe,
             "layers": r.layers,
             "held_out_loss": _finite(r.held_out_loss),
+            "evaluated_in": {name: _finite(loss) for name, loss in r.evaluated_in.items()},
             "gap_percent": _finite(gap(r, results)),
             "train_loss": _finite(r.train_loss),
             "tokens_per_second": r.tokens_per_second,

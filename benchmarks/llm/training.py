@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from llm.data import Corpus
 from llm.memory import saved_bytes, weight_bytes
 from llm.model import Decoder, next_byte_loss
 from llm.recipes import convert
-from torchao_blockwise import weights_unchanged
+from torchao_blockwise import unconvert, weights_unchanged
 
 BETAS = (0.9, 0.95)
 FINAL_LR = 0.1  # of the peak
@@ -36,6 +36,7 @@ class Result:
 
     layers: what became of the linear layers and experts, in words.
     losses: mean training loss of each step, in nats a byte; seconds: its duration, evaluation and checkpoints left out.
+    evaluated_in: held-out loss of the trained master weights in other recipes, each run eagerly.
     activation_bytes: saved for backward by one microbatch, no weights nor their copies among them; None under FSDP2.
     weight_bytes: the linear weights in the form that the GEMMs read. peak_bytes: None on a CPU.
     """
@@ -46,6 +47,7 @@ class Result:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     held_out_loss: float = math.nan
+    evaluated_in: dict[str, float] = field(default_factory=dict)
     activation_bytes: int | None = None
     weight_bytes: int = 0
     peak_bytes: int | None = None
@@ -82,16 +84,18 @@ def train(
     *,
     checkpoint_every: int = 0,
     resume: bool = False,
+    evaluate_in: Sequence[str] = (),
 ) -> Result:
     """Train `recipe` from the seed's weights, or from its checkpoint in `folder`, and evaluate it in its own precision.
 
+    evaluate_in: recipes in which the trained weights are evaluated as well.
     Stops early where the loss is not finite.
     """
     with products.computed_in(config.products):
-        return _train(recipe, config, corpus, device, folder, checkpoint_every, resume)
+        return _train(recipe, config, corpus, device, folder, checkpoint_every, resume, evaluate_in)
 
 
-def _train(recipe, config, corpus, device, folder, checkpoint_every, resume) -> Result:
+def _train(recipe, config, corpus, device, folder, checkpoint_every, resume, evaluate_in) -> Result:
     before = _allocated(device)
     model = build(config, device)
     # Each rank rounds stochastically by bits of its own.
@@ -127,6 +131,10 @@ def _train(recipe, config, corpus, device, folder, checkpoint_every, resume) -> 
         result.peak_bytes = torch.cuda.max_memory_allocated(device) - before
     if not result.diverged:
         result.held_out_loss = evaluate(model, config, corpus, device)
+        for other in evaluate_in:
+            convert(unconvert(model), other, config.seed)
+            with torch.compiler.set_stance("force_eager"):
+                result.evaluated_in[other] = evaluate(model, config, corpus, device)
     return result
 
 

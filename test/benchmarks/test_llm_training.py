@@ -85,6 +85,16 @@ def test_a_finished_run_resumes_to_its_result(corpus, tmp_path):
     assert (again.losses, again.held_out_loss) == (whole.losses, whole.held_out_loss)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "nvfp4", "fp8_fused_once"])
+def test_trained_weights_are_evaluated_in_other_precisions(recipe, corpus):
+    config = replace(TINY, separate=recipe == "fp8_fused_once")
+    result = training.train(recipe, config, corpus, CPU, evaluate_in=("bf16", "fp8", "nvfp4"))
+    assert list(result.evaluated_in) == ["bf16", "fp8", "nvfp4"]
+    assert len(set(result.evaluated_in.values())) == 3
+    if recipe in result.evaluated_in:
+        assert result.evaluated_in[recipe] == result.held_out_loss
+
+
 def test_a_checkpoint_restores_random_numbers(tmp_path):
     path = checkpoint.path_of(tmp_path, "bf16")
     torch.manual_seed(7)

@@ -168,7 +168,7 @@ def test_the_command_leaves_table_json_and_picture(text_file, tmp_path, capsys, 
     monkeypatch.setattr(train_llm, "RESULTS", results)
     out = tmp_path / "out"
     argv = ["--device", "cpu", "--preset", "tiny", "--data", str(text_file), "--out", str(out), "--results"]
-    assert train_llm.main(argv) == 0
+    assert train_llm.main([*argv, "--evaluate-in", "bf16"]) == 0
     printed = capsys.readouterr().out
     assert "0.4 M parameters" in printed and "8 steps of 128 tokens" in printed
 
@@ -183,6 +183,7 @@ def test_the_command_leaves_table_json_and_picture(text_file, tmp_path, capsys, 
         assert row["held_out_loss"] > 0 and row["tokens_per_second"] > 0 and row["peak_bytes"] is None
         assert len(content["curves"][row["recipe"]]["loss"]) == TINY.steps
         assert f"{row['held_out_loss']:.4f}" in printed
+        assert row["evaluated_in"]["bf16"] == pytest.approx(row["held_out_loss"], rel=0.01)
     bf16, fp8, _ = content["table"]
     assert fp8["gap_percent"] == pytest.approx(100 * (fp8["held_out_loss"] / bf16["held_out_loss"] - 1))
     assert (out / "train_llm.png").read_bytes().startswith(b"\x89PNG")
