@@ -69,8 +69,8 @@ _NVFP4_CONFIGS = (
 )
 # Below sm_90 a dot takes both operands from registers: these are as many as fit.
 _NVFP4_REGISTER_CONFIGS = (
-    Config(16, 16, 32, 8, 4, 4),
-    Config(_ANY, 64, 64, 4, 4, 3),
+    Config(16, 16, 32, 4, 4, 4),
+    Config(_ANY, 64, 64, 4, 8, 3),
 )
 
 # Tile rows of the output whose tiles are computed side by side, so that they find b's tiles in the L2 cache.
