@@ -189,9 +189,15 @@ def gaps(runs: list[Run], recipe: str) -> list[float]:
     return [100 * (run.loss / base[run.seed] - 1) for run in runs if run.recipe == recipe and run.seed in base]
 
 
+def compared(runs: list[Run]) -> list[Run]:
+    """The runs that have one in bf16 with their seed; all, where none is in bf16."""
+    seeds = {run.seed for run in runs if run.recipe == "bf16"}
+    return [run for run in runs if run.seed in seeds or not seeds]
+
+
 def rows(runs: list[Run]) -> list[dict]:
     """The table as data, a dict a recipe; None where there is no value."""
-    made = []
+    runs, made = compared(runs), []
     for recipe in dict.fromkeys(run.recipe for run in runs):
         own, distances = [run for run in runs if run.recipe == recipe], gaps(runs, recipe)
         peaks = [run.row["peak_bytes"] for run in own]
@@ -232,6 +238,8 @@ def report(args: argparse.Namespace, runs: list[Run]) -> int:
     there = {(run.recipe, run.seed) for run in runs}
     wanted = [] if args.merge else [(recipe, seed) for recipe in args.recipes for seed in args.seeds]
     missing = [f"{recipe}, seed {seed}" for recipe, seed in wanted if (recipe, seed) not in there]
+    shown = compared(runs)
+    alone = [f"{run.recipe}, seed {run.seed}: {run.loss:.4f}" for run in runs if run not in shown]
     diverged = [f"{run.recipe}, seed {run.seed}" for run in runs if math.isnan(run.loss)]
     tokens = config["steps"] * config["batch_size"] * config["grad_accumulation"] * config["seq_len"]
     notes = [
@@ -239,6 +247,8 @@ def report(args: argparse.Namespace, runs: list[Run]) -> int:
         f"{config['steps']:,} steps, {tokens:,} tokens of {content['data']['name']} ({content['data']['sha256_16']}), "
         f"which are read {content['data']['passes']:.2f} times.",
         "gap: held-out loss above that of bf16 with the same seed; mean, then least and most, over the seeds.",
+        *_evaluations(runs),
+        *[f"Not in the table, as there is no bf16 of the same seed: {'; '.join(alone)}."] * bool(alone),
         *[f"Not there: {'; '.join(missing)}."] * bool(missing),
         *[f"Diverged: {'; '.join(diverged)}."] * bool(diverged),
     ]
@@ -257,6 +267,16 @@ def report(args: argparse.Namespace, runs: list[Run]) -> int:
         environment.write_json(folder / f"{name}.json", written)
         _write_picture(folder / f"{name}.png", runs, notes[0])
     return int(bool(missing or diverged))
+
+
+def _evaluations(runs: list[Run]) -> list[str]:
+    """What --evaluate-in of `train_llm.py` found: trained weights in other precisions."""
+    lines = []
+    for run in runs:
+        if found := run.row.get("evaluated_in"):
+            losses = ", ".join(f"{loss:.4f} in {name}" for name, loss in found.items())
+            lines.append(f"Held-out loss of the weights of {run.recipe}, seed {run.seed}: {losses}.")
+    return lines
 
 
 def _write_picture(path: Path, runs: list[Run], below: str) -> None:

@@ -17,6 +17,8 @@ if seed == 7:
     sys.exit("no such luck")
 loss = {loss}[recipe] + seed
 row = {{"recipe": recipe, "layers": "all", "held_out_loss": loss, "tokens_per_second": 10.0 + seed, "peak_bytes": None}}
+if "--evaluate-in" in args:
+    row["evaluated_in"] = {{"bf16": loss - 0.01}}
 config = {{"preset": args.get("--preset", "tiny"), "steps": 8, "batch_size": 2, "grad_accumulation": 1, "seq_len": 4,
            "parameters": 1000, "seed": seed}}
 content = {{"config": config, "data": {{"name": "text", "sha256_16": "ab", "passes": 0.5}},
@@ -64,6 +66,24 @@ def test_what_is_finished_is_kept_and_what_fails_is_named(run):
     code, out = run("--recipes", "bf16", "fp8", "--seeds", "0", "1")
     assert code == 0 and "| fp8 | 0, 1 |" in out and "fp8, seed 0: done" not in out
     assert (run.out / "fp8_seed_0" / "train_llm.json").stat().st_mtime_ns == before
+
+
+def test_evaluations_in_other_precisions_are_told(run):
+    code, out = run("--recipes", "bf16", "fp8", "--seeds", "1", "--evaluate-in", "bf16")
+    assert code == 0 and "Held-out loss of the weights of fp8, seed 1: 3.0100 in bf16." in out
+    code, out = run("--recipes", "fp8", "--seeds", "1")
+    assert code == 0 and "Held-out loss of the weights of fp8, seed 1: 3.0100 in bf16." in out
+
+
+def test_a_run_without_bf16_of_its_seed_is_named_and_no_part_of_the_mean(run):
+    code, out = run("--recipes", "fp8", "--seeds", "1")
+    assert code == 0 and "| fp8 | 1 | 3.0200 | - |" in out and "Not in the table" not in out
+    run("--recipes", "bf16", "--seeds", "0")
+    code, out = run("--recipes", "fp8", "--seeds", "0")
+    assert code == 0 and "| fp8 | 0 | 2.0200 | +1.00 % |" in out
+    assert "Not in the table, as there is no bf16 of the same seed: fp8, seed 1: 3.0200." in out
+    written = json.loads((run.out / "convergence_tiny_cpu.json").read_text())
+    assert len(written["runs"]) == 3
 
 
 def test_folders_are_merged_and_others_refused(run, tmp_path):
