@@ -100,7 +100,7 @@ def test_signatures():
         "\n".join(lines),
         """\
 BlockwiseFP8Tensor.from_hp(w, power_of_2_scales, config)
-NVFP4Tensor.from_hp(w, block_size, config)
+NVFP4Tensor.from_hp(w, block_size, config, tensor_amax)
 linear(x, weight, bias)
 conversion_report(model)
 dry_run(model, config, filter_fn)

@@ -27,15 +27,15 @@ from torchao_blockwise.distributed import absence
 
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
 BOTH = ("fp8", "nvfp4")
-FULL, FOUR_OVER_SIX = "nvfp4_full", "nvfp4_four_over_six"
+FULL, FOUR_OVER_SIX, GROUPS = "nvfp4_full", "nvfp4_four_over_six", "nvfp4_scale_groups"
 # (check, mesh sizes, configs)
 CHECKS = (
     (checks.gathers_exactly_at_any_split, (1, 2, 3, 4), BOTH),
     (checks.gathers_special_values, (3,), EVERY),
-    (checks.trains_as_unsharded, (1, 2, 3, 4), (*EVERY, FULL, FOUR_OVER_SIX)),
+    (checks.trains_as_unsharded, (1, 2, 3, 4), (*EVERY, FULL, FOUR_OVER_SIX, GROUPS)),
     (checks.trains_in_one_group, (4,), BOTH),
     (checks.gives_ranks_seeds_of_their_own, (2,), (FULL,)),
-    (checks.shards_columns, (1, 4), EVERY),
+    (checks.shards_columns, (1, 4), (*EVERY, GROUPS)),
     (checks.reshards_after_forward, (4,), BOTH),
     (checks.reshards_to_fewer_ranks, (4,), ("fp8",)),
     (checks.offloads, (2,), (*BOTH, FULL)),
@@ -47,7 +47,7 @@ CHECKS = (
     (checks.ties_embeddings, (1, 2), BOTH),
     (checks.checkpoints_activations, (2,), (*BOTH, FULL)),
     (checks.clips_and_steps, (2,), BOTH),
-    (checks.compiles_blocks, (2,), (*BOTH, FULL, FOUR_OVER_SIX)),
+    (checks.compiles_blocks, (2,), (*BOTH, FULL, FOUR_OVER_SIX, GROUPS)),
     (life.starts_on_meta, (4,), ("fp8", FULL)),
     (life.loads, (3,), BOTH),
     (life.follows_changes_by_hand, (1, 4), BOTH),
@@ -65,7 +65,7 @@ CHECKS = (
     (life.dies_with_the_model, (2,), BOTH),
     (life.synchronises_by_hand, (1, 4), BOTH),
     (life.gathers_few_bytes, (3, 4), BOTH),
-    (checks.shards_hybrid, ((2, 2),), BOTH),
+    (checks.shards_hybrid, ((2, 2),), (*BOTH, GROUPS)),
     (life.replicates_and_groups, (2,), ("fp8",)),
     (life.gathers_by_redistribution, (2,), ("fp8",)),
 )
@@ -83,7 +83,7 @@ CHECKPOINT_CHECKS = (
 PRIMARY_CHECKS = (
     (primary.gathers_exactly_at_any_split, (1, 3, 4), BOTH),
     (primary.trains_long, (1, 2, 4), BOTH),
-    (primary.trains_in_many_ways, (2,), (*BOTH, FULL, FOUR_OVER_SIX)),
+    (primary.trains_in_many_ways, (2,), (*BOTH, FULL, FOUR_OVER_SIX, GROUPS)),
     (primary.accumulates, (2,), (*BOTH, FULL)),
     (primary.compiles_blocks, (2,), ("fp8",)),
     (primary.gathers_few_bytes, (3, 4), BOTH),
@@ -103,12 +103,12 @@ PRIMARY_CHECKS = (
     (primary.shards_hybrid, ((2, 2),), BOTH),
 )
 EXPERT_CHECKS = (
-    (experts.computes_as_one_device, (1, 2, 3, 4), (*EVERY, FOUR_OVER_SIX)),
+    (experts.computes_as_one_device, (1, 2, 3, 4), (*EVERY, FOUR_OVER_SIX, GROUPS)),
     (experts.compiles, (2,), (*BOTH, FULL, FOUR_OVER_SIX)),
     (experts.keeps_copies_in_a_scope, (2,), BOTH),
-    (experts.shards_experts, (1, 3, 4), (*BOTH, FULL, FOUR_OVER_SIX)),
+    (experts.shards_experts, (1, 3, 4), (*BOTH, FULL, FOUR_OVER_SIX, GROUPS)),
     (experts.trains_sharded_experts, (2, 4), BOTH),
-    (experts.spreads_and_shards, ((2, 2),), BOTH),
+    (experts.spreads_and_shards, ((2, 2),), (*BOTH, GROUPS)),
     (experts.saves_whole_experts, (3,), BOTH),
     (experts.refuses_other_modules, (2,), ("fp8",)),
 )

@@ -50,7 +50,7 @@ from torchao_blockwise.nn.contraction import quantize
 from torchao_blockwise.nn.observation import SeesGradient, observe
 from torchao_blockwise.nn.weight_products import Contraction
 from torchao_blockwise.tensors import TrainingConfig
-from torchao_blockwise.tensors.weight_operands import amax_over
+from torchao_blockwise.tensors.weight_operands import weight_amax
 
 
 class NumericsMonitor:
@@ -202,7 +202,7 @@ class NumericsMonitor:
                         values,
                         fmt,
                         power_of_2_scales=config.power_of_2_scales,
-                        tensor_amax=amax_over(values, over) if fmt.has_global_scale else None,
+                        tensor_amax=weight_amax(values, values, over) if fmt.has_global_scale else None,
                         backend=ops.casting_backend(config.backend),
                     ).rowwise
                     if layer.name in self._owned:

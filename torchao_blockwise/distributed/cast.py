@@ -34,6 +34,7 @@ from torchao_blockwise.ops.shards.partial_cast import (
     partial_cast_,
     whole_block_cast_,
 )
+from torchao_blockwise.tensors.scale_groups import ScaleGroup
 
 
 class Recipe(NamedTuple):
@@ -55,8 +56,10 @@ class Part(NamedTuple):
         where other ranks have them all.
     start: index in the flat weight of the first value, or, if `dim` is not 0, its index in that dim.
     target: contiguous bytes of the payload, as `partial_cast_` writes them by `into`; may be None without values.
-    scale: an entry a block of the whole weight, contiguous; with one more, of no meaning, where there are split_groups.
+    scale: an entry a block of the whole weight, contiguous; with one more, of no meaning, where other
+        tensors share the global scale: for their amax.
     split_groups: groups of ranks over which tensor parallelism has split the tensor that has the global scale.
+    scale_group: the weights that share the global scale.
     """
 
     recipe: Recipe
@@ -69,6 +72,7 @@ class Part(NamedTuple):
     global_scale: torch.Tensor | None
     dim: int = 0
     split_groups: tuple[dist.ProcessGroup, ...] = ()
+    scale_group: ScaleGroup | None = None
 
 
 # A part, and where its weight's blocks begin in the buffers of all blocks.
@@ -223,7 +227,7 @@ def _block(part: Part) -> int:
 
 
 def _reduce_tensor_amaxes(placed: Sequence[_Placed], bits: torch.Tensor) -> None:
-    """Give each weight that tensor parallelism splits the amax of all its parts, as that of its one more block."""
+    """Give each weight that shares its global scale the amax of all that do, as that of its one more block."""
     by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for part, first in placed:
         for group in part.split_groups:
@@ -232,4 +236,13 @@ def _reduce_tensor_amaxes(placed: Sequence[_Placed], bits: torch.Tensor) -> None
         amaxes = torch.stack([of_weight.amax() for of_weight in blocks])
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
         for of_weight, amax in zip(blocks, amaxes.unbind()):
+            of_weight[-1].copy_(amax)
+    members: dict[ScaleGroup, list[torch.Tensor]] = {}
+    for part, first in placed:
+        if part.scale_group is not None:
+            members.setdefault(part.scale_group, []).append(bits[first : first + part.scale.numel()])
+    for scale_group, blocks in members.items():
+        scale_group.check_together(len(blocks))
+        amax = torch.stack([of_weight.amax() for of_weight in blocks]).amax()
+        for of_weight in blocks:
             of_weight[-1].copy_(amax)

@@ -236,7 +236,7 @@ def _compute_output(
 
 @define_op(
     (Implementation(Backend.AUTO, _compute_output),),
-    replayed=decided_by_arguments,
+    replayed=decided_by_arguments(lambda x, weight, *_: weight),
     flops=lambda x, weight, *_: product_flops(x.shape[0], _shape_of(weight)),
 )
 def quantized_output_op(
@@ -287,7 +287,11 @@ def _gradients_flops(
     return products * product_flops(tokens, _shape_of(weight))
 
 
-@define_op((Implementation(Backend.AUTO, _compute_gradients),), replayed=decided_by_arguments, flops=_gradients_flops)
+@define_op(
+    (Implementation(Backend.AUTO, _compute_gradients),),
+    replayed=decided_by_arguments(lambda weight, *_: weight),
+    flops=_gradients_flops,
+)
 def gradients_op(
     weight: WeightValues,
     dy_rowwise: Operand | None,

@@ -17,7 +17,7 @@ from torchao_blockwise.ops import replay
 from torchao_blockwise.ops.backend import may_have_kernels
 from torchao_blockwise.ops.op import is_watched
 from torchao_blockwise.tensors import QuantizedTensor, TrainingConfig
-from torchao_blockwise.tensors.weight_operands import kept_weights
+from torchao_blockwise.tensors.weight_operands import kept_weights, need_others
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -59,10 +59,12 @@ def run(weights: tuple[Any, ...], work: Callable[..., Any], *args: Any) -> Any:
     values: what products read of the weights.
     work: a function of a module, of these, tensors, operands, groups and what decides what it does; nothing else may.
         It gives tensors and tuples of them. A list among the arguments is emptied: what it held goes when it was used.
-    Copies that `weights_unchanged` keeps are no part of it: there each operation is replayed by itself.
+    Copies that `weights_unchanged` keeps are no part of it, nor are amaxes of other weights: there each operation is
+    replayed by itself.
     """
-    args = (*map(values_of, weights), *args)
-    if kept_weights or is_watched() or not replay.on_device(args):
+    values = [values_of(weight) for weight in weights]
+    args = (*values, *args)
+    if kept_weights or is_watched() or not replay.on_device(args) or need_others(*values):
         return _named(work, args)
     program, given = _recordings[work].find(work, args)
     return program(*given)

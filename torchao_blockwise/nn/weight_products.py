@@ -6,7 +6,7 @@ hold it from forward to backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from torchao_blockwise.tensors import (
     QuantizedTensor,
     TrainingConfig,
 )
-from torchao_blockwise.tensors.weight_operands import is_split, kept_weights, weight_operand
+from torchao_blockwise.tensors.weight_operands import kept_weights, need_others, weight_operand
 
 
 @travels
@@ -173,9 +173,19 @@ def product_flops(tokens: int, weight: Sequence[int]) -> int:
     return 2 * tokens * weight[-2] * weight[-1]
 
 
-def decided_by_arguments(*args: Any) -> bool:
-    """Whether arguments alone decide what `master_matmul` does: no scope keeps copies, no ranks share the weight."""
-    return replay.on_device(*args) and not kept_weights and not is_split(*args)
+def decided_by_arguments(weight_of: Callable[..., Any]) -> Callable[..., bool]:
+    """(all arguments) -> whether they alone decide a product: no scope keeps copies, no other weight counts.
+
+    weight_of: (the same, whole or as their parts) -> the weight among them.
+    """
+
+    def are_enough(*args: Any) -> bool:
+        if not replay.on_device(*args) or kept_weights:
+            return False
+        weight = weight_of(*args)
+        return not need_others(weight.values if isinstance(weight, WeightValues) else weight)
+
+    return are_enough
 
 
 # One operation from the master's values to the product: the quantized copy is never a value of a compiled graph, which
@@ -183,7 +193,8 @@ def decided_by_arguments(*args: Any) -> bool:
 # checkpoint policies name one operation.
 @define_op(
     (Implementation(Backend.AUTO, master_matmul),),
-    replayed=decided_by_arguments,
+    # As parts the operand before the weight is four.
+    replayed=decided_by_arguments(lambda a, *args: args[0 if isinstance(a, Operand) else 3]),
     flops=lambda a, hp, *_: product_flops(a.qdata.shape[0], hp.shape),
 )
 def master_matmul_op(

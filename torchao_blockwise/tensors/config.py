@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torchao.core.config import AOBaseConfig
@@ -39,6 +39,7 @@ class TrainingConfig(AOBaseConfig):
     stochastic_rounding: ClassVar[bool] = False
     seed: ClassVar[int] = 0
     four_over_six: ClassVar[bool] = False
+    scale_groups: ClassVar[bool | tuple[tuple[str, ...], ...]] = False
 
     save_activations: str = QUANTIZED
     master_weights: bool = True
@@ -134,6 +135,11 @@ class NVFP4TrainingConfig(TrainingConfig):
     four_over_six: each block of 16 of an activation and of its gradient takes of two scales the one with the smaller
         error: its largest value becomes 6, or 4, between which e2m1 has nothing. Weights, whose blocks are square, do
         not. It costs a second rounding of each copy, and no bytes.
+    scale_groups: weights that inference engines run as one (q, k and v; gate and up; those of all experts) share one
+        tensor scale while they train, so that they are served as they trained. True for the names that such weights
+        have in common models, or tuples of the last parts of names, as (("to_q", "to_k"),); False (default) for a scale
+        a weight. A product that reads a weight then reads the others too, for their amax; `weights_unchanged` and
+        FSDP2, which quantize once, do so once.
     Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3). Where there are
     no FP4 tensor cores, products are computed from decoded values in bf16 with fp32 accumulation. Keep the last blocks
     and the head in higher precision (`keep_last_blocks`, `skip_lm_head`). An activation has one tensor scale for the
@@ -151,9 +157,11 @@ class NVFP4TrainingConfig(TrainingConfig):
     stochastic_rounding: bool = True  # type: ignore[misc]  # a constant in formats that have no choice
     seed: int = 0  # type: ignore[misc]
     four_over_six: bool = False  # type: ignore[misc]
+    scale_groups: bool | tuple[tuple[str, ...], ...] = False  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "scale_groups", _checked_groups(type(self).__name__, self.scale_groups))
         if not isinstance(self.hadamard, bool):
             # So that a list is one too.
             object.__setattr__(self, "hadamard", tuple(self.hadamard))
@@ -167,6 +175,22 @@ class NVFP4TrainingConfig(TrainingConfig):
     @property
     def hadamard_number(self) -> int:
         return hadamard_number(self.hadamard)
+
+
+def _checked_groups(name: str, groups: Any) -> bool | tuple[tuple[str, ...], ...]:
+    """What `scale_groups` says, lists as tuples."""
+    if isinstance(groups, bool):
+        return groups
+    are_lists = isinstance(groups, (tuple, list)) and all(isinstance(group, (tuple, list)) for group in groups)
+    names = [part for group in groups for part in group] if are_lists else [None]
+    if not names or not all(isinstance(part, str) and part and "." not in part for part in names):
+        raise ValueError(
+            f"{name}: scale_groups must be True, False or tuples of the last parts of weights' names, such as "
+            f'(("q_proj", "k_proj", "v_proj"),), got {groups!r}'
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"{name}: scale_groups must name each weight once, got {groups!r}")
+    return tuple(tuple(group) for group in groups)
 
 
 _compat.allow_config_module(__name__)

@@ -83,16 +83,23 @@ class NVFP4Tensor(QuantizedTensor):
 
     @classmethod
     def from_hp(
-        cls, w: torch.Tensor, *, block_size: tuple[int, int] = (16, 16), config: TrainingConfig | None = None
+        cls,
+        w: torch.Tensor,
+        *,
+        block_size: tuple[int, int] = (16, 16),
+        config: TrainingConfig | None = None,
+        tensor_amax: torch.Tensor | None = None,
     ) -> NVFP4Tensor:
         """Quantize `w` [.., N, K] bf16 | f16 | f32 in blocks of (16, 16) or (1, 16).
 
+        tensor_amax: what the tensor scale comes from, f32 scalar, where it is that of other weights too; by default the
+            amax of `w`.
         Raises TypeError for a dtype or a tensor that is quantized already, ValueError for a block size that does not
         exist or fewer than 2 dims.
         """
         check_quantizable(w, cls.__name__)
         fmt = _format_of(f"{cls.__name__}.from_hp", block_size)
-        q = ops.quantize(w.detach(), fmt).rowwise
+        q = ops.quantize(w.detach(), fmt, tensor_amax=tensor_amax).rowwise
         assert q.global_scale is not None
         return cls(q.qdata, q.scale, q.global_scale, w.shape[-1], fmt.block, w.dtype, config)
 

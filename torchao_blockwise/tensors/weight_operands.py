@@ -21,6 +21,7 @@ from torchao_blockwise._compat import cuda_graphs
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
+from torchao_blockwise.tensors.scale_groups import group_of, shared_amax_bits
 
 # Names of the process groups over which the tensor is split that the values are a part of.
 _splits: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -52,7 +53,7 @@ def weight_operand(
             rowwise=not columnwise,
             columnwise=columnwise,
             power_of_2_scales=power_of_2_scales,
-            tensor_amax=amax_over(values, amax_groups),
+            tensor_amax=weight_amax(hp, values, amax_groups) if fmt.has_global_scale else None,
             backend=backend,
         )
         return copies[columnwise]
@@ -158,9 +159,9 @@ def split_over(hp: torch.Tensor, *groups: torch.distributed.ProcessGroup) -> Non
     _splits[hp] = group_names(groups)
 
 
-def is_split(*values: object) -> bool:
-    """Whether tensors among these are quantized with an amax over ranks, because `split_over` said so."""
-    return bool(_splits) and any(isinstance(x, torch.Tensor) and x in _splits for x in values)
+def need_others(*values: Any) -> bool:
+    """Whether weights of these values are quantized with an amax of others too: `split_over` ranks, or in a group."""
+    return any(isinstance(x, torch.Tensor) and (x in _splits or group_of(x) is not None) for x in values)
 
 
 def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:
@@ -169,6 +170,15 @@ def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:
     A string, because compiled graphs trace it and operations have it in their schemas: they know no process groups.
     """
     return ",".join(group.group_name for group in groups)
+
+
+def weight_amax(hp: torch.Tensor, values: torch.Tensor, amax_groups: str) -> torch.Tensor | None:
+    """What the tensor scale of `values`, which are `hp` or rounded from it, comes from; None for their own amax."""
+    group = group_of(hp)
+    if group is None:
+        return amax_over(values, amax_groups)
+    group.check_split(amax_groups)
+    return _largest_over(shared_amax_bits(group, values), amax_groups)
 
 
 def amax_over(x: torch.Tensor, groups: str) -> torch.Tensor | None:
@@ -192,6 +202,6 @@ def amaxes_over(x: torch.Tensor, groups: str, hadamard: int) -> tuple[torch.Tens
 
 
 def _largest_over(bits: torch.Tensor, groups: str) -> torch.Tensor:
-    for group in groups.split(","):
+    for group in filter(None, groups.split(",")):
         bits = _compat.max_over_ranks(bits, group)
     return bits.view(torch.float32)

@@ -11,6 +11,7 @@ from torchao_blockwise.distributed.cast import Part, Recipe
 from torchao_blockwise.ops.shards.flat import CODES, ENTRIES
 from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.tensors.fsdp import WeightShard, layout_of
+from torchao_blockwise.tensors.scale_groups import group_in
 
 
 class ShardedMaster:
@@ -58,7 +59,8 @@ class ShardedMaster:
         assert payload is not None
         config, fmt = layout.config, layout.config.weight_format
         split_groups = self.parameter.split_groups if fmt.has_global_scale else ()
-        blocks = torch.Size(fmt.scale_shape(*layout.shape)).numel() + bool(split_groups)
+        scale_group = group_in(self.parameter.modules[0], layout.name.rpartition(".")[2])
+        blocks = torch.Size(fmt.scale_shape(*layout.shape)).numel() + bool(split_groups or scale_group)
         # Flat and without the padding; shards of another dim have none.
         is_flat = layout.dim == 0
         return Part(
@@ -72,6 +74,7 @@ class ShardedMaster:
             global_scale=torch.empty((), dtype=torch.float32, device=device) if fmt.has_global_scale else None,
             dim=layout.dim,
             split_groups=split_groups,
+            scale_group=scale_group,
         )
 
     def publish(self, part: Part | None, ready: torch.cuda.Event | None) -> None:
