@@ -96,6 +96,18 @@ def test_min_features():
     assert min_features(4)(LINEAR, "") and not min_features(5)(LINEAR, "") and min_features(0)(LINEAR, "")
 
 
+def test_lists_inside_of_blocks_are_no_blocks():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(9))
+
+    model = nn.Module()
+    model.layers = nn.ModuleList(Block() for _ in range(3))
+    got = [fqn for fqn, m in model.named_modules() if keep_last_blocks(model, 1)(m, fqn)]
+    assert got == [f"layers.{i}.experts.{j}" for i in range(2) for j in range(9)]
+
+
 def test_keep_last_blocks():
     model = Model()
     assert accepted(keep_last_blocks(model, 1), model) == [*ALL[:4], *ALL[6:]]

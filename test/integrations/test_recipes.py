@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import FP8, mlp
+from helpers import FP8, NVFP4, mlp
 from torch import nn
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
@@ -26,6 +26,32 @@ def test_names_of_recipes():
         TypeError, match=r"got the class BlockwiseFP8TrainingConfig; write BlockwiseFP8TrainingConfig\(\)"
     ):
         recipes.training_config(BlockwiseFP8TrainingConfig)
+
+
+class Stack(nn.Module):
+    def __init__(self, count: int, kind=nn.ModuleList):
+        super().__init__()
+        blocks = [mlp(features=(32, 32, 32)) for _ in range(count)]
+        self.layers = kind(blocks if kind is nn.ModuleList else {str(i): block for i, block in enumerate(blocks)})
+
+
+def kept(model: nn.Module, config, count=None) -> set[str]:
+    """The blocks of which nothing is converted."""
+    chosen = recipes.keep_blocks(model, config, count)
+    return {fqn.split(".")[1] for fqn, m in model.named_modules() if isinstance(m, nn.Linear) and not chosen(m, fqn)}
+
+
+@pytest.mark.parametrize("kind", (nn.ModuleList, nn.ModuleDict))
+def test_nvfp4_keeps_the_last_blocks_as_its_recipe_says(kind):
+    """15 %, rounded up; what is asked for where something is, and nothing of one block."""
+    assert kept(Stack(7, kind), NVFP4) == {"5", "6"}
+    assert kept(Stack(2, kind), NVFP4) == {"1"}
+    assert kept(Stack(1, kind), NVFP4) == kept(mlp(), NVFP4) == kept(Stack(7, kind), FP8) == set()
+    assert kept(Stack(7, kind), NVFP4, 0) == set()
+    assert kept(Stack(7, kind), NVFP4, 1) == kept(Stack(7, kind), FP8, 1) == {"6"}
+    model = Stack(7, kind)
+    recipes.convert(model, NVFP4)
+    assert [hasattr(block[0].weight, "hp") for block in model.layers.children()] == [True] * 5 + [False] * 2
 
 
 def test_a_model_with_nothing_to_convert():

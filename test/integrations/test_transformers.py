@@ -123,6 +123,22 @@ def test_what_is_converted(folder):
     assert str(fusion_report(some)) != str(fusion_report(load(folder)))
 
 
+def test_nvfp4_keeps_the_last_blocks(tmp_path):
+    """15 % of three are one; what is asked for is remembered."""
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 3})).save_pretrained(
+        tmp_path
+    )
+    kept = {None: {"2"}, 2: {"1", "2"}, 0: set()}
+    for given, wanted in kept.items():
+        options = {} if given is None else {"keep_last_blocks": given}
+        model = load(tmp_path, quantization_config=ours.NVFP4Config(**options))
+        model.save_pretrained(tmp_path / str(given))
+        for one in (model, load(tmp_path / str(given))):
+            report = conversion_report(one)
+            left = {x.fqn.split(".")[2] for x in report.layers if x.status != "converted" and "layers" in x.fqn}
+            assert left == wanted
+
+
 @both
 def test_trainer_is_the_steps_by_hand(cls, config, folder, tmp_path):
     """With gradient accumulation in `weights_unchanged` and a monitor; bit for bit, and again where it resumes."""

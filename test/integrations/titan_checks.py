@@ -17,6 +17,7 @@ from torchao_blockwise import (
     linears_and_experts,
     skip_lm_head,
 )
+from torchao_blockwise.integrations.recipes import keep_blocks
 
 RECIPES = {"fp8": BlockwiseFP8TrainingConfig(), "nvfp4": NVFP4TrainingConfig()}
 
@@ -25,7 +26,8 @@ def trains_as_by_hand(rank, folder, family, format, **how):
     """The losses of `quantize_` by hand on the model that torchtitan builds, bit for bit; not those of bf16."""
 
     def by_hand(model):
-        quantize_(model, RECIPES[format], filter_fn=linears_and_experts() & skip_lm_head())
+        recipe = RECIPES[format]
+        quantize_(model, recipe, filter_fn=linears_and_experts() & skip_lm_head() & keep_blocks(model, recipe))
         return model
 
     got = titan.losses(titan.config_of(family, [(format, {})], **how))

@@ -211,17 +211,26 @@ def min_features(features: int) -> Filter:
     return Filter(why_not, f"min_features({features})")
 
 
+def blocks_of(model: nn.Module) -> tuple[str, nn.ModuleList | None]:
+    """(name, the longest ModuleList of `model`) among those that lie in no other; None where there is none."""
+    lists = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    inner = {id(m) for blocks in lists.values() for block in blocks for m in block.modules()}
+    outer = [(fqn, m) for fqn, m in lists.items() if id(m) not in inner]
+    return max(outer, key=lambda item: len(item[1]), default=("", None))
+
+
 def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
     """Keep the last `count` blocks of `model` in high precision; blocks are the entries of its longest ModuleList.
+
+    Of a list inside of blocks, as one of experts, no entry is a block.
 
     count: an integer, or a share of the blocks as a float from 0 to 1, rounded up: 0.15 of 32 blocks are 5.
     Source: NVFP4 pretraining (arXiv 2509.25149), which keeps 15 % of the layers in bf16, the last ones.
     Raises ValueError if the model has no ModuleList, or fewer blocks than `count`.
     """
-    lists = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    if not lists:
+    fqn, blocks = blocks_of(model)
+    if blocks is None:
         raise ValueError("keep_last_blocks: the model has no nn.ModuleList of blocks; use skip_fqns with their names")
-    fqn, blocks = max(lists, key=lambda item: len(item[1]))
     most = 1.0 if isinstance(count, float) else len(blocks)
     if not 0 <= count <= most:
         wanted = "a share is from 0.0 to 1.0" if isinstance(count, float) else f"{fqn!r} has {len(blocks)} blocks"

@@ -19,7 +19,7 @@ from torch import nn
 
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.conversion import custom, linears_and_experts, recipe_state, unconvert
-from torchao_blockwise.integrations.recipes import OpenScope, convert, go_on, nearest, require
+from torchao_blockwise.integrations.recipes import OpenScope, convert, go_on, keep_blocks, nearest, require
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors import NVFP4TrainingConfig as _NVFP4
@@ -39,6 +39,8 @@ class BlockwiseConfig(QuantizationConfigMixin):
 
     modules_to_not_convert: names or patterns as transformers takes them; default the output projection, tied weights
         and what the model keeps in fp32. Routers are never converted.
+    keep_last_blocks: how many of the last blocks stay in high precision, or which share of them; default what the
+        recipe says: 15 % in NVFP4, none in FP8.
     fused: whether `fuse(model)` is called, too.
     options: fields of the training config; backend and out_dtype by name, too ("triton", "bfloat16").
     Raises ValueError for an option that the training config does not have, and what it raises for values.
@@ -51,13 +53,15 @@ class BlockwiseConfig(QuantizationConfigMixin):
         self,
         modules_to_not_convert: Sequence[str] | None = None,
         fused: bool = False,
+        keep_last_blocks: int | float | None = None,
         quant_method: str | None = None,
         **options: Any,
     ) -> None:
         name, known = type(self).__name__, [field.name for field in dataclasses.fields(self.recipe)]
         for option in options:
             if option not in known:
-                raise ValueError(nearest(f"{name}: an option", option, ["modules_to_not_convert", "fused", *known]))
+                names = ["modules_to_not_convert", "keep_last_blocks", "fused", *known]
+                raise ValueError(nearest(f"{name}: an option", option, names))
         if isinstance(modules_to_not_convert, str):
             raise TypeError(f"{name}: modules_to_not_convert must be a list of names, got a string; write [...]")
         method = self.method
@@ -69,11 +73,12 @@ class BlockwiseConfig(QuantizationConfigMixin):
         self.quant_method = method  # type: ignore[assignment]  # transformers lists its own methods alone
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.fused = fused
+        self.keep_last_blocks = keep_last_blocks
         self.training_config = self.recipe(**options)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, from which `from_dict` makes the config again."""
-        mine = ("quant_method", "modules_to_not_convert", "fused")
+        mine = ("quant_method", "modules_to_not_convert", "fused", "keep_last_blocks")
         plain = {name: getattr(self, name) for name in mine}
         for field in dataclasses.fields(self.training_config):
             value = getattr(self.training_config, field.name)
@@ -137,7 +142,8 @@ class BlockwiseQuantizer(HfQuantizer):
         config = self.quantization_config
         kept = self.get_modules_to_not_convert(model, config.modules_to_not_convert, hugging_face.kept_in_fp32(model))
         chosen = custom(lambda module, fqn: should_convert_module(fqn, kept), "named in modules_to_not_convert")
-        return convert(model, config.training_config, linears_and_experts() & chosen, fused=config.fused)
+        chosen &= linears_and_experts() & keep_blocks(model, config.training_config, config.keep_last_blocks)
+        return convert(model, config.training_config, chosen, fused=config.fused)
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         return unconvert(model)
