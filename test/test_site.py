@@ -189,13 +189,13 @@ def test_results_name_the_benchmarks_that_wrote_them():
     names = [path.stem for path in results.RESULTS.glob("*.json")]
     assert names
     for name in names:
-        script, head = results.script(name), results.source(name)
+        script, head = results.sources.script(name), results.source(name)
         assert (results.RESULTS.parent / f"{script}.py").exists(), name
         text = (results.RESULTS.parent / f"{script}.py").read_text(encoding="utf-8")
         assert "results" in text and f"benchmarks/{script}.py" in head and " on " in head, name
-    assert results.script("model_4_layers_nvidia_h200") == "bench_model"
-    assert results.script("moe_peers_nvidia_h200") == "bench_moe"
-    assert results.script("grouped_matmul_nvidia_h200") == "bench_grouped_matmul"
+    assert results.sources.script("model_4_layers_nvidia_h200") == "bench_model"
+    assert results.sources.script("moe_peers_nvidia_h200") == "bench_moe"
+    assert results.sources.script("grouped_matmul_nvidia_h200") == "bench_grouped_matmul"
 
 
 def test_the_first_page_shows_figures_of_the_results():

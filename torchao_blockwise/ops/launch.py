@@ -1,8 +1,7 @@
 """Launching Triton kernels: the first launch of a build through Triton, every later one straight to the build.
 
-Triton's own launcher binds, specialises and formats a key in Python on every call: 8 µs where this takes 3, and 30 µs
-more for kernels that take descriptors. The host is what small layers wait for. A build is found again by what Triton
-specialises it on:
+Triton's own launcher binds, specializes and formats a key in Python on every call, and encodes descriptors. The host is
+what small layers wait for. A build is found again by what Triton specializes it on:
 
     tensor      dtype; whether it starts on 16 bytes
     integer     whether it is 1, a multiple of 16, and how many bits it needs
