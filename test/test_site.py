@@ -49,6 +49,16 @@ def test_tutorials_are_listed():
     assert {file.stem for file in (DOCS / "tutorials").glob("*.py")} == set(gallery.TUTORIALS)
 
 
+def test_the_quickstart_is_first_and_what_needs_a_gpu_last():
+    assert gallery.TUTORIALS[0] == "quickstart"
+    # sphinx-gallery puts its list behind the header.
+    assert "toctree" not in (DOCS / "tutorials" / "GALLERY_HEADER.rst").read_text(encoding="utf-8")
+    text = ["the list of sphinx-gallery\n"]
+    gpu_tutorials._list(None, "learn/index", text)
+    assert text[0].startswith("the list of sphinx-gallery\n\nOn a GPU\n")
+    assert re.findall(r"^   /gpu/(\w+)$", text[0], flags=re.MULTILINE) == list(gpu_tutorials.TUTORIALS)
+
+
 def test_gpu_tutorials_are_listed():
     assert {file.stem for file in gpu_tutorials.FOLDER.glob("*.py")} == set(gpu_tutorials.TUTORIALS)
 
