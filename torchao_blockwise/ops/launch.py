@@ -98,7 +98,7 @@ def ceil_div(x: int, length: int) -> int:
 
 
 def _kind_of(number: int | None) -> int | str | None:
-    """What Triton specialises a build on."""
+    """What Triton specializes a build on."""
     return _ONE if number == 1 else None if number is None else number >> 31 << 4 | number & ALIGNMENT_MASK
 
 
