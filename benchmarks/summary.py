@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md and docs/moe.md from the JSON files of benchmarks/results.
+"""Tables of ratios on pages of docs/, from the JSON files of benchmarks/results.
 
 Ratios and their ranges over shapes, routings and the like; needs nothing but the files. Writes
 benchmarks/results/summary_<name>.md, which the pages show.
@@ -11,26 +11,45 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from summaries import experts, joules, kernels, layers
+from summaries import convergence, experts, graphs, joules, kernels, layers, sharding, torchtitan
 from summaries.cells import Results
+from summaries.sources import footnote
 
 RESULTS = Path(__file__).resolve().parent / "results"
-TABLES: dict[str, Callable[[Results], str]] = {
-    "grad_weight": kernels.grad_weight,
-    "joules": joules.products,
-    "joules_step": joules.step,
-    "kernels": kernels.kernels,
-    "layers": layers.layers,
-    "moe_memory": experts.memory,
-    "moe_peers": experts.peers,
-    "moe_speed": experts.speed,
+
+
+class Table(NamedTuple):
+    """What makes it, and the results that it is made of; empty where its rows link to theirs."""
+
+    make: Callable[[Results], str]
+    sources: tuple[str, ...] = ()
+
+
+TABLES = {
+    "convergence": Table(convergence.gaps, (convergence.NAME,)),
+    "fsdp": Table(sharding.fsdp, sharding.NAMES),
+    "grad_weight": Table(kernels.grad_weight, (kernels.GROUPED,)),
+    "graphs": Table(graphs.ways, (graphs.NAME,)),
+    "joules": Table(joules.products, (joules.MATMUL,)),
+    "joules_step": Table(joules.step, (joules.MODEL,)),
+    "kernels": Table(kernels.kernels),
+    "layers": Table(layers.layers),
+    "moe_memory": Table(experts.memory, (experts.RUN, experts.PEERS)),
+    "moe_peers": Table(experts.peers, (experts.PEERS,)),
+    "moe_speed": Table(experts.speed, (experts.RUN,)),
+    "torchtitan": Table(torchtitan.trainer),
 }
 
 
 def texts(results: Results) -> dict[str, str]:
     """{name of the file without .md: its text}."""
-    return {f"summary_{name}": make(results) + "\n" for name, make in TABLES.items()}
+    made = {}
+    for name, (make, sources) in TABLES.items():
+        parts = [make(results), footnote(results, sources)]
+        made[f"summary_{name}"] = "\n\n".join(filter(None, parts)) + "\n"
+    return made
 
 
 def main() -> int:

@@ -40,6 +40,7 @@ extensions = [
     "built",
     "docstrings",
     "error_index",
+    "gpu_tutorials",
     "llms",
     "pictures",
     "results",

@@ -28,7 +28,10 @@ def test_pages_show_results():
         "convergence_125m_nvidia_h200",
         "convergence_1b_nvidia_h200",
         "engine_agreement_cpu",
+        "summary_convergence",
+        "summary_fsdp",
         "summary_grad_weight",
+        "summary_graphs",
         "summary_joules",
         "summary_joules_step",
         "summary_kernels",
@@ -36,6 +39,7 @@ def test_pages_show_results():
         "summary_moe_memory",
         "summary_moe_peers",
         "summary_moe_speed",
+        "summary_torchtitan",
         "train_llm_moe_tiny_cpu",
         "weight_bytes",
     }
@@ -49,6 +53,40 @@ def test_figures_come_from_the_results(name, shown):
     written = re.sub(r"\]\((\w+\.md)\)", r"](../benchmarks/results/\1)", written)
     # Footnotes may be left out.
     assert shown.strip() in (written.strip(), written.split("\n\n")[0].strip())
+
+
+# What is no measurement of ours: how the board's counter works, what follows by arithmetic, sizes that are needed.
+RECKONED = (
+    "renewed every 20 to 100 ms",
+    "an estimated 2 µs",
+    "at 4 TB/s the four schedulers",
+    "are 101 and 165 µs of issue slots",
+    "hold 128 GiB of weights",
+)
+MEASURED = re.compile(r"\d ?(?:µs|ms|TB/s|TFLOP/s|tokens/s|GiB|MiB)(?!\w)|\d\.\d+ ?×(?!\d)")
+
+
+def typed(text: str) -> list[str]:
+    """Lines with a measured figure outside of code and of tables of results."""
+    for pattern in (r"<!-- results: .*?<!-- end of results -->", r"```.*?```"):
+        text = re.sub(pattern, "", text, flags=re.DOTALL)
+    for words in RECKONED:
+        text = text.replace(words, "")
+    return [line for line in text.splitlines() if MEASURED.search(line)]
+
+
+# History is written down by hand, and says so.
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "performance_diary.md"], ids=lambda page: page.name
+)
+def test_no_measured_figure_is_typed_by_hand(page):
+    assert typed(page.read_text(encoding="utf-8")) == []
+
+
+def test_typed_figures_are_seen():
+    lines = ["took 0.91 ms", "1.24 × bf16", "4.3 TB/s", "1.5×"]
+    shown = "<!-- results: x -->\n| 3 ms |\n<!-- end of results -->\n```\n2 ms\n```\n1×128 blocks, 2 · 64\n"
+    assert typed(shown + "\n".join(lines)) == lines
 
 
 def blocks(page: Path, marker: str) -> dict[str, str]:

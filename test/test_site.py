@@ -24,6 +24,7 @@ import reference
 import test_public_names
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, checkpoint, keep_last_blocks, ops
+from torchao_blockwise.tensors import MasterWeightTensor
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -47,6 +48,16 @@ def test_a_name_has_one_home():
 
 def test_tutorials_are_listed():
     assert {file.stem for file in (DOCS / "tutorials").glob("*.py")} == set(gallery.TUTORIALS)
+
+
+def test_the_quickstart_is_first_and_what_needs_a_gpu_last():
+    assert gallery.TUTORIALS[0] == "quickstart"
+    # sphinx-gallery puts its list behind the header.
+    assert "toctree" not in (DOCS / "tutorials" / "GALLERY_HEADER.rst").read_text(encoding="utf-8")
+    text = ["the list of sphinx-gallery\n"]
+    gpu_tutorials._list(None, "learn/index", text)
+    assert text[0].startswith("the list of sphinx-gallery\n\nOn a GPU\n")
+    assert re.findall(r"^   /gpu/(\w+)$", text[0], flags=re.MULTILINE) == list(gpu_tutorials.TUTORIALS)
 
 
 def test_gpu_tutorials_are_listed():
@@ -104,29 +115,66 @@ def test_errors_are_found_by_their_text():
         for message in error_index.messages()
     ]
     model = nn.Sequential(nn.Linear(128, 128))
+    weight = MasterWeightTensor(torch.zeros(128, 128), BlockwiseFP8TrainingConfig())
     for call in (
         lambda: keep_last_blocks(model, 1),
         lambda: ops.quantize(torch.zeros(4), "fp8_1x128"),
         lambda: checkpoint.export(model, "nowhere", format="fp8_blok"),
         lambda: BlockwiseFP8TrainingConfig(save_activations="fp16"),
+        lambda: torch.zeros(1, 128) @ weight,
     ):
         text = raised_by(call)
         assert any(re.fullmatch(pattern, text) for pattern in patterns), text
     assert len(patterns) > 200
 
 
+def test_every_error_that_is_raised_is_found():
+    """One whose text is made in another way needs a function for it that is called why_.., or more of `error_index`."""
+    # A verdict that travels through a store; its words are in the index.
+    through_a_store = {"torchao_blockwise/distributed/agreement.py"}
+    assert {place.split(":")[0] for place in error_index.unfound()} == through_a_store
+    assert any(message.text.startswith("ranks differ; rank … has …") for message in error_index.messages())
+
+
+PROGRAM = """
+def f(x):
+    if why := why_not(x):
+        raise TypeError(f"f: {why}")
+    warnings.warn(f"f: x is {x}, which is slow", stacklevel=2)
+    raise ValueError(f"f: x must be positive, got {x}; " + nearest(f"take {x:d}"))
+
+
+def why_not(x):
+    if x:
+        return ValueError, f"the kernel needs {x}"
+    return None
+
+
+def g(x):
+    raise OurOwnRefusal(_refusal(x))
+
+
+def _refusal(x):
+    return "g: {} cannot be read; write it".format(x)
+
+
+def h(said):
+    raise ValueError(said)
+"""
+
+
 def test_texts_of_errors(tmp_path):
     (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "module.py").write_text(
-        'def f(x):\n    raise ValueError(f"f: x must be positive, got {x}; " + nearest(f"take {x:d}"))\n\n'
-        'def why_not(x):\n    return None if x else f"the kernel needs {x}"\n',
-        encoding="utf-8",
-    )
+    (tmp_path / "package" / "module.py").write_text(PROGRAM, encoding="utf-8")
     found = error_index.messages(tmp_path / "package")
     assert [(message.error, message.text) for message in found] == [
+        ("a warning", "f: x is …, which is slow"),
         ("ValueError", "f: x must be positive, got …; take …"),
+        ("a reason, in errors and warnings", "g: … cannot be read; write it"),
         ("a reason, in errors and warnings", "the kernel needs …"),
     ]
+    # `said` may be anything.
+    assert error_index.unfound(tmp_path / "package") == [f"package/module.py:{len(PROGRAM.splitlines())}"]
 
 
 DOCSTRING = """\
@@ -189,13 +237,13 @@ def test_results_name_the_benchmarks_that_wrote_them():
     names = [path.stem for path in results.RESULTS.glob("*.json")]
     assert names
     for name in names:
-        script, head = results.script(name), results.source(name)
+        script, head = results.sources.script(name), results.source(name)
         assert (results.RESULTS.parent / f"{script}.py").exists(), name
         text = (results.RESULTS.parent / f"{script}.py").read_text(encoding="utf-8")
         assert "results" in text and f"benchmarks/{script}.py" in head and " on " in head, name
-    assert results.script("model_4_layers_nvidia_h200") == "bench_model"
-    assert results.script("moe_peers_nvidia_h200") == "bench_moe"
-    assert results.script("grouped_matmul_nvidia_h200") == "bench_grouped_matmul"
+    assert results.sources.script("model_4_layers_nvidia_h200") == "bench_model"
+    assert results.sources.script("moe_peers_nvidia_h200") == "bench_moe"
+    assert results.sources.script("grouped_matmul_nvidia_h200") == "bench_grouped_matmul"
 
 
 def test_the_first_page_shows_figures_of_the_results():

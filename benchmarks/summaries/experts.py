@@ -28,9 +28,9 @@ _MIB = 2**20
 
 
 def speed(results: Results) -> str:
-    """× bf16 by routing, and the host's time of a step."""
+    """× bf16 by routing, the share of quantizing, and the host's time of a step."""
     columns = ("experts of, on one GPU", SHAPE, "tokens an expert", *ROUTINGS)
-    columns += ("weights in FP8: balanced", *ROUTINGS[1:], "host ms a step", "bf16's")
+    columns += ("weights in FP8: balanced", *ROUTINGS[1:], "quantizing, % of kernels", "host ms", "bf16's")
     rows = results.rows(RUN)
 
     def cells(shape: str) -> list[str]:
@@ -42,8 +42,9 @@ def speed(results: Results) -> str:
             for recipe in ours
             for routing in ROUTINGS
         ]
+        quantizing = span(column(select(of_shape, recipe="fp8"), "quantize %"), whole)
         host = [_host_ms(select(of_shape, recipe=recipes)) for recipes in (ours, "bf16")]
-        return [MODELS.get(shape, MISSING), times(shape), whole(tokens // experts), *fast, *host]
+        return [MODELS.get(shape, MISSING), times(shape), whole(tokens // experts), *fast, quantizing, *host]
 
     return table(columns, map(cells, in_order(rows)), left=2)
 

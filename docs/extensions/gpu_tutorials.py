@@ -92,11 +92,34 @@ def page(name: str) -> str:
     return "\n\n".join(shown) + "\n"
 
 
+def cards() -> str:
+    """The end of the list of tutorials."""
+    lines = ["", "On a GPU", "--------", "", "What these print is from a run on the GPU that they name.", ""]
+    lines += [".. toctree::", "   :hidden:", "", *(f"   /gpu/{name}" for name in TUTORIALS), ""]
+    lines += [".. grid:: 1 2 2 2", "   :gutter: 3", ""]
+    for name in TUTORIALS:
+        title, _, about = parts((FOLDER / f"{name}.py").read_text(encoding="utf-8"))[0].text.split("\n", 2)
+        lines += [f"   .. grid-item-card:: {title}", f"      :link: /gpu/{name}", "      :link-type: doc", ""]
+        lines += [textwrap.indent(about.strip(), "      "), ""]
+    return "\n".join(lines)
+
+
 def write(folder: Path) -> None:
     """A page for each tutorial."""
     import site_pages
 
     site_pages.write(folder, {f"{name}.rst": page(name) for name in TUTORIALS})
+
+
+def _list(app, page: str, text: list[str]) -> None:
+    """Behind the tutorials that run on a CPU, whose list sphinx-gallery writes."""
+    if page == "learn/index":
+        text[0] += cards()
+
+
+def setup(app) -> dict:
+    app.connect("source-read", _list)
+    return {"parallel_read_safe": True}
 
 
 if __name__ == "__main__":

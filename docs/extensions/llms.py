@@ -32,7 +32,7 @@ def in_order(includes: dict[str, list[str]], page: str = "index") -> Iterator[st
 
 
 def kind(page: str) -> str:
-    if page.startswith("learn/"):
+    if page.startswith(("learn/", "gpu/")):
         return "Tutorials"
     return "API" if page.startswith("api/") else "Guides"
 

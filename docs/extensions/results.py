@@ -6,8 +6,8 @@ Summaries, which have no JSON of their own, are no pages: other pages show them 
 
 from __future__ import annotations
 
-import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -19,31 +19,18 @@ from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-# Scripts by the beginning of what they write, the longest first; others are bench_<name>.py.
-SCRIPTS = {"train_llm": "train_llm", "throughput": "train_llm", "builds": "build_report"}
-BENCHMARKS = sorted((path.stem for path in RESULTS.parent.glob("*.py")), key=len, reverse=True)
+sys.path.append(str(RESULTS.parent))
+
+from summaries import sources  # noqa: E402  # of benchmarks/
+from summaries.cells import Results  # noqa: E402
 
 
 def load(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def script(name: str) -> str:
-    """The benchmark that wrote a result."""
-    written = SCRIPTS | {stem.removeprefix("bench_"): stem for stem in reversed(BENCHMARKS)}
-    return next(written[start] for start in sorted(written, key=len, reverse=True) if name.startswith(start))
+    return Results(RESULTS).load(name)
 
 
 def source(name: str) -> str:
-    """What made a result: the command, the device, the versions and the commit."""
-    made = load(name)["environment"]
-    versions = ", ".join(
-        f"{what} {made[what]}" for what in ("torch", "torchao", "triton", "sgl-deep-gemm") if made.get(what)
-    )
-    # Where its author wrote files to says nothing.
-    options = re.sub(r"--out \S+", "", made["command"]).strip()
-    command = f"python benchmarks/{script(name)}.py {options}".strip()
-    return f"`{command}` on {made['device']}, {versions}, commit {made['commit']}"
+    return sources.source(Results(RESULTS), name)
 
 
 def title(name: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import summary
-from summaries import experts
+from summaries import convergence, experts, graphs, sources
 from summaries.cells import MISSING, Results, against, each, ratio, select, span, table, whole
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -28,7 +28,7 @@ def test_committed_tables_are_those_of_the_results(name):
 @pytest.mark.parametrize("name", MADE)
 def test_every_row_has_a_figure(name):
     """A recipe or a shape that the results call otherwise would leave nothing."""
-    head, _, *rows = (line.strip("| ").split(" | ") for line in MADE[name].splitlines())
+    head, _, *rows = (line.strip("| ").split(" | ") for line in MADE[name].split("\n\n")[0].splitlines())
     assert rows and all(len(row) == len(head) for row in rows)
     # Labels have figures too; they are in words.
     figures = [[cell for cell in row[1:] if any(c.isdigit() for c in cell)] for row in rows]
@@ -38,6 +38,25 @@ def test_every_row_has_a_figure(name):
 def test_links_lead_to_results():
     linked = {part.split(")")[0] for text in MADE.values() for part in text.split("](")[1:]}
     assert linked and [name for name in linked if not (RESULTS / name).exists()] == []
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_every_figure_has_a_source(name):
+    """Below the table, or by a link in the first column."""
+    table, *footnotes = MADE[name].split("\n\n")
+    linked = [row for row in table.splitlines()[2:] if row.startswith("| [")]
+    assert linked or footnotes
+    assert all(line.startswith("[All figures](") for note in footnotes for line in note.splitlines())
+
+
+def test_a_source_names_command_device_and_versions(tmp_path):
+    made = {"device": "NVIDIA X", "torch": "2.11", "torchao": "0.18", "triton": None, "commit": "abc"}
+    made["command"] = "--layers 4 --out /somewhere/else --compile"
+    (tmp_path / "model_x.json").write_text(json.dumps({"environment": made, "rows": []}), encoding="utf-8")
+    assert sources.footnote(Results(tmp_path), ("model_x",)) == (
+        "[All figures](model_x.md): `python benchmarks/bench_model.py --layers 4 --compile` on NVIDIA X, "
+        "torch 2.11, torchao 0.18, commit abc."
+    )
 
 
 def test_nothing_but_the_files_is_needed():
@@ -84,3 +103,33 @@ def test_a_table_of_made_up_rows(tmp_path):
     write(experts.PEERS, row("torchao", "balanced", mib=20.0), row("torchao", "skewed", mib=20.2))
     shown[0] = "| 1024×4×64×32 | 8–12 | 10–14 | 1,024 | - | 20 |"
     assert experts.memory(Results(tmp_path)).splitlines() == without + shown
+
+
+def test_ways_that_ran_are_compared_with_bf16(tmp_path):
+    rows = [
+        {"recipe": recipe, "way": way, "ms a step": ms, "x bf16": 10 / ms}
+        for way in ("whole_step", "eager")
+        for recipe, ms in (("bf16", 10.0), ("fp8", 8.0), ("nvfp4", 20.0))
+    ]
+    (tmp_path / f"{graphs.NAME}.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    assert graphs.ways(Results(tmp_path)).splitlines()[2:] == [
+        "| eager | 10.0 | 8.0 (1.25 ×) | 20.0 (0.50 ×) |",
+        "| the whole step in a graph | 10.0 | 8.0 (1.25 ×) | 20.0 (0.50 ×) |",
+    ]
+
+
+def test_losses_are_compared_with_bf16_of_their_seed(tmp_path):
+    """Seed 2 has no bf16; a sixth of 12 steps is two."""
+    runs = {
+        "bf16, seed 0": [1.0] * 12,
+        "bf16, seed 1": [2.0] * 12,
+        "fp8, seed 0": [1.01, 1.03] * 6,
+        "fp8, seed 1": [2.0] * 10 + [1.99, 1.97],
+        "fp8, seed 2": [9.0] * 12,
+    }
+    written = {"runs": {name: {"loss": loss} for name, loss in runs.items()}}
+    (tmp_path / f"{convergence.NAME}.json").write_text(json.dumps(written), encoding="utf-8")
+    lines = convergence.gaps(Results(tmp_path)).splitlines()
+    assert lines[0] == "| steps | fp8, seed 0 | fp8, seed 1 |"
+    assert lines[2:4] == ["| 1–2 | +2.00 % | +0.00 % |", "| 3–4 | +2.00 % | +0.00 % |"]
+    assert lines[7:] == ["| 11–12 | +2.00 % | -1.00 % |"]

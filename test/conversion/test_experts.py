@@ -248,5 +248,5 @@ def test_a_module_without_experts_is_refused():
 def test_quantised_experts_are_not_shared_with_other_modules():
     model = Model()
     model.conv.weight = model.layers[0].experts.up
-    with pytest.raises(ValueError, match="shared with another module, Conv1d, which cannot use a quantised tensor"):
+    with pytest.raises(ValueError, match="shared with another module, Conv1d, which cannot use a quantized tensor"):
         quantize_(model, replace(FP8, master_weights=False), experts())

@@ -183,9 +183,9 @@ def _quantised(config):
 FAILURES = {
     "complex": (lambda: nn.Linear(64, 64, dtype=torch.complex64), "its weight is torch.complex64; cast it to bfloat16"),
     "double": (lambda: nn.Linear(64, 64, dtype=torch.float64), "its weight is torch.float64; cast it to bfloat16"),
-    "lazy": (lambda: nn.LazyLinear(64), "its weight is not initialised yet; run one forward pass first"),
-    "parametrized": (_parametrized, r"not a Parameter \(parametrised or pruned\?\); remove the parametrisation first"),
-    "pruned": (_pruned, r"not a Parameter \(parametrised or pruned\?\)"),
+    "lazy": (lambda: nn.LazyLinear(64), "its weight is not initialized yet; run one forward pass first"),
+    "parametrized": (_parametrized, r"not a Parameter \(parametrized or pruned\?\); remove the parametrization first"),
+    "pruned": (_pruned, r"not a Parameter \(parametrized or pruned\?\)"),
     "own_forward": (lambda: OwnForward(64, 64), "OwnForward overrides nn.Linear.forward"),
     "own_parameter": (_own_parameter, "its weight is a OwnParameter; convert first, then shard or wrap"),
     "non_linear": (lambda: nn.Conv1d(4, 4, 1), "a Conv1d is no nn.Linear and holds no experts"),
@@ -251,7 +251,7 @@ def test_the_message():
         """\
 quantize_: 2 of 3 layers cannot be converted, and nothing was changed; mend them, or leave them out with filter_fn=skip_fqns(...):
   0: its weight is torch.float64; cast it to bfloat16, float16 or float32, or exclude the layer
-  1: its weight is not initialised yet; run one forward pass first""",  # noqa: E501
+  1: its weight is not initialized yet; run one forward pass first""",  # noqa: E501
     )
 
 

@@ -42,7 +42,7 @@ dry run: what quantize_ would do
 layer  status          why / format                                                                                shape  dtype      before     after  quantized
 -----  --------------  ------------------------------------------------------------------------------------------  -----  -------  --------  --------  ---------
 0      cannot convert  its weight is torch.float64; cast it to bfloat16, float16 or float32, or exclude the layer  64×64  float64  32.0 KiB  32.0 KiB          -
-1      cannot convert  its weight is not initialised yet; run one forward pass first                               8×0    float32       0 B       0 B          -
+1      cannot convert  its weight is not initialized yet; run one forward pass first                               8×0    float32       0 B       0 B          -
 2      skipped         left out by a custom filter                                                                 2×64   float32     512 B     512 B          -
 3      converted       nvfp4_16x16                                                                                 96×64  float32  24.0 KiB  24.0 KiB          -
 -----  --------------  ------------------------------------------------------------------------------------------  -----  -------  --------  --------  ---------

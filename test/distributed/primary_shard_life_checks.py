@@ -192,7 +192,7 @@ def refuses(mesh, config):
 
     message = message_of(linear, shard_placement_fn=lambda p: Shard(1))
     assert message == (
-        "ValueError: fully_shard: weight [64, 64] is quantised itself, and Shard(1) would cut its rows; shard dim 0, "
+        "ValueError: fully_shard: weight [64, 64] is quantized itself, and Shard(1) would cut its rows; shard dim 0, "
         "or convert with master_weights=True"
     ), message
     message = message_of(linear, offload_policy=CPUOffloadPolicy(pin_memory=False))

@@ -164,7 +164,7 @@ def is_copied_and_reported(mesh, config):
 
 
 def refuses_cut_blocks(mesh, config):
-    """By name, size and remedy, when the layer is parallelised; a plan of one's own, when it first runs."""
+    """By name, size and remedy, when the layer is parallelized; a plan of one's own, when it first runs."""
     fmt, ranks = config.weight_format, mesh.size()
     size, block_size = fmt.block[0] * 5, fmt.block[0]
     per_rank = -(-size // ranks)
@@ -199,7 +199,7 @@ def refuses_cut_blocks(mesh, config):
 def refuses_what_it_cannot_place(mesh, config):
     model = parallelize_module(layer(config, 512, 160), mesh, ColwiseParallel())
     forward = type(model).forward
-    with raises(TypeError, "the weight is a DTensor, x a Tensor; parallelise the layer with ColwiseParallel or Row"):
+    with raises(TypeError, "the weight is a DTensor, x a Tensor; parallelize the layer with ColwiseParallel or Row"):
         forward(model, tokens())
     with raises(ValueError, "x [.., K] and weight [N, K] must agree in K, got [4, 96] and [512, 160]"):
         forward(model, distribute_tensor(torch.ones(4, 96, device=device()), mesh, [Replicate()]))

@@ -243,7 +243,7 @@ def test_groups_and_one_that_is_added_later():
         optimizer.add_param_group({"params": [model.mid.weight]})
     model.frozen.weight.requires_grad_(True)
     with pytest.warns(
-        UserWarning, match="masters of 1 of 1 weights begin with the quantised values: frozen.weight; make"
+        UserWarning, match="masters of 1 of 1 weights begin with the quantized values: frozen.weight; make"
     ):
         optimizer.add_param_group({"params": [model.frozen.weight]})
     assert_bitwise_equal(optimizer.master(model.frozen.weight), model.frozen.weight.dequantize())

@@ -74,7 +74,7 @@ def test_values_are_freed_by_the_first_use(config):
     gc.collect()
     assert kept() is None and made.weight.original.hp is None
     before = copy.deepcopy(made.weight)
-    with pytest.warns(UserWarning, match="masters of 1 of 1 weights begin with the quantised values: weight; make the"):
+    with pytest.warns(UserWarning, match="masters of 1 of 1 weights begin with the quantized values: weight; make the"):
         optimizer = adamw(made)
     assert_bitwise_equal(optimizer.master(made.weight), made.weight.dequantize())
     assert torch.equal(made.weight, before)
@@ -166,7 +166,7 @@ def test_values_that_are_copied_in_later(config):
         other = quantized(value * 5, made.weight)
         made.weight.copy_(other)
         assert_bitwise_equal(
-            optimizer.master(made.weight), other.dequantize(), "quantised values are all that is known"
+            optimizer.master(made.weight), other.dequantize(), "quantized values are all that is known"
         )
         optimizer.step()
         made.weight.data = value * 3

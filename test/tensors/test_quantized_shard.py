@@ -129,13 +129,13 @@ def test_refuses_what_rows_are_not():
         lambda: x.view(-1),
         lambda: nn.functional.linear(x, x),
     ):
-        with pytest.raises(NotImplementedError, match=r"convert with master_weights=True|quantised"):
+        with pytest.raises(NotImplementedError, match=r"convert with master_weights=True|quantized"):
             refused()
     for changes, message in (
         ({"dim": 1}, r"Shard\(1\) would cut its rows; shard dim 0"),
         ({"offloaded": True}, "leave CPUOffloadPolicy out"),
     ):
-        with pytest.raises(ValueError, match=r"fully_shard: weight \[40, 33\] is quantised itself, and .*" + message):
+        with pytest.raises(ValueError, match=r"fully_shard: weight \[40, 33\] is quantized itself, and .*" + message):
             rows_of(whole, 0, 2, **changes)
     no_config = type(whole.detach()).from_hp(weight(40, 33))
     with pytest.raises(ValueError, match="has no config to train by"):

@@ -113,7 +113,7 @@ def test_columnwise_is_the_quantised_transpose():
             assert_bitwise_equal(qdata, transposed.qdata, f"{kind} {shape}")
             assert_bitwise_equal(scale, transposed.scale, f"{kind} {shape}")
     with pytest.raises(
-        ValueError, match="columnwise: NVFP4Tensor with 1x16 blocks has no exact transpose; quantise with"
+        ValueError, match="columnwise: NVFP4Tensor with 1x16 blocks has no exact transpose; quantize with"
     ):
         QUANTIZERS["nvfp4_1x16"](weight(16, 16)).columnwise()
 

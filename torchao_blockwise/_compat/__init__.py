@@ -95,7 +95,7 @@ def scaled_mm(
     b_swizzles: list[int],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_mm` of lists and codes, without the 4 µs that it takes to make these."""
+    """`torch.nn.functional.scaled_mm` of lists and codes, without making these in each call."""
     return torch._scaled_mm_v2(
         a, b, a_scales, a_scalings, a_swizzles, b_scales, b_scalings, b_swizzles, None, out_dtype, (), False
     )

@@ -297,7 +297,7 @@ def shard_parameters(kind: type[torch.Tensor], shard_of: Callable[[torch.Tensor,
             return init(self, param, module_info, *args, **kwargs)
         if _compat.local_of(param) is not param:
             raise ValueError(
-                f"fully_shard: {module_info.param_name} is quantised and split by tensor parallelism; convert with "
+                f"fully_shard: {module_info.param_name} is quantized and split by tensor parallelism; convert with "
                 "master_weights=True to have both"
             )
         # FSDP2 slices what takes no memory, and is then given the shard.

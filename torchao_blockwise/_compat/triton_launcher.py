@@ -48,7 +48,7 @@ class Launcher(NamedTuple):
 
 
 class _Descriptor:
-    """What is read of a descriptor when it is encoded. Triton's own takes 5 µs to make: it checks its arguments."""
+    """What is read of a descriptor when it is encoded. Triton's own checks its arguments, which takes longer."""
 
     __slots__ = ("base", "shape", "strides")
     padding, round_f32_to_tf32 = "zero", False

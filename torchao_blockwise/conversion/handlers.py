@@ -97,9 +97,9 @@ def _why_no_weight(
     index: ModelIndex | None,
 ) -> str | None:
     if isinstance(weight, nn.UninitializedParameter):
-        return "its weight is not initialised yet; run one forward pass first"
+        return "its weight is not initialized yet; run one forward pass first"
     if weight is None:
-        return "its weight is not a Parameter (parametrised or pruned?); remove the parametrisation first"
+        return "its weight is not a Parameter (parametrized or pruned?); remove the parametrization first"
     dims = 2 if is_linear else 3
     if weight.dim() != dims:
         wanted = "[N, K]" if is_linear else "[E, N, K]"
@@ -125,7 +125,7 @@ def _why_no_weight(
         others = [m for m in holders if not isinstance(m, nn.Linear) and not expert_weights(m)]
         if others:
             return (
-                f"its weight is shared with another module, {type(others[0]).__name__}, which cannot use a quantised "
+                f"its weight is shared with another module, {type(others[0]).__name__}, which cannot use a quantized "
                 "tensor; take master_weights=True, or exclude the layer"
             )
     return None

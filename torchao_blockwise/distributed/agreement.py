@@ -48,7 +48,7 @@ def check_same(subject: str, ranks: Sequence[int], entries: Iterable[str]) -> No
     store.set(f"{room}/text/{me}", text)
     store.set(f"{room}/digest/{me}", _digest(text))
     if me == first:
-        store.set(f"{room}/verdict", _verdict(store, room, ranks, text))
+        store.set(f"{room}/verdict", _why_not_same(store, room, ranks, text))
     elif not arrived(store, [f"{room}/verdict"], 2 * store.timeout):
         raise RuntimeError(f"{subject}: no answer from rank {first}; it failed or runs another program")
     verdict = store.get(f"{room}/verdict").decode()
@@ -61,7 +61,7 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _verdict(store: Store, room: str, ranks: Sequence[int], mine: str) -> str:
+def _why_not_same(store: Store, room: str, ranks: Sequence[int], mine: str) -> str:
     """Empty if all ranks brought `mine`, else what differs; waits for the ranks as long as the store's timeout."""
     keys = {rank: f"{room}/digest/{rank}" for rank in ranks}
     if not arrived(store, list(keys.values()), store.timeout):

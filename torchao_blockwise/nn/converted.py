@@ -26,7 +26,7 @@ from torchao_blockwise.tensors.unchanged import check_unchanged
 
 
 class ConvertedLinear(nn.Linear):
-    """What `convert_class` adds to a linear layer: its forward pass, and a look at its shards when it is parallelised.
+    """What `convert_class` adds to a linear layer: its forward pass, and a look at its shards when it is parallelized.
 
     fqn: the layer's name in the model that was converted. converted_from: the class it had.
     shared_input: what it shares with other layers that read the same activation; see fused_modules.py.

@@ -115,7 +115,7 @@ def _check(x: DTensor, weight: Any, bias: DTensor | None) -> None:
     for name, operand in (("x", x), ("bias", bias)):
         if operand is not None and not isinstance(operand, DTensor):
             raise TypeError(
-                f"linear: the weight is a DTensor, {name} a {type(operand).__name__}; parallelise the layer with "
+                f"linear: the weight is a DTensor, {name} a {type(operand).__name__}; parallelize the layer with "
                 "ColwiseParallel or RowwiseParallel, or make it a DTensor with DTensor.from_local"
             )
     if x.device_mesh != weight.device_mesh:

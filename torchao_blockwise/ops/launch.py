@@ -1,8 +1,7 @@
 """Launching Triton kernels: the first launch of a build through Triton, every later one straight to the build.
 
-Triton's own launcher binds, specialises and formats a key in Python on every call: 8 µs where this takes 3, and 30 µs
-more for kernels that take descriptors. The host is what small layers wait for. A build is found again by what Triton
-specialises it on:
+Triton's own launcher binds, specializes and formats a key in Python on every call, and encodes descriptors. The host is
+what small layers wait for. A build is found again by what Triton specializes it on:
 
     tensor      dtype; whether it starts on 16 bytes
     integer     whether it is 1, a multiple of 16, and how many bits it needs
@@ -99,7 +98,7 @@ def ceil_div(x: int, length: int) -> int:
 
 
 def _kind_of(number: int | None) -> int | str | None:
-    """What Triton specialises a build on."""
+    """What Triton specializes a build on."""
     return _ONE if number == 1 else None if number is None else number >> 31 << 4 | number & ALIGNMENT_MASK
 
 

@@ -140,7 +140,7 @@ def define_op(
 
     It is `torchao_blockwise::<name>`, and `<name>_` where it changes arguments, as PyTorch names these. A call takes
     its overload through PyTorch's dispatcher where anything can see that it does: compilers, modes, profilers, tensor
-    subclasses, meta tensors, autograd. Plain tensors that nothing watches go straight to the table, which saves 6 µs.
+    subclasses, meta tensors, autograd. Plain tensors that nothing watches go straight to the table, which is faster.
 
     table: who computes it, best first for AUTO; below autograd, so that no operation is differentiable. It stays
         `<name>_op.table`, a list that rows can be added to; operations that are given one list share it.

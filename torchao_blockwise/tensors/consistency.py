@@ -28,7 +28,7 @@ def check_parts(
     """Raise TypeError or ValueError unless these are parts, in `fmt`, of a tensor of the class `name`.
 
     shape: [.., N, K] of the tensor that the scales are of; qdata may be some rows of it.
-    Calls nothing on its way: every view and product pays it, 2 to 3 µs. Symbolic sizes pass: a compiler traces tensors
+    Calls nothing on its way, as every view and product pays for it. Symbolic sizes pass: a compiler traces tensors
     that were checked when they were made.
     """
     for x in (qdata, scale) if global_scale is None else (qdata, scale, global_scale):

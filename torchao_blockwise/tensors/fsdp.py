@@ -192,8 +192,8 @@ def pre_all_gather(master: MasterWeightTensor, module: torch.nn.Module) -> tuple
 def warn_of_high_precision_gather() -> None:
     """Say once that shards were gathered by another way than FSDP2's."""
     warnings.warn(
-        "a sharded master weight is gathered in high precision and quantised after it, as DTensor does by itself; "
-        "torch.distributed.fsdp.fully_shard gathers it quantised",
+        "a sharded master weight is gathered in high precision and quantized after it, as DTensor does by itself; "
+        "torch.distributed.fsdp.fully_shard gathers it quantized",
         stacklevel=2,
     )
 

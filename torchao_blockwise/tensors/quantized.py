@@ -148,7 +148,7 @@ class QuantizedTensor(TorchAOBaseTensor):
             rows, columns = self.fmt.block
             raise ValueError(
                 f"{op}: {type(self).__name__} with {rows}x{columns} blocks has no exact transpose; "
-                f"quantise with square blocks"
+                f"quantize with square blocks"
             )
 
     def _tensors(self) -> list[torch.Tensor]:

@@ -224,7 +224,7 @@ class QuantizedShard(QuantizedTensor):
             func, args = aten.alias.default, args[:1]
         if func not in _ROW_BY_ROW:
             raise NotImplementedError(
-                f"{func}: not exact on the rows of a quantised weight that FSDP2 shards, so it is not done; copy "
+                f"{func}: not exact on the rows of a quantized weight that FSDP2 shards, so it is not done; copy "
                 "values into the parameter, or convert with master_weights=True"
             )
         out = super().__torch_dispatch__(func, types, args, kwargs)

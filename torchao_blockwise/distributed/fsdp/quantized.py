@@ -29,7 +29,7 @@ def shard_of(weight: QuantizedTensor, parameter: torch_fsdp.FsdpParameter) -> Qu
     """
     refusal = _why_not_sharded(weight, parameter)
     if refusal is not None:
-        raise ValueError(f"fully_shard: {parameter.name} {list(weight.shape)} is quantised itself, and {refusal}")
+        raise ValueError(f"fully_shard: {parameter.name} {list(weight.shape)} is quantized itself, and {refusal}")
     assert weight.config is not None
     layout = layout_of(parameter, weight.config)
     rows = slice(layout.start, layout.start + layout.local_shape[0])

@@ -105,7 +105,7 @@ def _reshard_wholly(states: tuple[torch_fsdp.State, ...]) -> None:
         module.set_reshard_after_forward(True, recurse=False)
     if modules:
         warnings.warn(
-            "reshard_after_forward as a number of ranks: FSDP2 cannot gather weights quantised from such shards; "
+            "reshard_after_forward as a number of ranks: FSDP2 cannot gather weights quantized from such shards; "
             f"{len(modules)} modules reshard to all ranks, as with reshard_after_forward=True",
             stacklevel=2,
         )

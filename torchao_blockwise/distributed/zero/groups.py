@@ -111,7 +111,7 @@ def _why_no_master(p: torch.Tensor, whole: bool) -> str | None:
     if not quantized.fmt.is_square:
         return "has blocks of {}x{}; make it with square blocks".format(*quantized.fmt.block)
     if quantized is not p and not isinstance(quantized, QuantizedShard):
-        return "is quantised and split by tensor parallelism; convert with master_weights=True"
+        return "is quantized and split by tensor parallelism; convert with master_weights=True"
     return None
 
 

@@ -273,7 +273,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             self._weights.append(added)
         if quantized_only:
             warnings.warn(
-                f"{_NAME}: the masters of {len(quantized_only)} of {len(weights)} weights begin with the quantised "
+                f"{_NAME}: the masters of {len(quantized_only)} of {len(weights)} weights begin with the quantized "
                 f"values: {', '.join(quantized_only[:4])}{', ...' * (len(quantized_only) > 4)}; make the optimizer "
                 "before the first forward pass, and let weights require gradients when they are converted",
                 stacklevel=3,

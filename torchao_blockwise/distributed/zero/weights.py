@@ -126,7 +126,7 @@ def write_weights(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup | N
         pieces = Pieces([_entries(w) for w in here])
         sent = torch.zeros(pieces.chunk, dtype=torch.uint8, device=device)
         write_masters(_CAST, quantized, masters, starts, group, pieces.of(sent, here[0].rank))
-        _merge(here, pieces, _gathered(sent, group, f"gather {len(here)} quantised weights"))
+        _merge(here, pieces, _gathered(sent, group, f"gather {len(here)} quantized weights"))
 
 
 class Pieces:

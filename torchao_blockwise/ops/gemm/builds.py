@@ -20,7 +20,7 @@ SCHEDULE_FIELDS = 4
 
 @dataclass(frozen=True)
 class Build:
-    """What a build of the kernel is specialised on."""
+    """What a build of the kernel is specialized on."""
 
     tile_n: int  # columns of a multiprocessor
     consumers: int  # warpgroups that multiply

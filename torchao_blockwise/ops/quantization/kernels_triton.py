@@ -15,7 +15,7 @@ Columnwise copies of one-row blocks have a kernel of their own (kernels_chunks.p
 Columnwise payload is stored 16 bytes at a time whatever M is: its rows are padded to whole runs
 (ops/padding.py) with the zeros that a tile holds beside its matrix.
 
-Tiles are numbered along grid x alone, whose limit is 2^31 (y and z end at 65535). `M` is specialised on divisibility by
+Tiles are numbered along grid x alone, whose limit is 2^31 (y and z end at 65535). `M` is specialized on divisibility by
 16, which reads of 16 bytes along M need (of a transposed `x`); so token counts that change make two builds of a kernel
 (three with M = 1), never one a count.
 

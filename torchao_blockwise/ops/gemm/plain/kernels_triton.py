@@ -17,7 +17,7 @@
 Where the GPU has no FP8 tensor cores (below sm_89), and in the interpreter (which has no e4m3 NaN), DECODE turns e4m3
 bytes to f16 in the tile too. f16 and not bf16: as exact here, and its products by a scale stay f16 instructions.
 
-`M` counts tokens in two of a layer's three products and is never specialised. `K` counts them in the third: payload
+`M` counts tokens in two of a layer's three products and is never specialized. `K` counts them in the third: payload
 rows that do not fill 16 bytes are padded, so that all are copied 16 bytes at a time, by one build for every count.
 """
 
