@@ -68,3 +68,30 @@ def scaled_mm(a, b, a_scales, a_scalings, a_swizzles, b_scales, b_scalings, b_sw
         factors.append(decoded(x, scales_of(scale, x.shape[0], columns)))
         alpha = alpha * global_scale
     return (factors[0] @ factors[1].mT * alpha.double()).to(out_dtype)
+
+
+def scaled_grouped_mm(a, b, a_scales, b_scales, scalings, swizzles, ends, out_dtype):
+    """In the place of `_compat.scaled_grouped_mm`, for groups of rows; rows of none are left as they were, NaN here."""
+    _check_payload(a, b)
+    (m, k), (experts, _, n) = a.shape, b.shape
+    columns = k * 2 // 16
+    padded = round_up(columns, 4)
+    a_scale, a_global = _check_scales(a_scales, scalings, swizzles)
+    b_scale, b_global = _check_scales(b_scales, scalings, swizzles)
+    assert out_dtype is torch.bfloat16 and experts <= 1024
+    assert ends.dtype is torch.int32 and ends.shape == (experts,) and ends.is_contiguous()
+    # Of a's as many rows as the groups have tiles, and no host asks how many.
+    assert a_scale.dim() == 2 and a_scale.shape[0] >= m
+    assert b_scale.shape == (experts, padded * round_up(n, 128))
+    alpha = a_global * b_global
+    assert alpha.shape == (experts,) and alpha.is_contiguous()
+    out, flat, first, begin = torch.full((m, n), torch.nan), a_scale.view(torch.uint8).flatten(), 0, 0
+    for g, end in enumerate(ends.tolist()):
+        size = end - begin
+        bytes_of_group = round_up(size, 128) * padded
+        if size > 0:
+            x = decoded(a[begin:end], scales_of(flat[first : first + bytes_of_group], size, columns))
+            y = decoded(b[g].mT, scales_of(b_scale[g], n, columns))
+            out[begin:end] = (x @ y.mT * alpha[g].double()).float()
+        first, begin = first + bytes_of_group, end
+    return out.to(out_dtype)
