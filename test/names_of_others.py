@@ -17,6 +17,7 @@ NAMES_IN_COMPAT = (
     "torch.Tensor._version",
     "torch._grouped_mm",
     "torch._inductor.cudagraph_trees.get_manager",
+    "torch._scaled_grouped_mm_v2",
     "torch._scaled_mm_v2",
     "torch.compiler.config.cache_key_tag",
     "torch.autograd.profiler._is_profiler_enabled",

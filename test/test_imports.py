@@ -27,7 +27,7 @@ EXEMPT = {"testing", "__init__"}
 COMPAT = {"_compat", "_names", "_versions"}
 # Beginnings of the names of modules and folders that hold kernels or parts of them; those of libraries need no Triton.
 TRITON_KERNELS = ("kernels_", "device", "gluon_")
-KERNELS = (*TRITON_KERNELS, "cublas", "deepgemm")
+KERNELS = (*TRITON_KERNELS, "cublas", "cutlass", "deepgemm")
 UNUSED = ("testing", "diagnostics")
 THIRD_PARTIES = {"torch", "torchao", "triton"}
 

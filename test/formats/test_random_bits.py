@@ -99,3 +99,10 @@ def test_values_of_the_grid_never_move_and_large_ones_saturate():
         assert _decoded(far, torch.full_like(far, u, dtype=torch.uint8)).tolist() == [6, 6, 6, 6, -6, -6]
     zeros = torch.tensor([float("nan"), -0.0])
     assert E2M1.encode_stochastically(zeros, torch.full((2,), 255, dtype=torch.uint8)).tolist() == [8 << 4]
+
+
+def test_the_sum_is_rounded_where_an_integer_carry_would_not_be():
+    """0.25 - 2^-26 and half a step are 0.5 in fp32, so the value goes up; the exact sum stays below."""
+    y, random = torch.tensor([0.25 - 2**-26, -(0.25 - 2**-26)]), torch.full((2,), 128, dtype=torch.uint8)
+    assert _decoded(y, random).tolist() == [0.5, -0.5]
+    assert (y.double().abs() + 0.25 < 0.5).all()

@@ -55,16 +55,30 @@ def operand(fmt, *shape: int):
     return Operand(qdata, scale, torch.ones(()) if fmt.has_global_scale else None, fmt.name)
 
 
-def _resources(cubin: bytes) -> dict[str, int]:
-    """What ptxas gave a kernel: REG, STACK, .. ; a spilled register lies on the stack."""
+def _dumped(cubin: bytes, what: str) -> str:
+    """What cuobjdump, which Triton carries, says of a kernel."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """What ptxas gave a kernel: REG, STACK, .. ; a spilled register lies on the stack."""
+    output = _dumped(cubin, "--dump-resource-usage")
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", output)}
+
+
+# Of a line of SASS, behind its address and what it depends on.
+_SASS_NAME = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
+
+
+def _machine_instructions(cubin: bytes) -> dict[str, int]:
+    """How many there are of each, as the GPU has them: some seconds for a large kernel."""
+    return Counter(_SASS_NAME.findall(_dumped(cubin, "--dump-sass")))
 
 
 INSTRUCTIONS = re.compile(
@@ -90,7 +104,7 @@ def _loads_in_loops(ttgir: str) -> list[int]:
     return [len(re.findall(r"tt\.load", *loop)) if loop else 0 for loop in loops]
 
 
-def _rows(cases, target: int, instructions: re.Pattern) -> list[dict]:
+def _rows(cases, target: int, instructions: re.Pattern, disassembled: bool) -> list[dict]:
     """What each build for `target` is like."""
     builds = _record_builds(target)
     rows, resources = [], {}
@@ -99,6 +113,8 @@ def _rows(cases, target: int, instructions: re.Pattern) -> list[dict]:
         for kernel, compiled in builds:
             if compiled.hash not in resources:
                 resources[compiled.hash] = _resources(compiled.asm["cubin"])
+                if disassembled:
+                    resources[compiled.hash]["sass"] = _machine_instructions(compiled.asm["cubin"])
             # How many there are of each.
             counts = Counter(instructions.findall(compiled.asm["ptx"]))
             row = {"label": label, "kernel": kernel, "build": compiled.hash, "instructions": counts}
@@ -110,10 +126,13 @@ def _rows(cases, target: int, instructions: re.Pattern) -> list[dict]:
     return rows
 
 
-def main(cases, folder: str, *targets: str, instructions: re.Pattern = INSTRUCTIONS) -> None:
+def main(
+    cases, folder: str, *targets: str, instructions: re.Pattern = INSTRUCTIONS, disassembled: bool = False
+) -> None:
     """Leave the rows of each target as JSON in `folder`: children that share what is imported compile side by side.
 
-    cases: of a target, (label, call of a launcher) of what is built. instructions: which of them are counted.
+    cases: of a target, (label, call of a launcher) of what is built. instructions: which of PTX's are counted.
+    disassembled: whether all of the GPU's are counted as well.
     """
     import triton
 
@@ -125,7 +144,7 @@ def main(cases, folder: str, *targets: str, instructions: re.Pattern = INSTRUCTI
         child = os.fork()
         if child == 0:
             try:
-                Path(folder, target).write_text(json.dumps(_rows(cases, int(target), instructions)))
+                Path(folder, target).write_text(json.dumps(_rows(cases, int(target), instructions, disassembled)))
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)

@@ -23,7 +23,7 @@ def forget_warnings(machine):
 
 
 def test_names():
-    assert [b.value for b in Backend] == ["auto", "reference", "triton", "cublas", "gluon", "deep_gemm"]
+    assert [b.value for b in Backend] == ["auto", "reference", "triton", "cublas", "gluon", "deep_gemm", "cutlass"]
     assert [f"{b}" for b in Backend] == [str(b) for b in Backend] == [b.value for b in Backend]
 
 
@@ -36,11 +36,11 @@ def test_none_is_auto():
     assert get_backend(None) is Backend.AUTO
 
 
-@pytest.mark.parametrize(("name", "nearest"), (("Triton", "triton"), ("", None), ("cutlass", "cublas")))
+@pytest.mark.parametrize(("name", "nearest"), (("Triton", "triton"), ("", None), ("cublass", "cublas")))
 def test_unknown_name(name, nearest):
     with pytest.raises(ValueError) as error:
         get_backend(name)
-    names = "auto, reference, triton, cublas, gluon, deep_gemm"
+    names = "auto, reference, triton, cublas, gluon, deep_gemm, cutlass"
     meant = "" if nearest is None else f"; did you mean {nearest!r}?"
     assert str(error.value) == f"no backend {name!r}; the backends are {names}{meant}"
 

@@ -10,6 +10,7 @@ import torch
 from grouped_products import PAIRS, Case, assert_close_to_each_group
 from product_budgets import out_dtypes
 
+from torchao_blockwise import _compat
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops.backend import Backend, choose
 from torchao_blockwise.ops.gemm.grouped import _first, add_grouped_matmul_op, grouped_matmul_op
@@ -65,12 +66,22 @@ def test_nvfp4_along_k_goes_by_features(tokens, features, module, gpu):
 
 
 @every_direction
-@pytest.mark.parametrize("capability", ((8, 0), (8, 9), (10, 0)), ids=str)
-def test_elsewhere_nvfp4_is_decoded_in_triton(capability, along, gpu):
+@pytest.mark.parametrize("capability", ((8, 0), (8, 9), (12, 0)), ids=str)
+def test_elsewhere_nvfp4_is_multiplied_in_triton(capability, along, gpu):
     gpu.has_gpu_of(capability)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choice(along, (2048, 4096), (8, 2048, 4096) if along == "m" else (2048, 4096)).backend is Backend.TRITON
+
+
+@pytest.mark.parametrize("kernels", (None, "this build has none"))
+def test_blackwell_takes_pytorchs_kernels_for_rows_where_they_are_built(kernels, gpu):
+    gpu.has_gpu_of((10, 0))
+    gpu.patch.setattr(_compat, "why_no_scaled_grouped_mm", lambda device: kernels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows, tokens = choice("m", (2048, 4096), (8, 2048, 4096)), choice("k", (2048, 4096), (2048, 4096))
+    assert rows.backend is (Backend.TRITON if kernels else Backend.CUTLASS) and tokens.backend is Backend.TRITON
 
 
 @every_direction
@@ -96,7 +107,8 @@ def test_why_not_decoded(along, gpu):
 
 def test_what_adds_to_a_sum_is_computed_by_the_same_rows():
     rows = [row.run.replace(":add_", ":") for row in add_grouped_matmul_op.table if isinstance(row.run, str)]
-    assert rows == [row.run for row in grouped_matmul_op.table]
+    # CUTLASS's kernels make no such product.
+    assert rows == [row.run for row in grouped_matmul_op.table if row.backend is not Backend.CUTLASS]
 
 
 ROUTINGS = {

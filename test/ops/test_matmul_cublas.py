@@ -6,14 +6,16 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+import scaled_products
 import torch
+from product_budgets import assert_within_budget
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops.gemm.plain import cublas
 from torchao_blockwise.testing import random_tensor, relative_error, shape_id
 
-# --- scale layouts ----------------------------------------------------------------------------------------------------
+# --- scale layouts (those of NVFP4: test_swizzled_scales.py) ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", ((1, 1), (1, 4), (3, 5), (2, 8), (7, 6)), ids=shape_id)
@@ -24,41 +26,6 @@ def test_k_blocks_are_padded_to_a_multiple_of_four(shape):
     assert padded.shape == (shape[0], row) and padded.is_contiguous()
     assert torch.equal(padded[:, : shape[1]], scale)
     assert (padded[:, shape[1] :] == 1).all()
-
-
-def e4m3_bytes(rows: int, columns: int) -> torch.Tensor:
-    """Block scales whose bytes differ from their neighbors' and are not zero."""
-    flat = torch.arange(rows * columns) * 37 % 126 + 1
-    return flat.to(torch.uint8).view(rows, columns).view(torch.float8_e4m3fn)
-
-
-@pytest.mark.parametrize("shape", ((1, 1), (128, 4), (128, 8), (256, 4), (40, 3), (130, 9), (300, 17)), ids=shape_id)
-def test_swizzled_scales_lie_where_the_manual_says(shape):
-    rows, columns = shape
-    scale = e4m3_bytes(rows, columns)
-    swizzled = cublas.swizzle_scales(scale, columns * 16)
-    row_tiles, column_tiles = -(-rows // 128), -(-columns // 4)
-    expected = [0] * (row_tiles * column_tiles * 512)
-    for r, row in enumerate(scale.view(torch.uint8).tolist()):
-        for c, byte in enumerate(row):
-            tile = (r // 128) * column_tiles + c // 4
-            expected[tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4] = byte
-    assert swizzled.dtype is torch.float8_e4m3fn
-    assert swizzled.view(torch.uint8).tolist() == expected
-
-
-def test_swizzle_refuses_a_grid_of_another_k():
-    with pytest.raises(AssertionError):
-        cublas.swizzle_scales(e4m3_bytes(4, 3), 64)
-
-
-@pytest.mark.parametrize("rows", (1, 15, 16, 17, 40))
-def test_square_block_scales_are_repeated_for_each_row(rows):
-    scale = e4m3_bytes(-(-rows // 16), 3)
-    expected = [scale.view(torch.uint8)[r // 16].tolist() for r in range(rows)]
-    assert cublas.rowwise_scales(scale, NVFP4_16X16, rows).view(torch.uint8).tolist() == expected
-    one_row = e4m3_bytes(rows, 3)
-    assert cublas.rowwise_scales(one_row, NVFP4_1X16, rows).view(torch.uint8).equal(one_row.view(torch.uint8))
 
 
 # --- what it admits ---------------------------------------------------------------------------------------------------
@@ -92,6 +59,7 @@ ADMITTED = {
     "CUDA 13.0": {"product": (64, 128, 592), "cuda": "13.0"},
     "nvfp4 on Blackwell": {"product": (1, 32, 16), "pair": NVFP4_PAIR, "capability": BLACKWELL},
     "nvfp4 on sm_120": {"product": (1, 32, 16), "pair": NVFP4_PAIR, "capability": (12, 0)},
+    "nvfp4 of any K": {"product": (7, 32, 25), "pair": NVFP4_PAIR, "capability": BLACKWELL},
 }
 REFUSED = {
     "e4m3 block scaling needs sm_90, got sm_80": {"capability": AMPERE},
@@ -104,12 +72,7 @@ REFUSED = {
     f"it scales blocks of {KNOWN}, got fp8_1x128 · fp8_64x128": {"pair": (FP8_1X128, FP8_64X128)},
     "out_dtype must be bfloat16 or float32, got torch.float16": {"out_dtype": torch.float16},
     "it has no empty products, got M=0, N=16, K=16": {"product": (0, 16, 16)},
-    "N and the bytes of packed K must be multiples of 16, got N=16, K=24": {
-        "product": (16, 16, 24),
-        "pair": NVFP4_PAIR,
-        "capability": BLACKWELL,
-    },
-    "N and the bytes of packed K must be multiples of 16, got N=8, K=16": {"product": (16, 8, 16)},
+    "N must be a multiple of 16, got N=8": {"product": (16, 8, 16)},
 }
 
 
@@ -160,6 +123,37 @@ def test_operands_are_padded_as_it_wants_them(machine, product, bias, b_fmt):
     got = cublas.matmul(a, b, *options)
     expected = ops.matmul(a, b, out_dtype=options[0], bias=options[1], backend="reference")
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+# (M, N, K): one row and one block, K that does not fill 16 bytes, tiles of rows and of scales that are not full.
+NVFP4_PRODUCTS = ((1, 16, 1), (5, 32, 16), (33, 48, 25), (130, 144, 200), (129, 272, 592), (256, 128, 256))
+
+
+@pytest.mark.parametrize("bias", (False, True), ids=("plain", "bias"))
+@pytest.mark.parametrize("product", NVFP4_PRODUCTS, ids=shape_id)
+@pytest.mark.parametrize("b_fmt", (NVFP4_16X16, NVFP4_1X16), ids=lambda fmt: fmt.name)
+def test_nvfp4_is_handed_over_as_documented(machine, b_fmt, product, bias):
+    """The product of what a reader of the manuals finds is that of the operands."""
+    m, n, k = product
+    # Scales that differ from row to row and from block to block, tensor scales that differ.
+    a, b = (random_tensor(rows, k, seed=seed) for rows, seed in ((m, 1), (n, 2)))
+    a = ops.quantize(a * torch.logspace(0, -2, m)[:, None], NVFP4_1X16, backend="reference").rowwise
+    b = ops.quantize(b * torch.logspace(-3, 0, k), b_fmt, backend="reference").rowwise
+    machine.multiplies_by(scaled_products.scaled_mm)
+    bias = torch.linspace(-1, 1, n) if bias else None
+    out = cublas.matmul(a, b, torch.float32, bias)
+    assert_within_budget(out, a, b, k, 2.0**-24, bias)
+
+
+def test_nvfp4_payload_that_lies_anywhere_is_copied(machine):
+    """Rows of a wider tensor, and off 16 bytes."""
+    (m, n, k), machine_products = (20, 32, 64), scaled_products.scaled_mm
+    a, b = (ops.quantize(random_tensor(r, k, seed=r), NVFP4_1X16, backend="reference").rowwise for r in (m, n))
+    wide = torch.zeros(m, 48, dtype=torch.uint8)
+    wide[:, 1:33] = a.qdata
+    machine.multiplies_by(machine_products)
+    out = cublas.matmul(a._replace(qdata=wide[:, 1:33]), b, torch.float32, None)
+    assert_within_budget(out, a, b, k, 2.0**-24)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -47,9 +47,9 @@ WRONG = {
     "master_weights": ({"master_weights": "yes"}, TypeError, "master_weights must be True or False, got 'yes'"),
     "master_weights_int": ({"master_weights": 1}, TypeError, "master_weights must be True or False, got 1"),
     "backend": (
-        {"backend": "cutlass"},
+        {"backend": "cudnn"},
         ValueError,
-        "no backend 'cutlass'; the backends are auto, reference, triton, cublas, gluon",
+        "no backend 'cudnn'; the backends are auto, reference, triton, cublas, gluon, deep_gemm, cutlass",
     ),
     "out_dtype": (
         {"out_dtype": torch.float64},

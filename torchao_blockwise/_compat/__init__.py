@@ -101,6 +101,47 @@ def scaled_mm(
     )
 
 
+def scaled_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: list[torch.Tensor],
+    b_scales: list[torch.Tensor],
+    scalings: list[int],
+    swizzles: list[int],
+    ends: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_grouped_mm` of lists and codes, the same codes for both operands."""
+    return torch._scaled_grouped_mm_v2(
+        a, b, a_scales, scalings, swizzles, b_scales, scalings, swizzles, ends, None, out_dtype, (), False
+    )
+
+
+@functools.cache
+def why_no_scaled_grouped_mm(device: torch.device) -> str | None:
+    """Why this PyTorch cannot be asked for NVFP4 products of groups on `device`, or None if it can.
+
+    Its builds may lack the kernels, and no build says so: it is asked for a product of no rows, for which none runs.
+    """
+    if not hasattr(torch, "_scaled_grouped_mm_v2"):
+        return f"PyTorch {torch.__version__} has no torch._scaled_grouped_mm_v2"
+    if (reason := why_no_scaled_mm()) is not None:
+        return reason
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+    one, ends = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    a, b = (x.view(torch.float4_e2m1fn_x2) for x in (empty(0, 16), empty(1, 16, 16)))
+    a_scale, b_scale = (x.view(torch.float8_e4m3fn) for x in (empty(0, 4), empty(1, 512)))
+    codes = scaling_codes("BlockWise1x16", "TensorWise"), scaling_codes("SWIZZLE_32_4_4", "NO_SWIZZLE")
+    try:
+        scaled_grouped_mm(a, b.mT, [a_scale, one], [b_scale, one], *codes, ends, torch.bfloat16)
+    except (RuntimeError, ValueError) as error:
+        return f"PyTorch {torch.__version__} has none: {str(error).splitlines()[0]}"
+    return None
+
+
 def quantize_call() -> tuple[Any, Any]:
     """(model, filter_fn) of the `torchao.quantization.quantize_` call that is on the stack, or (None, None).
 

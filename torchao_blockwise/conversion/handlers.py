@@ -116,8 +116,9 @@ def _why_no_weight(
         return f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
     if config.backend is Backend.CUBLAS and not is_linear:
         return "cuBLAS has no products of experts; take backend='auto' for them"
-    if config.backend is Backend.DEEP_GEMM:
-        return "DeepGEMM computes no weights' gradients; take backend='auto', which uses it for the other products"
+    if config.backend in (Backend.DEEP_GEMM, Backend.CUTLASS):
+        library = "DeepGEMM computes" if config.backend is Backend.DEEP_GEMM else "CUTLASS's kernels compute"
+        return f"{library} no weights' gradients; take backend='auto', which uses it for the other products"
     if (reason := why_not_swappable(weight)) is not None:
         return reason
     if model is not None and not config.master_weights:

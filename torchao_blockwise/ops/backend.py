@@ -24,6 +24,8 @@ class Backend(str, Enum):
     REFERENCE: eager torch on any device, the bit oracle. TRITON: GPUs, and CPUs under TRITON_INTERPRET=1.
     CUBLAS: cuBLASLt block scaling through `torch.nn.functional.scaled_mm`. GLUON: kernels for Hopper alone.
     DEEP_GEMM: the library of that name, where it is installed: `output` and `grad_input` in FP8 on Hopper.
+    CUTLASS: kernels in PyTorch through `torch.nn.functional.scaled_grouped_mm`: the same products, but of experts, in
+    NVFP4 and on Blackwell.
     """
 
     AUTO = "auto"
@@ -32,6 +34,7 @@ class Backend(str, Enum):
     CUBLAS = "cublas"
     GLUON = "gluon"
     DEEP_GEMM = "deep_gemm"
+    CUTLASS = "cutlass"
 
     @classmethod
     def _missing_(cls, value: object) -> Backend | None:

@@ -25,6 +25,7 @@ from torchao_blockwise.ops.backend import (
     why_no_kernels,
 )
 from torchao_blockwise.ops.gemm.adding import adding_rows
+from torchao_blockwise.ops.gemm.grouped import cutlass
 from torchao_blockwise.ops.gemm.plain import KERNEL_PAIRS, check_operands, check_sum, count_change, count_flops
 from torchao_blockwise.ops.gemm.rows import why_not_copied
 from torchao_blockwise.ops.groups.ends import as_groups
@@ -174,6 +175,7 @@ def _first(a: Operand, b: Operand, *_: object) -> Backend | None:
 _TABLE = (
     Implementation(Backend.GLUON, f"{__name__}.kernels_gluon:grouped_matmul", _why_no_gluon),
     Implementation(Backend.GLUON, f"{__name__}.kernels_decoded:grouped_matmul", _why_not_decoded),
+    Implementation(Backend.CUTLASS, cutlass.grouped_matmul, cutlass.why_not),
     Implementation(Backend.TRITON, f"{__name__}.kernels_triton:grouped_matmul", _why_no_triton),
     Implementation(Backend.REFERENCE, f"{__name__}.reference:grouped_matmul"),
 )

@@ -4,11 +4,13 @@ Both go through what is under `torch.nn.functional.scaled_mm`. Scales are re-lai
 
     FP8     1×128 scales [K/128, M] are passed as [M, K/128] with strides (1, M), as they lie at rest;
             128×128 scales [N/128, K/128] with the K blocks padded to a multiple of 4;
-            rows of a padded to a multiple of 4, rows of both to 16 bytes, by copies where tokens do not fill them.
-    NVFP4   one e4m3 scale a row and 16 columns, swizzled in tiles of 128 rows × 4 scales.
+            rows of a padded to a multiple of 4.
+    NVFP4   one e4m3 scale a row and 16 columns, swizzled (ops/gemm/swizzling/), and behind them the tensor scales.
 
-The NVFP4 path has not run on Blackwell hardware yet; its layout is tested against the documented index formula.
-Source: cuBLAS manual, "Scaling factors layouts".
+Rows of both are padded to 16 bytes, by copies where K does not fill them: where it counts tokens, as a rule.
+
+The NVFP4 path has not run on Blackwell hardware yet. A test decodes what it hands over by the documented layout.
+Source: cuBLAS manual, "1D Block Scaling Factors Layout"; PyTorch, aten/src/ATen/native/cuda/ScaledBlas.cpp.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops.backend import compute_capability
 from torchao_blockwise.ops.gemm.rows import aligned_rows
+from torchao_blockwise.ops.gemm.swizzling import swizzled_scales
 
 _FORMATS = (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)
-_SWIZZLE_ROWS, _SWIZZLE_COLUMNS = 128, 4
-_ALIGNMENT_BYTES = 16
+_ALIGNMENT = 16
 # Rows of one-row scales lie 16 bytes apart.
 _SCALE_ROWS = 4
 
@@ -53,9 +55,9 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor |
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
     if 0 in (m, n, k):
         return f"it has no empty products, got M={m}, N={n}, K={k}"
-    if n % _ALIGNMENT_BYTES or (k % _ALIGNMENT_BYTES and a_fmt.element is E2M1):
-        # Counts of tokens may be anything: FP8's M and K are padded.
-        return f"N and the bytes of packed K must be multiples of {_ALIGNMENT_BYTES}, got N={n}, K={k}"
+    if n % _ALIGNMENT:
+        # M and K may be anything: rows are padded.
+        return f"N must be a multiple of {_ALIGNMENT}, got N={n}"
     return None
 
 
@@ -94,17 +96,16 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
     product_dtype = out_dtype if bias is None else torch.float32
     (qa, a_scale, a_global), a_fmt, (qb, b_scale, b_global), b_fmt = a.tensors, a.format, b.tensors, b.format
     m = qa.shape[0]
+    qa, qb = aligned_rows(qa), aligned_rows(qb)
     if a_fmt.element is E2M1:
         assert a_global is not None and b_global is not None
-        k = qa.shape[1] * E2M1.per_byte
-        a_scales = [swizzle_scales(rowwise_scales(a_scale, a_fmt, m), k), a_global]
-        b_scales = [swizzle_scales(rowwise_scales(b_scale, b_fmt, qb.shape[0]), k), b_global]
+        # Their tiles are 64 elements wide and so end where those of rows padded to 32 elements do.
+        a_scales, b_scales = [swizzled_scales(a), a_global], [swizzled_scales(b), b_global]
         qa, qb = qa.view(torch.float4_e2m1fn_x2), qb.view(torch.float4_e2m1fn_x2)
         a_scalings = b_scalings = _compat.scaling_codes("BlockWise1x16", "TensorWise")
         swizzles = _compat.scaling_codes("SWIZZLE_32_4_4", "NO_SWIZZLE")
     else:
         one_row = b_fmt.block[0] == 1
-        qa, qb = aligned_rows(qa), aligned_rows(qb)
         if missing := -m % _SCALE_ROWS:
             qa = F.pad(qa.view(torch.uint8), (0, 0, 0, missing)).view(qa.dtype)
             a_scale = F.pad(a_scale, (0, missing))
@@ -123,23 +124,3 @@ def pad_k_blocks(scale: torch.Tensor) -> torch.Tensor:
     """128×128 scales [N/128, K/128] with the K blocks padded with ones to a multiple of 4."""
     missing = -scale.shape[1] % 4
     return F.pad(scale, (0, missing), value=1.0) if missing else scale
-
-
-def rowwise_scales(scale: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:
-    """One scale a row and 16 columns, [rows, K/16], from a grid whose tiles may span several rows."""
-    return scale.view(torch.uint8).repeat_interleave(fmt.block[0], dim=0)[:rows].view(scale.dtype)
-
-
-def swizzle_scales(scale: torch.Tensor, k: int) -> torch.Tensor:
-    """Scales [rows, ⌈k/16⌉] in the order that Blackwell's tensor cores read, flat, zero padded.
-
-    Scale (r, c) lies at byte  tile(r//128, c//4)·512 + (r%32)·16 + (r%128//32)·4 + c%4,  tiles row-major.
-    """
-    rows, columns = scale.shape
-    assert columns == (k + 15) // 16
-    row_tiles = (rows + _SWIZZLE_ROWS - 1) // _SWIZZLE_ROWS
-    column_tiles = (columns + _SWIZZLE_COLUMNS - 1) // _SWIZZLE_COLUMNS
-    padding = (0, column_tiles * _SWIZZLE_COLUMNS - columns, 0, row_tiles * _SWIZZLE_ROWS - rows)
-    padded = F.pad(scale.view(torch.uint8), padding)
-    tiles = padded.view(row_tiles, 4, 32, column_tiles, _SWIZZLE_COLUMNS)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)

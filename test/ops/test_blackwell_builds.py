@@ -1,0 +1,80 @@
+"""NVFP4 for Blackwell, built without one: FP4 instructions in machine code, no spills, scales moved 16 bytes wide."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+sys.path.append(str(Path(__file__).parent))
+import kernel_builds
+
+BLACKWELL = 100
+
+
+def _cases(target: int):
+    """(label, call of a launcher): plain products, one of each direction of groups, what lays scales out, zeros."""
+    import torch
+
+    from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, Groups
+    from torchao_blockwise.ops.gemm.grouped import kernels_tail
+    from torchao_blockwise.ops.gemm.grouped import kernels_triton as grouped
+    from torchao_blockwise.ops.gemm.plain import kernels_triton as plain
+    from torchao_blockwise.ops.gemm.swizzling import kernels_triton as swizzling
+
+    plain.compute_capability = grouped.compute_capability = lambda device: divmod(target, 10)
+    operand, ends = kernel_builds.operand, torch.zeros(8, dtype=torch.int32)
+
+    def product(m):
+        a, b = operand(NVFP4_1X16, m, 1024), operand(NVFP4_16X16, 512, 1024)
+        return f"product {m}", lambda: plain.matmul(a, b, torch.bfloat16, None)
+
+    def product_of_groups(along):
+        a = operand(NVFP4_1X16, 512, 1024)
+        b = operand(NVFP4_16X16, 8, 512, 1024) if along == "m" else operand(NVFP4_1X16, 512, 1024)
+        return f"product groups {along}", lambda: grouped.grouped_matmul(a, b, Groups(ends), along, torch.bfloat16)
+
+    def swizzle(fmt, m, k):
+        return f"swizzle {fmt.name} {m}x{k}", lambda: swizzling.swizzle(operand(fmt, m, k))
+
+    yield from (product(m) for m in (16, 512))
+    yield from (product_of_groups(along) for along in "mk")
+    for fmt in (NVFP4_1X16, NVFP4_16X16):
+        yield from (swizzle(fmt, m, k) for m, k in ((512, 1024), (531, 1024), (512, 1000)))
+    yield "swizzle groups", lambda: swizzling.swizzle_groups(operand(NVFP4_1X16, 512, 1024), ends)
+    yield "tail", lambda: kernels_tail.zero_tail_(torch.zeros(512, 1024, dtype=torch.bfloat16), ends)
+
+
+@pytest.fixture(scope="module")
+def builds():
+    return kernel_builds.built_for(__file__, (BLACKWELL,))[BLACKWELL]
+
+
+def test_nothing_spills(builds):
+    assert [(row["label"], row["STACK"], row["LOCAL"]) for row in builds if row["STACK"] + row["LOCAL"]] == []
+
+
+@pytest.mark.parametrize("which", ("16", "512", "m", "k"))
+def test_products_are_fp4_instructions_and_no_others(builds, which):
+    """UTCOMMA multiplies e2m1 with block scales; UTCQMMA would be 8 bits, UTCHMMA 16."""
+    (row,) = kernel_builds.of(builds, "product", which)
+    products = {name.split(".")[0] for name in row["sass"] if "MMA" in name}
+    assert products == {"UTCOMMA"}
+
+
+@pytest.mark.parametrize("which", ("nvfp4_1x16", "nvfp4_16x16"))
+def test_scales_are_moved_16_bytes_at_a_time_by_one_build(builds, which):
+    aligned, ragged, odd = kernel_builds.of(builds, "swizzle", which)
+    assert aligned["build"] == ragged["build"] != odd["build"]
+    assert {"LDG.E.128", "STG.E.128"} <= aligned["sass"].keys() and "LDG.E.U8" not in aligned["sass"]
+    assert "STG.E.128" in odd["sass"]
+
+
+def test_scales_of_groups_and_zeros_are_moved_16_bytes_at_a_time(builds):
+    assert {"LDG.E.128", "STG.E.128"} <= kernel_builds.of(builds, "swizzle", "groups")[0]["sass"].keys()
+    assert "STG.E.128" in kernel_builds.of(builds, "tail")[0]["sass"]
+
+
+if __name__ == "__main__":
+    kernel_builds.main(_cases, *sys.argv[1:], disassembled=True)
