@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -15,13 +16,16 @@ from ranks import join, leave, run_each
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
-from torchao_blockwise import checkpoint, experts
+from torchao_blockwise import checkpoint, experts, linears_and_experts
 from torchao_blockwise.distributed import ExpertParallel
 from torchao_blockwise.nn import SwiGLUExperts
+from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
 # Shards end inside of blocks, and unevenly.
@@ -231,6 +235,80 @@ def spreads_experts(rank: int, size: int) -> None:
     compare(*models)
 
 
+class Routed(nn.Module):
+    """A linear layer and experts, each expert of as many tokens."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.dense, self.experts = nn.Linear(192, 192), SwiGLUExperts(count, 192, 96)
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.arange(1, self.count + 1, dtype=torch.int32) * (len(x) // self.count)
+        return self.experts(self.dense(x), ends)
+
+
+def spreads_and_shards_experts(rank: int, size: int, dim: int, format: str) -> None:
+    """As torchtitan does it: experts over one dim of the mesh, FSDP2 over the other, and over both for what is dense.
+
+    FSDP2 shards whole experts or rows of each. The bytes of one device go out; loaded into a model that is sharded so
+    they go out again.
+    """
+    config = NVFP4 if format.startswith("nvfp4") else FP8
+    mesh = DeviceMesh("cpu", torch.arange(size).view(2, -1), mesh_dim_names=("data", "experts"))
+    everywhere, policy = mesh_of(size), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    # torchtitan 0.3 gives both meshes to one call, where FSDP2 takes two (PyTorch 2.12); 0.2 calls it for each.
+    by_one_call = dim == 1 and hasattr(fsdp_common, "ShardPlacementResult")
+
+    def made(seed: int) -> nn.Module:
+        # The first rank of each pair holds three experts, the other two.
+        torch.manual_seed(seed)
+        model = nn.Sequential(Routed(5))
+        quantize_(model, config, filter_fn=linears_and_experts())
+        return model
+
+    def spread(model: Any) -> nn.Module:
+        parallelize_module(model, mesh["experts"], {"0.experts": ExpertParallel()})
+        if not by_one_call:
+            options = {"mesh": mesh["data"], "shard_placement_fn": lambda p: Shard(dim)}
+            fully_shard(model[0].experts, mp_policy=policy, **options)
+            fully_shard(model[0], mesh=everywhere, mp_policy=policy)
+            return fully_shard(model, mesh=everywhere, mp_policy=policy)
+        of_experts = set(model[0].experts.parameters())
+        places = [
+            fsdp_common.ShardPlacementResult(Shard(dim), fsdp_common.FSDPMeshInfo(mesh["data"], 0)),
+            fsdp_common.ShardPlacementResult(Shard(0), fsdp_common.FSDPMeshInfo(everywhere, 0)),
+        ]
+
+        def place(parameter: nn.Parameter) -> Any:
+            return places[parameter not in of_experts]
+
+        fully_shard(model[0], mesh=everywhere, mp_policy=policy, shard_placement_fn=place)
+        return fully_shard(model, mesh=everywhere, mp_policy=policy)
+
+    with warnings.catch_warnings():
+        # In NVFP4 experts are joined, those of w1 and w3 as well.
+        warnings.simplefilter("ignore", UserWarning)
+        reference, model = made(0), spread(made(0))
+        model(torch.randn(20, 192, generator=torch.Generator().manual_seed(rank)))
+        compare(model, rounded(reference), format)
+        folder, model = folder_of_all(), spread(made(1))
+        if rank == 0:
+            checkpoint.export(reference, folder / "files", format)
+        dist.barrier()
+        checkpoint.load(model, folder / "files")
+        compare(model, reference, format)
+
+
+def rounded(model: nn.Module) -> nn.Module:
+    """As FSDP2 rounds what it gathers in bf16; what is not converted stays."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if isinstance(parameter, MasterWeightTensor):
+                parameter.hp.copy_(parameter.hp.bfloat16())
+    return model
+
+
 def raises_on_all_ranks(rank: int, size: int) -> None:
     """A directory that is there on the first rank; and a disk that is full there."""
     folder = folder_of_all()
@@ -273,6 +351,7 @@ RUNS = {
         splits,
         splits_shards,
         spreads_experts,
+        spreads_and_shards_experts,
         raises_on_all_ranks,
     )
 }

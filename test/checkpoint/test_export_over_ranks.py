@@ -31,6 +31,11 @@ CASES = [
     ("splits", 2),
     *(("splits_shards", 4, format) for format in ("fp8_block", "nvfp4_compressed_tensors")),
     ("spreads_experts", 2),
+    *(
+        ("spreads_and_shards_experts", 4, dim, format)
+        for dim in (0, 1)
+        for format in ("fp8_block", "nvfp4_compressed_tensors")
+    ),
     ("raises_on_all_ranks", 2),
 ]
 

@@ -14,6 +14,7 @@ from helpers import NVFP4, mlp, replace
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.checkpoint import nvfp4_modelopt, nvfp4_packed
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.cli import main
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -164,5 +165,6 @@ def test_model_optimizer_decodes_it(tmp_path):
         # Factors are multiplied in another order.
         torch.testing.assert_close(values, plain[i].weight.detach(), rtol=3e-7, atol=0)
     convert = importlib.import_module("modelopt.torch.export.convert_hf_config").convert_hf_quant_config_format
-    settings = nvfp4_modelopt.settings(["lm_head"])
-    assert convert(nvfp4_modelopt.other_files(["lm_head"])["hf_quant_config.json"]).items() <= settings.items()
+    plain = PlainLayers(["lm_head"], [])
+    written = nvfp4_modelopt.other_files(plain)["hf_quant_config.json"]
+    assert convert(written).items() <= nvfp4_modelopt.settings(plain).items()

@@ -14,6 +14,7 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, checkpoint, linears_and_experts, ops, skip_lm_head
 from torchao_blockwise.checkpoint import nvfp4_packed
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.checkpoint.tensor_scales import group_of
 from torchao_blockwise.formats import E2M1, NVFP4_16X16
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -138,7 +139,7 @@ def test_compressed_tensors_reads_it(tmp_path):
     compressors = importlib.import_module("compressed_tensors.compressors")
     quantization = importlib.import_module("compressed_tensors.quantization")
     found = export(mlp(NVFP4, features=(208, 304, 144)), tmp_path / "out")
-    group = nvfp4_packed.settings([])["config_groups"]["group_0"]
+    group = nvfp4_packed.settings(PlainLayers([], []))["config_groups"]["group_0"]
     scheme = quantization.QuantizationScheme(**group)
     preset = quantization.preset_name_to_scheme("NVFP4A16", ["Linear"])
     ours = {k: v for k, v in scheme.weights.model_dump().items() if k != "scale_dtype"}

@@ -1,7 +1,12 @@
-"""Senders to inference engines, to what stands for these with their documented interface: neither is installed."""
+"""Senders to inference engines, to what stands for these with the interface that their releases have.
+
+Neither is installed. What the stand-ins are asked is what vLLM 0.33 (distributed/weight_transfer) and SGLang 0.5.23
+(srt/entrypoints, srt/managers) ask of a trainer, and what they refuse.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from abc import ABC, abstractmethod
@@ -10,6 +15,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import FP8, NVFP4, mlp
+from torch import nn
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.integrations import sglang, vllm
@@ -26,6 +32,22 @@ class ParamMeta:
 
 
 class WeightSource(ABC):
+    """Of vLLM 0.33: metadata is read again and again, and a class whose metadata is not cached is refused."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if not isinstance(cls.__dict__.get("metadata"), functools.cached_property):
+            raise TypeError(f"{cls.__name__}.metadata must be a functools.cached_property")
+
+    @property
+    @abstractmethod
+    def metadata(self) -> list[ParamMeta]: ...
+
+    def iter_full(self):
+        raise NotImplementedError
+
+
+class WeightSourceOfBefore(ABC):
     @abstractmethod
     def metadata(self) -> list[ParamMeta]: ...
 
@@ -33,28 +55,83 @@ class WeightSource(ABC):
     def __iter__(self): ...
 
 
-@pytest.fixture
-def with_vllm(monkeypatch):
+def sent_to_a_worker(source) -> dict[str, torch.Tensor]:
+    """As vLLM packs tensors for its workers, which cut the bytes by the metadata."""
+    is_new = isinstance(source, WeightSource)
+    metas = source.metadata if is_new else source.metadata()
+    pairs = list(source.iter_full() if is_new else source)
+    assert [ParamMeta(name, x.dtype, tuple(x.shape)) for name, x in pairs] == metas
+    packed = torch.cat([x.contiguous().view(torch.uint8).view(-1) for _, x in pairs])
+    sizes = [x.nbytes for _, x in pairs]
+    # Where tensors before it have an odd number of bytes vLLM could not view floats: a copy is none of its steps.
+    parts = (part.clone().view(meta.dtype).view(meta.shape) for part, meta in zip(packed.split(sizes), metas))
+    return {meta.name: part for meta, part in zip(metas, parts)}
+
+
+@pytest.fixture(params=(WeightSource, WeightSourceOfBefore), ids=("vllm_0.33", "before"))
+def with_vllm(request, monkeypatch):
     path = vllm._BASE.split(".")
     for i in range(len(path)):
         monkeypatch.setitem(sys.modules, ".".join(path[: i + 1]), types.ModuleType(path[i]))
-    sys.modules[vllm._BASE].__dict__.update(WeightSource=WeightSource, ParamMeta=ParamMeta)
+    sys.modules[vllm._BASE].__dict__.update(WeightSource=request.param, ParamMeta=ParamMeta)
+    return request.param
 
 
-@pytest.mark.parametrize(("config", "format"), ((FP8, "fp8_block"), (NVFP4, "nvfp4_compressed_tensors")), ids=str)
+class WithCounter(nn.Sequential):
+    """A buffer without dims, as that of a batch norm."""
+
+    def __init__(self, *modules):
+        super().__init__(*modules)
+        self.register_buffer("seen", torch.tensor(3))
+
+
+@pytest.mark.parametrize(
+    ("config", "format"),
+    ((FP8, "fp8_block"), (NVFP4, "nvfp4_compressed_tensors"), (NVFP4, "nvfp4_modelopt")),
+    ids=("fp8_block", "nvfp4_compressed_tensors", "nvfp4_modelopt"),
+)
 def test_a_source_of_vllm_gives_the_weights_of_the_moment(config, format, with_vllm):
-    model = mlp(config, features=(208, 304, 144))
+    model = WithCounter(*mlp(config, features=(208, 304, 144)))
     source = vllm.weight_source(model, format)
-    assert isinstance(source, WeightSource)
+    assert isinstance(source, with_vllm)
     for _ in range(2):
         expected = dict(checkpoint.quantized_weights(model, format))
-        got = list(source)
-        assert [ParamMeta(name, x.dtype, tuple(x.shape)) for name, x in got] == source.metadata()
-        for name, x in got:
-            assert_bitwise_equal(x.detach().view(torch.uint8), expected[name].detach().view(torch.uint8), name)
+        got = sent_to_a_worker(source)
+        assert got.keys() == expected.keys()
+        for name, x in expected.items():
+            # vLLM packs no tensor without dims, and takes one element of one dim for it.
+            x = x.detach().reshape(x.shape or (1,))
+            assert_bitwise_equal(got[name].view(torch.uint8), x.view(torch.uint8), name)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(-2)
+
+
+class Stream:
+    """Knows what was done on it, or before its work."""
+
+    def __init__(self):
+        self.done = set()
+
+    def wait_stream(self, other):
+        self.done |= other.done
+
+
+def test_work_for_vllm_is_in_order_on_all_its_streams(with_vllm, monkeypatch):
+    """Its packed transfer goes on with a source on the next of its streams, whenever a buffer is full."""
+    of_training, *streams = (Stream() for _ in range(3))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: of_training)
+    source = vllm.weight_source(mlp(FP8, features=(208, 304, 144)))
+    pairs = iter(source.iter_full() if hasattr(source, "iter_full") else source)
+    of_training.done.add("steps before")
+    expected = {"steps before"}
+    for current in (streams[0], streams[0], streams[1], streams[0], of_training, streams[1]):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda current=current: current)
+        name, _ = next(pairs)
+        assert current.done == expected
+        current.done.add(name)
+        expected.add(name)
 
 
 def test_without_vllm_a_sentence_says_what_to_do(monkeypatch):
@@ -63,24 +140,50 @@ def test_without_vllm_a_sentence_says_what_to_do(monkeypatch):
         vllm.weight_source(mlp(FP8))
 
 
-class Engine:
-    """Keeps what it is given; refuses a bucket by its number."""
+class EngineOfBefore:
+    """Keeps what it is given; refuses a bucket by its number, as a tuple, or as its HTTP adapter gives it, or fails."""
 
-    def __init__(self, refused: int | None = None):
-        self.calls, self.weights, self.refused = [], {}, refused
+    def __init__(self, refused: int | None = None, answer=(False, "no such weight")):
+        self.calls, self.weights, self.refused, self.answer = [], {}, refused, answer
 
     def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
         if len(self.calls) == self.refused:
-            return False, "no such weight"
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer
         self.calls.append((len(named_tensors), flush_cache))
         self.weights |= {name: tensor.clone() for name, tensor in named_tensors}
         return True, "Success"
 
 
+class Engine(EngineOfBefore):
+    """Of SGLang 0.5.23: takes weights between begin and end alone."""
+
+    is_open, updates = False, 0
+
+    def begin_weight_update(self, selector="all"):
+        if self.is_open:
+            return False, "a weight-update session is already open; call end_weight_update() first"
+        self.is_open = True
+        return True, "Success"
+
+    def end_weight_update(self):
+        if not self.is_open:
+            return False, "no weight-update session is open; call begin_weight_update() first"
+        self.is_open, self.updates = False, self.updates + 1
+        return {"success": True, "message": "Success"}
+
+    def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
+        if not self.is_open:
+            return False, "must run between begin_weight_update() and end_weight_update()"
+        return super().update_weights_from_tensor(named_tensors, load_format, flush_cache)
+
+
+@pytest.mark.parametrize("kind", (Engine, EngineOfBefore), ids=("sglang_0.5.23", "before"))
 @pytest.mark.parametrize("bucket_bytes", (1, 70_000, 2**30))
-def test_sglang_is_sent_buckets(bucket_bytes):
+def test_sglang_is_sent_buckets(bucket_bytes, kind):
     """All tensors once, no bucket above its size unless one tensor is; the last one flushes."""
-    model, engine = mlp(FP8, features=(200, 300, 130)), Engine()
+    model, engine = mlp(FP8, features=(200, 300, 130)), kind()
     sent = sglang.update_weights(engine, model, bucket_bytes=bucket_bytes)
     expected = dict(checkpoint.quantized_weights(model))
     assert engine.weights.keys() == expected.keys()
@@ -92,9 +195,36 @@ def test_sglang_is_sent_buckets(bucket_bytes):
     assert counts == {1: (1,) * 6, 70_000: (3, 3), 2**30: (6,)}[bucket_bytes]
 
 
-def test_what_sglang_refuses_is_said():
-    with pytest.raises(RuntimeError, match=r"refused .* \(no such weight\); its weights are now of two steps"):
-        sglang.update_weights(Engine(refused=1), mlp(FP8, features=(200, 300, 130)), bucket_bytes=1)
+@pytest.mark.parametrize(
+    "answer",
+    ((False, "no such weight"), {"success": False, "message": "no such weight"}, ConnectionError("no such weight")),
+    ids=("engine", "http", "raises"),
+)
+def test_what_sglang_refuses_is_said(answer, monkeypatch):
+    """When all is gathered, since other ranks go on; the update is ended, so that the next one may begin."""
+    engine, model, gathered = Engine(refused=1, answer=answer), mlp(FP8, features=(200, 300, 130)), []
+    monkeypatch.setattr(sglang, "quantized_weights", lambda *args: map(seen_in(gathered), checkpoint_of(*args)))
+    with pytest.raises(RuntimeError, match=r"refused .* \(.*no such weight\); its weights are now of two steps"):
+        sglang.update_weights(engine, model, bucket_bytes=1)
+    assert len(gathered) == 6 and not engine.is_open
+    engine.refused = None
+    sglang.update_weights(engine, model, bucket_bytes=1)
+    assert engine.updates == 2
+
+
+checkpoint_of = checkpoint.quantized_weights
+
+
+def seen_in(gathered: list):
+    return lambda pair: gathered.append(pair[0]) or pair
+
+
+def test_an_update_that_another_has_begun_is_said():
+    engine = Engine()
+    engine.begin_weight_update()
+    with pytest.raises(RuntimeError, match=r"refused begin_weight_update \(.*already open.*\); no weight was sent"):
+        sglang.update_weights(engine, mlp(FP8, features=(200, 300, 130)))
+    assert not engine.weights and engine.is_open
 
 
 def test_ranks_without_an_engine_gather_and_send_nothing():

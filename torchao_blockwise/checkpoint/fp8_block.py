@@ -13,6 +13,7 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise.checkpoint.names import Part
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.formats import FP8_128X128, Operand
 from torchao_blockwise.tensors import BlockwiseFP8Tensor
 
@@ -89,12 +90,12 @@ def read(files: Files, name: str, dtype: torch.dtype) -> BlockwiseFP8Tensor:
     return BlockwiseFP8Tensor(files.read(name), files.read(scale).float(), dtype, powers_of_2)
 
 
-def settings(not_converted: list[str]) -> dict[str, Any]:
+def settings(plain: PlainLayers) -> dict[str, Any]:
     """`quantization_config` of a config.json, as transformers, vLLM and SGLang read it."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "modules_to_not_convert": not_converted,
+        "modules_to_not_convert": plain.names,
         "quant_method": METHOD,
         "weight_block_size": [BLOCK, BLOCK],
     }

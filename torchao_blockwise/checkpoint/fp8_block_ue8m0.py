@@ -14,6 +14,7 @@ import torch
 
 from torchao_blockwise.checkpoint import fp8_block
 from torchao_blockwise.checkpoint.names import Part
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.formats import Operand
 
 NAME = "fp8_block_ue8m0"
@@ -22,9 +23,9 @@ POWER_OF_2_SCALES = True
 BLOCK = fp8_block.BLOCK
 
 
-def settings(not_converted: list[str]) -> dict[str, Any]:
+def settings(plain: PlainLayers) -> dict[str, Any]:
     """`quantization_config` of a config.json."""
-    return fp8_block.settings(not_converted) | {"scale_fmt": "ue8m0"}
+    return fp8_block.settings(plain) | {"scale_fmt": "ue8m0"}
 
 
 def described(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

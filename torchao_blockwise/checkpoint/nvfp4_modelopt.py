@@ -17,6 +17,7 @@ import torch
 
 from torchao_blockwise.checkpoint import nvfp4_rows
 from torchao_blockwise.checkpoint.names import Part
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.formats import NVFP4_16X16, Operand
 from torchao_blockwise.tensors import NVFP4Tensor
 
@@ -35,7 +36,7 @@ _PRODUCER = {"name": "torchao_blockwise"}
 _PARTS = ("", "_scale", "_scale_2")
 
 
-def settings(not_converted: list[str]) -> dict[str, Any]:
+def settings(plain: PlainLayers) -> dict[str, Any]:
     """`quantization_config` of a config.json, as vLLM reads it."""
     weights = {"dynamic": False, "num_bits": FORMAT.element.bits, "type": "float", "group_size": BLOCK}
     return {
@@ -43,18 +44,18 @@ def settings(not_converted: list[str]) -> dict[str, Any]:
         "quant_algo": _ALGORITHM,
         "group_size": BLOCK,
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": not_converted,
+        "ignore": plain.names,
         "producer": _PRODUCER,
     }
 
 
-def other_files(not_converted: list[str]) -> dict[str, Any]:
+def other_files(plain: PlainLayers) -> dict[str, Any]:
     """{name: content} of what lies beside config.json."""
     quantization = {
         "quant_algo": _ALGORITHM,
         "kv_cache_quant_algo": None,
         "group_size": BLOCK,
-        "exclude_modules": not_converted,
+        "exclude_modules": plain.names,
     }
     return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
 

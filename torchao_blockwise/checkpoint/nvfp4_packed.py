@@ -8,6 +8,7 @@ Source: compressed-tensors, compressors/nvfp4; its preset NVFP4A16.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 
 from torchao_blockwise.checkpoint import nvfp4_rows
 from torchao_blockwise.checkpoint.names import Part
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.formats import NVFP4_16X16, Operand
 from torchao_blockwise.tensors import NVFP4Tensor
 
@@ -30,7 +32,7 @@ _LAYOUT = "nvfp4-pack-quantized"
 _PARTS = ("_packed", "_scale", "_global_scale")
 
 
-def settings(not_converted: list[str]) -> dict[str, Any]:
+def settings(plain: PlainLayers) -> dict[str, Any]:
     """`quantization_config` of a config.json, as transformers and vLLM read it."""
     weights = {
         "num_bits": FORMAT.element.bits,
@@ -40,13 +42,15 @@ def settings(not_converted: list[str]) -> dict[str, Any]:
         "symmetric": True,
         "dynamic": False,
     }
+    # vLLM asks for single experts.
+    experts = (rf"re:{re.escape(name)}\..*" for name in plain.experts)
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": METHOD,
         "format": _LAYOUT,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": not_converted,
+        "ignore": [*plain.linears, *experts],
     }
 
 

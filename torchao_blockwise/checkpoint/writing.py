@@ -18,6 +18,7 @@ from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, nvfp4_model
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import agreed, is_shared, whole
 from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers, plain_layers
 from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -94,7 +95,7 @@ def _write_others(model: nn.Module, folder: Folder, chosen: Any, tokenizer_from:
     """What is there beside the tensors: configs, and the tokenizer's files."""
     config = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
-        _write_config(config, folder, chosen, not_converted(model))
+        _write_config(config, folder, chosen, plain_layers(model))
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder.path)
@@ -207,25 +208,12 @@ def _quantized_anew(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_
     return made
 
 
-def not_converted(model: nn.Module) -> list[str]:
-    """The linear layers whose weights stay in high precision, as files name them."""
-    weights = {
-        f"{name}.weight": module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
-    plain = {
-        name: weight
-        for name, weight in weights.items()
-        if not isinstance(_compat.local_of(weight), (MasterWeightTensor, QuantizedTensor))
-    }
-    return [parts[0].name.removesuffix(".weight") for parts in all_parts_on_disk(model, plain).values()]
-
-
-def _write_config(config: Any, folder: Folder, chosen: Any, plain: list[str]) -> None:
+def _write_config(config: Any, folder: Folder, chosen: Any, plain: PlainLayers) -> None:
     config.save_pretrained(folder.path)
     write_settings(folder, json.loads((folder.path / "config.json").read_text()), chosen, plain)
 
 
-def write_settings(folder: Folder, config: dict[str, Any], chosen: Any, plain: list[str]) -> None:
+def write_settings(folder: Folder, config: dict[str, Any], chosen: Any, plain: PlainLayers) -> None:
     """config.json with what engines must know of the format, and what else of files they ask for."""
     folder.write_json("config.json", config | {"quantization_config": chosen.settings(plain)})
     if hasattr(chosen, "other_files"):

@@ -26,8 +26,9 @@ from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint import fp8_block, stored
 from torchao_blockwise.checkpoint.files import Files, Folder
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers, plain_layers
 from torchao_blockwise.checkpoint.tensor_scales import group_of
-from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, not_converted, write_settings
+from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, write_settings
 from torchao_blockwise.cli.models import meta_model
 from torchao_blockwise.cli.terminal import UsageError
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
@@ -76,7 +77,7 @@ def _check_format(files: Files, to: str) -> None:
     config = files.config()
     if config and (reason := stored.why_not_read(config)) is not None:
         raise ValueError(f"{files.path}: {reason}")
-    wanted = {} if to == PLAIN else FORMATS[to].settings([])
+    wanted = {} if to == PLAIN else FORMATS[to].settings(PlainLayers([], []))
     if [config.get(key) for key in _KIND] == [wanted.get(key) for key in _KIND]:
         raise UsageError(f"{files.path} is in {to} already, as its config.json says; give others, or another --to")
 
@@ -119,7 +120,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
         if chosen is None:
             folder.write_json("config.json", {key: x for key, x in content.items() if key != "quantization_config"})
         else:
-            write_settings(folder, content, chosen, not_converted(model))
+            write_settings(folder, content, chosen, plain_layers(model))
         folder.copy_tokenizer(args.input)
     elements = sum(math.prod(stored.shape(files, name)) for name in names)
     return len(quantized), 8 * folder.nbytes / max(1, elements)
