@@ -13,8 +13,8 @@ from llm.config import UsageError
 class Recipe(NamedTuple):
     """How linear layers and experts train, and what is fused besides.
 
-    precision: "bf16", "bf16_perturbed", "fp8", "fp8_power_of_2", "nvfp4", "nvfp4_hadamard",
-        "nvfp4_stochastic", "nvfp4_full", "nvfp4_full_15_percent", "nvfp4_full_four_over_six".
+    precision: "bf16", "bf16_perturbed", "fp8", "fp8_power_of_2", "fp8_parameters", "nvfp4", "nvfp4_hadamard",
+        "nvfp4_stochastic", "nvfp4_full", "nvfp4_full_15_percent", "nvfp4_full_four_over_six", "nvfp4_full_parameters".
     fused: "inputs", where layers that read one input share its quantization;
     "once", where SwiGLU quantizes what it computes as well; or "".
     """
@@ -28,6 +28,7 @@ RECIPES = {
     "bf16_perturbed": Recipe("bf16_perturbed"),
     "fp8": Recipe("fp8"),
     "fp8_power_of_2": Recipe("fp8_power_of_2"),
+    "fp8_parameters": Recipe("fp8_parameters"),
     "fp8_fused": Recipe("fp8", "inputs"),
     "fp8_fused_once": Recipe("fp8", "once"),
     "nvfp4": Recipe("nvfp4"),
@@ -36,6 +37,7 @@ RECIPES = {
     "nvfp4_full": Recipe("nvfp4_full"),
     "nvfp4_full_15_percent": Recipe("nvfp4_full_15_percent"),
     "nvfp4_full_four_over_six": Recipe("nvfp4_full_four_over_six"),
+    "nvfp4_full_parameters": Recipe("nvfp4_full_parameters"),
     "nvfp4_fused": Recipe("nvfp4", "inputs"),
 }
 DEFAULT = "bf16", "fp8", "nvfp4"
@@ -50,8 +52,9 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     bf16: unchanged, autocast runs its products in bf16; perturbed: each first weight is the next larger number.
     fp8: DeepSeek-V3's blockwise FP8. nvfp4: the last block is kept in high precision as well; hadamard transforms the
     operands of grad_weight, stochastic rounds gradients so, by bits of `seed`, full does both. 15_percent: so many of
-    the blocks are kept, the last ones. four_over_six: blocks of activations choose between two scales. The head and
-    the routers always keep high precision.
+    the blocks are kept, the last ones. four_over_six: blocks of activations choose between two scales. parameters: the
+    Parameters are the quantized weights, and the optimizer alone has masters. The head and the routers always keep high
+    precision.
     Source: arXiv 2412.19437 §3.3; arXiv 2509.25149 §4.
     """
     precision, fused = RECIPES[recipe]
@@ -66,17 +69,18 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, conversion_report
     from torchao_blockwise.conversion import keep_last_blocks, linears_and_experts, skip_lm_head
 
-    filter_fn = linears_and_experts() & skip_lm_head()
+    filter_fn, has_masters = linears_and_experts() & skip_lm_head(), not precision.endswith("_parameters")
     if precision.startswith("fp8"):
-        config = BlockwiseFP8TrainingConfig(power_of_2_scales=precision == "fp8_power_of_2")
+        config = BlockwiseFP8TrainingConfig(power_of_2_scales=precision == "fp8_power_of_2", master_weights=has_masters)
         quantize_(model, config, filter_fn=filter_fn)
     else:
         kept = 0.15 if precision.endswith("_15_percent") else 1
-        parts = precision.removeprefix("nvfp4_").removesuffix("_15_percent").removesuffix("_four_over_six")
+        parts = precision.split("_")
         config = NVFP4TrainingConfig(
-            hadamard=parts in ("hadamard", "full"),
-            stochastic_rounding=parts in ("stochastic", "full"),
+            hadamard="hadamard" in parts or "full" in parts,
+            stochastic_rounding="stochastic" in parts or "full" in parts,
             four_over_six=precision.endswith("_four_over_six"),
+            master_weights=has_masters,
             seed=seed,
         )
         quantize_(model, config, filter_fn=filter_fn & keep_last_blocks(model, kept))

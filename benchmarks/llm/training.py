@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from llm import checkpoint, products, ranks
 from llm.config import RunConfig
@@ -22,6 +23,8 @@ from llm.memory import saved_bytes, weight_bytes
 from llm.model import Decoder, next_byte_loss
 from llm.recipes import convert
 from torchao_blockwise import unconvert, weights_unchanged
+from torchao_blockwise.distributed import MasterWeightOptimizer
+from torchao_blockwise.tensors import QuantizedTensor
 
 BETAS = (0.9, 0.95)
 FINAL_LR = 0.1  # of the peak
@@ -101,13 +104,15 @@ def _train(recipe, config, corpus, device, folder, checkpoint_every, resume, eva
     # Each rank rounds stochastically by bits of its own.
     result = Result(recipe, config.tokens_per_step, layers=convert(model, recipe, config.seed + ranks.number()))
     if not config.ranks:
+        # Quantized Parameters have their first values, which become masters, until a product has read them.
+        optimizer = make_optimizer(model, config, device)
         result.activation_bytes = activation_bytes(model, config, device)
     result.weight_bytes = weight_bytes(model)
     if config.compile:
         compile_blocks(model, device)
     if config.ranks:
         ranks.shard(model)
-    optimizer = make_optimizer(model, config, device)
+        optimizer = make_optimizer(model, config, device)
     # Measuring drew random numbers where a recipe rounds stochastically, and counted tokens of experts.
     torch.manual_seed(config.seed)
     for router in model.routers():
@@ -247,14 +252,17 @@ def learning_rate(config: RunConfig, step: int) -> float:
     return config.lr * (FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def make_optimizer(model: nn.Module, config: RunConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW; matrices decay, norms do not."""
+def make_optimizer(model: nn.Module, config: RunConfig, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW, over masters where Parameters are quantized themselves; matrices decay, norms do not."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=device.type == "cuda")
+    options = {"lr": config.lr, "betas": BETAS, "fused": device.type == "cuda"}
+    if any(isinstance(p.to_local() if isinstance(p, DTensor) else p, QuantizedTensor) for p in parameters):
+        return MasterWeightOptimizer(torch.optim.AdamW, model, groups, **options)
+    return torch.optim.AdamW(groups, **options)
 
 
 @torch.no_grad()

@@ -66,6 +66,15 @@ def test_every_recipe_sees_the_same_data(corpus, monkeypatch):
 
 
 @MODELS
+@pytest.mark.parametrize("recipe", ("fp8", "nvfp4_full"))
+def test_quantized_parameters_train_as_master_weights_do(recipe, config, corpus):
+    """Masters that the optimizer alone has, in fp32 as the weights are, are cast to the same bits."""
+    runs = [training.train(name, config, corpus, CPU) for name in (recipe, f"{recipe}_parameters")]
+    assert runs[0].losses == runs[1].losses and runs[0].held_out_loss == runs[1].held_out_loss
+    assert runs[0].losses != training.train("bf16", config, corpus, CPU).losses
+
+
+@MODELS
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(recipe, config, corpus, tmp_path, monkeypatch):
     whole = training.train(recipe, config, corpus, CPU)
