@@ -61,7 +61,7 @@ RECKONED = (
     "an estimated 2 µs",
     "at 4 TB/s the four schedulers",
     "are 101 and 165 µs of issue slots",
-    "hold 128 GiB of weights",
+    "hold 128 GiB of",
 )
 MEASURED = re.compile(r"\d ?(?:µs|ms|TB/s|TFLOP/s|tokens/s|GiB|MiB)(?!\w)|\d\.\d+ ?×(?!\d)")
 

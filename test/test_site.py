@@ -246,6 +246,14 @@ def test_results_name_the_benchmarks_that_wrote_them():
     assert results.sources.script("grouped_matmul_nvidia_h200") == "bench_grouped_matmul"
 
 
+def test_a_part_of_a_table_is_shown():
+    results = pytest.importorskip("results", reason="needs the extra docs")
+    table = "| recipe | mode | ms |\n|---|---|--:|\n| a | eager | 3 |\n| b | compiled | 2 |"
+    some = results._those(table, "mode", "compiled")
+    assert some == "| recipe | mode | ms |\n| --- | --- | --: |\n| b | compiled | 2 |"
+    assert results._only(some, ["ms", "recipe"]) == "| ms | recipe |\n| --: | --- |\n| 2 | b |"
+
+
 def test_the_first_page_shows_figures_of_the_results():
     results = pytest.importorskip("results", reason="needs the extra docs")
     speed, memory, traffic = results.headlines()

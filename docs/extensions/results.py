@@ -82,15 +82,17 @@ def headlines() -> list[Mapping[str, str]]:
 
 
 class Result(SphinxDirective):
-    """`{result} name`: the table and its source; `:columns: a | b` shows only some."""
+    """`{result} name`: the table and its source; `:columns: a | b` shows only some, `:where: a x` rows whose a is x."""
 
     required_arguments = 1
-    option_spec: ClassVar = {"columns": directives.unchanged}
+    option_spec: ClassVar = {"columns": directives.unchanged, "where": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
         name = self.arguments[0]
         self.env.note_dependency(str(RESULTS / f"{name}.json"))
         table = (RESULTS / f"{name}.md").read_text(encoding="utf-8").split("\n\n")[0].strip()
+        if condition := self.options.get("where"):
+            table = _those(table, *condition.rsplit(" ", 1))
         if chosen := self.options.get("columns"):
             table = _only(table, [column.strip() for column in chosen.split("|")])
         return _parse(self, f"{table}\n\n{source(name)}.\n")
@@ -107,11 +109,26 @@ class Headline(SphinxDirective):
         return _parse(self, f"::::{{grid}} 1 3 3 3\n:gutter: 2\n\n{''.join(cards)}::::\n")
 
 
+def _cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
+
+
+def _written(lines: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _only(table: str, columns: list[str]) -> str:
     """The table with these columns alone."""
-    lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
+    lines = _cells(table)
     places = [lines[0].index(column) for column in columns]
-    return "\n".join(f"| {' | '.join(line[place] for place in places)} |" for line in lines)
+    return _written([[line[place] for place in places] for line in lines])
+
+
+def _those(table: str, column: str, value: str) -> str:
+    """The table with the rows alone that have this value."""
+    head, rule, *rows = _cells(table)
+    place = head.index(column)
+    return _written([head, rule, *(row for row in rows if row[place] == value)])
 
 
 def _parse(directive: SphinxDirective, text: str) -> list[nodes.Node]:
