@@ -1,7 +1,7 @@
 """Tensor scales of layers that inference engines run as one: q, k and v; gate and up; all experts'.
 
-An engine concatenates their weights and keeps one tensor scale. Where training gave them several, those
-without the largest amax are quantized for the file with it.
+An engine concatenates their weights and keeps one tensor scale. Where training gave them several, those without the
+largest amax are quantized for the file with it. So are weights too small for a tensor scale that engines can read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.checkpoint.names import tensors_of
+from torchao_blockwise.formats import NVFP4_16X16
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -26,6 +27,8 @@ _FUSED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
+# Its tensor scale is the least normal number.
+_LEAST = NVFP4_16X16.element.max * NVFP4_16X16.scale_max * torch.finfo(torch.float32).smallest_normal
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
@@ -36,40 +39,72 @@ def group_of(name: str) -> str:
     return next((f"{path}.{'+'.join(names)}" for names in _FUSED if last in names), name)
 
 
+def storable(amax: torch.Tensor) -> torch.Tensor:
+    """The amaxes, f32, that tensor scales in files are derived from: `amax`, but the least that such a scale holds.
+
+    Below it amax / 2688 is subnormal, which kernels of engines may take for zero, and its reciprocal infinite. A weight
+    of zeros stays one, NaN stays NaN.
+    """
+    return torch.where(amax > 0, amax.clamp(min=_LEAST), amax)
+
+
 def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
     """{name: the amax that its tensor scale is to be derived from} of weights that do not have that scale yet.
 
-    A collective where ranks share the model.
+    A collective where ranks share the model: one for all weights that are placed alike. Devices are waited for once.
     """
-    groups: dict[str, dict[str, torch.Tensor]] = {}
-    for name, held in tensors_of(model).items():
-        local: Any = _compat.local_of(held)
-        if isinstance(local, (MasterWeightTensor, QuantizedTensor)):
-            groups.setdefault(group_of(name), {})[name] = _amax_bits(held, local)
-    return {name: amax for group in groups.values() for name, amax in _raised(group)}
+    weights: dict[str, Any] = {
+        name: held
+        for name, held in tensors_of(model).items()
+        if isinstance(_compat.local_of(held), (MasterWeightTensor, QuantizedTensor))
+    }
+    if not weights:
+        return {}
+    bits = _amax_bits(list(weights.values()))
+    numbers: dict[str, int] = {}
+    of_group = torch.tensor([numbers.setdefault(group_of(n), len(numbers)) for n in weights], device=bits.device)
+    # Of bits, whose largest is NaN where there is one.
+    largest = bits.new_zeros(len(numbers)).scatter_reduce(0, of_group, bits, "amax")
+    wanted = storable(largest.view(torch.float32))[of_group]
+    others = (wanted.view(torch.int32) != bits).tolist()
+    return {
+        name: amax.to(held.device)
+        for (name, held), amax, other in zip(weights.items(), wanted.unbind(), others, strict=True)
+        if other
+    }
 
 
-def _raised(group: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """The largest amax, for each that has another."""
-    names, bits = list(group), torch.stack(list(group.values()))
-    largest = bits.amax()
-    others = (bits != largest).tolist()
-    return [(name, largest.view(torch.float32)) for name, other in zip(names, others, strict=True) if other]
+def _amax_bits(weights: list[Any]) -> torch.Tensor:
+    """The amaxes of whole weights as the bits of |fp32|, int32 [weights]."""
+    bits = [_local_amax_bits(_compat.local_of(weight)) for weight in weights]
+    device = bits[0].device
+    placed: dict[tuple[Any, ...], list[int]] = {}
+    for i, weight in enumerate(weights):
+        local = _compat.local_of(weight)
+        # Shards of quantized Parameters have the tensor scale of all.
+        if local is not weight and isinstance(local, MasterWeightTensor):
+            placed.setdefault((weight.device_mesh, weight.placements), []).append(i)
+    for (mesh, placements), alike in placed.items():
+        together = _largest_of_ranks(torch.stack([bits[i] for i in alike]), mesh, placements)
+        for i, amax in zip(alike, together.unbind(), strict=True):
+            bits[i] = amax
+    return torch.stack([amax.to(device) for amax in bits])
 
 
-def _amax_bits(held: torch.Tensor, local: Any) -> torch.Tensor:
-    """The amax of the whole weight as the bits of |fp32|, int32 []."""
+def _local_amax_bits(local: Any) -> torch.Tensor:
+    """Of what this rank has, int32 []."""
     if not isinstance(local, MasterWeightTensor):
         # Decoded again it is within one rounding of the amax that it was made of, and equal where scales are.
         scale: torch.Tensor = local.global_scale
         return (scale * (local.fmt.element.max * local.fmt.scale_max)).view(torch.int32)
     dtype = local.hp.dtype if local.shard is None else local.shard.layout.dtype
-    bits = tensor_amax_bits_op(local.hp.detach().to(dtype), Backend.AUTO)
-    if local is held:
-        return bits
+    return tensor_amax_bits_op(local.hp.detach().to(dtype), Backend.AUTO)
+
+
+def _largest_of_ranks(bits: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> torch.Tensor:
+    """Over all ranks that hold parts of weights which are placed so."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    sharded: Any = held
-    placements = [p if p.is_replicate() else Partial("max") for p in sharded.placements]
-    placed = DTensor.from_local(bits, sharded.device_mesh, placements, run_check=False)
-    return placed.redistribute(placements=[Replicate()] * sharded.device_mesh.ndim).to_local()
+    held = [p if p.is_replicate() else Partial("max") for p in placements]
+    amaxes = DTensor.from_local(bits, mesh, held, run_check=False)
+    return amaxes.redistribute(placements=[Replicate()] * mesh.ndim).to_local()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +52,17 @@ def export(
 
     An expert's up projection that begins inside of a block, as its width is no multiple of 128, has no blocks of its
     own: it is quantized anew, from the weight's values, and a warning says so. So are, in NVFP4, weights that engines
-    run as one (q, k and v; gate and up; all experts') where their tensor scales differ: all get the largest one's.
-    Raises ValueError for another format, for a model without weights of that format, and for weights of another one;
-    FileExistsError for a directory that is not empty. On all ranks.
+    run as one (q, k and v; gate and up; all experts') where their tensor scales differ: all get the largest one's; and
+    weights whose amax is below 3.2e-35, which get the least tensor scale that engines can read.
+    Raises ValueError for another format, for a model without weights of that format, for weights of another one, and
+    for converted weights with NaN or Inf; FileExistsError for a directory that is not empty. On all ranks.
     """
     chosen, shared = _chosen("export", model, format), is_shared(model)
     folder = agreed(shared, lambda: Folder(directory, shard_bytes))
     anew: list[str] = []
     failed: Exception | None = None
     try:
-        for name, x in named_tensors(model, chosen, anew):
+        for name, x in named_tensors(model, chosen, anew, check_finite):
             # A rank whose disk is full goes on with the others, who wait for its parts, and says so at the end.
             if folder is not None and failed is None:
                 try:
@@ -84,7 +85,7 @@ def export(
     if anew:
         why = "begin inside of a block of the Parameter that they are a part of"
         if chosen.FORMAT.has_global_scale:
-            why += ", or are run by engines as one with others of another tensor scale,"
+            why += ", or are run by engines as one with others of another tensor scale, or are too small for one,"
         warnings.warn(
             f"export: {len(anew)} weights {why} and are quantized anew: {anew[0]}, ..",
             stacklevel=2,
@@ -132,7 +133,8 @@ def quantized_weights(model: nn.Module, format: str = fp8_block.NAME) -> Quantiz
 
     Tensors are whole and on the model's device; each is one's own, or the Parameter's memory. Where ranks share the
     model all of them go through the iterable in lockstep, and what FSDP2 shards is gathered quantized. `metadata()` of
-    it has names, dtypes and shapes beforehand, `checksums` of it what a receiver can compare.
+    it has names, dtypes and shapes beforehand, `checksums` of it what a receiver can compare. Nothing waits for a look
+    at values, so that a weight with NaN is given as one.
     Raises ValueError as `export` does.
     """
     return QuantizedWeights(model, _chosen("quantized_weights", model, format))
@@ -167,8 +169,23 @@ def _chosen(op: str, model: nn.Module, format: str) -> Any:
     return chosen
 
 
-def named_tensors(model: nn.Module, chosen: Any, anew: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the files have, one weight at a time. anew: gets the names of weights that are quantized for the file."""
+def check_finite(name: str, weight: Operand) -> None:
+    """Raise ValueError where a quantized weight does not stand for numbers; its device is waited for."""
+    scale = weight.scale if weight.global_scale is None else weight.global_scale
+    if not bool(scale.float().isfinite().all()):
+        raise ValueError(
+            f"export: {name} has NaN or Inf among its values, so that what they are quantized with decodes to NaN; "
+            "export an earlier state of the model, or repair the weight"
+        )
+
+
+def named_tensors(
+    model: nn.Module, chosen: Any, anew: list[str], check: Callable[[str, Operand], None] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the files have, one weight at a time. anew: gets the names of weights that are quantized for the file.
+
+    check: is called with each weight that is quantized, before parts of it are given.
+    """
     has_tensor_scales = chosen.FORMAT.has_global_scale
     amaxes = shared_amaxes(model) if has_tensor_scales else {}
     tensors = tensors_of(model)
@@ -184,6 +201,8 @@ def named_tensors(model: nn.Module, chosen: Any, anew: list[str]) -> Iterator[tu
             weight = _quantized_anew(_values(x), x, chosen.FORMAT, amaxes[name])
         else:
             weight = x.quantized() if isinstance(x, MasterWeightTensor) else x.operand()
+        if check is not None:
+            check(name, weight)
         for part in parts:
             if part.cuts(chosen.BLOCK):
                 anew.append(part.name)

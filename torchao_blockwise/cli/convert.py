@@ -27,8 +27,8 @@ from torchao_blockwise.checkpoint import fp8_block, stored
 from torchao_blockwise.checkpoint.files import Files, Folder
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers, plain_layers
-from torchao_blockwise.checkpoint.tensor_scales import group_of
-from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, write_settings
+from torchao_blockwise.checkpoint.tensor_scales import group_of, storable
+from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, check_finite, write_settings
 from torchao_blockwise.cli.models import meta_model
 from torchao_blockwise.cli.terminal import UsageError
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
@@ -105,14 +105,16 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
         if done:
             print(f"goes on where it was interrupted, behind {len(done)} tensors")
         for name in _shown(names):
-            made = chosen.described(name, tuple(stored.shape(files, name))) if name in weights else {name}
-            if done.issuperset(made):
+            described = chosen.described(name, tuple(stored.shape(files, name))) if name in weights else {name}
+            if done.issuperset(described):
                 continue
             x = _values(files, name, torch.float32 if name in weights else torch.bfloat16)
             written = [(name, x)]
             if name in weights:
                 options = {"power_of_2_scales": args.power_of_2_scales, "tensor_amax": amaxes.get(group_of(name))}
-                written = list(chosen.named(Part(name), ops.quantize(x, chosen.FORMAT, **options).rowwise))
+                made = ops.quantize(x, chosen.FORMAT, **options).rowwise
+                check_finite(name, made)
+                written = list(chosen.named(Part(name), made))
             for other, value in written:
                 if other not in done:
                     folder.add(other, value)
@@ -140,7 +142,7 @@ def _group_amaxes(files: Files, names: list[str]) -> dict[str, torch.Tensor]:
         amax, group = _values(files, name, torch.float32).abs().amax().float(), group_of(name)
         # Not by Python's max, which loses a NaN.
         largest[group] = torch.maximum(amax, largest.get(group, amax))
-    return largest
+    return {group: storable(amax) for group, amax in largest.items()}
 
 
 def _shown(names: list[str]) -> Any:
