@@ -128,23 +128,52 @@ def shards_nvfp4(rank: int, size: int, masters: bool) -> None:
     compare(model, mlp(config, features=features), "nvfp4_compressed_tensors")
 
 
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in "qkvo":
+            self.add_module(f"{name}_proj", nn.Linear(208, 144, bias=False))
+
+    def forward(self, x):
+        return self.o_proj(x) + self.q_proj(x) + self.k_proj(x) + self.v_proj(x)
+
+
+def attention(config) -> nn.Module:
+    torch.manual_seed(0)
+    model = Attention()
+    quantize_(model, config)
+    return model
+
+
+def shards_scale_groups(rank: int, size: int) -> None:
+    """Weights that share a tensor scale while they train are gathered in 4 bits, all of them."""
+    config = replace(NVFP4, scale_groups=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*quantized anew")
+        model, policy = attention(config), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fully_shard(model, mesh=mesh_of(size), mp_policy=policy)
+        compare(model, attention(config).bfloat16(), "nvfp4_compressed_tensors")
+        with Gathers() as gathers:
+            list(checkpoint.quantized_weights(model, "nvfp4_compressed_tensors"))
+        least = 4 * 144 * 208 // 2
+        assert least <= gathers.nbytes < 1.05 * least, (gathers.nbytes, least)
+
+
+def splits_scale_groups(rank: int, size: int) -> None:
+    """Under tensor parallelism they are gathered in high precision, and quantized again as they trained."""
+    config = replace(NVFP4, scale_groups=(("q_proj", "k_proj", "v_proj", "o_proj"),))
+    model = attention(config)
+    parallelize_module(model, mesh_of(size), {f"{name}_proj": ColwiseParallel() for name in "qkvo"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        compare(model, attention(config), "nvfp4_compressed_tensors")
+
+
 def joins_sharded_nvfp4(rank: int, size: int) -> None:
     """q, k and v whose largest amaxes lie on different ranks."""
 
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            for name in "qkvo":
-                self.add_module(f"{name}_proj", nn.Linear(208, 144, bias=False))
-
-        def forward(self, x):
-            return self.o_proj(x)
-
     def made() -> nn.Module:
-        torch.manual_seed(0)
-        model = Attention()
-        quantize_(model, NVFP4)
-        return model
+        return attention(NVFP4)
 
     model, policy = made(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(model, mesh=mesh_of(size), mp_policy=policy)
@@ -348,8 +377,10 @@ RUNS = {
         gathers_bytes,
         gathers_bytes_nvfp4,
         rounds_as_it_gathers,
+        shards_scale_groups,
         splits,
         splits_shards,
+        splits_scale_groups,
         spreads_experts,
         spreads_and_shards_experts,
         raises_on_all_ranks,

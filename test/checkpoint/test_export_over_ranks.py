@@ -28,6 +28,8 @@ CASES = [
     *(("shards_nvfp4", size, masters) for size in (2, 3) for masters in (True, False)),
     *(("joins_sharded_nvfp4", size) for size in (2, 3)),
     *(("rounds_as_it_gathers", size) for size in (2, 3)),
+    ("shards_scale_groups", 2),
+    ("splits_scale_groups", 3),
     ("splits", 2),
     *(("splits_shards", 4, format) for format in ("fp8_block", "nvfp4_compressed_tensors")),
     ("spreads_experts", 2),

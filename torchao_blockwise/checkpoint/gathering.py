@@ -50,7 +50,7 @@ def whole(x: torch.Tensor, values: bool = False) -> torch.Tensor:
         return x
     if isinstance(local, MasterWeightTensor):
         shard = local.shard
-        if not values and shard is not None and _has_whole_scales(x, shard):
+        if not values and shard is not None and not travels_in_high_precision(x):
             return _whole_payload(x, shard)
         dtype = local.hp.dtype if shard is None else shard.layout.dtype
         return MasterWeightTensor(_gathered(x, local.hp.to(dtype)), local.config)
@@ -61,9 +61,18 @@ def whole(x: torch.Tensor, values: bool = False) -> torch.Tensor:
     return _gathered(x, local)
 
 
-def _has_whole_scales(x: torch.Tensor, shard: WeightShard) -> bool:
-    """Whether a rank keeps payload and scales of all of `x`: under tensor parallelism they are those of its part."""
-    return shard.payload is not None and shard.layout.quantized and shard.layout.shape == tuple(x.shape)
+def travels_in_high_precision(x: torch.Tensor) -> bool:
+    """Whether `whole` gathers the master weight `x` in high precision: FSDP2's ranks alone keep payload and scales.
+
+    Under tensor parallelism as well they are those of a part.
+    """
+    local: Any = _compat.local_of(x)
+    if local is x or not isinstance(local, MasterWeightTensor):
+        return False
+    shard = local.shard
+    if shard is None or shard.payload is None or not shard.layout.quantized:
+        return True
+    return shard.layout.shape != tuple(x.shape)
 
 
 def _whole_payload(x: Any, shard: WeightShard) -> QuantizedTensor:

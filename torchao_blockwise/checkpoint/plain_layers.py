@@ -16,9 +16,9 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.checkpoint.names import all_parts_on_disk
-from torchao_blockwise.checkpoint.tensor_scales import group_of
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+from torchao_blockwise.tensors.scale_groups import scale_group_name
 
 _SHOWN = 3
 
@@ -53,7 +53,7 @@ def plain_layers(model: nn.Module) -> PlainLayers:
     for module, weights in plain.items():
         on_disk = (_module_of(part.name) for own in weights for part in parts[f"{module}.{own}".lstrip(".")])
         found.experts.extend(dict.fromkeys((*on_disk, module)))
-    mixed = _mixed((group_of(parts[name][0].name), weight) for name, weight in linears.items())
+    mixed = _mixed((scale_group_name(parts[name][0].name), weight) for name, weight in linears.items())
     mixed += [n for n, weights in experts.items() if len(set(map(_is_converted, weights.values()))) > 1]
     if mixed:
         shown = ", ".join(mixed[:_SHOWN]) + (", .." if len(mixed) > _SHOWN else "")

@@ -1,42 +1,29 @@
 """Tensor scales of layers that inference engines run as one: q, k and v; gate and up; all experts'.
 
-An engine concatenates their weights and keeps one tensor scale. Where training gave them several, those without the
-largest amax are quantized for the file with it. So are weights too small for a tensor scale that engines can read.
+An engine concatenates their weights and keeps one tensor scale. Training gives them one with `scale_groups`; where it
+gave them several, those without the largest amax are quantized for the file with it. So are weights too small for a
+tensor scale that engines can read.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchao_blockwise import _compat
+from torchao_blockwise.checkpoint.gathering import travels_in_high_precision
 from torchao_blockwise.checkpoint.names import tensors_of
 from torchao_blockwise.formats import NVFP4_16X16
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+from torchao_blockwise.tensors.scale_groups import ScaleGroup, group_in, scale_group_name
 
-# What an engine concatenates, by the last parts of names.
-_FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("wq", "wk", "wv"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-)
 # Its tensor scale is the least normal number.
 _LEAST = NVFP4_16X16.element.max * NVFP4_16X16.scale_max * torch.finfo(torch.float32).smallest_normal
-_EXPERT = re.compile(r"\bexperts\.\d+\.")
-
-
-def group_of(name: str) -> str:
-    """What layers have in common that engines run as one; a layer of its own has its name."""
-    name = _EXPERT.sub("experts.*.", name)
-    path, _, last = name.removesuffix(".weight").rpartition(".")
-    return next((f"{path}.{'+'.join(names)}" for names in _FUSED if last in names), name)
 
 
 def storable(amax: torch.Tensor) -> torch.Tensor:
@@ -60,18 +47,30 @@ def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
     }
     if not weights:
         return {}
-    bits = _amax_bits(list(weights.values()))
-    numbers: dict[str, int] = {}
-    of_group = torch.tensor([numbers.setdefault(group_of(n), len(numbers)) for n in weights], device=bits.device)
-    # Of bits, whose largest is NaN where there is one.
-    largest = bits.new_zeros(len(numbers)).scatter_reduce(0, of_group, bits, "amax")
-    wanted = storable(largest.view(torch.float32))[of_group]
-    others = (wanted.view(torch.int32) != bits).tolist()
+    own = _amax_bits(list(weights.values()))
+    trained = _largest_of(own, [_trained_with(model, name) or name for name in weights])
+    wanted = storable(_largest_of(trained, [scale_group_name(name) for name in weights]).view(torch.float32))
+    # What is gathered in high precision is quantized by itself.
+    alone = torch.tensor([travels_in_high_precision(held) for held in weights.values()], device=own.device)
+    others = (wanted.view(torch.int32) != torch.where(alone, own, trained)).tolist()
     return {
         name: amax.to(held.device)
         for (name, held), amax, other in zip(weights.items(), wanted.unbind(), others, strict=True)
         if other
     }
+
+
+def _trained_with(model: nn.Module, name: str) -> ScaleGroup | None:
+    """The weights that share the tensor scale of the Parameter of this name while they train."""
+    path, _, last = name.rpartition(".")
+    return group_in(model.get_submodule(path), last)
+
+
+def _largest_of(bits: torch.Tensor, groups: Sequence[Hashable]) -> torch.Tensor:
+    """For each weight the largest amax of its group; of bits, whose largest is NaN where there is one."""
+    numbers: dict[Hashable, int] = {}
+    of_group = torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups], device=bits.device)
+    return bits.new_zeros(len(numbers)).scatter_reduce(0, of_group, bits, "amax")[of_group]
 
 
 def _amax_bits(weights: list[Any]) -> torch.Tensor:

@@ -27,11 +27,12 @@ from torchao_blockwise.checkpoint import fp8_block, stored
 from torchao_blockwise.checkpoint.files import Files, Folder
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers, plain_layers
-from torchao_blockwise.checkpoint.tensor_scales import group_of, storable
+from torchao_blockwise.checkpoint.tensor_scales import storable
 from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, check_finite, write_settings
 from torchao_blockwise.cli.models import meta_model
 from torchao_blockwise.cli.terminal import UsageError
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
+from torchao_blockwise.tensors.scale_groups import scale_group_name
 
 HELP = "quantize a checkpoint on disk for inference engines"
 PLAIN = "plain"
@@ -111,7 +112,10 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
             x = _values(files, name, torch.float32 if name in weights else torch.bfloat16)
             written = [(name, x)]
             if name in weights:
-                options = {"power_of_2_scales": args.power_of_2_scales, "tensor_amax": amaxes.get(group_of(name))}
+                options = {
+                    "power_of_2_scales": args.power_of_2_scales,
+                    "tensor_amax": amaxes.get(scale_group_name(name)),
+                }
                 made = ops.quantize(x, chosen.FORMAT, **options).rowwise
                 check_finite(name, made)
                 written = list(chosen.named(Part(name), made))
@@ -139,7 +143,7 @@ def _group_amaxes(files: Files, names: list[str]) -> dict[str, torch.Tensor]:
     """The largest amax of each group of layers that engines run as one."""
     largest: dict[str, torch.Tensor] = {}
     for name in _shown(names):
-        amax, group = _values(files, name, torch.float32).abs().amax().float(), group_of(name)
+        amax, group = _values(files, name, torch.float32).abs().amax().float(), scale_group_name(name)
         # Not by Python's max, which loses a NaN.
         largest[group] = torch.maximum(amax, largest.get(group, amax))
     return {group: storable(amax) for group, amax in largest.items()}
