@@ -67,6 +67,7 @@ html_title = "torchao_blockwise"
 html_baseurl = os.environ.get("DOCS_URL", "")
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = [("search.js", {"defer": "defer"})]
 html_show_sourcelink = False
 html_theme_options = {
     "header_links_before_dropdown": 6,
