@@ -51,6 +51,9 @@ suppress_warnings = [
     "config.cache",
 ]
 
+# Texts of errors keep `--` and straight quotes, by which they are searched.
+smartquotes = False
+
 # Pages are read on GitHub too: plain Markdown, headings with GitHub's anchors.
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
