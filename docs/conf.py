@@ -51,6 +51,9 @@ suppress_warnings = [
     "config.cache",
 ]
 
+# Texts of errors keep `--` and straight quotes, by which they are searched.
+smartquotes = False
+
 # Pages are read on GitHub too: plain Markdown, headings with GitHub's anchors.
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
@@ -67,6 +70,7 @@ html_title = "torchao_blockwise"
 html_baseurl = os.environ.get("DOCS_URL", "")
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = [("search.js", {"defer": "defer"})]
 html_show_sourcelink = False
 html_theme_options = {
     "header_links_before_dropdown": 6,
