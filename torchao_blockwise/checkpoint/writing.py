@@ -16,7 +16,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, nvfp4_modelopt, nvfp4_packed
 from torchao_blockwise.checkpoint.files import Folder
-from torchao_blockwise.checkpoint.gathering import agreed, is_shared, whole
+from torchao_blockwise.checkpoint.gathering import agreed, is_shared, wholes
 from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers, plain_layers
 from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
@@ -48,7 +48,7 @@ def export(
     tokenizer_from: a folder whose tokenizer's files are copied; default the one that the model was loaded from.
     shard_bytes: how large a file may become before the next one is begun; so much is held on the CPU, and no more.
     Where FSDP2, tensor or expert parallelism shard the model, all ranks call it, and the first one writes: weights are
-    gathered one at a time, and the bytes are those of the model on one device.
+    gathered a few at a time, and the bytes are those of the model on one device.
 
     An expert's up projection that begins inside of a block, as its width is no multiple of 128, has no blocks of its
     own: it is quantized anew, from the weight's values, and a warning says so. So are, in NVFP4, weights that engines
@@ -190,9 +190,12 @@ def named_tensors(
     amaxes = shared_amaxes(model) if has_tensor_scales else {}
     tensors = tensors_of(model)
     on_disk = all_parts_on_disk(model, tensors)
-    for name, held in tensors.items():
+    wanted = (
+        (held, name in amaxes or any(part.cuts(chosen.BLOCK) for part in on_disk[name]))
+        for name, held in tensors.items()
+    )
+    for name, x in zip(tensors, wholes(wanted), strict=True):
         parts = on_disk[name]
-        x = whole(held, values=name in amaxes or any(part.cuts(chosen.BLOCK) for part in parts))
         if not isinstance(x, (MasterWeightTensor, QuantizedTensor)):
             yield from ((part.name, part.of(x.detach())) for part in parts)
             continue
