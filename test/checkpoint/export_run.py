@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, experts, linears_and_experts
+from torchao_blockwise.checkpoint import gathering
 from torchao_blockwise.distributed import ExpertParallel
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tensors import MasterWeightTensor
@@ -67,7 +68,7 @@ def compare(model: nn.Module, reference: nn.Module, format: str = "fp8_block") -
 class Gathers(TorchDispatchMode):
     """Counts the bytes that gathers give."""
 
-    nbytes = 0
+    nbytes = calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -75,6 +76,9 @@ class Gathers(TorchDispatchMode):
             self.nbytes += out.nbytes
         if func.overloadpacket is torch.ops.c10d._allgather_base_:
             self.nbytes += args[0].nbytes
+        if func.overloadpacket is torch.ops.c10d.allgather_into_tensor_coalesced_:
+            self.nbytes += sum(x.nbytes for x in args[0])
+            self.calls += 1
         return out
 
 
@@ -103,6 +107,32 @@ def gathers_bytes_nvfp4(rank: int, size: int, masters: bool) -> None:
     first = hidden * inner // (1 if hidden % size and masters else 2)
     least = first + hidden * outer // 2 + 4 * (hidden + outer)
     assert least <= gathers.nbytes < 1.05 * least, (gathers.nbytes, least)
+
+
+def gathers_together(rank: int, size: int, bucket_bytes: int, calls: int) -> None:
+    """Weights that split evenly, in calls of so many bytes; one between them by itself. The bytes do not change."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        # Four weights of about 395 000 elements; the second one has an odd number of rows.
+        features = ((256, 1536), (1536, 257), (257, 1536), (1536, 258))
+        model = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in features))
+        quantize_(model, FP8)
+        return model
+
+    model, reference = made(), made()
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh_of(size))
+    gathering._BUCKET_BYTES, kept = bucket_bytes or gathering._BUCKET_BYTES, gathering._BUCKET_BYTES
+    try:
+        with Gathers() as gathers:
+            got = list(checkpoint.quantized_weights(model))
+    finally:
+        gathering._BUCKET_BYTES = kept
+    assert gathers.calls == calls
+    for (name, x), (other, whole) in zip(got, checkpoint.quantized_weights(reference), strict=True):
+        assert name == other
+        assert_bitwise_equal(x.detach().view(torch.uint8), whole.detach().view(torch.uint8), name)
 
 
 def mesh_of(size: int) -> DeviceMesh:
@@ -376,6 +406,7 @@ RUNS = {
         joins_sharded_nvfp4,
         gathers_bytes,
         gathers_bytes_nvfp4,
+        gathers_together,
         rounds_as_it_gathers,
         shards_scale_groups,
         splits,

@@ -21,6 +21,7 @@ from ranks import spawn_cases
 CASES = [
     *(("gathers_bytes", size, masters) for size in (2, 3) for masters in (True, False)),
     *(("gathers_bytes_nvfp4", size, masters) for size in (2, 3) for masters in (True, False)),
+    *(("gathers_together", size, *bucket) for size in (2, 3) for bucket in ((1, 3), (850_000, 2), (None, 1))),
     *(("shards", size, masters) for size in (2, 3) for masters in (True, False)),
     *(("loads", size, "fsdp") for size in (2, 3)),
     *(("loads", 2, kind) for kind in ("tensor", "experts")),

@@ -43,7 +43,8 @@ class Folder:
     """
 
     def __init__(self, directory: str | os.PathLike[str], shard_bytes: int, resume: object = None) -> None:
-        self.final, self.shard_bytes = Path(directory), shard_bytes
+        # A link stays one: what it leads to is replaced.
+        self.final, self.shard_bytes = Path(directory).resolve(), shard_bytes
         if self.final.exists() and (not self.final.is_dir() or any(self.final.iterdir())):
             raise FileExistsError(f"export: {self.final} exists and is not empty; give another directory, or remove it")
         self._torch = importlib.import_module(f"{safetensors().__name__}.torch")
@@ -162,7 +163,10 @@ class Files:
         self._open: dict[str, Any] = {}
         index = self.path / INDEX
         if index.exists():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            where = _object_in(index).get("weight_map")
+            if not isinstance(where, dict):
+                raise ValueError(f"load: {index} has no weight_map, which says what file holds a tensor; copy it anew")
+            files = sorted(set(where.values()))
         else:
             files = sorted(file.name for file in self.path.glob("*.safetensors"))
         if not files:
@@ -171,6 +175,11 @@ class Files:
         for file in files:
             opened = self._opened(file)
             for name in opened.keys():  # noqa: SIM118  # it is no dict
+                if name in self._held:
+                    raise ValueError(
+                        f"load: {self.where(name)} is in {file} as well, so that there are two checkpoints in the "
+                        "folder; remove one"
+                    )
                 part = opened.get_slice(name)
                 self._held[name] = _Held(file, str(part.get_dtype()), list(part.get_shape()))
 
@@ -215,4 +224,18 @@ class Files:
     def config(self) -> dict[str, Any]:
         """`quantization_config`, empty for plain files."""
         file = self.path / "config.json"
-        return (json.loads(file.read_text()).get("quantization_config") or {}) if file.exists() else {}
+        config = (_object_in(file).get("quantization_config") or {}) if file.exists() else {}
+        if not isinstance(config, dict):
+            raise ValueError(f"load: quantization_config of {file} is a {type(config).__name__}; copy it anew")
+        return config
+
+
+def _object_in(file: Path) -> dict[str, Any]:
+    """What a JSON file holds; raises ValueError unless that is an object."""
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"load: {file} is no JSON ({error}); copy it anew") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"load: {file} holds a {type(content).__name__}, not an object; copy it anew")
+    return content

@@ -28,6 +28,7 @@ POWER_OF_2_SCALES = False
 # As files call the payload's dtype.
 E4M3 = "F8_E4M3"
 _SCALE = "_scale_inv"
+_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 def scale_name(name: str) -> str:
@@ -77,6 +78,8 @@ def check(files: Files, name: str, shape: tuple[int, ...]) -> None:
     grid = list(described(name, shape)[scale_name(name)][1])
     if files.shape(scale) != grid:
         raise ValueError(f"load: {files.where(scale)} has shape {files.shape(scale)}, blocks of {BLOCK} want {grid}")
+    if files.dtype(scale) not in _SCALES:
+        raise ValueError(f"load: {files.where(scale)} is in {files.dtype(scale)}; {', '.join(_SCALES)} are read")
     scales = files.read(scale).float()
     if not bool((scales > 0).logical_and(scales.isfinite()).all()):
         raise ValueError(f"load: {files.where(scale)} has scales that are no positive numbers; copy the file anew")

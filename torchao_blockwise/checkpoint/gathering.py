@@ -1,9 +1,9 @@
-"""Whole weights of a model that ranks share, one at a time, and parts of whole ones; what ranks agree on."""
+"""Whole weights of a model that ranks share, a few at a time, and parts of whole ones; what ranks agree on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, Quanti
 from torchao_blockwise.tensors.fsdp import WeightShard
 
 _T = TypeVar("_T")
+# Of whole tensors that travel together, so of what is held beside the model: a layer of 8 billion parameters' models.
+_BUCKET_BYTES = 256 * 2**20
 
 
 def is_shared(model: nn.Module) -> bool:
@@ -38,31 +40,79 @@ def is_first() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
-def whole(x: torch.Tensor, values: bool = False) -> torch.Tensor:
-    """`x`, or all of what it is a part of; on all ranks, as one quantizes it on one device.
+class _Piece(NamedTuple):
+    """This rank's part of a tensor, and what makes the whole tensor of all parts.
 
-    What FSDP2 gathers quantized travels so: a byte an element in FP8, half a byte in NVFP4 where rows split evenly.
-    Other parts of master weights, those that tensor parallelism splits as well, and with `values` all travel in high
-    precision.
+    of: the DTensor, or the whole tensor where there are no parts. columns: of all parts, where these are not those of
+    `of`.
     """
+
+    of: Any
+    part: torch.Tensor | None = None
+    columns: int | None = None
+    make: Callable[[torch.Tensor], torch.Tensor] = lambda gathered: gathered
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of all parts."""
+        return self.of.shape if self.columns is None else torch.Size((*self.of.shape[:-1], self.columns))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return 0 if self.part is None else self.shape.numel() * self.part.element_size()
+
+    @property
+    def lies_in_rows(self) -> bool:
+        """Whether all parts one behind another are the whole tensor, as FSDP2 makes most of them."""
+        from torch.distributed.tensor import Shard
+
+        mesh = self.of.device_mesh
+        return mesh.ndim == 1 and self.of.placements == (Shard(0),) and self.of.shape[0] % mesh.size() == 0
+
+
+def wholes(tensors: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tensor]:
+    """Each tensor, or all of what it is a part of, in this order; on all ranks, as one quantizes it on one device.
+
+    tensors: (tensor, whether its values are wanted).
+    What FSDP2 gathers quantized travels so: a byte an element in FP8, half a byte in NVFP4 where rows split evenly.
+    Other parts of master weights, those that tensor parallelism splits as well, and where values are wanted all travel
+    in high precision. A few travel together, of _BUCKET_BYTES at most: most take longer to ask for than to send.
+    """
+    waiting: list[_Piece] = []
+    held = 0
+    for x, values in tensors:
+        piece = _piece_of(x, values)
+        if waiting and held + piece.nbytes > _BUCKET_BYTES:
+            yield from _made(waiting)
+            waiting, held = [], 0
+        waiting.append(piece)
+        held += piece.nbytes
+    yield from _made(waiting)
+
+
+def _piece_of(x: torch.Tensor, values: bool) -> _Piece:
     local: Any = _compat.local_of(x)
     if local is x:
-        return x
+        return _Piece(x)
     if isinstance(local, MasterWeightTensor):
         shard = local.shard
         if not values and shard is not None and not travels_in_high_precision(x):
-            return _whole_payload(x, shard)
+            return _piece_of_payload(x, shard)
         dtype = local.hp.dtype if shard is None else shard.layout.dtype
-        return MasterWeightTensor(_gathered(x, local.hp.to(dtype)), local.config)
+        return _Piece(x, local.hp.to(dtype), make=lambda gathered: MasterWeightTensor(gathered, local.config))
     if isinstance(local, QuantizedShard):
-        payload = local.qdata.view(torch.uint8)
-        qdata = _gathered(x, payload, payload.shape[-1]).view(local.qdata.dtype)
-        return fsdp.quantized(qdata, local.part, local.scale, local.global_scale, local.part.dtype)
-    return _gathered(x, local)
+        payload, stored = local.qdata.view(torch.uint8), local.qdata.dtype
+
+        def quantized(gathered: torch.Tensor) -> QuantizedTensor:
+            return fsdp.quantized(gathered.view(stored), local.part, local.scale, local.global_scale, local.part.dtype)
+
+        return _Piece(x, payload, payload.shape[-1], quantized)
+    return _Piece(x, local)
 
 
 def travels_in_high_precision(x: torch.Tensor) -> bool:
-    """Whether `whole` gathers the master weight `x` in high precision: FSDP2's ranks alone keep payload and scales.
+    """Whether `wholes` gathers the master weight `x` in high precision: FSDP2's ranks alone keep payload and scales.
 
     Under tensor parallelism as well they are those of a part.
     """
@@ -75,28 +125,57 @@ def travels_in_high_precision(x: torch.Tensor) -> bool:
     return shard.layout.shape != tuple(x.shape)
 
 
-def _whole_payload(x: Any, shard: WeightShard) -> QuantizedTensor:
-    """The whole weight from what its ranks keep for FSDP2 to gather."""
+def _piece_of_payload(x: Any, shard: WeightShard) -> _Piece:
+    """Of the whole weight, what its ranks keep for FSDP2 to gather."""
     layout, element = shard.layout, shard.layout.config.weight_format.element
     assert shard.payload is not None and shard.scale is not None, "made together"
     part = shard.payload.view(layout.payload_shape).narrow(layout.dim, 0, layout.local_shape[layout.dim])
-    gathered = _gathered(x, part, part.shape[-1] if layout.packs else None)
-    qdata = gathered.view(element.storage_dtype) if layout.travels_as_stored else element.pack(gathered)
-    return fsdp.quantized(qdata, layout, shard.scale, shard.global_scale, layout.dtype)
+    if shard.ready is not None:
+        # Whoever asks for weights may do so on a stream of its own.
+        torch.cuda.current_stream(part.device).wait_event(shard.ready)
+
+    def quantized(gathered: torch.Tensor) -> QuantizedTensor:
+        qdata = gathered.view(element.storage_dtype) if layout.travels_as_stored else element.pack(gathered)
+        return fsdp.quantized(qdata, layout, shard.scale, shard.global_scale, layout.dtype)
+
+    return _Piece(x, part, part.shape[-1] if layout.packs else None, quantized)
 
 
-def _gathered(x: Any, part: torch.Tensor, columns: int | None = None) -> torch.Tensor:
-    """All ranks' parts, which lie as those of the DTensor `x` do; of `columns`, where these are not those of `x`."""
-    from torch.distributed.tensor import DTensor, Shard
+def _made(pieces: list[_Piece]) -> Iterator[torch.Tensor]:
+    """The whole tensors of the pieces; each is let go of when the next is asked for."""
+    gathered = _gathered(pieces)
+    for piece in pieces:
+        parts = gathered.pop(0)
+        yield piece.of if parts is None else piece.make(parts)
 
-    mesh, shape = x.device_mesh, x.shape if columns is None else torch.Size((*x.shape[:-1], columns))
-    if mesh.ndim == 1 and x.placements == (Shard(0),) and x.shape[0] % mesh.size() == 0:
-        # What FSDP2 makes of most weights. DTensor's way there takes longer than the bytes do.
-        gathered = part.new_empty(shape)
-        dist.all_gather_into_tensor(gathered, part.detach().contiguous(), group=mesh.get_group())
-        return gathered
-    stride = torch.empty(shape, device="meta").stride()
-    placed = DTensor.from_local(part.detach(), x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
+
+def _gathered(pieces: list[_Piece]) -> list[torch.Tensor | None]:
+    """All ranks' parts of each piece, which lie as those of its DTensor do; None of what is whole."""
+    gathered: list[torch.Tensor | None] = [None] * len(pieces)
+    together: dict[Any, list[int]] = {}
+    for i, piece in enumerate(pieces):
+        if piece.part is not None and piece.lies_in_rows:
+            # Its group, and what one call takes: tensors of a device.
+            together.setdefault((piece.of.device_mesh.get_group(), piece.part.device), []).append(i)
+        elif piece.part is not None:
+            gathered[i] = _by_dtensor(piece)
+    for (group, _), alike in together.items():
+        parts = [pieces[i].part.detach().contiguous() for i in alike]  # type: ignore[union-attr]  # they have one
+        for i, part in zip(alike, parts, strict=True):
+            gathered[i] = part.new_empty(pieces[i].shape)
+        # One call takes one dtype.
+        outs, ins = ([x.view(torch.uint8) for x in xs] for xs in ([gathered[i] for i in alike], parts))  # type: ignore[union-attr]
+        group.allgather_into_tensor_coalesced(outs, ins).wait()
+    return gathered
+
+
+def _by_dtensor(piece: _Piece) -> torch.Tensor:
+    """Parts of any placement; it takes longer than the bytes do."""
+    from torch.distributed.tensor import DTensor
+
+    assert piece.part is not None
+    x, part, stride = piece.of, piece.part.detach(), torch.empty(piece.shape, device="meta").stride()
+    placed = DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=piece.shape, stride=stride)
     return placed.full_tensor()
 
 

@@ -23,6 +23,12 @@ from torchao_blockwise.tensors.scale_groups import scale_group_name
 _SHOWN = 3
 
 
+def weights_of_embeddings(model: nn.Module) -> set[str]:
+    """Parameters that embeddings look values up in, whatever layers share them."""
+    own = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {name for name, p in model.named_parameters() if id(p) in own}
+
+
 class PlainLayers(NamedTuple):
     """Names of linear layers, and of modules of experts."""
 
@@ -40,6 +46,7 @@ def plain_layers(model: nn.Module) -> PlainLayers:
     Warns of layers that engines run as one, or of experts of one module, where some are converted and some are not:
     engines refuse them.
     """
+    embeddings = {id(model.get_parameter(name)) for name in weights_of_embeddings(model)}
     linears = {f"{n}.weight": m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     experts = {n: expert_weights(m) for n, m in model.named_modules()}
     plain = {n: weights for n, weights in experts.items() if weights and not any(map(_is_converted, weights.values()))}
@@ -48,7 +55,7 @@ def plain_layers(model: nn.Module) -> PlainLayers:
     parts = all_parts_on_disk(model, linears | of_plain)
     found = PlainLayers([], [])
     for name, weight in linears.items():
-        if not _is_converted(weight):
+        if id(weight) in embeddings or not _is_converted(weight):
             found.linears.extend(_layers(parts[name][0].name, name))
     for module, weights in plain.items():
         on_disk = (_module_of(part.name) for own in weights for part in parts[f"{module}.{own}".lstrip(".")])

@@ -20,6 +20,8 @@ from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 
 _SHOWN = 3
+# As files call dtypes.
+_INTEGERS = ("I", "U", "BOOL")
 # Factors of keys and values that an engine keeps quantized: training keeps none.
 _OF_A_CACHE = r"\.(k|v|kv)_scale$"
 
@@ -64,8 +66,20 @@ def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callab
     for name, x in tensors.items():
         for part in wanted[name]:
             stored.check(files, part.name, part.of(torch.empty(x.shape, device="meta")).shape)
+            _check_kind(files, part.name, x)
         writes.append(_writing(files, x, wanted[name]))
     return writes
+
+
+def _check_kind(files: Files, name: str, x: torch.Tensor) -> None:
+    """Raise ValueError where files have integers, codes of a format that is not known, and the model wants numbers."""
+    if not x.is_floating_point() or stored.is_quantized(files, name):
+        return
+    if (dtype := files.dtype(name)).startswith(_INTEGERS):
+        raise ValueError(
+            f"load: {files.where(name)} is in {dtype}, the model wants {x.dtype}; files of such a format are not read, "
+            "take them dequantized"
+        )
 
 
 def _check_names(files: Files, wanted: set[str], passed_over: set[str]) -> None:

@@ -66,6 +66,11 @@ def quantized(files: Files, name: str, dtype: torch.dtype) -> QuantizedTensor | 
     return None if layout is None else layout.read(files, name, dtype)
 
 
+def is_quantized(files: Files, name: str) -> bool:
+    """Whether the files have `name` in a quantized format that is read."""
+    return _layout_of(files, name) is not None
+
+
 def plain(held: QuantizedTensor) -> torch.Tensor:
     """The values of `held`, in its dtype, such that quantizing them as our weights are gives these values again.
 

@@ -16,9 +16,9 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, nvfp4_modelopt, nvfp4_packed
 from torchao_blockwise.checkpoint.files import Folder
-from torchao_blockwise.checkpoint.gathering import agreed, is_shared, whole
+from torchao_blockwise.checkpoint.gathering import agreed, is_shared, wholes
 from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers, plain_layers
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers, plain_layers, weights_of_embeddings
 from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -48,7 +48,7 @@ def export(
     tokenizer_from: a folder whose tokenizer's files are copied; default the one that the model was loaded from.
     shard_bytes: how large a file may become before the next one is begun; so much is held on the CPU, and no more.
     Where FSDP2, tensor or expert parallelism shard the model, all ranks call it, and the first one writes: weights are
-    gathered one at a time, and the bytes are those of the model on one device.
+    gathered a few at a time, and the bytes are those of the model on one device.
 
     An expert's up projection that begins inside of a block, as its width is no multiple of 128, has no blocks of its
     own: it is quantized anew, from the weight's values, and a warning says so. So are, in NVFP4, weights that engines
@@ -60,6 +60,12 @@ def export(
     chosen, shared = _chosen("export", model, format), is_shared(model)
     folder = agreed(shared, lambda: Folder(directory, shard_bytes))
     anew: list[str] = []
+    if tied := [n for n in weights_of_embeddings(model) if _is_quantized(tensors_of(model)[n])]:
+        warnings.warn(
+            f"export: {tied[0]} is an embedding's as well, and engines read these in high precision, so that it is "
+            "written in it; leave the layer that shares it unconverted (skip_lm_head())",
+            stacklevel=2,
+        )
     failed: Exception | None = None
     try:
         for name, x in named_tensors(model, chosen, anew, check_finite):
@@ -119,9 +125,9 @@ class QuantizedWeights:
         """{name: (dtype, shape)} in the order of the tensors, which nobody gathers for it."""
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         tensors = tensors_of(self._model)
-        parts = all_parts_on_disk(self._model, tensors)
+        parts, embeddings = all_parts_on_disk(self._model, tensors), weights_of_embeddings(self._model)
         for name, held in tensors.items():
-            is_weight = isinstance(_compat.local_of(held), (MasterWeightTensor, QuantizedTensor))
+            is_weight = _is_quantized(held) and name not in embeddings
             for part in parts[name]:
                 shape = tuple(part.of(torch.empty(held.shape, device="meta")).shape)
                 found |= self._chosen.described(part.name, shape) if is_weight else {part.name: (held.dtype, shape)}
@@ -190,11 +196,16 @@ def named_tensors(
     amaxes = shared_amaxes(model) if has_tensor_scales else {}
     tensors = tensors_of(model)
     on_disk = all_parts_on_disk(model, tensors)
-    for name, held in tensors.items():
+    embeddings = weights_of_embeddings(model)
+    wanted = (
+        (held, name in embeddings or name in amaxes or any(part.cuts(chosen.BLOCK) for part in on_disk[name]))
+        for name, held in tensors.items()
+    )
+    for name, x in zip(tensors, wholes(wanted), strict=True):
         parts = on_disk[name]
-        x = whole(held, values=name in amaxes or any(part.cuts(chosen.BLOCK) for part in parts))
-        if not isinstance(x, (MasterWeightTensor, QuantizedTensor)):
-            yield from ((part.name, part.of(x.detach())) for part in parts)
+        if name in embeddings or not isinstance(x, (MasterWeightTensor, QuantizedTensor)):
+            plain = _values(x).to(tensors[name].dtype) if isinstance(x, (MasterWeightTensor, QuantizedTensor)) else x
+            yield from ((part.name, part.of(plain.detach())) for part in parts)
             continue
         if name in amaxes:
             anew.extend(part.name for part in parts)
@@ -210,6 +221,10 @@ def named_tensors(
                 yield from chosen.named(part._replace(expert=None, start=None), own)
             else:
                 yield from chosen.named(part, weight)
+
+
+def _is_quantized(held: torch.Tensor) -> bool:
+    return isinstance(_compat.local_of(held), (MasterWeightTensor, QuantizedTensor))
 
 
 def _values(weight: Any) -> torch.Tensor:

@@ -1,0 +1,104 @@
+"""Folders that are not what they seem, and models that engines read otherwise: nothing silent, nothing half-done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import FP8, mlp
+from torchao.quantization import quantize_
+
+from torchao_blockwise import checkpoint, linears_and_experts
+from torchao_blockwise.testing import assert_bitwise_equal
+
+sys.path.append(str(Path(__file__).parent))
+pytest.importorskip("safetensors.torch")
+
+import safetensors.torch as safetensors
+from exported_models import SMALL, logits, tensors_in
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+
+def copied(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+
+
+def changed(**tensors):
+    def change(folder: Path) -> None:
+        found = tensors_in(folder)
+        for name, dtype in tensors.items():
+            name = name.replace("_0_", "0.")
+            found.pop("0.weight_scale_inv") if name == "0.weight" else None
+            found[name] = found[name].float().to(dtype)
+        safetensors.save_file(found, folder / "model.safetensors")
+
+    return change
+
+
+def written(name: str, text: str):
+    return lambda folder: (folder / name).write_text(text)
+
+
+INDEX = "model.safetensors.index.json"
+WRONG = {
+    "two checkpoints": (copied, r"is in other\.safetensors as well.*remove one"),
+    "index cut": (written(INDEX, '{"weight'), r"index\.json is no JSON .*copy it anew"),
+    "index of nothing": (written(INDEX, "{}"), r"index\.json has no weight_map"),
+    "config cut": (written("config.json", '{"a'), r"config\.json is no JSON"),
+    "config of a list": (written("config.json", "[]"), r"config\.json holds a list, not an object"),
+    "quantization of a list": (
+        written("config.json", '{"quantization_config": [1]}'),
+        "quantization_config of .* is a list",
+    ),
+    "integers for a bias": (changed(_0_bias=torch.int64), r"0\.bias in .* is in I64, the model wants torch\.float32"),
+    "codes of 8 bits": (changed(_0_weight=torch.int8), r"0\.weight in .* is in I8, the model wants"),
+    "scales that are integers": (changed(_0_weight_scale_inv=torch.int32), r"0\.weight_scale_inv in .* is in I32; F32"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_read_is_said_and_changes_nothing(change, message, tmp_path):
+    checkpoint.export(mlp(FP8, seed=1), tmp_path / "out")
+    change(tmp_path / "out")
+    model = mlp(FP8)
+    before = {n: x.clone() for n, x in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(model, tmp_path / "out")
+    for n, x in model.state_dict().items():
+        assert_bitwise_equal(x, before[n], n)
+
+
+@pytest.mark.parametrize("leads_to", ("folder", "nothing"))
+def test_a_link_stays_one(leads_to, tmp_path):
+    if leads_to == "folder":
+        (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    checkpoint.export(mlp(FP8), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_an_embedding_is_written_in_high_precision(tmp_path):
+    """A head that shares it has been converted: engines would take its codes for values."""
+    transformers = pytest.importorskip("transformers", "5.0")
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    quantize_(model, FP8, filter_fn=linears_and_experts())
+    with pytest.warns(UserWarning, match=r"embed_tokens\.weight is an embedding's as well"):
+        checkpoint.export(model, tmp_path / "out")
+    found, name = tensors_in(tmp_path / "out"), "model.embed_tokens.weight"
+    assert_bitwise_equal(found[name], model.get_parameter(name).hp.detach())
+    assert f"{name}_scale_inv" not in found and found["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
+    weights = checkpoint.quantized_weights(model)
+    assert weights.metadata() == {n: (x.dtype, tuple(x.shape)) for n, x in weights}
+    other = transformers.AutoModelForCausalLM.from_config(config)
+    quantize_(other, FP8, filter_fn=linears_and_experts())
+    checkpoint.load(other, tmp_path / "out")
+    assert_bitwise_equal(logits(other), logits(model))
