@@ -39,6 +39,7 @@ class TrainingConfig(AOBaseConfig):
     stochastic_rounding: ClassVar[bool] = False
     seed: ClassVar[int] = 0
     four_over_six: ClassVar[bool] = False
+    scale_per_expert: ClassVar[bool] = False
 
     save_activations: str = QUANTIZED
     master_weights: bool = True
@@ -62,7 +63,13 @@ class TrainingConfig(AOBaseConfig):
         if self.save_activations not in (QUANTIZED, "high_precision"):
             wanted = f"{QUANTIZED!r} or 'high_precision'"
             raise ValueError(f"{name}: save_activations must be {wanted}, got {self.save_activations!r}")
-        for field in ("master_weights", "power_of_2_scales", "stochastic_rounding", "four_over_six"):
+        for field in (
+            "master_weights",
+            "power_of_2_scales",
+            "stochastic_rounding",
+            "four_over_six",
+            "scale_per_expert",
+        ):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{name}: {field} must be True or False, got {getattr(self, field)!r}")
         if self.out_dtype not in (None, *HIGH_PRECISION_DTYPES):
@@ -134,10 +141,14 @@ class NVFP4TrainingConfig(TrainingConfig):
     four_over_six: each block of 16 of an activation and of its gradient takes of two scales the one with the smaller
         error: its largest value becomes 6, or 4, between which e2m1 has nothing. Weights, whose blocks are square, do
         not. It costs a second rounding of each copy, and no bytes.
+    scale_per_expert: each expert of a weight [E, N, K], and the tokens of each expert, have their own tensor scale.
+        An expert's bits then depend on its own values and tokens alone: under expert parallelism they are those of one
+        device, activations' too, and ranks exchange no amax for them. False (default): one for all of them. Layers
+        without experts are the same either way.
     Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3). Where there are
     no FP4 tensor cores, products are computed from decoded values in bf16 with fp32 accumulation. Keep the last blocks
     and the head in higher precision (`keep_last_blocks`, `skip_lm_head`). An activation has one tensor scale for the
-    whole batch: what a token is quantized to depends on the tokens beside it.
+    whole batch, or for the tokens of an expert: what a token is quantized to depends on the tokens beside it.
 
     Raises ValueError or TypeError for a value that cannot work.
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149); Four Over Six (arXiv 2512.02010).
@@ -151,6 +162,7 @@ class NVFP4TrainingConfig(TrainingConfig):
     stochastic_rounding: bool = True  # type: ignore[misc]  # a constant in formats that have no choice
     seed: int = 0  # type: ignore[misc]
     four_over_six: bool = False  # type: ignore[misc]
+    scale_per_expert: bool = False  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
