@@ -32,6 +32,7 @@ FP8, FP8_POW2, NVFP4 = (
 )
 HADAMARD, STOCHASTIC, FULL = NVFP4Config(stochastic_rounding=False), NVFP4Config(hadamard=False), NVFP4Config(seed=7)
 FOUR_OVER_SIX = NVFP4Config(seed=7, four_over_six=True)
+PER_EXPERT = NVFP4Config(seed=7, scale_per_expert=True)
 RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "nvfp4": NVFP4}
 every_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from helpers import FOUR_OVER_SIX, FULL, RECIPES, replace
+from helpers import FOUR_OVER_SIX, FULL, PER_EXPERT, RECIPES, replace
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +16,13 @@ from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.testing import assert_bitwise_equal
 
 # The same bits as Triton's interpreter, many times faster.
-_ALL = RECIPES | {"nvfp4_full": FULL, "nvfp4_four_over_six": FOUR_OVER_SIX}
+_ALL = RECIPES | {
+    "nvfp4_full": FULL,
+    "nvfp4_four_over_six": FOUR_OVER_SIX,
+    "nvfp4_per_expert": PER_EXPERT,
+    # Without draws, which differ from pass to pass.
+    "nvfp4_per_expert_nearest": replace(PER_EXPERT, stochastic_rounding=False),
+}
 CONFIGS = {name: replace(config, backend="reference") for name, config in _ALL.items()}
 # What is compared bit for bit must step alike: on a GPU foreach, the default of plain tensors alone, divides otherwise.
 FOR_LOOP = {"foreach": False}
@@ -77,7 +83,8 @@ def gathered(parameter) -> torch.Tensor:
 
 def quantized(hp: torch.Tensor, config):
     fmt = config.weight_format
-    return ops.quantize(hp, fmt, power_of_2_scales=config.power_of_2_scales, backend="reference").rowwise
+    options = {"power_of_2_scales": config.power_of_2_scales, "scale_per_group": config.scale_per_expert}
+    return ops.quantize(hp, fmt, **options, backend="reference").rowwise
 
 
 def assert_is_quantized(weight, hp: torch.Tensor, config, name: str) -> None:

@@ -56,6 +56,7 @@ class Part(NamedTuple):
     start: index in the flat weight of the first value, or, if `dim` is not 0, its index in that dim.
     target: contiguous bytes of the payload, as `partial_cast_` writes them by `into`; may be None without values.
     scale: an entry a block of the whole weight, contiguous; with one more, of no meaning, where there are split_groups.
+    global_scale: f32 of one element, or of one for each matrix [N, K] of the weight.
     split_groups: groups of ranks over which tensor parallelism has split the tensor that has the global scale.
     """
 
