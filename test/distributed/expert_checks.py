@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.quantization import quantize_
 
-from torchao_blockwise import experts, weights_unchanged
+from torchao_blockwise import _compat, experts, weights_unchanged
 from torchao_blockwise.distributed import ExpertParallel
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -97,9 +98,11 @@ def gathered_by_expert(parts: list[Tokens], own: torch.Tensor, group) -> torch.T
 def sums_alike(config) -> bool:
     """Whether an expert's results do not depend on what others a rank has.
 
-    In NVFP4 activations have the tensor scale of a rank's tokens; on a GPU kernels are chosen by how many those are.
+    In NVFP4 activations have the tensor scale of a rank's tokens, unless each expert's have their own; on a GPU kernels
+    are chosen by how many those are.
     """
-    return not config.weight_format.has_global_scale and device().type == "cpu"
+    shares_scale = config.weight_format.has_global_scale and not config.scale_per_expert
+    return not shares_scale and device().type == "cpu"
 
 
 def computes_as_one_device(mesh, config):
@@ -136,6 +139,15 @@ def computes_as_one_device(mesh, config):
             assert_bitwise_equal(on_ranks, on_one, f"{what}: {name}")
         for name, (on_one, on_ranks) in gradients.items():
             assert_bitwise_equal(on_ranks, on_one, f"{what}: {name}")
+
+
+def exchanges_no_amaxes(mesh, config):
+    """Ranks reduce nothing for experts with tensor scales of their own; for others they do."""
+    for recipe, reduces in ((config, False), (replace(config, scale_per_expert=False), True)):
+        spread = parallelize_module(layer(recipe), mesh, ExpertParallel())
+        with mock.patch.object(_compat, "max_over_ranks", wraps=_compat.max_over_ranks) as reduce:
+            on_this_rank(spread, tokens(mesh.get_local_rank()))
+        assert bool(reduce.call_count) == reduces, reduce.call_args_list
 
 
 def _has_bits_of(one, spread, what: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from helpers import FOUR_OVER_SIX, FULL, RECIPES, SCALE_GROUPS, replace
+from helpers import FOUR_OVER_SIX, FULL, PER_EXPERT, RECIPES, SCALE_GROUPS, replace
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -17,8 +17,14 @@ from torchao_blockwise.tensors.scale_groups import scale_group_name
 from torchao_blockwise.testing import assert_bitwise_equal
 
 # The same bits as Triton's interpreter, many times faster.
-_VARIANTS = {"nvfp4_full": FULL, "nvfp4_four_over_six": FOUR_OVER_SIX, "nvfp4_scale_groups": SCALE_GROUPS}
-_ALL = RECIPES | _VARIANTS
+_ALL = RECIPES | {
+    "nvfp4_full": FULL,
+    "nvfp4_four_over_six": FOUR_OVER_SIX,
+    "nvfp4_scale_groups": SCALE_GROUPS,
+    "nvfp4_per_expert": PER_EXPERT,
+    # Without draws, which differ from pass to pass.
+    "nvfp4_per_expert_nearest": replace(PER_EXPERT, stochastic_rounding=False),
+}
 CONFIGS = {name: replace(config, backend="reference") for name, config in _ALL.items()}
 # What is compared bit for bit must step alike: on a GPU foreach, the default of plain tensors alone, divides otherwise.
 FOR_LOOP = {"foreach": False}
@@ -78,8 +84,8 @@ def gathered(parameter) -> torch.Tensor:
 
 
 def quantized(hp: torch.Tensor, config, tensor_amax=None):
-    options = {"power_of_2_scales": config.power_of_2_scales, "tensor_amax": tensor_amax, "backend": "reference"}
-    return ops.quantize(hp, config.weight_format, **options).rowwise
+    options = {"power_of_2_scales": config.power_of_2_scales, "scale_per_group": config.scale_per_expert}
+    return ops.quantize(hp, config.weight_format, **options, tensor_amax=tensor_amax, backend="reference").rowwise
 
 
 def shared_amaxes(wholes: dict[str, torch.Tensor], config, dtype=None) -> dict[str, torch.Tensor]:

@@ -28,6 +28,7 @@ from torchao_blockwise.distributed import absence
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
 BOTH = ("fp8", "nvfp4")
 FULL, FOUR_OVER_SIX, GROUPS = "nvfp4_full", "nvfp4_four_over_six", "nvfp4_scale_groups"
+PER_EXPERT, PER_EXPERT_NEAREST = "nvfp4_per_expert", "nvfp4_per_expert_nearest"
 # (check, mesh sizes, configs)
 CHECKS = (
     (checks.gathers_exactly_at_any_split, (1, 2, 3, 4), BOTH),
@@ -103,12 +104,13 @@ PRIMARY_CHECKS = (
     (primary.shards_hybrid, ((2, 2),), BOTH),
 )
 EXPERT_CHECKS = (
-    (experts.computes_as_one_device, (1, 2, 3, 4), (*EVERY, FOUR_OVER_SIX, GROUPS)),
-    (experts.compiles, (2,), (*BOTH, FULL, FOUR_OVER_SIX)),
-    (experts.keeps_copies_in_a_scope, (2,), BOTH),
-    (experts.shards_experts, (1, 3, 4), (*BOTH, FULL, FOUR_OVER_SIX, GROUPS)),
-    (experts.trains_sharded_experts, (2, 4), BOTH),
-    (experts.spreads_and_shards, ((2, 2),), (*BOTH, GROUPS)),
+    (experts.computes_as_one_device, (1, 2, 3, 4), (*EVERY, FOUR_OVER_SIX, GROUPS, PER_EXPERT)),
+    (experts.exchanges_no_amaxes, (2,), (PER_EXPERT,)),
+    (experts.compiles, (2,), (*BOTH, FULL, FOUR_OVER_SIX, PER_EXPERT)),
+    (experts.keeps_copies_in_a_scope, (2,), (*BOTH, PER_EXPERT)),
+    (experts.shards_experts, (1, 3, 4), (*BOTH, FULL, FOUR_OVER_SIX, GROUPS, PER_EXPERT)),
+    (experts.trains_sharded_experts, (2, 4), (*BOTH, PER_EXPERT_NEAREST)),
+    (experts.spreads_and_shards, ((2, 2),), (*BOTH, GROUPS, PER_EXPERT_NEAREST)),
     (experts.saves_whole_experts, (3,), BOTH),
     (experts.refuses_other_modules, (2,), ("fp8",)),
 )

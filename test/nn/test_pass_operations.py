@@ -68,7 +68,16 @@ def weight_parts(config, quantized: bool, transposed: bool, groups: int) -> tupl
     fmt = config.weight_format
     copy = ops.quantize(hp, fmt).rowwise if quantized else None
     parts = [*copy.tensors, fmt.name] if quantized else [hp, None, None, ""]
-    return [*parts, shape[1], None], [config.activation_format.name, fmt.name, False, 0, False, transposed, "auto"]
+    return [*parts, shape[1], None], [
+        config.activation_format.name,
+        fmt.name,
+        False,
+        0,
+        False,
+        False,
+        transposed,
+        "auto",
+    ]
 
 
 CASES = pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def _grouped_cases(kind, module, fmt, weight_fmt, build):
 
     gluon.multiprocessors = lambda device: 132
 
-    def case(along, m, n, k, groups, out_dtype, accumulate=False):
+    def case(along, m, n, k, groups, out_dtype, accumulate=False, scaled=False):
         ends = Groups(torch.zeros(groups, dtype=torch.int32))
         dtype = "adding" if accumulate else str(out_dtype)[6:]
         label = f"{kind}_{along} {_tile(build)} {m}x{n}x{k} E{groups} {dtype}"
@@ -80,6 +80,9 @@ def _grouped_cases(kind, module, fmt, weight_fmt, build):
         else:
             columns = padded_tokens(m, groups, fmt.block[1])
             a, b = (kernel_builds.operand(fmt, size, columns) for size in (n, k))
+        if scaled:
+            label = label.replace(kind, "scaled")
+            a, b = (x._replace(global_scale=torch.ones(groups)) for x in (a, b))
         if accumulate:
             return label, lambda: module.add_grouped_matmul(torch.zeros(groups, n, k), a, b, ends, build)
         return label, lambda: module.grouped_matmul(a, b, ends, along, out_dtype, build)
@@ -91,6 +94,10 @@ def _grouped_cases(kind, module, fmt, weight_fmt, build):
         yield case(along, 1024, 512, 1024, 4, f32)
         yield case(along, 1024, 509, 1003, 4, bf16)
     yield case("k", 1024, 512, 1024, 4, f32, accumulate=True)
+    if kind == "decoded":
+        for along in ("m", "k"):
+            yield case(along, 1024, 512, 1024, 4, bf16, scaled=True)
+        yield case("k", 1024, 512, 1024, 4, f32, accumulate=True, scaled=True)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def _cases(target: int):
 
     matmul.compute_capability = grouped.compute_capability = lambda device: divmod(target, 10)
 
-    def case(along, a_fmt, b_fmt, m, n, k, groups, out_dtype, accumulate=False):
+    def case(along, a_fmt, b_fmt, m, n, k, groups, out_dtype, accumulate=False, scaled=False):
         dtype = "accumulate" if accumulate else str(out_dtype)[6:]
         label = f"grouped_{along} {a_fmt.name}·{b_fmt.name} {m}x{n}x{k} E{groups} {dtype}"
         ends = Groups(torch.zeros(groups, dtype=torch.int32))
@@ -37,6 +37,9 @@ def _cases(target: int):
         else:
             tokens = padded_tokens(m, groups, a_fmt.block[1])
             a, b = kernel_builds.operand(a_fmt, n, tokens), kernel_builds.operand(b_fmt, k, tokens)
+        if scaled:
+            label = label.replace("grouped_", "scaled_")
+            a, b = (x._replace(global_scale=torch.ones(groups)) for x in (a, b))
         if accumulate:
             out = torch.zeros(groups, n, k)
             return label, lambda: grouped.add_grouped_matmul(out, a, b, ends)
@@ -62,6 +65,12 @@ def _cases(target: int):
             for m in (4112, 4099):
                 yield case("m", a_fmt, b_fmt, m, 512, 1024, 8, bf16)
         one_row = a_fmt, a_fmt
+        if a_fmt is NVFP4_1X16:
+            for b_fmt in b_fmts:
+                for m in (128, 512, 4096):
+                    yield case("m", a_fmt, b_fmt, m, 512, 1024, 8, bf16, scaled=True)
+            yield case("k", *one_row, 4096, 512, 1024, 8, bf16, scaled=True)
+            yield case("k", *one_row, 4096, 512, 1024, 8, f32, accumulate=True, scaled=True)
         for m in (1, 4096, 4112, 4099):
             yield case("k", *one_row, m, 512, 1024, 8, bf16)
         yield case("k", *one_row, 4096, 512, 1024, 8, f32)

@@ -49,6 +49,17 @@ def _cases(target: int):
                 lambda of=of: swiglu.swiglu_backward_quantize(dh, gate, up, options, of),
             )
 
+    def scale_per_group_case(m, k, groups, dtype=torch.bfloat16):
+        x, of = torch.zeros(m, k, dtype=dtype), Groups(torch.zeros(groups, dtype=torch.int32))
+        amax_bits = torch.ones(groups).view(torch.int32)
+        for name, copies in COPIES.items():
+            options = CastOptions(NVFP4_1X16, *copies, scale_per_group=True)
+            label = f"scale_per_group {groups} nvfp4_1x16 {m}x{k} {str(dtype)[6:]} {name}"
+            yield label, lambda options=options: quantize.quantize(x, amax_bits, options, of)
+
+    for groups in (8, 256):
+        yield from scale_per_group_case(300, 500, groups)
+    yield from scale_per_group_case(512, 1024, 8)
     for fmt in (FP8_1X128, NVFP4_1X16):
         yield from quantize_case(fmt, 512, 1024, 8)
         yield from quantize_case(fmt, 512, 1024, 257)

@@ -46,7 +46,7 @@ copies_asked = pytest.mark.parametrize("copies", COPIES, ids=("rowwise", "column
 
 def options_of(fmt, copies, padded: bool) -> tuple:
     """`CastOptions` as a schema has them."""
-    return fmt.name, *copies, False, padded, 0, False
+    return fmt.name, *copies, False, padded, 0, False, False
 
 
 def quantize(x: torch.Tensor, fmt):
@@ -70,6 +70,7 @@ def test_quantize(fmt, shape, copies):
 @shapes
 def test_tensor_amax_bits(shape, dtype):
     opcheck(library.tensor_amax_bits.default, (random_tensor(*shape, dtype=dtype), "auto"))
+    opcheck(library.matrix_amax_bits.default, (random_tensor(3, *shape, dtype=dtype), "auto"))
 
 
 @pytest.mark.parametrize("amax", (0.0, 3.5), ids=str)
@@ -169,7 +170,7 @@ GROUP_ENDS = {"ragged": ((3, 3, 20), 33), "a token": ((1,), 1), "none": ((0, 0),
 def test_grouped_amax_bits(ends, tokens):
     opcheck(
         library.grouped_amax_bits.default,
-        (torch.randn(tokens, 48, dtype=torch.bfloat16), torch.tensor(ends, dtype=torch.int32), "auto"),
+        (torch.randn(tokens, 48, dtype=torch.bfloat16), torch.tensor(ends, dtype=torch.int32), False, "auto"),
     )
 
 
@@ -179,7 +180,7 @@ def test_grouped_amax_bits(ends, tokens):
 def test_grouped_quantize(fmt, ends, tokens, copies):
     dh, gate, up = (torch.randn(tokens, 48, dtype=torch.bfloat16) for _ in range(3))
     ends, options = torch.tensor(ends, dtype=torch.int32), options_of(fmt, copies, True)
-    amax = library.grouped_amax_bits(gate, ends, "auto") if fmt.has_global_scale else None
+    amax = library.grouped_amax_bits(gate, ends, False, "auto") if fmt.has_global_scale else None
     opcheck(library.grouped_quantize.default, (gate, amax, *options, ends, None, "reference"))
     if fmt is FP8_1X128:
         tables = library.group_tables(ends, tokens, fmt.name, "reference")
@@ -225,10 +226,10 @@ def test_permute(tokens, weighted):
 def test_randomized_quantize(tokens, grouped):
     x, key = random_tensor(tokens, 40), torch.tensor([1, 2, 3, 5])
     groups = (torch.tensor([tokens // 2, tokens], dtype=torch.int32) if grouped else None, None)
-    opcheck(library.hadamard_amax_bits.default, (x, hadamard_number(True), *groups, "reference"))
+    opcheck(library.hadamard_amax_bits.default, (x, hadamard_number(True), *groups, False, "reference"))
     place = 1, 0, 2, -1
     for columnwise, hadamard, rounded in ((False, 0, True), (True, 0, True), (True, hadamard_number(True), False)):
-        options = NVFP4_1X16.name, not columnwise, columnwise, False, True, hadamard, True
+        options = NVFP4_1X16.name, not columnwise, columnwise, False, True, hadamard, True, False
         bits = torch.ones(()).view(torch.int32), key if rounded else None
         opcheck(library.randomized_quantize.default, (x, bits[0], *options, *groups, bits[1], *place, "reference"))
 
@@ -244,7 +245,16 @@ def test_take_key():
     assert key.tolist() == [before[0], before[1], before[2] + 1, before[3]] and key._version == version
 
 
-CHECKED = {"quantize", "quantize_both", "tensor_amax_bits", "global_scale", "dequantize", "transpose", "matmul"}
+CHECKED = {
+    "quantize",
+    "quantize_both",
+    "tensor_amax_bits",
+    "matrix_amax_bits",
+    "global_scale",
+    "dequantize",
+    "transpose",
+    "matmul",
+}
 CHECKED |= {"add_matmul_", "norm_statistics", "normalize", "norm_quantize"}
 CHECKED |= {"grouped_matmul", "add_grouped_matmul_"}
 CHECKED |= {"grouped_quantize", "grouped_amax_bits", "group_tables", "permute", "unpermute", "unpermute_backward"}

@@ -143,7 +143,7 @@ def test_rounding_is_right_in_the_mean(backend, device):
 def test_amaxes_lie_in_memory_of_their_own(backend, device):
     """As compilers hold them to: an amax behind another one is not aligned as an allocation is."""
     amaxes = hadamard_amax_bits_op(
-        random_tensor(40, 64, device=device), hadamard_number(True), None, ops.get_backend(backend)
+        random_tensor(40, 64, device=device), hadamard_number(True), None, False, ops.get_backend(backend)
     )
     assert all(amax.storage_offset() == 0 for amax in amaxes)
     assert len({amax.untyped_storage().data_ptr() for amax in amaxes}) == 2

@@ -19,23 +19,41 @@ def _cases(target: int):
     import torch
 
     from torchao_blockwise.formats import NVFP4_1X16, CastOptions, Groups, Place, hadamard_number
+    from torchao_blockwise.ops.quantization import kernels_amax as amax
     from torchao_blockwise.ops.randomization import kernels_triton as kernels
 
     number, bits, key = hadamard_number(True), torch.ones(()).view(torch.int32), torch.zeros(4, dtype=torch.int64)
     whole = Place()
     ends = Groups(torch.zeros(8, dtype=torch.int32))
 
-    def case(name, m, k, dtype, groups=None, rowwise=False, hadamard=0, key=None, place=whole, four=False):
+    def case(name, m, k, dtype, groups=None, rowwise=False, hadamard=0, key=None, place=whole, four=False, bits=bits):
         x = torch.zeros(m, k, dtype=dtype)
         options = CastOptions(NVFP4_1X16, rowwise, not rowwise, padded=True, hadamard=hadamard, four_over_six=four)
-        label = f"{name} {m}x{k} {str(dtype)[6:]}" + " groups" * (groups is not None)
+        label = f"{name} {m}x{k} {str(dtype)[6:]}" + " groups" * (groups is not None) + " with scales" * bits.dim()
         return label, lambda: kernels.quantize(x, bits, options, groups, key, place)
 
+    def amaxes_case(m, k, dtype, experts):
+        x, ends = torch.zeros(m, k, dtype=dtype), torch.zeros(experts, dtype=torch.int32)
+        label = f"{m}x{k} {str(dtype)[6:]} {experts} groups with scales"
+        yield f"amaxes {label}", lambda: kernels.amaxes(x, number, Groups(ends), True)
+        yield f"amaxes of groups {label}", lambda: amax.grouped_amax_bits(x, ends, True)
+        yield f"amaxes of matrices {label}", lambda: amax.matrix_amax_bits(x.view(2, m // 2, k))
+        yield f"scales {label}", lambda: amax.global_scale(torch.ones(experts).view(torch.int32), 448.0)
+
+    for experts in (8, 256):
+        yield from amaxes_case(512, 1024, torch.bfloat16, experts)
+    of_each = {"bits": torch.ones(8).view(torch.int32), "groups": ends}
+    for dtype, four in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
+        how = {"four": four, **of_each}
+        yield case("transformed", 512, 1024, dtype, hadamard=number, **how)
+        yield case("both", 512, 1024, dtype, hadamard=number, key=key, **how)
+        yield case("rowwise", 512, 1024, dtype, rowwise=True, key=key, **how)
+        yield case("nearest", 512, 1024, dtype, rowwise=True, **how)
     for groups in (None, ends):
         for m, k in ((512, 1024), (528, 1024), (531, 1024)):
             x = torch.zeros(m, k, dtype=torch.bfloat16)
             label = f"amaxes {m}x{k} bfloat16" + " groups" * (groups is not None)
-            yield label, lambda x=x, groups=groups: kernels.amaxes(x, number, groups)
+            yield label, lambda x=x, groups=groups: kernels.amaxes(x, number, groups, False)
             for dtype in (torch.bfloat16, torch.float32) if m == 512 else (torch.bfloat16,):
                 yield case("transformed", m, k, dtype, groups, hadamard=number)
                 yield case("both", m, k, dtype, groups, hadamard=number, key=key)

@@ -313,6 +313,11 @@ def test_refuses_what_names_no_groups(groups):
         NVFP4TrainingConfig(scale_groups=groups)
 
 
+def test_refuses_a_scale_an_expert_beside():
+    with pytest.raises(ValueError, match="scale_per_expert each expert its own; take one of them"):
+        NVFP4TrainingConfig(scale_groups=True, scale_per_expert=True)
+
+
 def test_formats_without_a_tensor_scale_have_no_option():
     with pytest.raises(TypeError, match="no option 'scale_groups'"):
         BlockwiseFP8TrainingConfig(scale_groups=True)

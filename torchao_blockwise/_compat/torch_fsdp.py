@@ -107,8 +107,9 @@ class FsdpParameter(NamedTuple):
     """A parameter as FSDP2 shards it: of dim `dim` this rank holds [rank · ⌈n / ranks⌉, ...) in `local`.
 
     shape: of what the group holds together. dtype: what the mixed precision policy gathers in. mesh_ranks: every rank
-    that shards or replicates it. modules: those that hold the very parameter. split_groups: over which tensor
-    parallelism has split what the groups of FSDP2 hold. offloaded: its policy keeps the shard on the CPU.
+    that shards or replicates it. modules: those that hold the very parameter. split_groups, split_dims: over which
+    tensor or expert parallelism has split what the groups of FSDP2 hold, and in which dim each. offloaded: its policy
+    keeps the shard on the CPU.
     """
 
     source: FSDPParam
@@ -124,6 +125,7 @@ class FsdpParameter(NamedTuple):
     modules: tuple[torch.nn.Module, ...]
     split_groups: tuple[torch.distributed.ProcessGroup, ...]
     offloaded: bool
+    split_dims: tuple[int, ...] = ()
 
     @property
     def local(self) -> torch.Tensor:
@@ -197,6 +199,11 @@ def _described(p: FSDPParam, names: Mapping[torch.Tensor, str]) -> FsdpParameter
     mesh: Any = p.mesh_info
     dtensor: Any = p.sharded_param
     sharded = hasattr(mesh, "shard_process_group")
+    split = [
+        (dtensor.device_mesh.get_group(i), placement.dim)
+        for i, placement in enumerate(dtensor.placements)
+        if i >= mesh.mesh.ndim and placement.is_shard()
+    ]
     return FsdpParameter(
         source=p,
         name=p._param_fqn or names.get(p.sharded_param, info.param_name),
@@ -209,12 +216,9 @@ def _described(p: FSDPParam, names: Mapping[torch.Tensor, str]) -> FsdpParameter
         dtype=p.mp_policy.param_dtype or p.sharded_param.dtype,
         device=p.device,
         modules=(info.module, *info.shared_modules),
-        split_groups=tuple(
-            dtensor.device_mesh.get_group(i)
-            for i, placement in enumerate(dtensor.placements)
-            if i >= mesh.mesh.ndim and placement.is_shard()
-        ),
+        split_groups=tuple(group for group, _ in split),
         offloaded=p.offload_to_cpu,
+        split_dims=tuple(dim for _, dim in split),
     )
 
 

@@ -167,6 +167,11 @@ def _chosen(op: str, model: nn.Module, format: str) -> Any:
                     f"{op}: {name} trains with scales that are no powers of two, and {chosen.NAME} holds such alone; "
                     f"convert the model with power_of_2_scales=True, or export it as {fp8_block.NAME}"
                 )
+            if weight.dim() > 2 and _has_scales_of_experts(weight):
+                raise ValueError(
+                    f"{op}: each expert of {name} trains with a tensor scale of its own (scale_per_expert), and "
+                    "engines run all experts with one; unconvert(model), and convert it with scale_per_expert=False"
+                )
             found += 1
     if not found:
         raise ValueError(
@@ -229,6 +234,12 @@ def _is_quantized(held: torch.Tensor) -> bool:
 
 def _values(weight: Any) -> torch.Tensor:
     return weight.hp if isinstance(weight, MasterWeightTensor) else weight.dequantize()
+
+
+def _has_scales_of_experts(weight: Any) -> bool:
+    if isinstance(weight, QuantizedTensor):
+        return weight.global_scale is not None and weight.global_scale.dim() > 0
+    return bool(weight.config.scale_per_expert)
 
 
 def _has_power_of_2_scales(weight: Any) -> bool:

@@ -113,7 +113,14 @@ def _randomized_cases(x: torch.Tensor, groups: Groups | None, fmt: BlockFormat) 
     in_groups = " in groups" * (groups is not None)
     rowwise, columnwise = CastOptions(fmt), CastOptions(fmt, False, True, padded=True, hadamard=number)
     return [
-        Case(randomization.hadamard_amax_bits_op, fmt.name + in_groups, (x, number, groups)),
+        *(
+            Case(
+                randomization.hadamard_amax_bits_op,
+                f"{fmt.name}{in_groups}{', one each' * per_group}",
+                (x, number, groups, per_group),
+            )
+            for per_group in ((False, True) if in_groups else (False,))
+        ),
         Case(randomization.randomized_quantize_op, f"{fmt.name}{in_groups}", (x, bits, rowwise, groups, key, Place())),
         Case(
             randomization.randomized_quantize_op,
@@ -172,9 +179,49 @@ def _group_cases(
         Case(grouped.add_grouped_matmul_op, by_token, (main_grad, a, b, groups), exact=False),
     ]
     if fmt.has_global_scale:
-        found.append(Case(grouped_quantization.grouped_amax_bits_op, fmt.name, (x, ends)))
+        found.append(Case(grouped_quantization.grouped_amax_bits_op, fmt.name, (x, ends, False)))
         found += _randomized_cases(x, groups, fmt)
+        found += _scaled_group_cases(x, dy, experts, ends, groups, (fmt, weight_fmt))
     return found
+
+
+def _scaled_group_cases(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    experts: torch.Tensor,
+    ends: torch.Tensor,
+    groups: Groups,
+    formats: tuple[BlockFormat, BlockFormat],
+) -> list[Case]:
+    """Of groups, and of experts, that have a tensor scale each."""
+    fmt, weight_fmt = formats
+    options = CastOptions(fmt, True, True, padded=True, scale_per_group=True)
+    each = torch.arange(1, len(ENDS) + 1, device=x.device).float()
+    key, name = torch.tensor([1, 2, 3, 5], device=x.device), f"{fmt.name}, a scale each"
+    a, b = (
+        grouped_quantize(t, groups, fmt, columnwise=True, scale_per_group=True, backend="reference") for t in (dy, x)
+    )
+    w = quantize(experts, weight_fmt, scale_per_group=True, backend="reference").rowwise
+    by_row, by_token = (b.rowwise, w, groups, "m"), (a.columnwise, b.columnwise, groups, "k")
+    weight = experts, each.view(torch.int32), CastOptions(weight_fmt, scale_per_group=True)
+    rowwise, columnwise = (options._replace(rowwise=row, columnwise=not row) for row in (True, False))
+    return [
+        Case(grouped_quantization.grouped_amax_bits_op, name, (x, ends, True)),
+        Case(quantization.matrix_amax_bits_op, weight_fmt.name, (experts,)),
+        Case(quantization.global_scale_op, name, (each.view(torch.int32), fmt.scale_max)),
+        Case(quantization.quantize_op, f"{weight_fmt.name} of experts, a scale each", weight),
+        Case(grouped_quantization.grouped_quantize_op, name, (x, each.view(torch.int32), options, groups)),
+        *(
+            Case(
+                randomization.randomized_quantize_op,
+                f"{name}{' columnwise' * one.columnwise}",
+                (x, each.view(torch.int32), one, groups, key, Place(operand=int(one.columnwise))),
+            )
+            for one in (rowwise, columnwise)
+        ),
+        Case(grouped.grouped_matmul_op, f"{name}, by row", (*by_row, torch.bfloat16), exact=False),
+        Case(grouped.grouped_matmul_op, f"{name}, by token", (*by_token, torch.bfloat16), exact=False),
+    ]
 
 
 def _used_entries(entries: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:

@@ -202,12 +202,19 @@ class NumericsMonitor:
                         values,
                         fmt,
                         power_of_2_scales=config.power_of_2_scales,
-                        tensor_amax=weight_amax(values, values, over) if fmt.has_global_scale else None,
+                        scale_per_group=config.scale_per_expert,
+                        tensor_amax=self._amax_of_weight(values, over, config),
                         backend=ops.casting_backend(config.backend),
                     ).rowwise
                     if layer.name in self._owned:
                         found, _ = statistics.tally(values, copy, order)
                         self._tallies.add(layer.name, WEIGHT, name, found)
+
+    def _amax_of_weight(self, values: torch.Tensor, over: str, config: TrainingConfig) -> torch.Tensor | None:
+        if not config.weight_format.has_global_scale or (config.scale_per_expert and values.dim() > 2):
+            # Ranks hold whole experts, which have scales of their own.
+            return None
+        return weight_amax(values, values, over)
 
     def _see(self, weight: Any, x: torch.Tensor, how: Contraction) -> SeesGradient | None:
         index = self._index.find(weight)

@@ -14,6 +14,7 @@ import torch
 from torchao_blockwise.formats import BlockFormat, Groups, Operand
 from torchao_blockwise.ops.dequantization.reference import decode_blocks
 from torchao_blockwise.ops.groups.ends import clamped_ends, padded_rows
+from torchao_blockwise.ops.groups.quantization.reference import amax_of_grid
 
 # Indices into the three tensors of a tally. After the last count comes the histogram of scales.
 ELEMENTS, ZEROS, UNDERFLOWS, SATURATED, NONFINITE, HISTOGRAM = range(6)
@@ -95,14 +96,22 @@ def tally(
 def _operands(copy: Operand, batch: int) -> Iterator[Operand]:
     """Of each matrix in a batch."""
     qdata, scale = (t[None] if t.dim() == 2 else t.flatten(0, -3) for t in (copy.qdata, copy.scale))
+    # One of all matrices, or of each.
+    of_matrices = copy.global_scale if copy.qdata.dim() > 2 and copy.global_scale is not None else None
+    each = None if of_matrices is None or not of_matrices.dim() else of_matrices.flatten()
     for index in range(batch):
-        yield copy._replace(qdata=qdata[index], scale=scale[index])
+        one = copy._replace(qdata=qdata[index], scale=scale[index])
+        yield one if each is None else one._replace(global_scale=each[index])
 
 
 def _tally_matrix(
     x: torch.Tensor, copy: Operand, order: int, columnwise: bool, groups: Groups | None, result: Tally
 ) -> TokenSquares:
     """Add x [M, K] to `result`."""
+    if groups is not None and copy.global_scale is not None:
+        # As it meets the grid of block scales.
+        of_grid = amax_of_grid(copy.global_scale, x.shape[0], groups.ends, copy.format.block[1], columnwise)
+        copy = copy._replace(global_scale=of_grid)
     fmt, source, in_groups = copy.format, None, None
     if groups is not None and columnwise:
         source = padded_rows(groups.ends, x.shape[0], fmt.block[1])
@@ -149,7 +158,12 @@ def _decode(copy: Operand, start: int, rows: int, columns: int) -> tuple[torch.T
     held = qdata.shape[-1] * fmt.element.per_byte
     decoded = decode_blocks(qdata, scale, fmt, held)[:, :columns]
     is_largest = fmt.element.decode(qdata, held)[:, :columns].abs() == fmt.element.max
-    return (decoded if copy.global_scale is None else decoded * copy.global_scale), is_largest
+    factor = copy.global_scale
+    if factor is not None and factor.dim() == 1:
+        factor = factor.repeat_interleave(fmt.block[1])[:columns]
+    elif factor is not None and factor.dim() == 2:
+        factor = factor[start : start + rows]
+    return (decoded if factor is None else decoded * factor), is_largest
 
 
 def _add(
@@ -178,12 +192,13 @@ def _add(
 
 def _add_scales(result: Tally, copy: Operand) -> None:
     """Block scales as they decode; those of blocks of zeros, padding among them, are in bin 0 and no extremes."""
-    scale = copy.scale.float().flatten()
+    scale = copy.scale.float()
     if not scale.numel():
         return
-    is_zero = scale <= _scale_of_zeros(copy.format, scale)
+    is_zero = (scale <= _scale_of_zeros(copy.format, scale)).flatten()
     if copy.global_scale is not None:
         scale = scale * copy.global_scale
+    scale = scale.flatten()
     bits = (scale.view(torch.int32) & _MAGNITUDE).long()
     bins = (bits >> _MANTISSA_BITS).masked_fill(is_zero, 0)
     result.counts[HISTOGRAM:].scatter_add_(0, bins, torch.ones_like(bins))

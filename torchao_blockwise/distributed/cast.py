@@ -58,6 +58,7 @@ class Part(NamedTuple):
     target: contiguous bytes of the payload, as `partial_cast_` writes them by `into`; may be None without values.
     scale: an entry a block of the whole weight, contiguous; with one more, of no meaning, where other
         tensors share the global scale: for their amax.
+    global_scale: f32 of one element, or of one for each matrix [N, K] of the weight.
     split_groups: groups of ranks over which tensor parallelism has split the tensor that has the global scale.
     scale_group: the weights that share the global scale.
     """

@@ -107,8 +107,9 @@ class ExpertParallel(ParallelStyle):
     [E]: `SwiGLUExperts` is one. After it, a rank holds E / ranks of the experts as DTensors, the module is still called
     with a rank's tokens of all experts, and returns their results. `quantize_` comes first, `fully_shard` after it.
 
-    What an expert computes does not depend on the ranks, bit for bit, in FP8. In NVFP4 the tensor scale of a weight is
-    that of all experts, that of activations comes from the tokens that a rank has received.
+    What an expert computes does not depend on the ranks, bit for bit, in FP8, and in NVFP4 with `scale_per_expert`.
+    Else in NVFP4 the tensor scale of a weight is that of all experts, and that of activations comes from the tokens
+    that a rank has received.
     Raises ValueError for a parameter that is not [E, ..], a mesh of several dims, or fewer experts than all ranks need.
     Source: GShard (arXiv 2006.16668), §3.2.
     """
@@ -146,6 +147,11 @@ class ExpertParallel(ParallelStyle):
         return module
 
 
+def _shares_scale(weight: MasterWeightTensor) -> bool:
+    """Whether the experts of all ranks have one tensor scale."""
+    return weight.config.weight_format.has_global_scale and not weight.config.scale_per_expert
+
+
 class _Exchange:
     """The hooks of a module of experts around its forward pass."""
 
@@ -158,7 +164,7 @@ class _Exchange:
         group = self.mesh.get_group()
         for parameter in module.parameters(recurse=False):
             local = _compat.local_of(parameter)
-            if isinstance(local, MasterWeightTensor) and local.config.weight_format.has_global_scale:
+            if isinstance(local, MasterWeightTensor) and _shares_scale(local):
                 weight_operands.split_over(local.hp, group)
         tokens, own_ends, self.journey = dispatch_tokens(x, group_ends, group)
         return tokens, own_ends

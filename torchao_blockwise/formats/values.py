@@ -14,7 +14,8 @@ class Operand(NamedTuple):
     """A tensor quantized block by block: x ≈ qdata · scale [· global_scale].
 
     qdata: payload [.., M, packed(K)], blocks along K. scale: the stored grid of block scales.
-    global_scale: f32 scalar, or None where the format has none.
+    global_scale: f32 scalar; with a scale for each matrix [M, K] f32 [..], for each group of tokens f32 [E], which only
+        who has the groups can decode; None where the format has none.
     format_name: which registered format it is; a string, because compilers know strings and no other objects.
     """
 
@@ -54,6 +55,8 @@ class CastOptions(NamedTuple):
     hadamard: NVFP4 only; the columnwise copy is that of the transform which `formats.hadamard_number` gives the number
         of; 0 for none. It is whole chunks of 16 tokens wide, the last one filled with zeros, and so is not `padded`.
     four_over_six: NVFP4 in 1×16 only; each block takes of two scales the one with the smaller error.
+    scale_per_group: NVFP4 only; each group of tokens has a tensor scale of its own, and so has, without groups, each
+        matrix [M, K] of a tensor [.., M, K]. Else the whole tensor has one.
     """
 
     fmt: BlockFormat
@@ -63,6 +66,7 @@ class CastOptions(NamedTuple):
     padded: bool = False
     hadamard: int = 0
     four_over_six: bool = False
+    scale_per_group: bool = False
 
     @property
     def scale_max(self) -> float:

@@ -29,7 +29,7 @@ from torchao_blockwise.nn.weight_products import (
 )
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
 from torchao_blockwise.ops.op import define_op, show_inside
-from torchao_blockwise.ops.operands import new_copies
+from torchao_blockwise.ops.operands import new_copies, tensor_scales_shape
 from torchao_blockwise.tensors import QuantizedTensor, TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over
 
@@ -38,8 +38,8 @@ def cast_options(config: TrainingConfig | Recipe, rowwise: bool, columnwise: boo
     """How a layer of this config quantizes an activation or its gradient."""
     hadamard = config.hadamard_number if columnwise else 0
     power_of_2 = config.power_of_2_scales
-    four_over_six = config.four_over_six
-    return CastOptions(config.activation_format, rowwise, columnwise, power_of_2, True, hadamard, four_over_six)
+    rounding = config.four_over_six, config.scale_per_expert
+    return CastOptions(config.activation_format, rowwise, columnwise, power_of_2, True, hadamard, *rounding)
 
 
 def operand_of(tensors: Sequence[torch.Tensor], config: TrainingConfig) -> Operand:
@@ -204,6 +204,7 @@ def _recipe(how: Contraction) -> Recipe:
         config.power_of_2_scales,
         config.hadamard_number,
         config.four_over_six,
+        config.scale_per_expert,
         how.transposed,
         get_backend(config.backend),
     )
@@ -255,7 +256,8 @@ def quantized_output_op(
     fmt = recipe.activation_format
     options = cast_options(recipe, False, True)
     copy = new_copies(x, tuple(x.shape), options, groups).columnwise
-    return [out, copy.qdata, copy.scale, *([x.new_empty((), dtype=torch.float32)] if fmt.has_global_scale else [])]
+    scales = [x.new_empty(tensor_scales_shape(x, options, groups), dtype=torch.float32)]
+    return [out, copy.qdata, copy.scale, *(scales if fmt.has_global_scale else [])]
 
 
 # Policies of selective checkpointing save or drop an operation's results together. They see the two that it is made of,

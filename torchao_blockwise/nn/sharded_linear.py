@@ -162,8 +162,8 @@ def _amax_groups(weight: Any, plan: list[_Plan]) -> AmaxGroups:
     return AmaxGroups(*(_groups(mesh, of_tensor) for of_tensor in placements))
 
 
-def _groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> str:
-    return group_names([mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard()])
+def _groups(mesh: DeviceMesh, placements: Sequence[Placement | None]) -> str:
+    return group_names([mesh.get_group(i) for i, p in enumerate(placements) if p is not None and p.is_shard()])
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
@@ -196,10 +196,17 @@ class _LocalWeight(torch.autograd.Function):
 
 
 def own_part(weight: Any) -> tuple[torch.Tensor, str]:
-    """(what this rank holds of a weight, whose gradient comes split as it is; the groups over which it is split)."""
-    if _compat.local_of(weight) is weight:
+    """(what this rank holds of a weight, whose gradient comes split as it is; the groups over which it is split).
+
+    Experts with tensor scales of their own are not split where ranks hold other experts.
+    """
+    local = _compat.local_of(weight)
+    if local is weight:
         return weight, ""
-    return _LocalWeight.apply(weight, weight.placements), _groups(weight.device_mesh, weight.placements)
+    config = getattr(local, "config", None)
+    apart = weight.dim() - 2 if config is not None and config.scale_per_expert else 0
+    placements = [None if any(p.is_shard(dim) for dim in range(apart)) else p for p in weight.placements]
+    return _LocalWeight.apply(weight, weight.placements), _groups(weight.device_mesh, placements)
 
 
 class _Summand(torch.autograd.Function):

@@ -36,6 +36,7 @@ class Recipe(NamedTuple):
     power_of_2_scales: bool
     hadamard_number: int
     four_over_six: bool
+    scale_per_expert: bool
     transposed: bool
     backend: Backend
 
@@ -108,7 +109,8 @@ def weight_product(
     payload = _payload_of(weight, config)
     if payload is None:
         values = weight.values if isinstance(weight, WeightValues) else values_of(weight)
-        recipe = config.weight_format, config.power_of_2_scales, columnwise, how.split.weight, how.rounded_to
+        options = config.weight_format, config.power_of_2_scales, config.scale_per_expert
+        recipe = *options, columnwise, how.split.weight, how.rounded_to
         return master_matmul_op(a, values, *recipe, dtype, bias, groups, products_by)
     b, columns = payload
     if columnwise:
@@ -144,6 +146,7 @@ def master_matmul(
     hp: torch.Tensor,
     fmt: BlockFormat,
     power_of_2_scales: bool,
+    scale_per_group: bool,
     columnwise: bool,
     amax_groups: str,
     rounded_to: torch.dtype | None,
@@ -161,6 +164,7 @@ def master_matmul(
         backend=ops.casting_backend(products_by),
         amax_groups=amax_groups,
         rounded_to=rounded_to,
+        scale_per_group=scale_per_group,
     )
     return _product(a, b, out_dtype, bias, groups, products_by)
 
@@ -202,6 +206,7 @@ def master_matmul_op(
     hp: torch.Tensor,
     fmt: BlockFormat,
     power_of_2_scales: bool,
+    scale_per_group: bool,
     columnwise: bool,
     amax_groups: str,
     rounded_to: torch.dtype | None,

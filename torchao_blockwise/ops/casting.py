@@ -24,7 +24,7 @@ from torchao_blockwise.ops.backend import Backend, get_backend
 from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
 from torchao_blockwise.ops.groups.quantization import amax_bits_of, grouped_quantize_op
 from torchao_blockwise.ops.op import with_global_scale, without_grad
-from torchao_blockwise.ops.operands import check_dtype, check_options, check_tensor_amax
+from torchao_blockwise.ops.operands import check_dtype, check_options, check_tensor_amax, tensor_scales_shape
 from torchao_blockwise.ops.quantization import global_scale_op, quantize_both_op, quantize_op, scaling_backend
 from torchao_blockwise.ops.randomization import checked_draws, randomized_copies
 
@@ -39,6 +39,7 @@ def quantize(
     hadamard: bool | Sequence[int] = False,
     stochastic: StochasticRounding | None = None,
     four_over_six: bool = False,
+    scale_per_group: bool = False,
     tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     padded: bool = False,
     backend: Backend | str | None = None,
@@ -58,8 +59,9 @@ def quantize(
         `StochasticRounding`. Both are for x [M, K].
     four_over_six: NVFP4_1X16 only; each block's largest value becomes 6 or, by a scale 1.5 times as large, 4, whichever
         has the smaller error once the block is rounded to nearest. The tensor scale is amax / (6 · 256).
+    scale_per_group: NVFP4 only; each matrix [M, K] of `x` has a tensor scale of its own: global_scale f32 [..].
     tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar;
-        with `hadamard` two, that of the tensor and that of its transform.
+        with `scale_per_group` f32 [..]; with `hadamard` two, that of the tensor and that of its transform.
     padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 32: for products of two such
         copies, to which they add nothing. Without it, M that is no such multiple costs a copy.
     backend: AUTO (default), or one by name.
@@ -72,7 +74,7 @@ def quantize(
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3; NVFP4 pretraining (arXiv 2509.25149).
     """
     fmt, number = get_format(fmt), hadamard_number(hadamard)
-    options = CastOptions(fmt, rowwise, columnwise, power_of_2_scales, padded, number, four_over_six)
+    options = CastOptions(fmt, rowwise, columnwise, power_of_2_scales, padded, number, four_over_six, scale_per_group)
     draws = checked_draws("quantize", options, stochastic, x.device)
     return quantize_by(x, options, tensor_amax=tensor_amax, draws=draws, backend=backend)
 
@@ -88,6 +90,7 @@ def grouped_quantize(
     hadamard: bool | Sequence[int] = False,
     stochastic: StochasticRounding | None = None,
     four_over_six: bool = False,
+    scale_per_group: bool = False,
     tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     backend: Backend | str | None = None,
 ) -> Copies:
@@ -103,7 +106,10 @@ def grouped_quantize(
         columns after the last group are zeros. Scales as there, FP8 [P/B, K], NVFP4 [K, P/B].
     power_of_2_scales, hadamard, stochastic, four_over_six, backend: as in `quantize`; each group has the bits that it
         has by itself.
-    tensor_amax: NVFP4 only, as in `quantize`; without it the amax is that of the rows in groups.
+    scale_per_group: NVFP4 only; each group has a tensor scale of its own, of each copy: global_scale f32 [E], from the
+        amax of the group's rows, or of their transform; 1 for an empty group. Rows after the last group have none.
+    tensor_amax: NVFP4 only, as in `quantize`; without it the amax is that of the rows in groups. With `scale_per_group`
+        f32 [E].
     Every byte is defined. The host reads nothing back: shapes and launches follow from M and E alone. Bits do not
     depend on the backend. Not differentiable.
 
@@ -113,7 +119,8 @@ def grouped_quantize(
     exist.
     """
     number = hadamard_number(hadamard)
-    options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, False, number, four_over_six)
+    fmt = get_format(fmt)
+    options = CastOptions(fmt, rowwise, columnwise, power_of_2_scales, False, number, four_over_six, scale_per_group)
     draws = checked_draws("grouped_quantize", options, stochastic, x.device)
     return quantize_by(x, options, as_groups(groups), tensor_amax=tensor_amax, draws=draws, backend=backend)
 
@@ -155,7 +162,7 @@ def _from_one_read(
 ) -> Copies:
     """The copies of `x` that are rounded to nearest and not transformed, with the tensor scale where there is one."""
     check_options(op, options)
-    check_tensor_amax(op, options.fmt, tensor_amax)
+    check_tensor_amax(op, options.fmt, tensor_amax, tensor_scales_shape(x, options, groups))
     (x,) = without_grad(x)  # type: ignore[assignment]  # no None
     others: tuple[Groups | Backend, ...] = (backend,) if groups is None else (groups, backend)
     if groups is not None:
@@ -165,6 +172,9 @@ def _from_one_read(
     if not options.fmt.has_global_scale:
         return cast(x, None, options, *others)
     scaled_by = scaling_backend(backend)
-    amax_bits = amax_bits_of(x, groups, scaled_by) if tensor_amax is None else tensor_amax.view(torch.int32)
+    if tensor_amax is None:
+        amax_bits = amax_bits_of(x, groups, options.scale_per_group, scaled_by)
+    else:
+        amax_bits = tensor_amax.view(torch.int32)
     global_scale = global_scale_op(amax_bits, options.scale_max, scaled_by)
     return with_global_scale(cast(x, amax_bits, options, *others), global_scale)

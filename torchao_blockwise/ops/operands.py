@@ -52,17 +52,30 @@ def check_options(op: str, options: CastOptions) -> None:
         raise ValueError(f"{op}: hadamard is for {NVFP4_1X16.name}, got {fmt.name}; leave it out")
     if options.four_over_six and fmt.name != NVFP4_1X16.name:
         raise ValueError(f"{op}: four_over_six is for {NVFP4_1X16.name}, got {fmt.name}; leave it out")
+    if options.scale_per_group and not fmt.has_global_scale:
+        raise ValueError(f"{op}: scale_per_group is for tensor scales, which {fmt.name} has not; leave it out")
     if options.hadamard and not options.columnwise:
         raise ValueError(f"{op}: hadamard transforms the columnwise copy, which is not asked for; leave it out")
 
 
-def check_tensor_amax(op: str, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> None:
-    """Raise ValueError unless this is an amax to derive a tensor scale of `fmt` from, or None."""
+def check_tensor_amax(op: str, fmt: BlockFormat, tensor_amax: torch.Tensor | None, shape: tuple[int, ...] = ()) -> None:
+    """Raise ValueError unless this is an amax to derive a tensor scale of `fmt` from, or None.
+
+    shape: () where the tensor has one scale, else that of its scales.
+    """
     if tensor_amax is not None and not fmt.has_global_scale:
         raise ValueError(f"{op}: {fmt.name} has no tensor scale; leave tensor_amax out")
-    if tensor_amax is not None and (tensor_amax.dtype != torch.float32 or tensor_amax.dim() != 0):
+    if tensor_amax is not None and (tensor_amax.dtype != torch.float32 or tuple(tensor_amax.shape) != shape):
         got = f"{tensor_amax.dtype} of shape {list(tensor_amax.shape)}"
-        raise ValueError(f"{op}: tensor_amax must be a float32 scalar, got {got}")
+        wanted = f"{list(shape)} float32, one for each group" if shape else "a float32 scalar"
+        raise ValueError(f"{op}: tensor_amax must be {wanted}, got {got}")
+
+
+def tensor_scales_shape(x: torch.Tensor, options: CastOptions, groups: Groups | None) -> tuple[int, ...]:
+    """Shape of the tensor scales of `x` [.., M, K], or of its tokens in groups."""
+    if not options.scale_per_group:
+        return ()
+    return tuple(x.shape[:-2]) if groups is None else (groups.ends.shape[0],)
 
 
 def new_copies(x: torch.Tensor, shape: tuple[int, ...], options: CastOptions, groups: Groups | None = None) -> Copies:

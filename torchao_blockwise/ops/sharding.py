@@ -32,7 +32,14 @@ def shards_on_blocks(x: Spec, dim: int, fmt: BlockFormat, columnwise: bool) -> b
 
 
 def placements_of(x: Operand, qdata: Placement, scale: Placement) -> Operand:
-    """The placements of an operand's parts, as a DTensor rule gives them; a global scale is on every rank."""
+    """The placements of an operand's parts, as a DTensor rule gives them.
+
+    A global scale is on every rank, those of matrices where these are.
+    """
     from torch.distributed.tensor import Replicate
 
-    return Operand(qdata, scale, None if x.global_scale is None else Replicate(), None)  # type: ignore[arg-type]
+    of_tensor: Any = None
+    if x.global_scale is not None:
+        is_split = any(qdata.is_shard(dim) for dim in range(len(x.global_scale.shape)))
+        of_tensor = qdata if is_split else Replicate()
+    return Operand(qdata, scale, of_tensor, None)  # type: ignore[arg-type]

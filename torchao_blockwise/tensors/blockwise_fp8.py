@@ -86,6 +86,7 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         *,
         columns: int | None = None,
         dtype: torch.dtype | None = None,
+        global_scale: torch.Tensor | None = None,
     ) -> Self:
         return type(self)(qdata, scale, dtype or self.dtype, self.power_of_2_scales, self.config)
 

@@ -40,6 +40,7 @@ class TrainingConfig(AOBaseConfig):
     seed: ClassVar[int] = 0
     four_over_six: ClassVar[bool] = False
     scale_groups: ClassVar[bool | tuple[tuple[str, ...], ...]] = False
+    scale_per_expert: ClassVar[bool] = False
 
     save_activations: str = QUANTIZED
     master_weights: bool = True
@@ -63,7 +64,13 @@ class TrainingConfig(AOBaseConfig):
         if self.save_activations not in (QUANTIZED, "high_precision"):
             wanted = f"{QUANTIZED!r} or 'high_precision'"
             raise ValueError(f"{name}: save_activations must be {wanted}, got {self.save_activations!r}")
-        for field in ("master_weights", "power_of_2_scales", "stochastic_rounding", "four_over_six"):
+        for field in (
+            "master_weights",
+            "power_of_2_scales",
+            "stochastic_rounding",
+            "four_over_six",
+            "scale_per_expert",
+        ):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{name}: {field} must be True or False, got {getattr(self, field)!r}")
         if self.out_dtype not in (None, *HIGH_PRECISION_DTYPES):
@@ -140,10 +147,14 @@ class NVFP4TrainingConfig(TrainingConfig):
         have in common models, or tuples of the last parts of names, as (("to_q", "to_k"),); False (default) for a scale
         a weight. A product that reads a weight then reads the others too, for their amax; `weights_unchanged` and
         FSDP2, which quantize once, do so once.
+    scale_per_expert: each expert of a weight [E, N, K], and the tokens of each expert, have their own tensor scale.
+        An expert's bits then depend on its own values and tokens alone: under expert parallelism they are those of one
+        device, activations' too, and ranks exchange no amax for them. False (default): one for all of them. Layers
+        without experts are the same either way.
     Other fields as in `BlockwiseFP8TrainingConfig`, without power_of_2_scales (block scales are e4m3). Where there are
     no FP4 tensor cores, products are computed from decoded values in bf16 with fp32 accumulation. Keep the last blocks
     and the head in higher precision (`keep_last_blocks`, `skip_lm_head`). An activation has one tensor scale for the
-    whole batch: what a token is quantized to depends on the tokens beside it.
+    whole batch, or for the tokens of an expert: what a token is quantized to depends on the tokens beside it.
 
     Raises ValueError or TypeError for a value that cannot work.
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149); Four Over Six (arXiv 2512.02010).
@@ -158,10 +169,16 @@ class NVFP4TrainingConfig(TrainingConfig):
     seed: int = 0  # type: ignore[misc]
     four_over_six: bool = False  # type: ignore[misc]
     scale_groups: bool | tuple[tuple[str, ...], ...] = False  # type: ignore[misc]
+    scale_per_expert: bool = False  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "scale_groups", _checked_groups(type(self).__name__, self.scale_groups))
+        if self.scale_groups and self.scale_per_expert:
+            raise ValueError(
+                f"{type(self).__name__}: scale_groups gives weights one tensor scale, those of all experts too, and "
+                "scale_per_expert each expert its own; take one of them"
+            )
         if not isinstance(self.hadamard, bool):
             # So that a list is one too.
             object.__setattr__(self, "hadamard", tuple(self.hadamard))

@@ -43,9 +43,12 @@ def check_parts(
     if global_scale is None:
         fits = not fmt.has_global_scale
     else:
-        fits = fmt.has_global_scale and global_scale.dtype is torch.float32 and global_scale.dim() == 0
+        fits = fmt.has_global_scale and global_scale.dtype is torch.float32
+        # One of all, or of each matrix.
+        fits = fits and (global_scale.dim() == 0 or global_scale.shape == torch.Size(shape[:-2]))
     if not fits:
-        wanted = "a float32 scalar" if fmt.has_global_scale else "None"
+        each = f", or one for each matrix, {list(shape[:-2])}" if len(shape) > 2 else ""
+        wanted = f"a float32 scalar{each}" if fmt.has_global_scale else "None"
         got = "None" if global_scale is None else f"{global_scale.dtype} of shape {list(global_scale.shape)}"
         raise ValueError(f"{name}: global_scale in {fmt.name} must be {wanted}, got {got}; {_REMEDY}")
     if len(shape) < 2:

@@ -134,6 +134,12 @@ def source_for(op: str, x: QuantizedTensor, src: torch.Tensor) -> QuantizedTenso
         src = x._requantize(hp.to(x.dtype) if hp.dtype in HIGH_PRECISION_DTYPES else hp)
     if type(src) is not type(x) or src.fmt is not x.fmt:
         raise ValueError(f"{op}: formats differ, {x.fmt.name} from {src.fmt.name}; copy from source.dequantize()")
+    shapes = [None if y.global_scale is None else list(y.global_scale.shape) for y in (x, src)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"{op}: tensor scales differ, {shapes[0]} from {shapes[1]}: one of all experts, or one for each "
+            "(scale_per_expert); copy from source.dequantize()"
+        )
     if x.original is not None:
         if hp is not None and x.original.is_owned and hp.dtype == x.dtype and same_bits(hp, plain_values(x)):
             # What a state dict has of it: a checkpoint that comes after the optimizer's masters leaves those.

@@ -127,7 +127,11 @@ class MasterWeightTensor(TorchAOBaseTensor):
         """The operand that products use: `hp` quantized in `config.weight_format`, rowwise or columnwise."""
         config = self.config
         return weight_operand(
-            self.hp, config.weight_format, columnwise=columnwise, power_of_2_scales=config.power_of_2_scales
+            self.hp,
+            config.weight_format,
+            columnwise=columnwise,
+            power_of_2_scales=config.power_of_2_scales,
+            scale_per_group=config.scale_per_expert,
         )
 
     def fsdp_pre_all_gather(

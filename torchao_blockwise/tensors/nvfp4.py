@@ -23,7 +23,8 @@ _FORMATS: dict[tuple[int, ...], BlockFormat] = {fmt.block: fmt for fmt in (NVFP4
 class NVFP4Tensor(QuantizedTensor):
     """A tensor [.., N, K] stored in blocks of e2m1: x ≈ qdata · scale · global_scale, 4.03 bits an element at 16×16.
 
-    qdata: [.., N, ⌈K/2⌉] uint8, the even element in the low nibble. global_scale: f32 scalar.
+    qdata: [.., N, ⌈K/2⌉] uint8, the even element in the low nibble.
+    global_scale: f32 scalar; f32 [..] where each matrix [N, K], an expert, has its own.
     scale: e4m3 [.., ⌈N/16⌉, ⌈K/16⌉] for block_size (16, 16), [.., N, ⌈K/16⌉] for (1, 16).
     columns: K, which the payload alone does not tell where it is odd.
     config: how a layer with this weight trains; None is `NVFP4TrainingConfig`'s defaults, without
@@ -87,11 +88,14 @@ class NVFP4Tensor(QuantizedTensor):
         w: torch.Tensor,
         *,
         block_size: tuple[int, int] = (16, 16),
+        scale_per_expert: bool | None = None,
         config: TrainingConfig | None = None,
         tensor_amax: torch.Tensor | None = None,
     ) -> NVFP4Tensor:
         """Quantize `w` [.., N, K] bf16 | f16 | f32 in blocks of (16, 16) or (1, 16).
 
+        scale_per_expert: each matrix [N, K] has a tensor scale of its own, global_scale [..]; None (default) is as the
+            config says, without one False.
         tensor_amax: what the tensor scale comes from, f32 scalar, where it is that of other weights too; by default the
             amax of `w`.
         Raises TypeError for a dtype or a tensor that is quantized already, ValueError for a block size that does not
@@ -99,7 +103,9 @@ class NVFP4Tensor(QuantizedTensor):
         """
         check_quantizable(w, cls.__name__)
         fmt = _format_of(f"{cls.__name__}.from_hp", block_size)
-        q = ops.quantize(w.detach(), fmt, tensor_amax=tensor_amax).rowwise
+        if scale_per_expert is None:
+            scale_per_expert = config is not None and config.scale_per_expert
+        q = ops.quantize(w.detach(), fmt, scale_per_group=scale_per_expert, tensor_amax=tensor_amax).rowwise
         assert q.global_scale is not None
         return cls(q.qdata, q.scale, q.global_scale, w.shape[-1], fmt.block, w.dtype, config)
 
@@ -117,14 +123,17 @@ class NVFP4Tensor(QuantizedTensor):
         *,
         columns: int | None = None,
         dtype: torch.dtype | None = None,
+        global_scale: torch.Tensor | None = None,
     ) -> Self:
         columns = self.columns if columns is None else columns
-        made = type(self)(qdata, scale, self.global_scale, columns, self.block_size, dtype or self.dtype, self.config)
+        global_scale = self.global_scale if global_scale is None else global_scale
+        made = type(self)(qdata, scale, global_scale, columns, self.block_size, dtype or self.dtype, self.config)
         carry_key(self, made)
         return made
 
     def _requantize(self, hp: torch.Tensor) -> NVFP4Tensor:
-        return self.from_hp(hp, block_size=self.block_size, config=self.config)
+        per_expert = self.global_scale.dim() > 0
+        return self.from_hp(hp, block_size=self.block_size, scale_per_expert=per_expert, config=self.config)
 
 
 def _format_of(name: str, block_size: Sequence[int]) -> BlockFormat:

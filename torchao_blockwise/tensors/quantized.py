@@ -89,8 +89,12 @@ class QuantizedTensor(TorchAOBaseTensor):
         *,
         columns: int | None = None,
         dtype: torch.dtype | None = None,
+        global_scale: torch.Tensor | None = None,
     ) -> Self:
-        """A tensor like this one over other payload; `columns` is the logical last dim, default this one's."""
+        """A tensor like this one over other payload.
+
+        columns: the logical last dim, default this one's. global_scale: where it is another than this one's.
+        """
         raise NotImplementedError
 
     def _requantize(self, hp: torch.Tensor) -> QuantizedTensor:
@@ -172,6 +176,8 @@ class QuantizedTensor(TorchAOBaseTensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         rows, columns = self.fmt.block
         grad = ", requires_grad=True" if self.requires_grad else ""
+        per_expert = self.global_scale is not None and self.global_scale.dim() > 0
+        grad = f"{', scale_per_expert=True' * per_expert}{grad}"
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', "
             f"blocks={rows}x{columns}, bytes={self.nbytes}{grad})"

@@ -58,7 +58,7 @@ _COPIES = {aten.clone.default, aten.contiguous.default}
 class QuantizedShard(QuantizedTensor):
     """Rows of a quantized weight: qdata of these, scale and global_scale of the whole weight, alike on every rank.
 
-    qdata: [rows, .., K] of the format's storage. scale: grid of part.shape. global_scale: f32 scalar or None.
+    qdata: [rows, .., K] of the format's storage. scale: grid of part.shape. global_scale: f32, or None.
     part: which rows of which weight. dtype: that of the Parameter; values are rounded to part.dtype.
     """
 
@@ -149,7 +149,10 @@ class QuantizedShard(QuantizedTensor):
         scale = self.scale[self.part.start // block : -(-end // block)]
         if not self.numel():
             return torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
-        operand = Operand(framed, scale, self.global_scale, self.fmt.name)
+        global_scale = self.global_scale
+        if global_scale is not None and global_scale.dim():
+            global_scale = global_scale[self.part.start : end]
+        operand = Operand(framed, scale, global_scale, self.fmt.name)
         return ops.dequantize(operand, dtype=dtype or self.dtype, columns=self.shape[-1])[border:]
 
     def with_values(self, values: torch.Tensor) -> QuantizedShard:
@@ -170,6 +173,7 @@ class QuantizedShard(QuantizedTensor):
         *,
         columns: int | None = None,
         dtype: torch.dtype | None = None,
+        global_scale: torch.Tensor | None = None,
     ) -> Self:
         part = self.part
         if dtype is not None and part.dtype == self.dtype:

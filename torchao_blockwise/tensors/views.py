@@ -25,7 +25,9 @@ def _slice(
     end = max(start, end)
     if dim < x.dim() - 2:
         parts = func(x.qdata, dim, start, end, step), func(x.scale, dim, start, end, step)
-        return x._make(*parts)
+        of_matrices = _scale_of_matrices(x)
+        of_matrices = None if of_matrices is None else func(of_matrices, dim, start, end, step)
+        return x._make(*parts, global_scale=of_matrices)
     if step != 1:
         raise NotImplementedError(f"slice: steps other than 1 cut blocks, got step={step}; dequantize() first")
     axis = dim - x.dim()
@@ -65,7 +67,9 @@ def _select(func: Operation, x: QuantizedTensor, dim: int, index: int) -> Quanti
         raise NotImplementedError(
             f"select: dim {dim} runs through blocks; slice on their borders or dequantize() first"
         )
-    return x._make(func(x.qdata, dim, index), func(x.scale, dim, index))
+    of_matrices = _scale_of_matrices(x)
+    of_matrices = None if of_matrices is None else func(of_matrices, dim % x.dim(), index)
+    return x._make(func(x.qdata, dim, index), func(x.scale, dim, index), global_scale=of_matrices)
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -80,9 +84,23 @@ def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> Quantized
             f"view: {list(x.shape)} as {size} would cut blocks of {block_rows}x{x.fmt.block[1]}; keep the last dim, "
             f"and rows in multiples of {block_rows}, or dequantize() first (DistributedDataParallel: init_sync=False)"
         )
+    of_matrices = _scale_of_matrices(x)
+    if of_matrices is not None:
+        if math.prod(size[:-2]) != of_matrices.numel():
+            raise ValueError(
+                f"view: {list(x.shape)} as {size} would join matrices that have a tensor scale each; keep the last two "
+                "dims, or dequantize() first"
+            )
+        of_matrices = of_matrices.view(size[:-2])
     scale_rows = x.fmt.grid(size[-2], columns)[0]
     qdata = x.qdata.view(*size[:-1], x.qdata.shape[-1])
-    return x._make(qdata, x.scale.view(*size[:-2], scale_rows, x.scale.shape[-1]))
+    scale = x.scale.view(*size[:-2], scale_rows, x.scale.shape[-1])
+    return x._make(qdata, scale, global_scale=of_matrices)
+
+
+def _scale_of_matrices(x: QuantizedTensor) -> torch.Tensor | None:
+    """The tensor scales of the matrices [.., N, K] of `x`, [..]; None where it has one for all, or none."""
+    return x.global_scale if x.global_scale is not None and x.global_scale.dim() else None
 
 
 def _infer_size(size: list[int], numel: int) -> list[int]:
@@ -110,7 +128,9 @@ def _unsqueeze(func: Operation, x: QuantizedTensor, dim: int) -> QuantizedTensor
     dim = dim % (x.dim() + 1)
     if dim > x.dim() - 2:
         raise ValueError(f"unsqueeze: dim {dim} lies inside the blocks; use a dim of at most {x.dim() - 2}")
-    return x._make(func(x.qdata, dim), func(x.scale, dim))
+    of_matrices = _scale_of_matrices(x)
+    of_matrices = None if of_matrices is None else func(of_matrices, dim)
+    return x._make(func(x.qdata, dim), func(x.scale, dim), global_scale=of_matrices)
 
 
 @implements(aten.t.default)

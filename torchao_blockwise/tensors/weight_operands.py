@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import cuda_graphs
 from torchao_blockwise.formats import BlockFormat, Operand
-from torchao_blockwise.ops.quantization import tensor_amax_bits_op
+from torchao_blockwise.ops.quantization import matrix_amax_bits_op, tensor_amax_bits_op
 from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
 from torchao_blockwise.tensors.scale_groups import group_of, shared_amax_bits
 
@@ -36,14 +36,20 @@ def weight_operand(
     backend: ops.Backend | str | None = None,
     amax_groups: str = "",
     rounded_to: torch.dtype | None = None,
+    scale_per_group: bool = False,
 ) -> Operand:
     """`hp` [.., N, K] quantized in `fmt`, rowwise or columnwise: the caller's own, or what a scope keeps.
 
     amax_groups: the process groups over which the weight is split that `hp` is a part of, as `amax_over` takes them.
         Their ranks must use it together, as they do a DTensor.
     rounded_to: the dtype that values are rounded to before they are quantized, if another than their own.
+    scale_per_group: of formats with tensor scales each expert [N, K] has its own.
     """
-    amax_groups = (amax_groups or _splits.get(hp, "")) if fmt.has_global_scale else ""
+    scale_per_group = scale_per_group and fmt.has_global_scale and hp.dim() > 2
+    if not scale_per_group:
+        # By experts, which then have scales of their own.
+        amax_groups = amax_groups or _splits.get(hp, "")
+    amax_groups = amax_groups if fmt.has_global_scale else ""
 
     def quantize(columnwise: bool) -> Operand:
         values = hp if rounded_to is None else hp.to(rounded_to)
@@ -53,7 +59,8 @@ def weight_operand(
             rowwise=not columnwise,
             columnwise=columnwise,
             power_of_2_scales=power_of_2_scales,
-            tensor_amax=weight_amax(hp, values, amax_groups) if fmt.has_global_scale else None,
+            scale_per_group=scale_per_group,
+            tensor_amax=weight_amax(hp, values, amax_groups, scale_per_group) if fmt.has_global_scale else None,
             backend=backend,
         )
         return copies[columnwise]
@@ -62,7 +69,7 @@ def weight_operand(
     kept = None if not kept_weights or cuda_graphs.is_capturing(hp) else kept_weights.get(id(hp))
     if kept is None:
         return quantize(columnwise)
-    recipe = fmt.name, power_of_2_scales, amax_groups, rounded_to
+    recipe = fmt.name, power_of_2_scales, amax_groups, rounded_to, scale_per_group
     return kept.operand(recipe, columnwise, quantize, backend)
 
 
@@ -153,8 +160,9 @@ def kept_bytes(hp: torch.Tensor) -> int:
 def split_over(hp: torch.Tensor, *groups: torch.distributed.ProcessGroup) -> None:
     """Quantize `hp` from now on as a part of a tensor that is split over `groups`.
 
-    For experts that a rank holds alone: the model hands over the part, and no more is known of it. Compiled graphs read
-    the part without its attributes, so that it is found by the values, inside of the operation.
+    For experts that a rank holds alone, and that share a tensor scale with others: the model hands over the part, and
+    no more is known of it. Compiled graphs read the part without its attributes, so that it is found by the values,
+    inside of the operation.
     """
     _splits[hp] = group_names(groups)
 
@@ -172,31 +180,35 @@ def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:
     return ",".join(group.group_name for group in groups)
 
 
-def weight_amax(hp: torch.Tensor, values: torch.Tensor, amax_groups: str) -> torch.Tensor | None:
+def weight_amax(
+    hp: torch.Tensor, values: torch.Tensor, amax_groups: str, per_matrix: bool = False
+) -> torch.Tensor | None:
     """What the tensor scale of `values`, which are `hp` or rounded from it, comes from; None for their own amax."""
     group = group_of(hp)
     if group is None:
-        return amax_over(values, amax_groups)
+        return amax_over(values, amax_groups, per_matrix)
     group.check_split(amax_groups)
     return _largest_over(shared_amax_bits(group, values), amax_groups)
 
 
-def amax_over(x: torch.Tensor, groups: str) -> torch.Tensor | None:
+def amax_over(x: torch.Tensor, groups: str, per_matrix: bool = False) -> torch.Tensor | None:
     """The amax of the tensor that `x` is a part of, f32 scalar; None where it is all of it.
 
-    groups: `group_names` of the process groups over which the tensor is split.
+    groups: `group_names` of the process groups over which the tensor is split. per_matrix: that of each of the matrices
+        [.., M, K] of which `x` has parts, f32 [..].
     """
     if not groups:
         return None
     # Bits, because a MAX over ranks loses a NaN among floats.
-    return _largest_over(tensor_amax_bits_op(x, ops.Backend.AUTO), groups)
+    amax_bits_op = matrix_amax_bits_op if per_matrix else tensor_amax_bits_op
+    return _largest_over(amax_bits_op(x, ops.Backend.AUTO), groups)
 
 
 def amaxes_over(x: torch.Tensor, groups: str, hadamard: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """`amax_over` of the tensor and of its transform, which begins anew with each rank's first token."""
     if not groups:
         return None
-    plain, transformed = hadamard_amax_bits_op(x, hadamard, None, ops.Backend.AUTO)
+    plain, transformed = hadamard_amax_bits_op(x, hadamard, None, False, ops.Backend.AUTO)
     largest = _largest_over(torch.stack((plain, transformed)), groups)
     return largest[0], largest[1]
 

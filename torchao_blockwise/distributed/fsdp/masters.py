@@ -60,6 +60,10 @@ class ShardedMaster:
         config, fmt = layout.config, layout.config.weight_format
         split_groups = self.parameter.split_groups if fmt.has_global_scale else ()
         scale_group = group_in(self.parameter.modules[0], layout.name.rpartition(".")[2])
+        scales: tuple[int, ...] = ()
+        if config.scale_per_expert:
+            scales = layout.shape[:-2]
+            split_groups = self._groups_of_matrices() if scales else split_groups
         blocks = torch.Size(fmt.scale_shape(*layout.shape)).numel() + bool(split_groups or scale_group)
         # Flat and without the padding; shards of another dim have none.
         is_flat = layout.dim == 0
@@ -71,11 +75,22 @@ class ShardedMaster:
             target=payload[: layout.local_shape[0]].view(-1) if is_flat else payload,
             into=ENTRIES if layout.travels_as_stored else CODES,
             scale=torch.empty(blocks, dtype=fmt.scale_dtype, device=device),
-            global_scale=torch.empty((), dtype=torch.float32, device=device) if fmt.has_global_scale else None,
+            global_scale=torch.empty(scales, dtype=torch.float32, device=device) if fmt.has_global_scale else None,
             dim=layout.dim,
             split_groups=split_groups,
             scale_group=scale_group,
         )
+
+    def _groups_of_matrices(self) -> tuple[torch.distributed.ProcessGroup, ...]:
+        """Over which each expert, which has a tensor scale of its own, is split: none, as ranks hold whole ones."""
+        p, matrices = self.parameter, len(self.layout.shape) - 2
+        if any(dim >= matrices for dim in p.split_dims):
+            raise ValueError(
+                f"fully_shard: {p.name} {list(p.shape)} is split in dim {max(p.split_dims)} by tensor parallelism, and "
+                "each of its experts has a tensor scale of its own; spread whole experts over ranks (ExpertParallel), "
+                "or take scale_per_expert=False"
+            )
+        return ()
 
     def publish(self, part: Part | None, ready: torch.cuda.Event | None) -> None:
         """Let gathers of the parameter find the payload and the scales that a cast has written to `part`."""

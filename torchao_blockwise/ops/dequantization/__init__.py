@@ -25,6 +25,12 @@ def dequantize(x: Operand, *, dtype: torch.dtype = torch.float32, columns: int |
         raise TypeError(f"dequantize: dtype must be bfloat16, float16, float32 or float64, got {dtype}")
     held = x.qdata.shape[-1] * x.format.element.per_byte
     columns = held if columns is None else columns
+    if x.global_scale is not None and x.global_scale.dim() and x.global_scale.shape != x.qdata.shape[:-2]:
+        got = f"{list(x.global_scale.shape)} for payload of shape {list(x.qdata.shape)}"
+        raise ValueError(
+            f"dequantize: global_scale must be a scalar or one for each matrix of x, got {got}; of tokens in groups "
+            "dequantize each group's rows with its own scale"
+        )
     if x.format.element.packed(columns) != x.qdata.shape[-1]:
         raise ValueError(f"dequantize: the payload holds {held} columns, got columns={columns}")
     return dequantize_op(x, columns, dtype)

@@ -18,4 +18,5 @@ def decode_blocks(qdata: torch.Tensor, scale: torch.Tensor, fmt: BlockFormat, co
 def dequantize(x: Operand, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """x ≈ qdata · scale [· global_scale] in fp32, rounded once to `dtype`: [.., M, columns]."""
     values = decode_blocks(x.qdata, x.scale, x.format, columns)
-    return (values if x.global_scale is None else values * x.global_scale).to(dtype)
+    # One of all, or of each matrix.
+    return (values if x.global_scale is None else values * x.global_scale[..., None, None]).to(dtype)

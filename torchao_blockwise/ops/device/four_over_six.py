@@ -52,10 +52,19 @@ def _sum_of_blocks(x, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def _of_elements(tensor_amax):
+    """The tensor's amax, or those of rows [ROWS, 1], as they meet elements."""
+    if len(tensor_amax.shape) == 0:
+        return tensor_amax
+    else:
+        return tensor_amax[:, :, None]
+
+
+@triton.jit
 def four_over_six_rows(
     x,  # fp32 [ROWS, BLOCKS, 16]
     amax_bits,  # [ROWS, BLOCKS]
-    tensor_amax,
+    tensor_amax,  # a scalar, or [ROWS, 1]
     ELEMENT_MAX: tl.constexpr,
     FOUR_OVER_SIX: tl.constexpr,
     SCALE_MAX: tl.constexpr,
@@ -64,8 +73,9 @@ def four_over_six_rows(
 ):
     """(encode, e4m3 scale bytes) [ROWS, BLOCKS] of blocks that lie along the rows."""
     encode, scale, encode_4, scale_4 = candidates(amax_bits, tensor_amax, ELEMENT_MAX, FOUR_OVER_SIX, SCALE_MAX)
-    error = error_of(x, encode[:, :, None], scale[:, :, None], tensor_amax, ELEMENT_MAX, FOUR_OVER_SIX)
-    error_4 = error_of(x, encode_4[:, :, None], scale_4[:, :, None], tensor_amax, ELEMENT_MAX, FOUR_OVER_SIX)
+    of_elements = _of_elements(tensor_amax)
+    error = error_of(x, encode[:, :, None], scale[:, :, None], of_elements, ELEMENT_MAX, FOUR_OVER_SIX)
+    error_4 = error_of(x, encode_4[:, :, None], scale_4[:, :, None], of_elements, ELEMENT_MAX, FOUR_OVER_SIX)
     error, error_4 = _sum_of_blocks(error, ROWS, BLOCKS), _sum_of_blocks(error_4, ROWS, BLOCKS)
     return take_smaller(error, error_4, encode, scale, encode_4, scale_4)
 
@@ -92,7 +102,7 @@ def _sum_of_chunks(tiles, encode, scale, tensor_amax, ELEMENT_MAX: tl.constexpr,
 def four_over_six_chunks(
     tiles,  # 16 of fp32 [CHUNKS, COLUMNS]: the values of a block, one each
     amax_bits,  # [CHUNKS, COLUMNS]
-    tensor_amax,
+    tensor_amax,  # a scalar, or [CHUNKS, 1]
     ELEMENT_MAX: tl.constexpr,
     FOUR_OVER_SIX: tl.constexpr,
     SCALE_MAX: tl.constexpr,

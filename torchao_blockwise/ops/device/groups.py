@@ -66,6 +66,24 @@ def locate_tile_of_groups(ends_ptr, tile, tokens, groups, TILE: tl.constexpr, E_
 
 
 @triton.jit
+def groups_of(rows, ends_ptr, tokens, groups, E_PAD: tl.constexpr):
+    """(group, its first token) of rows that lie in groups; `groups` for rows behind the last one."""
+    index, ends, _ = load_ends(ends_ptr, tokens, groups, E_PAD)
+    earlier = (ends[None, :] <= rows[:, None]) & (index < groups)[None, :]
+    return tl.sum(earlier.to(tl.int32), 1), tl.max(tl.where(earlier, ends[None, :], 0), 1)
+
+
+@triton.jit
+def amax_of_groups(amax_ptr, rows, ends_ptr, tokens, groups, E_PAD: tl.constexpr):
+    """The amax of the group that each row lies in, f32; 0 behind the last one.
+
+    amax_ptr: [groups] f32.
+    """
+    group, _ = groups_of(rows, ends_ptr, tokens, groups, E_PAD)
+    return tl.load(amax_ptr + group, mask=group < groups, other=0.0)
+
+
+@triton.jit
 def locate_padded_group(ends_ptr, group, tokens, groups, BLOCK: tl.constexpr, E_PAD: tl.constexpr):
     """(first, end) block of group number `group` where each group is padded to whole blocks of BLOCK tokens.
 

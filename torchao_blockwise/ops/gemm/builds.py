@@ -32,6 +32,7 @@ class Build:
     splits: int = 1  # of K; their products are added afterwards
     along: str = ""  # where groups of tokens lie: "m" for rows of a, "k" for the contraction, "" for no groups
     decoded: bool = False  # bf16 that needs no scales but those of whole tensors, instead of FP8
+    per_group: bool = False  # of decoded operands: each group has a scale
     b_square: bool = False
     copy_out: bool = False  # whole tiles leave through shared memory and the copy engine
     accumulate: bool = False

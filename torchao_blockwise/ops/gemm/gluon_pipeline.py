@@ -315,7 +315,8 @@ def _accumulate(
 ):
     """Sums of products over blocks first .. last of K, for the first LIVE waves of a consumer.
 
-    scale: pointers to b's scales of a tile where B.b_square, of decoded operands both tensor scales' product.
+    scale: pointers to b's scales of a tile where B.b_square, of decoded operands both tensor scales' product, the
+        group's where B.per_group.
     """
     if B.decoded:
         return accumulate_decoded(LIVE, CONSUMER, scale, rings, stage, phase, first, last, B)
@@ -341,6 +342,9 @@ def _consume(CONSUMER: gl.constexpr, scale, out, out_ring, bias_ptr, rings, grou
             if B.along == "m":
                 block_n += part * gl.cdiv(N, B.block)
             tile_scale = scale + block_n.to(gl.int64) * gl.cdiv(K, B.block)
+        if B.per_group:
+            # Tokens of no group have none.
+            tile_scale = gl.load(scale + part, mask=first < last, other=0.0)
         if B.all_live or row + WAVE * _WAVE + LAST < end:
             acc0, acc1, stage, phase = _accumulate(
                 B.waves, CONSUMER, tile_scale, rings, stage, phase, first, last, M, B
@@ -392,7 +396,7 @@ def _multiply(a, a_scale, b, b_scale, bias_ptr, out, groups, M, N, K, B: gl.cons
     rings = (a_ring, a_scale_ring, b_ring, b_scale_ring, full)
     operands = (a, a_scale, b, b_scale)
     scale = b_scale
-    if B.decoded:
+    if B.decoded and not B.per_group:
         scale = gl.load(a_scale) * gl.load(b_scale)
     if B.consumers == 1:
         gl.warp_specialize(
@@ -454,7 +458,7 @@ def grouped_matmul_bf16_kernel(
     a,  # descriptor of [M, K] bf16
     a_scale,  # pointer to a's tensor scale, f32
     b,  # descriptor of [E·N, K] bf16 along "m", of [N, K] along "k"
-    b_scale,  # pointer to b's tensor scale, f32
+    b_scale,  # pointer to b's tensor scale, f32; where B.per_group to [E], the products of both tensor scales
     schedule,  # as above, and so are the rest
     out,
     out_ptr,

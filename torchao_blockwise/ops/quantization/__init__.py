@@ -54,9 +54,10 @@ def why_no_quantizers(x: torch.Tensor, *args: object) -> str | None:
 
 
 def _global_scale_sharding(amax_bits: Spec, scale_max: float, backend: Backend) -> Rules:
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Replicate, Shard
 
-    return [([Replicate()], [Replicate(), None, None])]
+    placements: list[Placement] = [Replicate(), *map(Shard, range(len(amax_bits.shape)))]
+    return [([placement], [placement, None, None]) for placement in placements]
 
 
 def _amax_sharding(x: Spec, backend: Backend) -> Rules:
@@ -93,7 +94,8 @@ def _sharding(x: Spec, amax_bits: Spec | None, options: CastOptions, backend: Ba
         whole = not options.padded or dim != len(x.shape) - 2 or x.shape[dim] % (padded_size(1) * x.mesh.size()) == 0
         if whole and all(shards_on_blocks(x, dim, options.fmt, columnwise) for columnwise in copies):
             outputs = [p for columnwise in copies for p in _copy_placements(x, options.fmt, columnwise, dim)]
-            rules.append((outputs, [Shard(dim), amax, None, None]))
+            is_of_matrices = options.scale_per_group and dim < len(x.shape) - 2
+            rules.append((outputs, [Shard(dim), Shard(dim) if is_of_matrices else amax, None, None]))
     return rules
 
 
@@ -130,6 +132,27 @@ def tensor_amax_bits_op(x: torch.Tensor, backend: Backend) -> torch.Tensor:
     return x.new_empty((), dtype=torch.int32)
 
 
+def _matrix_amax_sharding(x: Spec, backend: Backend) -> Rules:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    inner = len(x.shape) - 2
+    sharded: Rules = [
+        ([Shard(dim) if dim < inner else Partial("max")], [Shard(dim), None]) for dim in range(len(x.shape))
+    ]
+    return [([Replicate()], [Replicate(), None]), *sharded]
+
+
+@define_op(
+    (
+        Implementation(Backend.TRITON, f"{__name__}.kernels_amax:matrix_amax_bits", why_no_kernels),
+        Implementation(Backend.REFERENCE, lambda x: reference.matrix_amaxes(x).view(torch.int32)),
+    ),
+    sharding=_matrix_amax_sharding,
+)
+def matrix_amax_bits_op(x: torch.Tensor, backend: Backend) -> torch.Tensor:
+    return x.new_empty(x.shape[:-2], dtype=torch.int32)
+
+
 @define_op(
     (
         Implementation(Backend.TRITON, f"{__name__}.kernels_amax:global_scale", why_no_kernels),
@@ -140,4 +163,4 @@ def tensor_amax_bits_op(x: torch.Tensor, backend: Backend) -> torch.Tensor:
     sharding=_global_scale_sharding,
 )
 def global_scale_op(amax_bits: torch.Tensor, scale_max: float, backend: Backend) -> torch.Tensor:
-    return amax_bits.new_empty((), dtype=torch.float32)
+    return amax_bits.new_empty(amax_bits.shape, dtype=torch.float32)

@@ -23,10 +23,11 @@ from torchao_blockwise.ops.device.elements import (
 )
 from torchao_blockwise.ops.device.four_over_six import four_over_six_chunks
 from torchao_blockwise.ops.device.group_blocks import load_block
-from torchao_blockwise.ops.device.groups import load_ends
+from torchao_blockwise.ops.device.groups import groups_of
 from torchao_blockwise.ops.device.random_bits import block_words, load_key
 from torchao_blockwise.ops.device.scales import nvfp4_scales
 from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.quantization.kernels_amax import amaxes_of_each
 
 _BLOCK = tl.constexpr(16)
 _BITS = tl.constexpr(8)
@@ -86,14 +87,6 @@ def largest_of(tiles):
 
 
 @triton.jit
-def groups_of(rows, ends_ptr, tokens, groups, E_PAD: tl.constexpr):
-    """(group, its first token) of rows that lie in groups."""
-    index, ends, _ = load_ends(ends_ptr, tokens, groups, E_PAD)
-    earlier = (ends[None, :] <= rows[:, None]) & (index < groups)[None, :]
-    return tl.sum(earlier.to(tl.int32), 1), tl.max(tl.where(earlier, ends[None, :], 0), 1)
-
-
-@triton.jit
 def locate_chunks(blocks_ptr, chunks, M):
     """(first token, end of the tokens that count) of each chunk of 16."""
     if blocks_ptr is None:
@@ -106,7 +99,7 @@ def locate_chunks(blocks_ptr, chunks, M):
 @triton.jit(do_not_specialize=ANY)
 def _columnwise_kernel(
     x_ptr,  # [B, M, K]
-    amax_ptr,  # f32 scalar
+    amax_ptr,  # f32 scalar; PER_GROUP [chunks] where tokens lie in groups, else [B]
     qt_ptr,  # int64 [B, K, chunks], 16 codes each
     st_ptr,  # [B, K, chunks] e4m3 bytes
     blocks_ptr,  # None, or where tokens lie in groups their table
@@ -131,6 +124,7 @@ def _columnwise_kernel(
     SCALE_MAX: tl.constexpr,
     E_PAD: tl.constexpr,
     BATCHED: tl.constexpr,
+    PER_GROUP: tl.constexpr,
 ):
     tiles_k = tl.cdiv(K, COLUMNS)
     chunks = runs * 2 if blocks_ptr is None else runs
@@ -141,13 +135,19 @@ def _columnwise_kernel(
         x_ptr += batch * stride_xb
         qt_ptr += batch * K * chunks
         st_ptr += batch * K * chunks
+        if PER_GROUP:
+            amax_ptr += batch
     offs_c = tile_c * CHUNKS + tl.arange(0, CHUNKS)
     offs_k = (tl.program_id(0) % tiles_k) * COLUMNS + tl.arange(0, COLUMNS)
     firsts, ends = locate_chunks(blocks_ptr, tl.minimum(offs_c, chunks - 1), M)
     tiles = load_chunks(x_ptr, firsts, ends, offs_k, K, stride_xm, stride_xk)
     if HADAMARD:
         tiles = transform(tiles, x_ptr.dtype.element_ty, HADAMARD)
-    amax, tensor_amax = largest_of(tiles), tl.load(amax_ptr)
+    amax = largest_of(tiles)
+    if PER_GROUP and blocks_ptr is not None:
+        tensor_amax = tl.load(amax_ptr + offs_c, mask=offs_c < chunks, other=0.0)[:, None]
+    else:
+        tensor_amax = tl.load(amax_ptr)
     if FOUR_OVER_SIX > 0:
         encode, scale = four_over_six_chunks(tiles, amax, tensor_amax, ELEMENT_MAX, FOUR_OVER_SIX, SCALE_MAX)
     else:
@@ -197,7 +197,8 @@ def columnwise_copy(
 ) -> None:
     """Write the columnwise copy of `x` [.., M, K], not empty, which is padded; of tokens in groups it always is.
 
-    amax: f32 scalar. blocks: of tokens in groups their table; ends: of these groups, where there is a key.
+    amax: f32 scalar, or of each matrix, or of each group. blocks: of tokens in groups their table; ends: of these
+        groups, where there is a key, or an amax of each.
     options, key, place: as in `ops.randomization`; without a key round to nearest.
     """
     fmt, (*batch, M, K) = copy.format, x.shape
@@ -206,6 +207,10 @@ def columnwise_copy(
     operand, *where = Place() if place is None else place
     count = 1 if ends is None else ends.shape[0]
     width = copy.scale.shape[-1]
+    if amax.dim() and blocks is not None:
+        assert ends is not None
+        amax = amaxes_of_each(amax, ends, blocks, M, width)
+    ends = None if key is None else ends
     chunks, columns, warps = TILE
     launch(
         _columnwise_kernel, B * ceil_div(width, chunks) * ceil_div(K, columns),
@@ -213,7 +218,8 @@ def columnwise_copy(
         M, K, width // 2 if blocks is None else width, count, *strides, *where,
         OPERAND=operand, HADAMARD=options.hadamard, FOUR_OVER_SIX=options.four_over_six and options.scale_max,
         CHUNKS=chunks, COLUMNS=columns, ELEMENT_MAX=fmt.element.max, SCALE_MAX=fmt.scale_max,
-        E_PAD=triton.next_power_of_2(count), BATCHED=B > 1, num_warps=warps * (1 + options.four_over_six),
+        E_PAD=triton.next_power_of_2(count), BATCHED=B > 1, PER_GROUP=amax.dim() > 0,
+        num_warps=warps * (1 + options.four_over_six),
         # An operation that shows two roundings must not become one FMA with one.
         enable_fp_fusion=False,
     )  # fmt: skip

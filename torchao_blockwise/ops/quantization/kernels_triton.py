@@ -36,6 +36,7 @@ from torchao_blockwise.ops.device.scales import fp8_scales, fp8_vector_scales, n
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import as_asked, new_copies, pointers
+from torchao_blockwise.ops.quantization.kernels_amax import amaxes_of_each
 from torchao_blockwise.ops.quantization.kernels_chunks import columnwise_copy
 
 # (tile rows, tile columns, warps, warps where rows of K elements do not start on 16 bytes), measured on an H200 by
@@ -194,7 +195,7 @@ def _pack_transposed(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _quantize_nvfp4_kernel(
     x_ptr,  # [B, M, K] bf16 | f16 | f32
-    tensor_amax_ptr,  # f32 scalar
+    tensor_amax_ptr,  # f32 scalar; PER_GROUP [M] where tokens lie in groups, else [B]
     q_ptr,  # [B, M, ⌈K/2⌉] two codes a byte
     s_ptr,  # [B, M, K/BLOCK] e4m3 bytes, or [B, M/BLOCK, K/BLOCK] where SQUARE
     qt_ptr,  # where SQUARE [B, K, width_qt] two codes a byte; other columnwise copies are made of chunks
@@ -217,6 +218,7 @@ def _quantize_nvfp4_kernel(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PER_GROUP: tl.constexpr,
 ):
     BLOCKS_M: tl.constexpr = TILE_M // BLOCK
     BLOCKS_K: tl.constexpr = TILE_K // BLOCK
@@ -234,7 +236,12 @@ def _quantize_nvfp4_kernel(
     if blocks_ptr is not None:
         _, end_x, _ = load_block(blocks_ptr, -1)
 
-    tensor_amax = tl.load(tensor_amax_ptr)
+    if not PER_GROUP:
+        tensor_amax = tl.load(tensor_amax_ptr)
+    elif blocks_ptr is None:
+        tensor_amax = tl.load(tensor_amax_ptr + batch)
+    else:
+        tensor_amax = tl.load(tensor_amax_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
     x = _load_tile(x_ptr, batch, offs_m, offs_k, end_x, K, stride_xb, stride_xm, stride_xk)
     magnitude = magnitude_bits(x)  # [TILE_M, TILE_K]
 
@@ -275,14 +282,15 @@ def quantize(
         rowwise, columnwise = copies
         if columnwise and fmt.name == NVFP4_1X16.name:
             assert amax_bits is not None
-            columnwise_copy(x, amax_bits.view(torch.float32), columnwise, options, blocks)
+            ends = groups.ends if groups is not None and amax_bits.dim() else None
+            columnwise_copy(x, amax_bits.view(torch.float32), columnwise, options, blocks, ends=ends)
             columnwise = None
         if rowwise and columnwise and (K % _ALIGNMENT or not fmt.is_square):
             # A program with two sets of values, or of addresses, spills or has few neighbors.
-            _launch(x, amax_bits, Copies(rowwise, None), options, blocks)
-            _launch(x, amax_bits, Copies(None, columnwise), options, blocks)
+            _launch(x, amax_bits, Copies(rowwise, None), options, groups, blocks)
+            _launch(x, amax_bits, Copies(None, columnwise), options, groups, blocks)
         elif rowwise or columnwise:
-            _launch(x, amax_bits, Copies(rowwise, columnwise), options, blocks)
+            _launch(x, amax_bits, Copies(rowwise, columnwise), options, groups, blocks)
     return copies if padded else as_asked(copies, x.shape[-2], options)
 
 
@@ -291,6 +299,7 @@ def _launch(
     amax_bits: torch.Tensor | None,
     copies: Copies,
     options: CastOptions,
+    groups: Groups | None,
     blocks: torch.Tensor | None,
 ) -> None:
     """Write these copies in one launch. blocks: of tokens in groups, their table of blocks."""
@@ -309,6 +318,9 @@ def _launch(
         # Of tokens in groups the kernel knows it itself: one build less.
         sizes = M, K, fmt.element.packed(K), width_qt if blocks is None else None
         amax = amax_bits.view(torch.float32)
+        constants["PER_GROUP"] = amax.dim() > 0
+        if amax.dim() and groups is not None:
+            amax = amaxes_of_each(amax, groups.ends, None, M, M)
         launch(_quantize_nvfp4_kernel, grid, x, amax, *tensors, blocks, *sizes, *strides, **constants)
     else:
         launch(_quantize_fp8_kernel, grid, x, *tensors, blocks, M, K, width_qt, *strides, **constants)

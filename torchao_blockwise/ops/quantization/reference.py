@@ -23,6 +23,13 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax().float()
 
 
+def matrix_amaxes(x: torch.Tensor) -> torch.Tensor:
+    """`tensor_amax` of each matrix of `x` [.., M, K], fp32 [..]."""
+    if x.numel() == 0:
+        return torch.zeros(x.shape[:-2], dtype=torch.float32, device=x.device)
+    return x.abs().amax((-2, -1)).float()
+
+
 def block_amax(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     """max |x| over each block of `x` [.., M, K]: fp32 [.., ⌈M/R⌉, ⌈K/C⌉]. Ragged blocks cover what exists."""
     rows, columns = x.shape[-2:]
@@ -44,7 +51,10 @@ def expand_blocks(grid: torch.Tensor, fmt: BlockFormat, rows: int, columns: int)
 
 
 def block_scales(x: torch.Tensor, options: CastOptions, amax: torch.Tensor | None) -> Scales:
-    """The scales of each block of fp32 `x` [.., M, K], blocks along K."""
+    """The scales of each block of fp32 `x` [.., M, K], blocks along K.
+
+    amax: of the tensor, or one for each block, as far as they differ: what broadcasts to the grid of blocks.
+    """
     fmt, block_amaxes = options.fmt, block_amax(x, options.fmt)
     if not options.four_over_six:
         return fmt.compute_scales(block_amaxes, amax, options.power_of_2_scales)
@@ -67,6 +77,8 @@ def _error(x: torch.Tensor, scales: Scales, options: CastOptions, amax: torch.Te
 
     rounded = fmt.element.decode(fmt.element.encode(x * expand(scales.encode)), columns)
     global_scale = amax / torch.full_like(amax, fmt.element.max * options.scale_max)
+    if global_scale.dim():
+        global_scale = expand(global_scale.expand(scales.encode.shape))
     error = (rounded * expand(scales.scale.float()) * global_scale - x).abs()
     error = F.pad(error, (0, -columns % fmt.block[1])).unflatten(-1, (-1, fmt.block[1]))
     while error.shape[-1] > 1:
@@ -75,7 +87,10 @@ def _error(x: torch.Tensor, scales: Scales, options: CastOptions, amax: torch.Te
 
 
 def quantize(x: torch.Tensor, options: CastOptions, amax: torch.Tensor | None) -> Operand:
-    """qdata = rne(x · encode), rowwise, for `x` [.., M, K]; the global scale is left to who knows it."""
+    """qdata = rne(x · encode), rowwise, for `x` [.., M, K]; the global scale is left to who knows it.
+
+    amax: as in `block_scales`.
+    """
     # A transpose is laid out once; all that follows reads it in order.
     x = x.float().contiguous()
     fmt, scales = options.fmt, block_scales(x, options, amax)
@@ -86,7 +101,9 @@ def quantize(x: torch.Tensor, options: CastOptions, amax: torch.Tensor | None) -
 
 
 def copies(x: torch.Tensor, options: CastOptions, amax: torch.Tensor | None = None) -> Copies:
-    """The copies of `x` [.., M, K] that are asked for."""
+    """The copies of `x` [.., M, K] that are asked for. amax: of the tensor, or of each matrix, [..]."""
+    if amax is not None and amax.dim():
+        amax = amax[..., None, None]
     columns = (with_zero_tokens(x) if options.padded else x).mT
     return Copies(
         quantize(x, options, amax) if options.rowwise else None,

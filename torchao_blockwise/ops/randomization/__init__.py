@@ -27,7 +27,7 @@ from torchao_blockwise.ops.groups.ends import check_group_ends
 from torchao_blockwise.ops.groups.quantization import amax_bits_of
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import define_op, with_global_scale, without_grad
-from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies
+from torchao_blockwise.ops.operands import check_options, check_tensor_amax, new_copies, tensor_scales_shape
 from torchao_blockwise.ops.quantization import global_scale_op, scaling_backend, why_no_quantizers
 from torchao_blockwise.ops.randomization import reference
 
@@ -80,7 +80,7 @@ def randomized_copies(
     backend = get_backend(backend)
     scaled_by = scaling_backend(backend)
     if tensor_amax is None:
-        amaxes = amax_bits_of_both(x, options.hadamard, groups, scaled_by)
+        amaxes = amax_bits_of_both(x, options, groups, scaled_by)
     else:
         if isinstance(tensor_amax, tuple) != bool(options.hadamard):
             raise ValueError(
@@ -88,7 +88,7 @@ def randomized_copies(
             )
         both = tensor_amax if isinstance(tensor_amax, tuple) else (tensor_amax, tensor_amax)
         for amax in both:
-            check_tensor_amax(op, options.fmt, amax)
+            check_tensor_amax(op, options.fmt, amax, tensor_scales_shape(x, options, groups))
         amaxes = both[0].view(torch.int32), both[1].view(torch.int32)
     copies: list[Operand | None] = []
     key, *places = (None, Place(), Place()) if draws is None else draws
@@ -103,6 +103,7 @@ def randomized_copies(
             padded=options.padded,
             hadamard=options.hadamard * columnwise,
             four_over_six=options.four_over_six,
+            scale_per_group=options.scale_per_group,
         )
         made = randomized_quantize_op(x, amaxes[columnwise], one, groups, key, places[columnwise], backend)
         scaled = with_global_scale(made, global_scale_op(amaxes[columnwise], options.scale_max, scaled_by))
@@ -111,12 +112,12 @@ def randomized_copies(
 
 
 def amax_bits_of_both(
-    x: torch.Tensor, hadamard: int, groups: Groups | None, backend: Backend
+    x: torch.Tensor, options: CastOptions, groups: Groups | None, backend: Backend
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of the amax of `x` [M, K] and of its transform; twice the first where there is none."""
-    if hadamard:
-        return hadamard_amax_bits_op(x, hadamard, groups, backend)
-    bits = amax_bits_of(x, groups, backend)
+    if options.hadamard:
+        return hadamard_amax_bits_op(x, options.hadamard, groups, options.scale_per_group, backend)
+    bits = amax_bits_of(x, groups, options.scale_per_group, backend)
     return bits, bits
 
 
@@ -157,12 +158,14 @@ def randomized_quantize_op(
     return new_copies(x, x.shape, options, groups)  # type: ignore[return-value]  # with one of them
 
 
-def _amaxes_by_reference(x: torch.Tensor, hadamard: int, groups: Groups | None) -> tuple[torch.Tensor, torch.Tensor]:
-    plain, transformed = reference.amaxes(x, hadamard, groups)
+def _amaxes_by_reference(
+    x: torch.Tensor, hadamard: int, groups: Groups | None, per_group: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    plain, transformed = reference.amaxes(x, hadamard, groups, per_group)
     return plain.view(torch.int32), transformed.view(torch.int32)
 
 
-def _check_ends(x: torch.Tensor, hadamard: int, groups: Groups | None) -> None:
+def _check_ends(x: torch.Tensor, hadamard: int, groups: Groups | None, per_group: bool) -> None:
     if groups is not None:
         check_group_ends("grouped_quantize", groups.ends, x.shape[0], x.device)
 
@@ -176,6 +179,7 @@ def _check_ends(x: torch.Tensor, hadamard: int, groups: Groups | None) -> None:
     said="quantize",
 )
 def hadamard_amax_bits_op(
-    x: torch.Tensor, hadamard: int, groups: Groups | None, backend: Backend
+    x: torch.Tensor, hadamard: int, groups: Groups | None, per_group: bool, backend: Backend
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty((), dtype=torch.int32), x.new_empty((), dtype=torch.int32)
+    shape = groups.ends.shape if per_group and groups is not None else ()
+    return x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.int32)

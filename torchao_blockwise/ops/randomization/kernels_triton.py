@@ -12,15 +12,16 @@ from torchao_blockwise.formats import NVFP4_1X16, CastOptions, Copies, Groups, O
 from torchao_blockwise.ops.device.elements import encode_e2m1_stochastically, magnitude_bits
 from torchao_blockwise.ops.device.four_over_six import four_over_six_rows
 from torchao_blockwise.ops.device.group_blocks import load_block
+from torchao_blockwise.ops.device.groups import groups_of
 from torchao_blockwise.ops.device.random_bits import block_words, load_key
 from torchao_blockwise.ops.device.scales import nvfp4_scales
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import as_asked, new_copies
+from torchao_blockwise.ops.quantization.kernels_amax import amaxes_of_each
 from torchao_blockwise.ops.quantization.kernels_chunks import (
     ANY,
     columnwise_copy,
-    groups_of,
     largest_of,
     load_chunks,
     locate_chunks,
@@ -38,20 +39,24 @@ _ROWWISE_TILE = (32, 128, 4)
 _FOUR_OVER_SIX_TILE = (16, 128, 4)
 
 
-@triton.jit(do_not_specialize=["M", "chunks"])
+@triton.jit(do_not_specialize=["M", "chunks", "groups"])
 def _amaxes_kernel(
     x_ptr,  # [M, K]
-    plain_ptr,  # int32, bits of an fp32, zero before
+    plain_ptr,  # int32, bits of an fp32, zero before; PER_GROUP [groups]
     transformed_ptr,
     blocks_ptr,  # None, or where tokens lie in groups their table
+    ends_ptr,  # int32 [groups], PER_GROUP; else None
     M,
     K,
     chunks,  # of all tokens, each group padded to whole ones
+    groups,
     stride_xm,
     stride_xk,
     HADAMARD: tl.constexpr,
     CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    E_PAD: tl.constexpr,
 ):
     tiles_k = tl.cdiv(K, COLUMNS)
     plain = tl.zeros((CHUNKS, COLUMNS), tl.int32)
@@ -62,16 +67,25 @@ def _amaxes_kernel(
         # The entry of a chunk behind the last one may not be there.
         firsts, ends = locate_chunks(blocks_ptr, tl.minimum(offs_c, chunks - 1), M)
         tiles = load_chunks(x_ptr, firsts, ends, offs_k, K, stride_xm, stride_xk)
-        plain = tl.maximum(plain, largest_of(tiles))
-        transformed = tl.maximum(transformed, largest_of(transform(tiles, x_ptr.dtype.element_ty, HADAMARD)))
-    tl.atomic_max(plain_ptr, tl.max(tl.max(plain, 1), 0))
-    tl.atomic_max(transformed_ptr, tl.max(tl.max(transformed, 1), 0))
+        if PER_GROUP:
+            # A chunk lies in one group; those behind the last one have no tokens.
+            group, _ = groups_of(firsts, ends_ptr, M, groups, E_PAD)
+            lies_in_one = (firsts < ends) & (group < groups)
+            tl.atomic_max(plain_ptr + group, tl.max(largest_of(tiles), 1), mask=lies_in_one)
+            mixed = transform(tiles, x_ptr.dtype.element_ty, HADAMARD)
+            tl.atomic_max(transformed_ptr + group, tl.max(largest_of(mixed), 1), mask=lies_in_one)
+        else:
+            plain = tl.maximum(plain, largest_of(tiles))
+            transformed = tl.maximum(transformed, largest_of(transform(tiles, x_ptr.dtype.element_ty, HADAMARD)))
+    if not PER_GROUP:
+        tl.atomic_max(plain_ptr, tl.max(tl.max(plain, 1), 0))
+        tl.atomic_max(transformed_ptr, tl.max(tl.max(transformed, 1), 0))
 
 
 @triton.jit(do_not_specialize=ANY)
 def _rowwise_kernel(
     x_ptr,  # [M, K]
-    amax_ptr,  # f32 scalar
+    amax_ptr,  # f32 scalar; PER_GROUP [M]
     q_ptr,  # [M, ⌈K/2⌉] two codes a byte
     s_ptr,  # [M, K/16] e4m3 bytes
     blocks_ptr,  # as above
@@ -93,6 +107,7 @@ def _rowwise_kernel(
     SCALE_MAX: tl.constexpr,
     FOUR_OVER_SIX: tl.constexpr,  # the largest scale that maps to 6, or 0 without
     E_PAD: tl.constexpr,
+    PER_GROUP: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = COLUMNS // _BLOCK
     tiles_k = tl.cdiv(K, COLUMNS)
@@ -105,7 +120,11 @@ def _rowwise_kernel(
     if blocks_ptr is not None:
         _, live, _ = load_block(blocks_ptr, -1)
     x = _load_tile(x_ptr, 0, offs_m, offs_k, live, K, 0, stride_xm, stride_xk).reshape(ROWS, BLOCKS, _BLOCK)
-    amax, tensor_amax = tl.max(magnitude_bits(x), 2), tl.load(amax_ptr)
+    amax = tl.max(magnitude_bits(x), 2)
+    if PER_GROUP:
+        tensor_amax = tl.load(amax_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
+    else:
+        tensor_amax = tl.load(amax_ptr)
     if FOUR_OVER_SIX > 0:
         # Random bits have no part in the choice.
         encode, scale = four_over_six_rows(x, amax, tensor_amax, ELEMENT_MAX, FOUR_OVER_SIX, SCALE_MAX, ROWS, BLOCKS)
@@ -131,10 +150,12 @@ def _rowwise_kernel(
     _store_tile(s_ptr, 0, scale, offs_m, offs_b, M, blocks_k)
 
 
-def amaxes(x: torch.Tensor, hadamard: int, groups: Groups | None) -> tuple[torch.Tensor, torch.Tensor]:
+def amaxes(x: torch.Tensor, hadamard: int, groups: Groups | None, per_group: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments and result as in the op."""
+    ends = groups.ends if per_group and groups is not None else None
+    shape, experts = ((), 1) if ends is None else (ends.shape, ends.shape[0])
     # Each in memory of its own: compilers hold results of operations to the alignment that an allocation has.
-    plain, transformed = (torch.zeros((), dtype=torch.int32, device=x.device) for _ in range(2))
+    plain, transformed = (torch.zeros(shape, dtype=torch.int32, device=x.device) for _ in range(2))
     M, K = x.shape
     if x.numel() > 0:
         chunks, columns, warps = _AMAX_TILE
@@ -143,8 +164,9 @@ def amaxes(x: torch.Tensor, hadamard: int, groups: Groups | None) -> tuple[torch
         count = ceil_div(M, NVFP4_1X16.block[1]) if blocks is None else blocks.shape[0] - 1
         grid = min(ceil_div(count, chunks) * ceil_div(K, columns), _AMAX_PROGRAMS)
         launch(
-            _amaxes_kernel, grid, x, plain, transformed, blocks, M, K, count, *x.stride(),
-            HADAMARD=hadamard, CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
+            _amaxes_kernel, grid, x, plain, transformed, blocks, ends, M, K, count, experts, *x.stride(),
+            HADAMARD=hadamard, CHUNKS=chunks, COLUMNS=columns, PER_GROUP=ends is not None,
+            E_PAD=triton.next_power_of_2(experts), num_warps=warps,
         )  # fmt: skip
     return plain, transformed
 
@@ -169,7 +191,7 @@ def quantize(
             _rowwise_copy(x, amax, copies.rowwise, options, groups, key, place)
         else:
             blocks = None if groups is None else block_table(groups, x.shape[0], options.fmt)
-            ends = None if groups is None or key is None else groups.ends
+            ends = None if groups is None or (key is None and not amax.dim()) else groups.ends
             columnwise_copy(x, amax, copies.columnwise, options, blocks, key, ends, place)
     return copies if padded else as_asked(copies, x.shape[0], options)
 
@@ -188,6 +210,9 @@ def _rowwise_copy(
     blocks, ends, count = None, None, 1
     if groups is not None:
         blocks, ends, count = block_table(groups, M, fmt), groups.ends, groups.ends.shape[0]
+    per_group = amax.dim() > 0
+    if per_group and ends is not None:
+        amax = amaxes_of_each(amax, ends, None, M, M)
     rows, columns, warps = _FOUR_OVER_SIX_TILE if options.four_over_six else _ROWWISE_TILE
     launch(
         _rowwise_kernel, ceil_div(M, rows) * ceil_div(K, columns),
@@ -195,5 +220,5 @@ def _rowwise_copy(
         M, K, copy.qdata.shape[1], count, *x.stride(), *where,
         OPERAND=operand, ROWS=rows, COLUMNS=columns, ELEMENT_MAX=fmt.element.max, SCALE_MAX=fmt.scale_max,
         FOUR_OVER_SIX=options.four_over_six and options.scale_max, E_PAD=triton.next_power_of_2(count),
-        num_warps=warps, enable_fp_fusion=False,
+        PER_GROUP=per_group, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

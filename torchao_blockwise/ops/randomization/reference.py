@@ -17,15 +17,20 @@ from torchao_blockwise.formats import (
     hadamard_transform,
 )
 from torchao_blockwise.ops.groups.ends import clamped_ends, padded_ends, starts_of
-from torchao_blockwise.ops.groups.quantization.reference import in_groups, padded
+from torchao_blockwise.ops.groups.quantization.reference import amax_of_grid, group_amaxes, in_groups, padded
 from torchao_blockwise.ops.padding import with_zero_tokens
 from torchao_blockwise.ops.quantization.reference import block_scales, expand_blocks, quantize, tensor_amax
 
 _BLOCK = HADAMARD_SIZE
 
 
-def amaxes(x: torch.Tensor, hadamard: int, groups: Groups | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The amax of `x` [M, K] and of its transform, fp32 scalars."""
+def amaxes(
+    x: torch.Tensor, hadamard: int, groups: Groups | None, per_group: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The amax of `x` [M, K] and of its transform, fp32 scalars; with `per_group` of each group, fp32 [E]."""
+    if groups is not None and per_group:
+        ends, of_chunks = clamped_ends(groups.ends, x.shape[0]), padded_ends(groups.ends, x.shape[0], _BLOCK)
+        return group_amaxes(x, ends), group_amaxes(_tokens(x, groups, hadamard), of_chunks)
     made_of = x if groups is None else in_groups(x, groups.ends)
     return tensor_amax(made_of), tensor_amax(_tokens(x, groups, hadamard))
 
@@ -38,7 +43,12 @@ def copy(
     key: torch.Tensor | None,
     place: Place,
 ) -> Operand:
-    """The one copy of `x` [M, K] that is asked for. key: None for round to nearest."""
+    """The one copy of `x` [M, K] that is asked for.
+
+    amax: of what it is made of, or of each group. key: None for round to nearest.
+    """
+    if groups is not None:
+        amax = amax_of_grid(amax, x.shape[0], groups.ends, _BLOCK, options.columnwise)
     if options.rowwise:
         made_of = x if groups is None else in_groups(x, groups.ends)
         return _round(made_of, options, amax, key, place, lambda key: _rowwise_numbers(x, groups, key, place))

@@ -125,6 +125,10 @@ def _check_groups(op: str, a: Operand, b: Operand, groups: Groups, along: str) -
     # Along "k" the tokens are padded, and the number of columns is a bound of the ends.
     tokens = a.qdata.shape[0] if along == "m" else a.qdata.shape[1] * fmt.element.per_byte
     check_groups(op, groups, tokens, a.qdata.device, fmt.block[1], padded=along == "k")
+    for name, x in (("a", a), ("b", b)):
+        if x.global_scale is not None and x.global_scale.dim() and x.global_scale.shape != groups.ends.shape:
+            got = f"{list(x.global_scale.shape)} for {groups.ends.shape[0]} ends"
+            raise ValueError(f"{op}: global_scale of {name} must be a scalar or one for each group, got {got}")
     if along == "m" and groups.ends.shape[0] != b.qdata.shape[0]:
         got = f"{groups.ends.shape[0]} ends for payload of shape {list(b.qdata.shape)}"
         raise ValueError(f"{op}: group_ends must have one end for each matrix of b [E, N, K], got {got}")

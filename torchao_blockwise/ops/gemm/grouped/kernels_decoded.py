@@ -33,4 +33,8 @@ def add_grouped_matmul(out: torch.Tensor, a: Operand, b: Operand, groups: Groups
 def _factors(a: Operand, b: Operand) -> Factors:
     assert a.global_scale is not None and b.global_scale is not None
     da, db = aligned_rows(decode(a)), aligned_rows(decode(b))
-    return Factors(da, a.global_scale, db, b.global_scale, a.format, True)
+    a_scale, b_scale = a.global_scale, b.global_scale
+    if a_scale.dim() or b_scale.dim():
+        # One scale a group, so that a tile loads one.
+        a_scale = b_scale = a_scale * b_scale
+    return Factors(da, a_scale, db, b_scale, a.format, True)

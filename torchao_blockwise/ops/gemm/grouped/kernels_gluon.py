@@ -64,7 +64,8 @@ def choose_build(
 class Factors(NamedTuple):
     """What a product multiplies: matrices of aligned rows, and what scales them.
 
-    Payload and the scales of its blocks; or what they decode to, in bf16, and the tensor scales.
+    Payload and the scales of its blocks; or what they decode to, in bf16, and the tensor scales, or for both the
+    products of both, [E], where each group has its own.
     """
 
     a: torch.Tensor  # [M, K]
@@ -73,6 +74,11 @@ class Factors(NamedTuple):
     b_scale: torch.Tensor
     fmt: BlockFormat  # to whose blocks groups are padded along "k"
     decoded: bool
+
+    @property
+    def per_group(self) -> bool:
+        """Whether groups have tensor scales of their own."""
+        return self.decoded and self.a_scale.dim() > 0
 
 
 def grouped_matmul(
@@ -113,6 +119,7 @@ def _launch_along_m(out: torch.Tensor, factors: Factors, groups: Groups, build: 
         block=fmt.block[1],
         along="m",
         decoded=factors.decoded,
+        per_group=factors.per_group,
         b_square=not factors.decoded,
         copy_out=copies_out(N, out.dtype),
     )
@@ -130,7 +137,8 @@ def launch_along_k(out: torch.Tensor, factors: Factors, groups: Groups, accumula
     build = choose_build("k", padded, experts, M, N, mean, available) if build is None else build
     # The copy engine ends where the tensor does; a tile that runs on into the next group's rows is stored.
     copy_out = not accumulate and copies_out(N, out.dtype) and M % build.tile_m == 0
-    build = replace(build, block=block, along="k", decoded=factors.decoded, accumulate=accumulate, copy_out=copy_out)
+    how = {"decoded": factors.decoded, "per_group": factors.per_group, "accumulate": accumulate, "copy_out": copy_out}
+    build = replace(build, block=block, along="k", **how)
     schedule = group_schedule(groups, padded, fmt)
     tiles = experts * ceil_div(M, build.tile_m) * ceil_div(N, build.width)
     _launch(factors, schedule, out.view(experts * M, N), (M, N, padded), tiles, build)

@@ -132,10 +132,10 @@ def _grouped_fp8_kernel(
 def _grouped_nvfp4_kernel(
     a_ptr,  # [M, ⌈K/2⌉] two codes a byte
     a_scale_ptr,  # [M, K/BLOCK] e4m3 bytes
-    a_global_ptr,  # f32 scalar
+    a_global_ptr,  # f32 scalar; A_PER_GROUP [E]
     b_ptr,  # along "m" [E, N, ⌈K/2⌉], else [N, ⌈K/2⌉]
     b_scale_ptr,  # [.., N/B_BLOCK_ROWS, K/BLOCK] e4m3 bytes
-    b_global_ptr,  # f32 scalar
+    b_global_ptr,  # f32 scalar; B_PER_GROUP [E]
     ends_ptr,  # [E] int32
     out_ptr,  # along "m" [M, N], else [E, M, N]
     M,
@@ -148,6 +148,8 @@ def _grouped_nvfp4_kernel(
     DECODE: tl.constexpr,
     BLOCK: tl.constexpr,
     B_BLOCK_ROWS: tl.constexpr,
+    A_PER_GROUP: tl.constexpr,
+    B_PER_GROUP: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -176,6 +178,12 @@ def _grouped_nvfp4_kernel(
         first_block * (BLOCK // 2), end_block * (BLOCK // 2), end_block, N, packed_k, grid_k,
         DECODE, BLOCK, B_BLOCK_ROWS, TILE_M, TILE_N, TILE_K,
     )  # fmt: skip
+    # Tokens of no group have no scale.
+    scaled_by = tl.where(first_block < end_block, group, 0)
+    if A_PER_GROUP:
+        a_global_ptr += scaled_by
+    if B_PER_GROUP:
+        b_global_ptr += scaled_by
     # What nothing was summed to stays zero, with scales of NaN too.
     acc *= tl.where(first_block < end_block, tl.load(a_global_ptr) * tl.load(b_global_ptr), 0.0)
     store_output(out_ptr, None, acc, offs_m, offs_n, end_m - first_m, N, ACCUMULATE)
@@ -233,7 +241,8 @@ def _launch(out: torch.Tensor, a: Operand, b: Operand, ends: torch.Tensor, along
             _grouped_nvfp4_kernel, grid,
             qa, a_scale.view(torch.uint8), a.global_scale, qb, b_scale.view(torch.uint8), b.global_scale, ends, out,
             M, N, qa.shape[1], a_scale.shape[1], groups,
-            B_BLOCK_ROWS=b_fmt.block[0], TILE_K=config.blocks_k * a_fmt.block[1], **tiles,
+            B_BLOCK_ROWS=b_fmt.block[0], A_PER_GROUP=a.global_scale.dim() > 0, B_PER_GROUP=b.global_scale.dim() > 0,
+            TILE_K=config.blocks_k * a_fmt.block[1], **tiles,
         )  # fmt: skip
     else:
         if decode:

@@ -19,8 +19,8 @@ def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype
         out = a.qdata.new_zeros((rows, columns), dtype=out_dtype)
         for g, start, end in _groups(clamped_ends(groups.ends, rows)):
             scale = a.scale[:, start:end] if a.format.transposed_scales else a.scale[start:end]
-            tokens = a._replace(qdata=a.qdata[start:end], scale=scale)
-            expert = b._replace(qdata=b.qdata[g], scale=b.scale[g])
+            tokens = a._replace(qdata=a.qdata[start:end], scale=scale, global_scale=_of_group(a, g))
+            expert = b._replace(qdata=b.qdata[g], scale=b.scale[g], global_scale=_of_group(b, g))
             out[start:end] = reference.matmul(tokens, expert, out_dtype, None)
         return out
     out = a.qdata.new_zeros((groups.ends.shape[0], rows, columns), dtype=out_dtype)
@@ -47,6 +47,11 @@ def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
         start = end
 
 
+def _of_group(x: Operand, group: int) -> torch.Tensor | None:
+    """The tensor scale of a group: its own, or that of all."""
+    return x.global_scale[group] if x.global_scale is not None and x.global_scale.dim() else x.global_scale
+
+
 def _operands_along_k(a: Operand, b: Operand, groups: Groups) -> Iterator[tuple[int, Operand, Operand]]:
     """(group, its part of a, of b) of each group that is not empty: its columns, whole blocks of them."""
     per_byte, block = a.format.element.per_byte, a.format.block[1]
@@ -54,8 +59,8 @@ def _operands_along_k(a: Operand, b: Operand, groups: Groups) -> Iterator[tuple[
     for g, start, end in _groups(padded_ends(groups.ends, tokens, block).clamp(max=tokens)):
         columns, blocks = slice(start // per_byte, end // per_byte), slice(start // block, end // block)
 
-        def part(x: Operand, columns: slice = columns, blocks: slice = blocks) -> Operand:
+        def part(x: Operand, g: int = g, columns: slice = columns, blocks: slice = blocks) -> Operand:
             scale = x.scale[blocks] if x.format.transposed_scales else x.scale[:, blocks]
-            return x._replace(qdata=x.qdata[:, columns], scale=scale)
+            return x._replace(qdata=x.qdata[:, columns], scale=scale, global_scale=_of_group(x, g))
 
         yield g, part(a), part(b)

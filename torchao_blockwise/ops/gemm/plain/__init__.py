@@ -113,6 +113,10 @@ def _check(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
     for name, shape in (("a", a_shape), ("b", b_shape)):
         if len(shape) != 2:
             raise ValueError(f"matmul: {name} must be a matrix, got payload of shape {list(shape)}")
+    for name, x in (("a", a), ("b", b)):
+        if x.global_scale is not None and x.global_scale.dim():
+            got = f"shape {list(x.global_scale.shape)}"
+            raise ValueError(f"matmul: global_scale of {name} must be a scalar, got {got}; use grouped_matmul")
     if a_shape[1] != b_shape[1]:
         got = f"{list(a_shape)} and {list(b_shape)}"
         raise ValueError(f"matmul: a [M, K] and b [N, K] must agree in K, got payloads {got}")

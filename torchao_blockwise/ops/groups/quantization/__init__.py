@@ -6,12 +6,12 @@ import torch
 
 from torchao_blockwise.formats import CastOptions, Copies, Groups
 from torchao_blockwise.ops.backend import Backend, Implementation, why_no_kernels
-from torchao_blockwise.ops.groups.ends import check_group_ends
+from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
 from torchao_blockwise.ops.groups.quantization import reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.op import define_op
 from torchao_blockwise.ops.operands import new_copies, why_no_tiles
-from torchao_blockwise.ops.quantization import amax_of, tensor_amax_bits_op, why_no_quantizers
+from torchao_blockwise.ops.quantization import amax_of, matrix_amax_bits_op, tensor_amax_bits_op, why_no_quantizers
 
 
 def _check_groups(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions, groups: Groups) -> None:
@@ -41,21 +41,31 @@ def grouped_quantize_op(
     return new_copies(x, x.shape, options, groups)
 
 
-def _check_ends(x: torch.Tensor, ends: torch.Tensor) -> None:
+def _check_ends(x: torch.Tensor, ends: torch.Tensor, per_group: bool) -> None:
     check_group_ends("grouped_quantize", ends, x.shape[0], x.device)
+
+
+def _amax_by_reference(x: torch.Tensor, ends: torch.Tensor, per_group: bool) -> torch.Tensor:
+    amax = reference.group_amaxes(x, clamped_ends(ends, x.shape[0])) if per_group else reference.tensor_amax(x, ends)
+    return amax.view(torch.int32)
 
 
 @define_op(
     (
         Implementation(Backend.TRITON, _AMAX, why_no_kernels),
-        Implementation(Backend.REFERENCE, lambda x, ends: reference.tensor_amax(x, ends).view(torch.int32)),
+        Implementation(Backend.REFERENCE, _amax_by_reference),
     ),
     check=_check_ends,
 )
-def grouped_amax_bits_op(x: torch.Tensor, ends: torch.Tensor, backend: Backend) -> torch.Tensor:
-    return x.new_empty((), dtype=torch.int32)
+def grouped_amax_bits_op(x: torch.Tensor, ends: torch.Tensor, per_group: bool, backend: Backend) -> torch.Tensor:
+    return x.new_empty(ends.shape if per_group else (), dtype=torch.int32)
 
 
-def amax_bits_of(x: torch.Tensor, groups: Groups | None, backend: Backend) -> torch.Tensor:
-    """Bits of the amax of `x`, or of its rows in groups."""
-    return tensor_amax_bits_op(x, backend) if groups is None else grouped_amax_bits_op(x, groups.ends, backend)
+def amax_bits_of(x: torch.Tensor, groups: Groups | None, per_group: bool, backend: Backend) -> torch.Tensor:
+    """Bits of the amax of `x`, or of its rows in groups.
+
+    per_group: of each matrix of `x`, or of each group.
+    """
+    if groups is not None:
+        return grouped_amax_bits_op(x, groups.ends, per_group, backend)
+    return matrix_amax_bits_op(x, backend) if per_group and x.dim() > 2 else tensor_amax_bits_op(x, backend)

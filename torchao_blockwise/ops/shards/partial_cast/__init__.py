@@ -82,7 +82,8 @@ def block_scales_(
     """Write what the block amaxes of each tensor decide; returns the factor that each block's values are multiplied by.
 
     scales: the stored grids, written in place, contiguous. global_scales: their f32 scalars, for formats that have one;
-        a tensor's amax is the largest of its blocks' amaxes.
+        a tensor's amax is the largest of its blocks' amaxes. Of several elements, contiguous: one for each matrix
+        [h, w] of the tensor, whose blocks come one matrix after the other.
     amax_bits: int32 [blocks], as `partial_block_amax` gives it, reduced over ranks.
     first_blocks: where each tensor's blocks begin in `amax_bits` and `encode`; by default one tensor after the other.
     encode: f32 [blocks], written in place and returned; by default new.
@@ -102,9 +103,13 @@ def block_scales_(
     for scale in scales:
         if scale.dtype != fmt.scale_dtype or not scale.is_contiguous():
             raise ValueError(f"{op}: scales must be contiguous {fmt.scale_dtype}, got {described(scale)}; clone them")
-    for scale in global_scales:
-        if scale.dtype != torch.float32 or scale.numel() != 1:
-            raise ValueError(f"{op}: global_scales must be float32 scalars, got {described(scale)}")
+    for scale, of_matrices in zip(scales, global_scales):
+        fits = of_matrices.numel() == 1 or scale.numel() % max(1, of_matrices.numel()) == 0
+        if of_matrices.dtype != torch.float32 or not fits or not of_matrices.is_contiguous():
+            got = f"{described(of_matrices)} for {described(scale)}"
+            raise ValueError(
+                f"{op}: global_scales must be float32 scalars, or contiguous with one for each matrix, got {got}"
+            )
     first_blocks, total = place_blocks(op, [scale.numel() for scale in scales], first_blocks)
     check_buffer(op, "amax_bits", amax_bits, torch.int32, total)
     if encode is None:

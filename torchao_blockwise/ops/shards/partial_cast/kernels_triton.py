@@ -13,6 +13,8 @@ Shards of which every address and size allows it move 16 bytes at a time; they t
 the shard shares with a neighbor, its first or its last, is read first and written back with the neighbor's nibble.
 """
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
@@ -42,7 +44,7 @@ _TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.floa
 # Fields of a shard's row.
 _SHARD_FIELDS = tl.constexpr(11)
 # Of a tensor's row in the scale kernels.
-_SCALE_FIELDS = tl.constexpr(5)
+_SCALE_FIELDS = tl.constexpr(6)
 
 _LOW = tl.constexpr(0x0F)
 _HIGH = tl.constexpr(0xF0)
@@ -207,19 +209,31 @@ def _whole_block_cast_kernel(
 
 
 @triton.jit
-def _load_blocks(table_ptr, amax_ptr, count, CHUNK: tl.constexpr):
-    """(row of the table, its index, blocks of its tensor, their places in the list's buffer, which exist, amaxes)."""
+def _load_blocks(table_ptr, amax_ptr, count, CHUNK: tl.constexpr, PER_MATRIX: tl.constexpr):
+    """(row of the table, matrix, number of the amax, blocks of the tensor, their places in the list's buffer, which
+    exist, amaxes).
+
+    PER_MATRIX: some tensors have an amax for each of their matrices; else each has one, and so has the matrix 0.
+    """
     row_ptr, index, chunk = find_row(table_ptr, count, _SCALE_FIELDS)
+    blocks = tl.load(row_ptr + 4)  # of a matrix
+    matrix = tl.zeros((), tl.int64)
+    if PER_MATRIX:
+        chunks = tl.maximum(tl.cdiv(blocks, CHUNK), 1)
+        matrix, chunk = chunk // chunks, chunk % chunks
+        index = tl.load(row_ptr + 5) + matrix
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
+    exist = offs < blocks
+    if PER_MATRIX:
+        offs += matrix * blocks
     places = tl.load(row_ptr + 3) + offs
-    exist = offs < tl.load(row_ptr + 4)
-    return row_ptr, index, offs, places, exist, tl.load(amax_ptr + places, mask=exist, other=0)
+    return row_ptr, matrix, index, offs, places, exist, tl.load(amax_ptr + places, mask=exist, other=0)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _tensor_amax_kernel(table_ptr, amax_ptr, tensor_amax_ptr, count, CHUNK: tl.constexpr):
+def _tensor_amax_kernel(table_ptr, amax_ptr, tensor_amax_ptr, count, CHUNK: tl.constexpr, PER_MATRIX: tl.constexpr):
     """[blocks] int32 -> [tensors] int32, zero-initialized."""
-    _, index, _, _, _, amax_bits = _load_blocks(table_ptr, amax_ptr, count, CHUNK)
+    _, _, index, _, _, _, amax_bits = _load_blocks(table_ptr, amax_ptr, count, CHUNK, PER_MATRIX)
     tl.atomic_max(tensor_amax_ptr + index, tl.max(amax_bits, 0), sem="relaxed")
 
 
@@ -244,14 +258,18 @@ def _block_scales_kernel(
     MIN_AMAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     CHUNK: tl.constexpr,
+    PER_MATRIX: tl.constexpr,
 ):
-    row_ptr, index, offs, places, exist, amax_bits = _load_blocks(table_ptr, amax_ptr, count, CHUNK)
+    row_ptr, matrix, index, offs, places, exist, amax_bits = _load_blocks(table_ptr, amax_ptr, count, CHUNK, PER_MATRIX)
     if GLOBAL:
         tensor_amax = tl.load(tensor_amax_ptr + index).to(tl.float32, bitcast=True)
         encode, scale = nvfp4_scales(amax_bits, tensor_amax, ELEMENT_MAX, SCALE_MAX)
         tl.store(load_pointer(row_ptr + 1, tl.uint8, False) + offs, scale, mask=exist)
-        # Every program of the tensor writes the same.
-        tl.store(load_pointer(row_ptr + 2, tl.float32, False), _global_scale(tensor_amax, ELEMENT_MAX * SCALE_MAX))
+        # Every program of the tensor, or of the matrix, writes the same.
+        global_ptr = load_pointer(row_ptr + 2, tl.float32, False)
+        if PER_MATRIX:
+            global_ptr += matrix
+        tl.store(global_ptr, _global_scale(tensor_amax, ELEMENT_MAX * SCALE_MAX))
     else:
         encode, scale = fp8_scales(amax_bits, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
         tl.store(load_pointer(row_ptr + 1, tl.float32, False) + offs, scale, mask=exist)
@@ -333,23 +351,23 @@ def block_scales_(
     encode, scales, global_scales, amax_bits, first_blocks, fmt: BlockFormat, power_of_2_scales: bool
 ) -> None:
     """Write encode factors, scale grids and global scales of many tensors; see `ops.block_scales_`."""
-    # An empty tensor has a global scale too.
-    rows = (
-        (
-            max(1, ceil_div(scale.numel(), _CHUNK)),
-            scale.data_ptr(),
-            global_scales[i].data_ptr() if fmt.has_global_scale else 0,
-            first,
-            scale.numel(),
-        )
-        for i, (scale, first) in enumerate(zip(scales, first_blocks))
-    )
-    table = make_table(rows, amax_bits.device)
+    matrices = [scale.numel() for scale in global_scales] if fmt.has_global_scale else [1] * len(scales)
+    *first_amaxes, amaxes = itertools.accumulate(matrices, initial=0)
+
+    def row(i: int):
+        blocks = scales[i].numel() // max(1, matrices[i])
+        # An empty tensor has a global scale too.
+        programs = matrices[i] * max(1, ceil_div(blocks, _CHUNK))
+        of_tensor = global_scales[i].data_ptr() if fmt.has_global_scale else 0
+        return programs, scales[i].data_ptr(), of_tensor, first_blocks[i], blocks, first_amaxes[i]
+
+    table = make_table(map(row, range(len(scales))), amax_bits.device)
     if table is None:
         return
-    tensor_amax, chunks = None, {"CHUNK": _CHUNK, "num_warps": _CHUNK_WARPS}
+    per_matrix = any(count != 1 for count in matrices)
+    tensor_amax, chunks = None, {"CHUNK": _CHUNK, "PER_MATRIX": per_matrix, "num_warps": _CHUNK_WARPS}
     if fmt.has_global_scale:
-        tensor_amax = amax_bits.new_zeros(len(scales))
+        tensor_amax = amax_bits.new_zeros(amaxes)
         launch(_tensor_amax_kernel, table.programs, table.tensor, amax_bits, tensor_amax, table.rows, **chunks)
     launch(
         _block_scales_kernel, table.programs, table.tensor, amax_bits, tensor_amax, encode, table.rows,

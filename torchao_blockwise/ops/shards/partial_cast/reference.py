@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.quantization.reference import block_amax, expand_blocks
@@ -29,16 +30,20 @@ def block_scales_(
     fmt: BlockFormat,
     power_of_2_scales: bool,
 ) -> None:
-    """Write encode [blocks] f32, `scale` (the stored grid) and `global_scale` (a scalar or None) of one tensor."""
-    tensor_amax = None
+    """Write encode [blocks] f32, `scale` (the stored grid) and `global_scale` of one tensor.
+
+    global_scale: of the tensor, one element, or of each of its matrices; None where the format has none.
+    """
+    tensor_amax, matrices = None, 1 if global_scale is None else global_scale.numel()
+    amax_bits = amax_bits.view(matrices, amax_bits.numel() // max(1, matrices))
     if fmt.has_global_scale:
-        tensor_amax = torch.cat((amax_bits.new_zeros(1), amax_bits)).amax().view(torch.float32)
+        tensor_amax = F.pad(amax_bits, (1, 0)).amax(1, keepdim=True).view(torch.float32)
     scales = fmt.compute_scales(amax_bits.view(torch.float32), tensor_amax, power_of_2_scales)
-    encode.copy_(scales.encode)
-    scale.view(-1).copy_(scales.scale)
+    encode.copy_(scales.encode.flatten())
+    scale.view(-1).copy_(scales.scale.flatten())
     if global_scale is not None:
         assert scales.global_scale is not None
-        global_scale.copy_(scales.global_scale)
+        global_scale.copy_(scales.global_scale.view(global_scale.shape))
 
 
 def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Tensor, into: str) -> None:

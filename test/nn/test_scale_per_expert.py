@@ -1,0 +1,77 @@
+"""Experts with tensor scales of their own: what one computes does not depend on the others, and what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import PER_EXPERT, replace
+from torchao.quantization import quantize_
+
+from torchao_blockwise import NVFP4Tensor, checkpoint, experts
+from torchao_blockwise.diagnostics import NumericsMonitor
+from torchao_blockwise.nn import SwiGLUExperts
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+CONFIG = replace(PER_EXPERT, backend="reference", stochastic_rounding=False)
+ENDS = torch.tensor([20, 20, 55, 64], dtype=torch.int32)
+
+
+def module(**changes) -> SwiGLUExperts:
+    torch.manual_seed(0)
+    made = SwiGLUExperts(4, 48, 32)
+    quantize_(made, replace(CONFIG, **changes), filter_fn=experts())
+    return made
+
+
+def results(made, x) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    out = made(x, ENDS)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in made.parameters())]
+
+
+@pytest.mark.parametrize("master_weights", (True, False))
+def test_an_expert_does_not_see_the_others(master_weights):
+    x = torch.randn(70, 48)
+    other = x.clone()
+    other[20:55] *= 1000
+    mine, theirs = (results(module(master_weights=master_weights), tokens) for tokens in (x, other))
+    for rows in (slice(0, 20), slice(55, 64)):
+        for got, wanted in zip(theirs[:2], mine[:2], strict=True):
+            assert_bitwise_equal(got[rows], wanted[rows])
+    for got, wanted in zip(theirs[2:], mine[2:], strict=True):
+        assert_bitwise_equal(got[[0, 1, 3]], wanted[[0, 1, 3]])
+    shared = [
+        results(module(master_weights=master_weights, scale_per_expert=False), tokens)[0] for tokens in (x, other)
+    ]
+    assert not torch.equal(shared[0][:20], shared[1][:20]), "the control"
+
+
+def test_parts_of_a_weight():
+    w = torch.randn(4, 32, 48) * torch.tensor([1.0, 10, 100, 1000])[:, None, None]
+    whole = NVFP4Tensor.from_hp(w, scale_per_expert=True)
+    assert "scale_per_expert=True" in repr(whole) and whole.global_scale.shape == (4,)
+    for part, of in ((whole[2], w[2]), (whole[1:3], w[1:3]), (whole.view(2, 2, 32, 48), w.view(2, 2, 32, 48))):
+        assert_bitwise_equal(part.dequantize(), NVFP4Tensor.from_hp(of, scale_per_expert=True).dequantize())
+    target = torch.empty_like(whole)
+    target.copy_(w)
+    assert_bitwise_equal(target.dequantize(), whole.dequantize())
+    with pytest.raises(ValueError, match=r"copy_: tensor scales differ, \[4\] from \[\]"):
+        target.copy_(NVFP4Tensor.from_hp(w))
+    with pytest.raises(ValueError, match="would join matrices that have a tensor scale each"):
+        whole.view(128, 48)
+
+
+@pytest.mark.parametrize("master_weights", (True, False))
+def test_engines_get_no_file(master_weights, tmp_path):
+    with pytest.raises(ValueError, match="export: each expert of gate_up trains with a tensor scale of its own"):
+        checkpoint.export(module(master_weights=master_weights), tmp_path / "made", format="nvfp4_modelopt")
+
+
+def test_the_monitor_sees_them():
+    monitor = NumericsMonitor(made := module(), every=1)
+    results(made, torch.randn(70, 48))
+    monitor.step()
+    monitor.close()
+    assert "gate_up" in str(monitor.report)
