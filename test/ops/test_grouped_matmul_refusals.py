@@ -102,7 +102,8 @@ REFUSALS = {
     "cublas": (
         lambda: multiply(backend="cublas"),
         ValueError(
-            "grouped_matmul: backend cublas has no implementation; choose one of gluon, triton, reference, or auto"
+            "grouped_matmul: backend cublas has no implementation; choose one of gluon,"
+            " cutlass, triton, reference, or auto"
         ),
     ),
     "gluon on a CPU": (

@@ -243,7 +243,7 @@ REFUSALS = {
     ),
     "unknown backend": (
         lambda: multiply(backend="none"),
-        ValueError("no backend 'none'; the backends are auto, reference, triton, cublas, gluon, deep_gemm"),
+        ValueError("no backend 'none'; the backends are auto, reference, triton, cublas, gluon, deep_gemm, cutlass"),
     ),
     "cublas on a CPU": (
         lambda: multiply(backend="cublas"),

@@ -61,7 +61,8 @@ REFUSALS = {
     ),
     "unknown backend": (
         lambda: ops.quantize(X, FP8_1X128, backend="cuda"),
-        "no backend 'cuda'; the backends are auto, reference, triton, cublas, gluon, deep_gemm; did you mean 'cublas'?",
+        "no backend 'cuda'; the backends are auto, reference, triton, cublas, gluon, deep_gemm, cutlass;"
+        " did you mean 'cublas'?",
     ),
     "backend without an implementation": (
         lambda: ops.quantize(X, FP8_1X128, backend="cublas"),
