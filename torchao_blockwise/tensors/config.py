@@ -146,7 +146,8 @@ class NVFP4TrainingConfig(TrainingConfig):
         tensor scale while they train, so that they are served as they trained. True for the names that such weights
         have in common models, or tuples of the last parts of names, as (("to_q", "to_k"),); False (default) for a scale
         a weight. A product that reads a weight then reads the others too, for their amax; `weights_unchanged` and
-        FSDP2, which quantize once, do so once.
+        FSDP2, which quantize once, do so once. A quantized Parameter into which values are loaded has their own scale
+        until the optimizer casts its masters again: load the optimizer's states last.
     scale_per_expert: each expert of a weight [E, N, K], and the tokens of each expert, have their own tensor scale.
         An expert's bits then depend on its own values and tokens alone: under expert parallelism they are those of one
         device, activations' too, and ranks exchange no amax for them. False (default): one for all of them. Layers
