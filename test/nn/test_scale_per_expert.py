@@ -9,8 +9,9 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import NVFP4Tensor, checkpoint, experts
 from torchao_blockwise.diagnostics import NumericsMonitor
+from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.nn import SwiGLUExperts
-from torchao_blockwise.testing import assert_bitwise_equal
+from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 CONFIG = replace(PER_EXPERT, backend="reference", stochastic_rounding=False)
@@ -75,3 +76,31 @@ def test_the_monitor_sees_them():
     monitor.step()
     monitor.close()
     assert "gate_up" in str(monitor.report)
+
+
+def test_an_optimizer_casts_masters_with_a_scale_an_expert():
+    """Quantized Parameters train as master weights do, which are quantized where products read them."""
+    quantized, masters = module(master_weights=False), module()
+    optimizers = [
+        MasterWeightOptimizer(torch.optim.SGD, quantized, lr=1.0),
+        torch.optim.SGD(masters.parameters(), lr=1.0),
+    ]
+    for step in range(2):
+        for p, w in zip(quantized.parameters(), masters.parameters(), strict=True):
+            p.grad = torch.randn(p.shape) * 4.0 ** torch.arange(4)[:, None, None] * 8**step
+            w.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        for p, w in zip(quantized.parameters(), masters.parameters(), strict=True):
+            assert p.global_scale.shape == (4,) and p.global_scale.unique().numel() == 4
+            assert_operands_equal(p.operand(), w.quantized())
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_compiled_experts_have_the_bits_of_eager_ones(backend, fresh_dynamo):
+    made, x = module(), torch.randn(70, 48)
+    compiled = torch.compile(made, backend=backend, fullgraph=True)
+    wanted = results(made, x)
+    made.zero_grad()
+    for got, expected in zip(results(compiled, x), wanted, strict=True):
+        assert_bitwise_equal(got, expected)

@@ -204,6 +204,32 @@ def test_each_matrix_is_quantized_alone(fmt, shape, backend, device):
         assert values[1].isnan().any() and values[0].isfinite().all()
 
 
+@backends
+def test_a_cast_of_shards_gives_each_matrix_its_scale(backend, device):
+    """Beside a tensor with one scale, cut anywhere: the bits of the whole."""
+    shapes = ((3, 40, 50), (33, 48), (5, 17, 300))
+    tensors = [random_tensor(*shape, device=device, seed=i) for i, shape in enumerate(shapes)]
+    for x in tensors:
+        x *= 4.0 ** torch.arange(x.shape[0], device=device).view(-1, *[1] * (x.dim() - 1)) if x.dim() > 2 else 1
+    expected = [ops.quantize(x, NVFP4_16X16, scale_per_group=True, backend="reference").rowwise for x in tensors]
+    options = {"dtype": tensors[0].dtype, "backend": backend}
+    pieces = [((0, x.numel() // 3), (x.numel() // 3, x.numel())) for x in tensors]
+    bits = None
+    for part in range(2):
+        shards = [x.flatten()[slice(*at[part])] for x, at in zip(tensors, pieces)]
+        starts = [at[part][0] for at in pieces]
+        amaxes = ops.partial_block_amax(shards, starts, shapes, NVFP4_16X16, **options)
+        bits = amaxes if bits is None else torch.maximum(bits, amaxes)
+    scales = [torch.zeros_like(q.scale) for q in expected]
+    of_matrices = [torch.zeros_like(q.global_scale) for q in expected]
+    encode = ops.block_scales_(scales, of_matrices, bits, NVFP4_16X16, backend=backend)
+    targets = [torch.zeros_like(q.qdata) for q in expected]
+    ops.partial_cast_(targets, [x.flatten() for x in tensors], [0] * 3, shapes, encode, NVFP4_16X16, **options)
+    for qdata, scale, of_matrix, q in zip(targets, scales, of_matrices, expected, strict=True):
+        assert of_matrix.shape == q.global_scale.shape
+        assert_operands_equal(Operand(qdata, scale, of_matrix, q.format_name), q)
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
 def test_amaxes_of_matrices(dtype, device):
     pytest.importorskip("torchao_blockwise.ops.quantization.kernels_amax")
