@@ -7,7 +7,9 @@ there are GPUs run on those, one a rank, over NCCL; all others stay where they a
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -36,6 +38,8 @@ _IMPORTED_BY_RANKS = [
     "torch._dynamo",
     "pytest",
 ]
+# What is left of a case while it runs.
+BEGUN = "did not end"
 _device = torch.device("cpu")
 
 
@@ -82,13 +86,30 @@ def spawn(worker, ranks: int, folder: Path, *args, device_type: str = "cpu") -> 
     files = [folder / f"{rank}.pt" for rank in range(ranks)]
     # Libraries take a GPU where they see one, whatever the ranks are told.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device_type == "cpu" else {}
+    ended = ""
     try:
         with mock.patch.dict(os.environ, hidden):
             given = worker, ranks, store.port, files, device_type, args
             mp.start_processes(_start, given, nprocs=ranks, start_method=_start_method())
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
-        print(e)
-    return [torch.load(file, weights_only=True) if file.exists() else None for file in files]
+        ended = str(e).strip()
+        print(ended)
+    return [_left_in(file, ended) for file in files]
+
+
+def _left_in(file: Path, ended: str):
+    """What a rank left; of a case that it did not end also why the ranks ended, and where this one was."""
+    left = torch.load(file, weights_only=True) if file.exists() else None
+    if isinstance(left, dict):
+        where = _stack(file).read_text() if _stack(file).exists() else ""
+        for case, result in left.items():
+            if isinstance(result, str) and result == BEGUN:
+                left[case] = f"{BEGUN}: {ended}\n{where}"
+    return left
+
+
+def _stack(file: Path) -> Path:
+    return file.with_suffix(".stack")
 
 
 def _start_method() -> str:
@@ -103,6 +124,10 @@ def _start(rank: int, worker, ranks: int, port: int, files: list[Path], device_t
     global _device
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*view tensor.*")
+    # Of a rank that crashes, or that waits when another one has failed, one wants to know where it was.
+    stack = _stack(files[rank]).open("w")
+    faulthandler.enable(stack)
+    faulthandler.register(signal.SIGTERM, stack, chain=True)
     try:
         if device_type == "cuda":
             os.environ.update(_NO_MULTICAST)
@@ -129,6 +154,30 @@ def run_each(runs: dict[str, Callable], rank: int, cases: Sequence[tuple], file:
             traceback.print_exc()
             results[case] = f"{type(e).__name__}: {e}"
         torch.save(results, file)
+
+
+def run_in_turn(run: Callable, cases: Sequence, size_of: Callable, rank: int, file: str) -> None:
+    """Run `run(case)` on the first size_of(case) ranks, together, up to one that raises; then leave.
+
+    `file` holds what each case raised on this rank, or None.
+    """
+    # Ranks that sit a case out wait longer than those in it, of which one raises where it hangs.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=15))
+    raised: dict = {}
+    for case in cases:
+        if rank < size_of(case):
+            raised[case] = BEGUN
+            torch.save(raised, file)
+            try:
+                run(case)
+                raised[case] = None
+            except Exception:
+                raised[case] = traceback.format_exc()
+                raise
+            finally:
+                torch.save(raised, file)
+        dist.barrier(group)
+    leave()
 
 
 def leave() -> None:

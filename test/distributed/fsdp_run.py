@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 from datetime import timedelta
 
 import checkpoint_checks as checkpoints
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, config_of, shard, train
 from helpers import replace
-from ranks import device, gpus, join, leave
+from ranks import device, gpus, join, run_in_turn
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.quantization import quantize_
 
@@ -165,22 +164,12 @@ def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     meshes = {size: DeviceMesh(kind, list(range(size))) for size in range(1, ranks + 1)}
     if ranks == 4:
         meshes[2, 2] = DeviceMesh(kind, [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
-    raised: dict = {}
-    for case in chosen:
+
+    def run(case):
         name, size, config = case
-        if rank < meshes[size].size():
-            raised[case] = "did not end"
-            torch.save(raised, file)
-            try:
-                BY_NAME[name](meshes[size], config_of(config))
-            except Exception:
-                raised[case] = traceback.format_exc()
-                torch.save(raised, file)
-                raise
-            raised[case] = None
-        dist.barrier()
-    torch.save(raised, file)
-    leave()
+        BY_NAME[name](meshes[size], config_of(config))
+
+    run_in_turn(run, chosen, size_of, rank, file)
 
 
 # --- one rank goes wrong ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from ranks import device, join, leave
+from ranks import BEGUN, device, join, leave
 from shard_cases import framed
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat, ops
@@ -322,7 +322,7 @@ def run_checks(rank: int, world: int, port: int, file: str, chosen: list[str]) -
     for case in sorted(chosen, key=lambda name: name.endswith("stale")):
         ranks = int(case.split("-")[0])
         dist.barrier()
-        results[case] = "did not end"
+        results[case] = BEGUN
         torch.save(results, file)
         try:
             if case.endswith("outsider"):

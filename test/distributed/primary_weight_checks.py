@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import traceback
 
 import fsdp_models
 import torch
@@ -21,7 +20,7 @@ from primary_weight_models import (
     train,
     with_exact_means,
 )
-from ranks import device, join, leave
+from ranks import device, join, run_in_turn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -292,22 +291,12 @@ def run_cases(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     """Run the chosen cases in groups of the first ranks, up to one that fails; leaves what each raised, or None."""
     join(rank, ranks, port, seconds=300)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, ranks + 1)}
-    raised: dict = {}
-    for name in chosen:
+
+    def run(name):
         check, size, arguments = CASES[name]
-        if rank < (size or ranks):
-            raised[name] = "did not end"
-            torch.save(raised, file)
-            try:
-                check(groups[size] if size else groups, *arguments)
-                raised[name] = None
-            except Exception:
-                raised[name] = traceback.format_exc()
-                raise
-            finally:
-                torch.save(raised, file)
-        dist.barrier()
-    leave()
+        check(groups[size] if size else groups, *arguments)
+
+    run_in_turn(run, chosen, lambda name: CASES[name][1] or ranks, rank, file)
 
 
 # --- ranks that differ ------------------------------------------------------------------------------------------------

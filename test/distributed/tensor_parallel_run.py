@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
-
 import tensor_parallel_checks as checks
 import tensor_parallel_life_checks as life
-import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, config_of
 from fsdp_run import size_of
-from ranks import device, join, leave
+from ranks import device, join, run_in_turn
 
 RANKS = 4
 EVERY, BOTH = tuple(CONFIGS), ("fp8", "nvfp4")
@@ -55,19 +52,9 @@ def run_checks(rank: int, ranks: int, port: int, file: str, chosen) -> None:
     meshes = {size: dist.device_mesh.DeviceMesh(kind, list(range(size))) for size in (1, 2, 4) if size <= ranks}
     if ranks == 4:
         meshes[2, 2] = dist.device_mesh.init_device_mesh(kind, (2, 2), mesh_dim_names=("dp", "tp"))
-    raised: dict = {}
-    for case in chosen:
+
+    def run(case):
         name, size, config = case
-        if rank < size_of(case):
-            raised[case] = "did not end"
-            torch.save(raised, file)
-            try:
-                BY_NAME[name](meshes[size], config_of(config))
-            except Exception:
-                raised[case] = traceback.format_exc()
-                torch.save(raised, file)
-                raise
-            raised[case] = None
-            torch.save(raised, file)
-        dist.barrier()
-    leave()
+        BY_NAME[name](meshes[size], config_of(config))
+
+    run_in_turn(run, chosen, size_of, rank, file)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import ranks
 import torch.distributed as dist
 
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
+
+sys.path.append(str(Path(__file__).parent))
+from rank_checks import one_computes_alone, one_crashes
 
 # Name → how many ranks it needs.
 SIZES = {"one": 1, "two": 2, "four": 4, "cpu alone": 2, "fails": 2, "behind": 2}
@@ -69,3 +75,15 @@ def test_the_switch(value, count, expected, monkeypatch):
 
 def test_a_process_that_is_no_rank_computes_on_the_cpu():
     assert ranks.device().type == "cpu"
+
+
+def test_who_sits_a_case_out_waits_as_long_as_it_takes(tmp_path):
+    assert ranks.spawn(one_computes_alone, 2, tmp_path, ["long", "again"], 1)[0] == {"long": None, "again": None}
+
+
+def test_of_a_crash_one_learns_the_signal_and_where_each_rank_was(tmp_path):
+    waited, crashed = ranks.spawn(one_crashes, 2, tmp_path, ["crashes", "behind"])
+    assert "did not end: process 1 terminated with signal SIGSEGV" in crashed["crashes"]
+    assert "Fatal Python error: Segmentation fault" in crashed["crashes"]
+    for left in (waited, crashed):
+        assert "in computes_or_crashes" in left["crashes"] and "behind" not in left
