@@ -29,6 +29,7 @@ os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
 import environment
 import torch
 from llm import checkpoint, products, ranks, report, throughput
+from llm.ablation import ABLATIONS
 from llm.config import PRESETS, RunConfig, UsageError, override
 from llm.data import Corpus, read_corpus
 from llm.recipes import DEFAULT, MERGED, RECIPES, SEPARATE
@@ -57,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=out, metavar="DIR", help="results and checkpoints (default: %(default)s)")
     add("--results", action="store_true", help="write the results into benchmarks/results/ too")
     what = "evaluate the trained weights in these precisions too; for the JSON"
-    add("--evaluate-in", nargs="+", choices=DEFAULT, default=(), help=what)
+    add("--evaluate-in", nargs="+", choices=[*DEFAULT, *ABLATIONS], default=(), help=what)
     add("--throughput", action="store_true", help="time steps of all recipes, which take turns, and train no further")
     add("--profile", action="store_true", help="with --throughput: where a step's time goes, kernel by kernel")
     numbers = parser.add_argument_group("instead of the preset's values")
