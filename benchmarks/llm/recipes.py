@@ -67,9 +67,7 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     precision, fused = RECIPES[recipe]
     restore(model)
     if precision == "bf16_perturbed":
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
+        perturb(model)
     if precision.startswith("bf16"):
         return "every linear layer in bf16" if not model.routers() else "every linear layer and expert in bf16"
     from torchao.quantization import quantize_
@@ -109,6 +107,13 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
         done, all_of_them = (sum(len(layer.shape) == dims for layer in some) for some in (converted, layers))
         words += [f"{done} of {all_of_them} {kind}"] * (all_of_them > 0)
     return f"{' and '.join(words)} in {formats}" + (f", {fuse(model, fused)}" if fused else "")
+
+
+@torch.no_grad()
+def perturb(model: nn.Module) -> None:
+    """Make each weight the next larger number, in place."""
+    for weight in model.parameters():
+        weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
 
 
 def fuse(model: nn.Module, how: str) -> str:

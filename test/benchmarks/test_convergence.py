@@ -142,6 +142,22 @@ def test_each_gpu_gets_runs_of_its_own(run, monkeypatch):
     assert len(seen) == 4 and {device for _, device in seen} == {"3"}
 
 
+def test_runs_of_a_seed_begin_together(run, monkeypatch):
+    """The first one leaves the start; only then do the others begin, wherever there is a GPU."""
+    seen, real = [], convergence.subprocess.run
+
+    def started(command, **options):
+        assert command[command.index("--starts") + 1] == str(run.out)
+        seen.append((command[3], command[5]))
+        return real(command, **options)
+
+    monkeypatch.setattr(convergence.subprocess, "run", started)
+    code, _ = run("--recipes", "bf16", "fp8", "--seeds", "0", "1", "--bf16-steps", "3")
+    assert code == 0 and sorted(seen[:2]) == [("bf16", "0"), ("bf16", "1")] and len(seen) == 4
+    written = json.loads((run.out / "convergence_tiny_cpu.json").read_text())
+    assert written["environment"]["command"] == "--recipes bf16 fp8 --seeds 0 1 --bf16-steps 3"
+
+
 def test_the_command_starts_the_real_program():
     assert convergence._TRAIN.name == "train_llm.py" and convergence._TRAIN.exists()
     assert sys.executable
