@@ -250,10 +250,12 @@ def report(args: argparse.Namespace, runs: list[Run]) -> int:
     alone = [f"{run.recipe}, seed {run.seed}: {run.loss:.4f}" for run in runs if run not in shown]
     diverged = [f"{run.recipe}, seed {run.seed}" for run in runs if math.isnan(run.loss)]
     tokens = config["steps"] * config["batch_size"] * config["grad_accumulation"] * config["seq_len"]
+    shared = config.get("bf16_steps", 0)
     notes = [
         f"{content['environment']['device']}. {config['preset']}: {config['parameters'] / 1e6:,.1f} M parameters, "
         f"{config['steps']:,} steps, {tokens:,} tokens of {content['data']['name']} ({content['data']['sha256_16']}), "
         f"which are read {content['data']['passes']:.2f} times.",
+        *[f"The first {shared:,} steps are in bf16, and the same for all recipes of a seed."] * bool(shared),
         "gap: held-out loss above that of bf16 with the same seed; mean, then least and most, over the seeds.",
         *_evaluations(runs),
         *[f"Not in the table, as there is no bf16 of the same seed: {'; '.join(alone)}."] * bool(alone),
@@ -264,7 +266,8 @@ def report(args: argparse.Namespace, runs: list[Run]) -> int:
     print(f"\n{text}")
     device = content["environment"]["device"]
     slug = environment.slug_of(device) if "NVIDIA" in device else "cpu"
-    name = "_".join(["convergence", *config["preset"].split("-"), slug])
+    # Runs with a shared start are another table than those without.
+    name = "_".join(["convergence", *config["preset"].split("-"), *[f"after_{shared}"] * bool(shared), slug])
     for folder in (args.out, *[RESULTS] * args.results):
         folder.mkdir(parents=True, exist_ok=True)
         environment.write_text(folder / f"{name}.md", text)

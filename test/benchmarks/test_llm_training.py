@@ -88,10 +88,12 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(recipe, config, cor
     assert resumed.held_out_loss == whole.held_out_loss
 
 
-def test_a_finished_run_resumes_to_its_result(corpus, tmp_path):
+def test_a_finished_run_resumes_to_its_result_and_can_be_evaluated(corpus, tmp_path, monkeypatch):
     whole = training.train("bf16", TINY, corpus, CPU, tmp_path, checkpoint_every=3)
-    again = training.train("bf16", TINY, corpus, CPU, tmp_path, resume=True)
+    monkeypatch.setattr(training, "train_step", lambda *args: pytest.fail("trains"))
+    again = training.train("bf16", TINY, corpus, CPU, tmp_path, resume=True, evaluate_in=("fp8", "fp8_faked"))
     assert (again.losses, again.held_out_loss) == (whole.losses, whole.held_out_loss)
+    assert len({whole.held_out_loss, *again.evaluated_in.values()}) == 3
 
 
 @MODELS
