@@ -8,6 +8,8 @@ A run is `train_llm.py` of one recipe and one seed, as a process of its own; wit
 finished is kept: the same command goes on where it was interrupted. All other options go to train_llm.py.
 A gap is between held-out losses of a recipe and of bf16 with the same seed, so with the same weights and order of data.
 bf16_perturbed is bf16 with every first weight one bit off: its gap is what chance alone gives.
+With --bf16-steps N all recipes of a seed begin with the same state, that of bf16 after N steps, so that chance has had
+less time: for recipes that differ little, such as those that leave one operand of FP8 in bf16 (fp8_faked_but_*).
 """
 
 from __future__ import annotations
@@ -107,6 +109,7 @@ def train_all(args: argparse.Namespace, others: list[str]) -> None:
         folder, device = folder_of(args.out, recipe, seed), devices.get()
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(_TRAIN), "--recipes", recipe, "--seed", str(seed), "--out", str(folder), *others]
+        command += ["--starts", str(args.out)] if "--bf16-steps" in others else []
         place = {"CUDA_VISIBLE_DEVICES": device} if torch.cuda.is_available() else {}
         try:
             with (folder / "log.txt").open("w") as log:
@@ -116,13 +119,18 @@ def train_all(args: argparse.Namespace, others: list[str]) -> None:
         ended = "done" if code == 0 else f"ended with code {code}, see {folder / 'log.txt'}"
         print(f"{recipe}, seed {seed}: {ended}", file=sys.stderr)
 
+    # The first run of a seed leaves the start that the others begin with.
+    starts = {seed: (recipe, seed) for recipe, seed in reversed(missing)}.values() if "--bf16-steps" in others else []
     with ThreadPoolExecutor(devices.qsize()) as pool:
-        list(pool.map(train, missing))
+        for pairs in (starts, [pair for pair in missing if pair not in starts]):
+            list(pool.map(train, pairs))
 
 
 def command_of(runs: list[Run]) -> str:
     """The options that make all of these runs."""
-    others = re.sub(r"--(recipes|seeds?|out)( (?!--)\S+)+", "", runs[0].content["environment"]["command"]).strip()
+    others = re.sub(
+        r"--(recipes|seeds?|out|starts)( (?!--)\S+)+", "", runs[0].content["environment"]["command"]
+    ).strip()
     recipes = dict.fromkeys(run.recipe for run in runs)
     seeds = sorted({run.seed for run in runs})
     return f"--recipes {' '.join(recipes)} --seeds {' '.join(map(str, seeds))} {others}".strip()
@@ -242,10 +250,12 @@ def report(args: argparse.Namespace, runs: list[Run]) -> int:
     alone = [f"{run.recipe}, seed {run.seed}: {run.loss:.4f}" for run in runs if run not in shown]
     diverged = [f"{run.recipe}, seed {run.seed}" for run in runs if math.isnan(run.loss)]
     tokens = config["steps"] * config["batch_size"] * config["grad_accumulation"] * config["seq_len"]
+    shared = config.get("bf16_steps", 0)
     notes = [
         f"{content['environment']['device']}. {config['preset']}: {config['parameters'] / 1e6:,.1f} M parameters, "
         f"{config['steps']:,} steps, {tokens:,} tokens of {content['data']['name']} ({content['data']['sha256_16']}), "
         f"which are read {content['data']['passes']:.2f} times.",
+        *[f"The first {shared:,} steps are in bf16, and the same for all recipes of a seed."] * bool(shared),
         "gap: held-out loss above that of bf16 with the same seed; mean, then least and most, over the seeds.",
         *_evaluations(runs),
         *[f"Not in the table, as there is no bf16 of the same seed: {'; '.join(alone)}."] * bool(alone),
@@ -256,7 +266,8 @@ def report(args: argparse.Namespace, runs: list[Run]) -> int:
     print(f"\n{text}")
     device = content["environment"]["device"]
     slug = environment.slug_of(device) if "NVIDIA" in device else "cpu"
-    name = "_".join(["convergence", *config["preset"].split("-"), slug])
+    # Runs with a shared start are another table than those without.
+    name = "_".join(["convergence", *config["preset"].split("-"), *[f"after_{shared}"] * bool(shared), slug])
     for folder in (args.out, *[RESULTS] * args.results):
         folder.mkdir(parents=True, exist_ok=True)
         environment.write_text(folder / f"{name}.md", text)

@@ -29,6 +29,7 @@ os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
 import environment
 import torch
 from llm import checkpoint, products, ranks, report, throughput
+from llm.ablation import ABLATIONS
 from llm.config import PRESETS, RunConfig, UsageError, override
 from llm.data import Corpus, read_corpus
 from llm.recipes import DEFAULT, MERGED, RECIPES, SEPARATE
@@ -55,9 +56,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     out = Path("runs/train_llm")
     add("--out", type=Path, default=out, metavar="DIR", help="results and checkpoints (default: %(default)s)")
+    what = "where --bf16-steps leaves its state, and finds it in later commands (default: --out)"
+    add("--starts", type=Path, metavar="DIR", help=what)
     add("--results", action="store_true", help="write the results into benchmarks/results/ too")
     what = "evaluate the trained weights in these precisions too; for the JSON"
-    add("--evaluate-in", nargs="+", choices=DEFAULT, default=(), help=what)
+    add("--evaluate-in", nargs="+", choices=[*DEFAULT, *ABLATIONS], default=(), help=what)
     add("--throughput", action="store_true", help="time steps of all recipes, which take turns, and train no further")
     add("--profile", action="store_true", help="with --throughput: where a step's time goes, kernel by kernel")
     numbers = parser.add_argument_group("instead of the preset's values")
@@ -69,6 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     ):
         numbers.add_argument(f"--{name}", type=_positive_int, metavar="N", help=what)
     numbers.add_argument("--warmup", type=_whole_int, metavar="N", help="steps of linear warmup")
+    what = "how many of the steps, the first ones, are in bf16, once for all recipes (default: 0)"
+    numbers.add_argument("--bf16-steps", type=_whole_int, metavar="N", help=what)
     numbers.add_argument("--seed", type=_whole_int, metavar="N", help="of weights and data order (default: 0)")
     numbers.add_argument("--lr", type=_positive_float, help="peak learning rate")
     what = "what a CPU computes bf16 products in (default: bf16, or fp32 where a short probe finds that far faster)"
@@ -111,10 +116,11 @@ def run(args: argparse.Namespace) -> int:
 def run_on(args: argparse.Namespace, device: torch.device) -> int:
     """`run` in each process."""
     config = config_from(args, device)
-    ranks.check(config, saves=bool(args.checkpoint_every or args.resume))
+    ranks.check(config, saves=bool(args.checkpoint_every or args.resume or args.bf16_steps))
     if args.evaluate_in and (config.ranks or args.throughput):
         raise UsageError("--evaluate-in: needs one process that trains; leave out torchrun, and --throughput")
-    for folder in (args.out, *([RESULTS] if args.results else ())):
+    starts = args.starts or args.out
+    for folder in (args.out, starts, *([RESULTS] if args.results else ())):
         prepare_folder(folder)
     recipes = recipes_from(args, config)
     if args.resume and not any(checkpoint.path_of(args.out, r).exists() for r in recipes):
@@ -134,6 +140,7 @@ def run_on(args: argparse.Namespace, device: torch.device) -> int:
         args.smoke, args.out = False, RESULTS if args.results else args.out
         return throughput.measure(recipes, config, corpus, args, results_name(config, device, "throughput"), device)
     how = {"checkpoint_every": args.checkpoint_every, "resume": args.resume, "evaluate_in": args.evaluate_in}
+    how["starts"] = starts
     results = [train(r, config, corpus, device, args.out, **how) for r in recipes]
     if not leads:
         return int(any(r.diverged for r in results))
@@ -160,7 +167,7 @@ def pick_device(name: str | None) -> torch.device:
 
 def config_from(args: argparse.Namespace, device: torch.device) -> RunConfig:
     """The preset with the command line's values in place of its own."""
-    names = ("steps", "batch_size", "seq_len", "grad_accumulation", "warmup", "seed", "lr", "products")
+    names = ("steps", "batch_size", "seq_len", "grad_accumulation", "warmup", "bf16_steps", "seed", "lr", "products")
     switches = ("tied_head", "separate", "compile", "activation_checkpointing")
     values = {name: getattr(args, name) for name in (*names, *switches)}
     # In compiled code products cannot be replaced one by one.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -57,3 +59,20 @@ def check_against_reference(x: torch.Tensor, fmt: BlockFormat, backend: str, **o
     assert_operands_equal(canonical(columnwise_of(x, fmt, backend=backend, **options)), columnwise)
     assert_operands_equal(canonical(both.rowwise), rowwise)
     assert_operands_equal(canonical(both.columnwise), columnwise)
+
+
+# Amaxes of blocks whose scales are from 2^-6 to 448 where the largest one is the tensor's: its scale is 2^-4 then.
+LEAST, LARGEST = 0.5, 2688.0 * 2.0**-4
+
+
+def nvfp4_input(shape) -> torch.Tensor:
+    """bf16 of many magnitudes, with the amax of a 16×16 block in all its rows and columns; ties and zeros, signed."""
+    rows, columns = shape
+    amax = torch.logspace(math.log10(LEAST), math.log10(LARGEST), rows * columns // 256).view(rows // 16, -1)
+    # The scale of ties: 6 is the largest value.
+    amax[0, 0] = 6.0
+    amax = amax.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    x = random_tensor(rows, columns, seed=4).float().clamp(-1, 1) * amax
+    x[:16, :16] = torch.tensor([-0.25, 0.25, 0.75, -1.25, 1.75, 2.5, -3.5, 3.5, 5, -5, 0.0, -0.0, 1.5, -3, 4, -0.75])
+    i, j = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    return torch.where((i + j) % 16 == 0, amax, x).bfloat16()

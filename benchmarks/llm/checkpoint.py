@@ -17,6 +17,11 @@ def path_of(folder: Path, recipe: str) -> Path:
     return folder / f"checkpoint_{recipe}.pt"
 
 
+def start_of(folder: Path, seed: int) -> Path:
+    """Where the state lies that all recipes of a seed begin with after their `bf16_steps`."""
+    return folder / f"start_seed_{seed}.pt"
+
+
 def save(path: Path, config: RunConfig, corpus_digest: str, device: torch.device, **state) -> None:
     """Write `state` with what it depends on; a reader never sees half a file.
 
@@ -36,23 +41,24 @@ def save(path: Path, config: RunConfig, corpus_digest: str, device: torch.device
         raise UsageError(f"cannot write {path}: {error}; free some space, or choose another --out") from None
 
 
-def load(path: Path, config: RunConfig, corpus_digest: str, device: torch.device) -> dict:
+def load(path: Path, config: RunConfig, corpus_digest: str, device: torch.device, option: str = "--resume") -> dict:
     """The state saved at `path`, on the CPU; random generators are set to where they stood.
 
-    Raises UsageError for a damaged file, and for one of another configuration or other data, naming each field.
+    option: what asks for it. Raises UsageError for a damaged file, and for one of another configuration or other data,
+    naming each field.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         saved_config, saved_data, rng = state["config"], state["data"], state["rng"]
     except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0]
-        raise UsageError(f"--resume: {path} is not a readable checkpoint ({reason}); delete it to start over") from None
+        raise UsageError(f"{option}: {path} is not a readable checkpoint ({reason}); delete it to start over") from None
     fields = difference(saved_config, config)
     if saved_data != corpus_digest:
         fields.append(f"data (sha256): {saved_data} -> {corpus_digest}")
     if fields:
         differs = "; ".join(fields)
-        raise UsageError(f"--resume: {path} has another configuration: {differs}; use the same, or another --out")
+        raise UsageError(f"{option}: {path} has another configuration: {differs}; use the same, or another --out")
     _set_rng_state(rng, device)
     return state
 

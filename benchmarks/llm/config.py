@@ -24,6 +24,7 @@ class RunConfig:
     products: what bf16 products are computed in, "fp32" on processors that are slow in bf16; see `llm.products`.
     kv_heads: heads of keys and values, 0 for as many as of queries. vocabulary: rows of the embedding and of the head;
     tokens are bytes, whatever it is. ranks: how many FSDP2 shards the model over, 0 for a process without it.
+    bf16_steps: how many of the steps, the first ones, are in bf16, the same for all recipes.
     Raises UsageError for values that cannot train.
     """
 
@@ -54,6 +55,7 @@ class RunConfig:
     kv_heads: int = 0
     vocabulary: int = VOCABULARY
     ranks: int = 0
+    bf16_steps: int = 0
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "seq_len", "grad_accumulation", "held_out_sequences"):
@@ -62,6 +64,11 @@ class RunConfig:
         if not 0 <= self.warmup < self.steps:
             most = self.steps - 1
             raise UsageError(f"warmup must be from 0 to steps - 1 = {most}, got {self.warmup}; lower --warmup")
+        if not 0 <= self.bf16_steps < self.steps:
+            most = self.steps - 1
+            raise UsageError(
+                f"bf16_steps must be from 0 to steps - 1 = {most}, got {self.bf16_steps}; lower --bf16-steps"
+            )
         if self.products not in PRECISIONS:
             raise UsageError(f"products must be one of {', '.join(PRECISIONS)}, got {self.products!r}")
         if self.compile and self.products == "fp32":

@@ -49,4 +49,6 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _operand_bytes(weight: torch.Tensor) -> int:
     config = getattr(weight, "config", None)
-    return 2 * weight.numel() if config is None else config.weight_format.nbytes(*weight.shape)
+    if config is None:
+        return 2 * weight.numel()
+    return config.weight_format.nbytes(*weight.shape, scale_per_matrix=config.scale_per_expert)

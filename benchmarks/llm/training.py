@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llm import checkpoint, products, ranks
-from llm.config import RunConfig
+from llm.config import RunConfig, UsageError
 from llm.data import Corpus
 from llm.memory import saved_bytes, weight_bytes
 from llm.model import Decoder, next_byte_loss
-from llm.recipes import convert
+from llm.recipes import convert, perturb
 from torchao_blockwise import unconvert, weights_unchanged
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.tensors import QuantizedTensor
@@ -39,6 +39,7 @@ class Result:
 
     layers: what became of the linear layers and experts, in words.
     losses: mean training loss of each step, in nats a byte; seconds: its duration, evaluation and checkpoints left out.
+    bf16_steps: how many of these are of the start in bf16.
     evaluated_in: held-out loss of the trained master weights in other recipes, each run eagerly.
     activation_bytes: saved for backward by one microbatch, no weights nor their copies among them; None under FSDP2.
     weight_bytes: the linear weights in the form that the GEMMs read. peak_bytes: None on a CPU.
@@ -49,6 +50,7 @@ class Result:
     layers: str = ""
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    bf16_steps: int = 0
     held_out_loss: float = math.nan
     evaluated_in: dict[str, float] = field(default_factory=dict)
     activation_bytes: int | None = None
@@ -67,8 +69,9 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of the median step, the first steps left out."""
-        return self.tokens_per_step / statistics.median(self.seconds[_STEPS_NOT_TIMED:] or self.seconds)
+        """Tokens a second of the median step, the first steps and those of the start left out."""
+        own = self.seconds[self.bf16_steps :]
+        return self.tokens_per_step / statistics.median(own[_STEPS_NOT_TIMED:] or own)
 
 
 def build(config: RunConfig, device: torch.device) -> Decoder:
@@ -88,17 +91,45 @@ def train(
     checkpoint_every: int = 0,
     resume: bool = False,
     evaluate_in: Sequence[str] = (),
+    starts: Path | None = None,
 ) -> Result:
     """Train `recipe` from the seed's weights, or from its checkpoint in `folder`, and evaluate it in its own precision.
 
     evaluate_in: recipes in which the trained weights are evaluated as well.
+    starts: where the state after `config.bf16_steps` is, or else is left for other recipes once it is trained.
     Stops early where the loss is not finite.
+    Raises UsageError for a start of another configuration or other data, and for recipes that cannot begin with one.
     """
     with products.computed_in(config.products):
-        return _train(recipe, config, corpus, device, folder, checkpoint_every, resume, evaluate_in)
+        start = None
+        if config.bf16_steps:
+            if recipe.endswith("_parameters"):
+                raise UsageError(f"{recipe}: its optimizer has masters, which bf16 has not; leave --bf16-steps out")
+            start = checkpoint.start_of(starts or folder, config.seed)
+            if not start.exists():
+                _train_start(config, corpus, device, start)
+        return _train(recipe, config, corpus, device, folder, checkpoint_every, resume, evaluate_in, start)
 
 
-def _train(recipe, config, corpus, device, folder, checkpoint_every, resume, evaluate_in) -> Result:
+def _train_start(config: RunConfig, corpus: Corpus, device: torch.device, path: Path) -> None:
+    """Train the first steps in bf16, and leave the state at `path`. Raises UsageError where they diverge."""
+    model = build(config, device)
+    optimizer = make_optimizer(model, config, device)
+    if config.compile:
+        compile_blocks(model, device)
+    result = Result("bf16", config.tokens_per_step, layers="the start of all recipes")
+
+    def save():
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        checkpoint.save(path, config, corpus.digest, device, **state, losses=result.losses, seconds=result.seconds)
+
+    torch.manual_seed(config.seed)
+    _run_steps(model, optimizer, config, corpus, device, result, config.bf16_steps, save, config.bf16_steps)
+    if result.diverged:
+        raise UsageError(f"--bf16-steps {config.bf16_steps}: bf16 diverged at step {len(result.losses)}; lower --lr")
+
+
+def _train(recipe, config, corpus, device, folder, checkpoint_every, resume, evaluate_in, start) -> Result:
     before = _allocated(device)
     model = build(config, device)
     # Each rank rounds stochastically by bits of its own.
@@ -118,11 +149,15 @@ def _train(recipe, config, corpus, device, folder, checkpoint_every, resume, eva
     for router in model.routers():
         router.tokens.zero_()
     path = None if folder is None else checkpoint.path_of(folder, recipe)
-    if resume and path is not None and path.exists():
-        state = checkpoint.load(path, config, corpus.digest, device)
+    resumes = resume and path is not None and path.exists()
+    if resumes or start is not None:
+        option = "--resume" if resumes else "--bf16-steps"
+        state = checkpoint.load(path if resumes else start, config, corpus.digest, device, option)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        result.losses, result.seconds = state["losses"], state["seconds"]
+        result.losses, result.seconds, result.bf16_steps = state["losses"], state["seconds"], config.bf16_steps
+        if recipe == "bf16_perturbed" and not resumes:
+            perturb(model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -131,7 +166,7 @@ def _train(recipe, config, corpus, device, folder, checkpoint_every, resume, eva
         state |= {"losses": result.losses, "seconds": result.seconds}
         checkpoint.save(path, config, corpus.digest, device, **state)
 
-    _run_steps(model, optimizer, config, corpus, device, result, checkpoint_every, save)
+    _run_steps(model, optimizer, config, corpus, device, result, checkpoint_every, save, config.steps)
     if device.type == "cuda":
         result.peak_bytes = torch.cuda.max_memory_allocated(device) - before
     if not result.diverged:
@@ -150,8 +185,8 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _run_steps(model, optimizer, config, corpus, device, result, checkpoint_every, save) -> None:
-    """Steps from len(result.losses) to config.steps, appended to `result`."""
+def _run_steps(model, optimizer, config, corpus, device, result, checkpoint_every, save, until) -> None:
+    """Steps from len(result.losses) to `until`, appended to `result`."""
     # Here, so that what only times steps does without it.
     from tqdm import tqdm
 
@@ -162,16 +197,14 @@ def _run_steps(model, optimizer, config, corpus, device, result, checkpoint_ever
         print(f"{result.recipe:>6}: {result.layers}{resumed}", file=sys.stderr)
     # A log file gets a line now and then, a terminal a live bar.
     interval = 0.2 if sys.stderr.isatty() else 10
-    bar = tqdm(
-        total=config.steps, initial=first, desc=f"{result.recipe:>6}", unit="step", mininterval=interval, disable=quiet
-    )
+    bar = tqdm(total=until, initial=first, desc=f"{result.recipe:>6}", unit="step", mininterval=interval, disable=quiet)
     unread, start = [], time.perf_counter()
     with bar:
-        for step in range(first, config.steps):
+        for step in range(first, until):
             unread.append(train_step(model, optimizer, config, corpus, device, step))
             done = step + 1
-            saves = checkpoint_every and (done % checkpoint_every == 0 or done == config.steps)
-            if saves or done == config.steps or done % _STEPS_A_READ.get(device.type, 1) == 0:
+            saves = checkpoint_every and (done % checkpoint_every == 0 or done == until)
+            if saves or done == until or done % _STEPS_A_READ.get(device.type, 1) == 0:
                 losses = (ranks.sum_over_ranks(torch.stack(unread)) / max(1, ranks.count())).tolist()
                 seconds = (time.perf_counter() - start) / len(losses)
                 result.losses += losses

@@ -21,6 +21,8 @@ if "--evaluate-in" in args:
     row["evaluated_in"] = {{"bf16": loss - 0.01}}
 config = {{"preset": args.get("--preset", "tiny"), "steps": 8, "batch_size": 2, "grad_accumulation": 1, "seq_len": 4,
            "parameters": 1000, "seed": seed}}
+if "--bf16-steps" in args:
+    config["bf16_steps"] = int(args["--bf16-steps"])
 content = {{"config": config, "data": {{"name": "text", "sha256_16": "ab", "passes": 0.5}},
             "environment": {{"device": "a CPU", "command": " ".join(sys.argv[1:])}}, "table": [row],
             "curves": {{recipe: {{"loss": [loss + 1 / (i + 1) for i in range(8)], "seconds": [1.0] * 8}}}}}}
@@ -140,6 +142,28 @@ def test_each_gpu_gets_runs_of_its_own(run, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     run("--recipes", "bf16", "fp8", "--seeds", "0", "1")
     assert len(seen) == 4 and {device for _, device in seen} == {"3"}
+
+
+def test_runs_of_a_seed_begin_together(run, monkeypatch):
+    """The first one leaves the start; only then do the others begin, wherever there is a GPU."""
+    seen, real = [], convergence.subprocess.run
+
+    def started(command, **options):
+        if "--bf16-steps" in command:
+            assert command[command.index("--starts") + 1] == str(run.out)
+        seen.append((command[3], command[5]))
+        return real(command, **options)
+
+    monkeypatch.setattr(convergence.subprocess, "run", started)
+    code, out = run("--recipes", "bf16", "fp8", "--seeds", "0", "1", "--bf16-steps", "3")
+    assert "The first 3 steps are in bf16, and the same for all recipes of a seed." in out
+    assert code == 0 and sorted(seen[:2]) == [("bf16", "0"), ("bf16", "1")] and len(seen) == 4
+    written = json.loads((run.out / "convergence_tiny_after_3_cpu.json").read_text())
+    assert written["environment"]["command"] == "--recipes bf16 fp8 --seeds 0 1 --bf16-steps 3"
+    others = run.out.parent / "others"
+    convergence.main(["--out", str(others), "--recipes", "bf16", "--seeds", "2"])
+    code, out = run("--merge", str(others))
+    assert code == 2 and "runs of different models, data or machines cannot be compared" in out
 
 
 def test_the_command_starts_the_real_program():

@@ -88,10 +88,53 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(recipe, config, cor
     assert resumed.held_out_loss == whole.held_out_loss
 
 
-def test_a_finished_run_resumes_to_its_result(corpus, tmp_path):
+def test_a_finished_run_resumes_to_its_result_and_can_be_evaluated(corpus, tmp_path, monkeypatch):
     whole = training.train("bf16", TINY, corpus, CPU, tmp_path, checkpoint_every=3)
-    again = training.train("bf16", TINY, corpus, CPU, tmp_path, resume=True)
+    monkeypatch.setattr(training, "train_step", lambda *args: pytest.fail("trains"))
+    again = training.train("bf16", TINY, corpus, CPU, tmp_path, resume=True, evaluate_in=("fp8", "fp8_faked"))
     assert (again.losses, again.held_out_loss) == (whole.losses, whole.held_out_loss)
+    assert len({whole.held_out_loss, *again.evaluated_in.values()}) == 3
+
+
+@MODELS
+def test_recipes_begin_with_one_start_in_bf16(config, corpus, tmp_path, monkeypatch):
+    """As bf16 alone went there, bit for bit, and it is trained once; the last bit of its weights matters after it."""
+    config = replace(config, bf16_steps=4)
+    seen = []
+    monkeypatch.setattr(
+        training, "train_step", lambda *args, of=training.train_step: seen.append(args[-1]) or of(*args)
+    )
+    recipes = ("bf16", "bf16_perturbed", "fp8", "nvfp4_full")
+    runs = {recipe: training.train(recipe, config, corpus, CPU, tmp_path) for recipe in recipes}
+    assert seen == [*range(4), *[4, 5, 6, 7] * len(recipes)]
+    whole = training.train("bf16", replace(config, bf16_steps=0), corpus, CPU)
+    assert (runs["bf16"].losses, runs["bf16"].held_out_loss) == (whole.losses, whole.held_out_loss)
+    assert all(run.losses[:4] == whole.losses[:4] and len(run.losses) == 8 for run in runs.values())
+    assert len({run.losses[4] for run in runs.values()}) == len({run.held_out_loss for run in runs.values()}) == 4
+    again = training.train("fp8", config, corpus, CPU, tmp_path / "other", starts=tmp_path)
+    assert again.losses == runs["fp8"].losses and len(seen) == 4 + 4 * len(recipes) + 8 + 4
+    again.seconds = [100.0] * 4 + [1.0] * 4
+    assert again.tokens_per_second == config.tokens_per_step
+
+
+def test_a_start_of_another_configuration_is_refused(corpus, tmp_path):
+    config = replace(TINY, bf16_steps=1, steps=2, warmup=0)
+    training.train("bf16", config, corpus, CPU, tmp_path)
+    with pytest.raises(
+        UsageError, match=r"--bf16-steps: .*start_seed_0\.pt has another configuration: lr: 0.002 -> 0.1"
+    ):
+        training.train("fp8", replace(config, lr=0.1), corpus, CPU, tmp_path)
+    with pytest.raises(UsageError, match="fp8_parameters: its optimizer has masters"):
+        training.train("fp8_parameters", config, corpus, CPU, tmp_path)
+    with pytest.raises(UsageError, match="bf16_steps must be from 0 to steps - 1 = 1, got 2"):
+        replace(config, bf16_steps=2)
+
+
+def test_a_start_that_diverges_leaves_nothing(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "train_step", lambda *args: torch.tensor(math.nan))
+    with pytest.raises(UsageError, match="--bf16-steps 2: bf16 diverged at step 1"):
+        training.train("fp8", replace(TINY, bf16_steps=2), corpus, CPU, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "nvfp4", "fp8_fused_once"])

@@ -7,12 +7,13 @@ import json
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers import FP8, NVFP4, Tied, every_recipe, mlp, replace
+from helpers import FP8, NVFP4, PER_EXPERT, Tied, every_recipe, mlp, replace
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import conversion_report, dry_run, keep_last_blocks, min_features, skip_lm_head
+from torchao_blockwise import conversion_report, dry_run, experts, keep_last_blocks, min_features, skip_lm_head
 from torchao_blockwise.conversion.report import human_bytes
+from torchao_blockwise.nn import SwiGLUExperts
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -88,6 +89,18 @@ def test_bytes_are_those_that_training_keeps(config):
         r.bytes_after == m.weight.nbytes
         for r, m in zip(conversion_report(quantised).layers, (quantised[0], quantised[2]))
     )
+
+
+@pytest.mark.parametrize("config", (NVFP4, PER_EXPERT, FP8), ids=("one scale", "scale an expert", "fp8"))
+def test_bytes_of_experts_are_those_that_training_keeps(config):
+    """With a tensor scale of each of five experts, too, and as a dry run predicts them."""
+    model, config = SwiGLUExperts(5, 48, 32), replace(config, master_weights=False)
+    predicted = dry_run(model, config, experts())
+    quantize_(model, config, filter_fn=experts())
+    report = conversion_report(model)
+    assert report.layers == predicted.layers
+    for layer, weight in zip(report.layers, model.parameters(), strict=True):
+        assert layer.bytes_after == layer.quantized_bytes == weight.nbytes
 
 
 def test_a_weight_that_was_replaced_is_told():

@@ -78,6 +78,23 @@ def test_a_step_takes_what_was_predicted(make, config, master_weights):
         assert (found.predicted, found.measured) == (report.predicted, None)
 
 
+@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantized"))
+def test_tensor_scales_of_experts_count_each(master_weights):
+    def report(per_expert: bool):
+        model, config = Experts().bfloat16(), replace(NVFP4, master_weights=master_weights, scale_per_expert=per_expert)
+        quantize_(model, config, filter_fn=linears_and_experts())
+        return memory_report(model, tokens()), memory_report(model).predicted.copies
+
+    (one, copies_of_one), (each, copies_of_each) = report(False), report(True)
+    for name in ("weights", "copies", "peak"):
+        assert getattr(each.predicted, name) == getattr(each.measured, name), name
+    # Two more of a master's copy; a quantized weight has them itself, two for each of both weights.
+    more = 2 * torch.float32.itemsize
+    assert copies_of_each - copies_of_one == more * master_weights
+    assert each.predicted.weights - one.predicted.weights == 2 * more * (not master_weights)
+    assert each.measured.copies == copies_of_each or not master_weights
+
+
 @both_formats
 def test_a_linear_layer_by_hand(config):
     layer = nn.Linear(D, H, bias=False, dtype=torch.bfloat16)

@@ -6,11 +6,9 @@ raises a block scale below 2^-6 to it. With bf16 values and a tensor scale that 
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from quantize_cases import columnwise_of, rowwise_of
+from quantize_cases import LARGEST, columnwise_of, nvfp4_input, rowwise_of
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
@@ -64,25 +62,11 @@ def test_rowwise_128x128_is_torchaos(shape):
     assert_bitwise_equal(ours.scale, scale, "scale")
 
 
-# A tensor scale of 2^-4, and amaxes of blocks whose scales are from 2^-6 to 448 then.
-NVFP4_AMAX = torch.tensor(2688.0 * 2.0**-4)
-LEAST, LARGEST = 0.5, 168.0
+# A tensor scale of 2^-4.
+NVFP4_AMAX = torch.tensor(LARGEST)
 # torchao's and TransformerEngine's.
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 NVFP4_SHAPES = pytest.mark.parametrize("shape", ((16, 16), (48, 256), (160, 80)), ids=shape_id)
-
-
-def nvfp4_input(shape) -> torch.Tensor:
-    """bf16 of many magnitudes, with the amax of a 16×16 block in all its rows and columns; ties and zeros, signed."""
-    rows, columns = shape
-    amax = torch.logspace(math.log10(LEAST), math.log10(LARGEST), rows * columns // 256).view(rows // 16, -1)
-    # The scale of ties: 6 is the largest value.
-    amax[0, 0] = 6.0
-    amax = amax.repeat_interleave(16, 0).repeat_interleave(16, 1)
-    x = random_tensor(rows, columns, seed=4).float().clamp(-1, 1) * amax
-    x[:16, :16] = torch.tensor([-0.25, 0.25, 0.75, -1.25, 1.75, 2.5, -3.5, 3.5, 5, -5, 0.0, -0.0, 1.5, -3, 4, -0.75])
-    i, j = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
-    return torch.where((i + j) % 16 == 0, amax, x).bfloat16()
 
 
 def torchaos_nvfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

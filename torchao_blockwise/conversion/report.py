@@ -210,5 +210,5 @@ def _bytes(
     if status != CONVERTED or config is None:
         return before, before, 0
     is_stored = not config.master_weights or fsdp.is_gathered_quantized(weight)
-    quantized = config.weight_format.nbytes(*shape) if is_stored else 0
+    quantized = config.weight_format.nbytes(*shape, scale_per_matrix=config.scale_per_expert) if is_stored else 0
     return before, (before if config.master_weights else 0) + quantized, quantized

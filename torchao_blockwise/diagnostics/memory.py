@@ -216,8 +216,11 @@ def _copy_bytes(weight: torch.Tensor) -> int:
     fmt = _format_of(weight)
     if fmt is None:
         return 0
-    shares_scale = fmt.has_global_scale and isinstance(_compat.local_of(weight), QuantizedTensor)
-    return fmt.nbytes(*weight.shape) - torch.float32.itemsize * shares_scale
+    local = _compat.local_of(weight)
+    if isinstance(local, MasterWeightTensor):
+        return fmt.nbytes(*weight.shape, scale_per_matrix=local.config.scale_per_expert)
+    # The transposed one shares the tensor scale.
+    return fmt.nbytes(*weight.shape) - torch.float32.itemsize * fmt.has_global_scale
 
 
 def _states(weights: Sequence[tuple[torch.Tensor, torch.dtype]], optimizer: Optimizer) -> int:

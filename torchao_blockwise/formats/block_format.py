@@ -87,11 +87,15 @@ class BlockFormat:
             x.new_empty(self.scale_shape(*shape), dtype=self.scale_dtype),
         )
 
-    def nbytes(self, *shape: int) -> int:
-        """Bytes at rest of a quantized tensor [.., rows, columns]: payload, scales, and the global scale if any."""
+    def nbytes(self, *shape: int, scale_per_matrix: bool = False) -> int:
+        """Bytes at rest of a quantized tensor [.., rows, columns]: payload, scales, and the global scale if any.
+
+        scale_per_matrix: each matrix [rows, columns] has a global scale of its own.
+        """
         payload = math.prod(self.qdata_shape(*shape)) * self.element.storage_dtype.itemsize
         scales = math.prod(self.scale_shape(*shape)) * self.scale_dtype.itemsize
-        return payload + scales + (torch.float32.itemsize if self.has_global_scale else 0)
+        global_scales = math.prod(shape[:-2]) if scale_per_matrix else 1
+        return payload + scales + (global_scales * torch.float32.itemsize if self.has_global_scale else 0)
 
 
 FORMATS: dict[str, BlockFormat] = {}
