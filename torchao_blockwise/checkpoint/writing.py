@@ -25,8 +25,6 @@ from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
 FORMATS: dict[str, Any] = {made.NAME: made for made in (fp8_block, fp8_block_ue8m0, nvfp4_packed, nvfp4_modelopt)}
 SHARD_BYTES = 5 * 2**30
-# In e4m3, of either sign.
-_NAN = 0x7F
 
 
 def export(
@@ -187,11 +185,8 @@ def _chosen(op: str, model: nn.Module, format: str) -> Any:
 def check_finite(name: str, weight: Operand) -> None:
     """Raise ValueError where a quantized weight does not stand for numbers; its device is waited for."""
     scale = weight.scale if weight.global_scale is None else weight.global_scale
-    is_finite = scale.float().isfinite().all()
-    if weight.global_scale is None:
-        # A quantized Parameter may have got codes from files, with scales of their own.
-        is_finite &= (weight.qdata.view(torch.uint8) & _NAN != _NAN).all()
-    if not bool(is_finite):
+    # A quantized Parameter may have got codes from files, with scales of their own.
+    if bool(weight.format.element.has_nan(weight.qdata) | ~scale.float().isfinite().all()):
         raise ValueError(
             f"export: {name} has NaN or Inf among its values, so that what they are quantized to decodes to NaN; "
             "export an earlier state of the model, or repair the weight"
