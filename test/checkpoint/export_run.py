@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from exported_models import tensors_in
 from helpers import FP8, NVFP4, mlp, replace
+from live_memory import peak_of
 from operands_read import OperandsRead, assert_files_hold
 from ranks import join, leave, run_each
 from torch import nn
@@ -284,6 +286,30 @@ def reads_what_it_exports(rank: int, size: int, kind: str, format: str) -> None:
     assert_files_hold(products.operands, tensors_in(folder))
 
 
+def streams(rank: int, size: int, masters: bool) -> None:
+    """What ranks hold beside their shards, while they write and read, is as much for many layers as for few."""
+    width, config, peaks, folder = 384, replace(FP8, master_weights=masters), [], folder_of_all()
+    gathering._BUCKET_BYTES, kept = width * width, gathering._BUCKET_BYTES
+    try:
+        for count in (3, 18):
+            torch.manual_seed(0)
+            # All alike: what reading takes depends on values, a little.
+            alike = nn.Linear(width, width, bias=False)
+            model = nn.Sequential(*(copy.deepcopy(alike) for _ in range(count)))
+            quantize_(model, config)
+            for layer in (*model, model):
+                fully_shard(layer, mesh=mesh_of(size))
+            model(torch.randn(4, width))
+            peaks.append(peak_of(checkpoint.export, model, folder / str(count), shard_bytes=width * width))
+            if masters:
+                peaks.append(peak_of(checkpoint.load, model, folder / str(count)))
+    finally:
+        gathering._BUCKET_BYTES = kept
+    few, many = peaks[: len(peaks) // 2], peaks[len(peaks) // 2 :]
+    # Beside a layer's elements, numbers of each layer: scales and amaxes of its blocks.
+    assert all(0 < b <= a + width * width // 10 for a, b in zip(few, many)), peaks
+
+
 def plain(x: torch.Tensor) -> torch.Tensor:
     return getattr(x, "hp", x).detach()
 
@@ -438,6 +464,7 @@ RUNS = {
         shards,
         shards_nvfp4,
         reads_what_it_exports,
+        streams,
         loads,
         joins_sharded_nvfp4,
         gathers_bytes,

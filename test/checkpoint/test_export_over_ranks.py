@@ -35,6 +35,7 @@ CASES = [
         for size in sizes
         for format in ("fp8_block", "nvfp4_compressed_tensors")
     ),
+    *(("streams", size, masters) for size in (2, 3) for masters in (True, False)),
     ("shards_scale_groups", 2),
     ("splits_scale_groups", 3),
     ("splits", 2),
