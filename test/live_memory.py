@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import NamedTuple
+from unittest import mock
 
 from torchao_blockwise.diagnostics import live_memory
 
@@ -32,3 +33,12 @@ class LiveMemory(live_memory.LiveMemory):
     def note(self, name: str) -> None:
         """Add a step of that name now."""
         self.steps.append(Step(name, self.live(), self.parts()))
+
+
+def peak_of(work, *args, **options) -> int:
+    """The most bytes that live at once of what `work` makes; tensors on the meta device, which take none, left out."""
+    plain_tensors = live_memory.plain_tensors
+    real = mock.patch.object(live_memory, "plain_tensors", lambda x: [y for y in plain_tensors(x) if not y.is_meta])
+    with real, live_memory.LiveMemory() as memory:
+        work(*args, **options)
+    return memory.peak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import warnings
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from exported_models import tensors_in
 from helpers import FP8, NVFP4, mlp, replace
+from live_memory import peak_of
+from operands_read import OperandsRead, assert_files_hold
 from ranks import join, leave, run_each
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,12 +23,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, experts, linears_and_experts
 from torchao_blockwise.checkpoint import gathering
-from torchao_blockwise.distributed import ExpertParallel
+from torchao_blockwise.distributed import ExpertParallel, MasterWeightOptimizer
 from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -249,6 +254,62 @@ def loads(rank: int, size: int, kind: str, format: str = "fp8_block") -> None:
     compare(model, reference, format)
 
 
+def reads_what_it_exports(rank: int, size: int, kind: str, format: str) -> None:
+    """By SHA-256, what products of every rank read and what files hold, after steps.
+
+    FSDP2 gathers masters (in bf16), or quantized Parameters that an optimizer has masters of; or ranks have whole
+    Parameters, and masters whole or split by ZeRO.
+    """
+    config, features = FP8 if format == "fp8_block" else NVFP4, (208, 304, 144)
+    model: Any = mlp(replace(config, master_weights=kind == "masters"), features=features)
+    run, sharded = model, kind in ("masters", "quantized")
+    if sharded:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if kind == "masters" else None)
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh_of(size), mp_policy=policy)
+    if kind == "masters":
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        options = {} if sharded else {"process_group": dist.group.WORLD, "shard": None if kind == "ddp" else kind}
+        optimizer = MasterWeightOptimizer(torch.optim.AdamW, model, lr=1e-2, **options)
+        run = model if sharded else DistributedDataParallel(model, init_sync=False)
+    x = torch.randn(4, features[0], generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        run(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with OperandsRead() as products, torch.no_grad():
+        model(x)
+    folder = folder_of_all() / ("out" if sharded else str(rank))
+    checkpoint.export(model, folder, format)
+    dist.barrier()
+    assert_files_hold(products.operands, tensors_in(folder))
+
+
+def streams(rank: int, size: int, masters: bool) -> None:
+    """What ranks hold beside their shards, while they write and read, is as much for many layers as for few."""
+    width, config, peaks, folder = 384, replace(FP8, master_weights=masters), [], folder_of_all()
+    gathering._BUCKET_BYTES, kept = width * width, gathering._BUCKET_BYTES
+    try:
+        for count in (3, 18):
+            torch.manual_seed(0)
+            # All alike: what reading takes depends on values, a little.
+            alike = nn.Linear(width, width, bias=False)
+            model = nn.Sequential(*(copy.deepcopy(alike) for _ in range(count)))
+            quantize_(model, config)
+            for layer in (*model, model):
+                fully_shard(layer, mesh=mesh_of(size))
+            model(torch.randn(4, width))
+            peaks.append(peak_of(checkpoint.export, model, folder / str(count), shard_bytes=width * width))
+            if masters:
+                peaks.append(peak_of(checkpoint.load, model, folder / str(count)))
+    finally:
+        gathering._BUCKET_BYTES = kept
+    few, many = peaks[: len(peaks) // 2], peaks[len(peaks) // 2 :]
+    # Beside a layer's elements, numbers of each layer: scales and amaxes of its blocks.
+    assert all(0 < b <= a + width * width // 10 for a, b in zip(few, many)), peaks
+
+
 def plain(x: torch.Tensor) -> torch.Tensor:
     return getattr(x, "hp", x).detach()
 
@@ -402,6 +463,8 @@ RUNS = {
     for f in (
         shards,
         shards_nvfp4,
+        reads_what_it_exports,
+        streams,
         loads,
         joins_sharded_nvfp4,
         gathers_bytes,

@@ -29,6 +29,13 @@ CASES = [
     *(("shards_nvfp4", size, masters) for size in (2, 3) for masters in (True, False)),
     *(("joins_sharded_nvfp4", size) for size in (2, 3)),
     *(("rounds_as_it_gathers", size) for size in (2, 3)),
+    *(
+        ("reads_what_it_exports", size, kind, format)
+        for kind, sizes in {"masters": (2, 3), "quantized": (2, 3), "ddp": (2,), "zero1": (2,), "zero2": (2,)}.items()
+        for size in sizes
+        for format in ("fp8_block", "nvfp4_compressed_tensors")
+    ),
+    *(("streams", size, masters) for size in (2, 3) for masters in (True, False)),
     ("shards_scale_groups", 2),
     ("splits_scale_groups", 3),
     ("splits", 2),

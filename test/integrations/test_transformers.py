@@ -14,6 +14,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise import (
     MasterWeightTensor,
     NVFP4TrainingConfig,
+    checkpoint,
     conversion_report,
     fusion_report,
     linears_and_experts,
@@ -242,3 +243,34 @@ def test_another_recipe_than_the_saved_one(folder, tmp_path):
     load(folder, quantization_config=ours.BlockwiseFP8Config()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="quantized with BlockwiseFP8Config but you are passing a NVFP4Config"):
         load(tmp_path, quantization_config=ours.NVFP4Config())
+
+
+@both
+def test_files_in_fp8_are_refused_and_loaded_as_the_page_says(cls, config, tmp_path):
+    """transformers joins no two classes of configs; docs/saving.md says what to do, and quantize_ does."""
+    options = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SIZES | options)))
+    quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
+    checkpoint.export(model, tmp_path)
+    with pytest.raises(ValueError, match=f"quantized with FineGrainedFP8Config but you are passing a {cls.__name__}"):
+        load(tmp_path, quantization_config=cls())
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    del read.quantization_config
+    other = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float32)
+    quantize_(other, config, filter_fn=linears_and_experts() & skip_lm_head())
+    checkpoint.load(other, tmp_path)
+    if config == FP8:
+        assert_bitwise_equal(other(TOKENS).logits.detach(), model(TOKENS).logits.detach())
+
+
+def test_layers_that_transformers_loads_in_fp8_name_the_way():
+    """On a GPU; a cast of their codes, which have lost their scales, would train on other values."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    plain = torch.nn.Linear(256, 256, bias=False)
+    plain.weight = torch.nn.Parameter(plain.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    for layer in (plain, fp8.FP8Linear(256, 256, block_size=(128, 128))):
+        with pytest.raises(
+            ValueError, match=r"is torch\.float8_e4m3fn, codes .*convert it, and read .* checkpoint\.load"
+        ):
+            quantize_(torch.nn.Sequential(layer), FP8)

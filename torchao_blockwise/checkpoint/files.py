@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,26 +39,62 @@ class Folder:
 
     resume: what decides all that is written, JSON-able. With it files that an interrupted run has finished are kept, in
         a folder of a fixed name, and a run of the same goes on there: `done` has the names of their tensors, which need
-        no `add`. Without it what is interrupted leaves nothing.
-    Raises FileExistsError where there is something already.
+        no `add`. Without it what is interrupted leaves nothing; what is killed leaves the temporary folder, hidden.
+    Raises FileExistsError where there is something already, ValueError where a folder cannot be replaced, OSError where
+    nothing can be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], shard_bytes: int, resume: object = None) -> None:
         # A link stays one: what it leads to is replaced.
         self.final, self.shard_bytes = Path(directory).resolve(), shard_bytes
-        if self.final.exists() and (not self.final.is_dir() or any(self.final.iterdir())):
-            raise FileExistsError(f"export: {self.final} exists and is not empty; give another directory, or remove it")
+        self._check_place()
         self._torch = importlib.import_module(f"{safetensors().__name__}.torch")
-        self.final.parent.mkdir(parents=True, exist_ok=True)
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = self._bytes = 0
         self._shards: list[list[str]] = []
         self._resumes = resume is not None
-        if self._resumes:
-            self.path = self.final.parent / f".{self.final.name}-unfinished"
-            self._take_up(json.loads(json.dumps(resume)))
-        else:
-            self.path = Path(tempfile.mkdtemp(prefix=f".{self.final.name}-", dir=self.final.parent))
+        with self.writing():
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+            if self._resumes:
+                self.path = self.final.parent / f".{self.final.name}-unfinished"
+                self._take_up(json.loads(json.dumps(resume)))
+            else:
+                # Not by `tempfile`, whose folders nobody else may read.
+                self.path = self.final.parent / f".{self.final.name}-{secrets.token_hex(4)}"
+                self.path.mkdir()
+
+    def _check_place(self) -> None:
+        """Raise unless there is nothing, or an empty folder that can be replaced by one of its name."""
+        if not self.final.exists():
+            return
+        if not self.final.is_dir():
+            raise FileExistsError(f"export: {self.final} is a file; give a directory, or remove it")
+        if any(self.final.iterdir()):
+            raise FileExistsError(f"export: {self.final} exists and is not empty; give another directory, or remove it")
+        is_here = self.final == Path.cwd()
+        if is_here or self.final.is_mount():
+            raise ValueError(
+                f"export: {self.final} is {'the working directory' if is_here else 'a mount point'}, which a folder "
+                f"that is written whole cannot take the place of; give one in it, {self.final / 'model'}"
+            )
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What the system refuses in it is said as a sentence."""
+        try:
+            yield
+        except (OSError, safetensors().SafetensorError) as error:
+            if error.__cause__ is not None:
+                # A sentence already.
+                raise
+            parent = next(place for place in self.final.parents if place.exists())
+            free = shutil.disk_usage(parent).free
+            what = "the same command goes on" if self._resumes else "nothing is left of it"
+            raise OSError(
+                f"export: {self.final} cannot be written ({error}): it is made in {self.final.parent} and takes its "
+                f"name when it is whole; {free:,} bytes are free there, {self._bytes:,} were to be written so far, "
+                f"{what}; give a directory that can be written, or make room"
+            ) from error
 
     def _take_up(self, plan: object) -> None:
         """Go on with the files of an earlier run, if it had the same plan."""
@@ -89,13 +126,26 @@ class Folder:
     def __exit__(self, kind: object, *rest: object) -> None:
         try:
             if kind is None:
-                self._finish()
-                if self.final.exists():
-                    self.final.rmdir()
-                os.replace(self.path, self.final)
+                with self.writing():
+                    self._finish()
+                self._take_place()
         finally:
             if not self._resumes:
                 self.discard()
+
+    def _take_place(self) -> None:
+        try:
+            if self.final.exists():
+                self.final.rmdir()
+            os.replace(self.path, self.final)
+        except OSError as error:
+            if self.final.is_dir() and any(self.final.iterdir()):
+                raise FileExistsError(
+                    f"export: {self.final} has got files since this began, from another export perhaps, and stays as "
+                    "it is; give each a directory of its own"
+                ) from error
+            with self.writing():
+                raise
 
     def discard(self) -> None:
         """Leave nothing but what took its name."""
@@ -111,19 +161,24 @@ class Folder:
             self._flush()
 
     def write_json(self, name: str, content: object) -> None:
-        (self.path / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        with self.writing():
+            (self.path / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def copy_tokenizer(self, source: Path) -> None:
         """The tokenizer's files of the folder that the model came from."""
         for file in (file for pattern in _COPIED for file in sorted(source.glob(pattern))):
-            shutil.copyfile(file, self.path / file.name)
+            with self.writing():
+                shutil.copyfile(file, self.path / file.name)
 
     def _flush(self) -> None:
         if self._pending:
             # A file of this name is whole.
             part = self.path / _PART
-            self._torch.save_file(self._pending, str(part), metadata={"format": "pt"})
-            part.rename(self._shard(len(self._shards)))
+            with self.writing():
+                self._torch.save_file(self._pending, str(part), metadata={"format": "pt"})
+                # safetensors lets its user alone read it; an engine may be another.
+                part.chmod(self.path.stat().st_mode & 0o666)
+                part.rename(self._shard(len(self._shards)))
             self._shards.append(list(self._pending))
             self._pending, self._pending_bytes = {}, 0
 

@@ -20,6 +20,8 @@ from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 
 _SHOWN = 3
+# What GPT-OSS's files call the codes of a weight.
+_OF_MXFP4 = "_blocks"
 # As files call dtypes.
 _INTEGERS = ("I", "U", "BOOL")
 # Factors of keys and values that an engine keeps quantized: training keeps none.
@@ -60,9 +62,14 @@ def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callab
     for name, x in tensors.items():
         if isinstance(_compat.local_of(x), QuantizedShard):
             raise NotImplementedError(f"load: {name} is a shard of a quantized Parameter; load before fully_shard")
-    wanted = all_parts_on_disk(model, tensors)
+    there = stored.weights_in(files)
+    wanted = {
+        # Files may have experts as the model has them, one tensor for all.
+        name: [Part(name)] if name in there and there.isdisjoint(part.name for part in parts) else parts
+        for name, parts in all_parts_on_disk(model, tensors).items()
+    }
     passed_over = hugging_face.passed_over(model) | {_OF_A_CACHE}
-    _check_names(files, {part.name for parts in wanted.values() for part in parts}, passed_over)
+    _check_names(files, there, {part.name for parts in wanted.values() for part in parts}, passed_over)
     for name, x in tensors.items():
         for part in wanted[name]:
             stored.check(files, part.name, part.of(torch.empty(x.shape, device="meta")).shape)
@@ -82,13 +89,15 @@ def _check_kind(files: Files, name: str, x: torch.Tensor) -> None:
         )
 
 
-def _check_names(files: Files, wanted: set[str], passed_over: set[str]) -> None:
-    there = stored.weights_in(files)
+def _check_names(files: Files, there: set[str], wanted: set[str], passed_over: set[str]) -> None:
     others = (name for name in there - wanted if not any(re.search(pattern, name) for pattern in passed_over))
     missing, unknown = sorted(wanted - there), sorted(others)
     if missing:
+        if codes := next((name + _OF_MXFP4 for name in missing if name + _OF_MXFP4 in there), None):
+            raise KeyError(f"load: {files.where(codes)} is of MXFP4, which is not read; {stored.TAKE_PLAIN}")
         shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
-        raise KeyError(f"load: {files.path} has no {shown}{did_you_mean(missing[0], unknown)}; is it of another model?")
+        near = did_you_mean(missing[0], unknown) or "; is it of another model?"
+        raise KeyError(f"load: {files.path} has no {shown}{near}")
     if unknown:
         shown = ", ".join(unknown[:_SHOWN])
         raise KeyError(f"load: the model has no place for {shown} of {files.path}{did_you_mean(unknown[0], wanted)}")

@@ -14,6 +14,7 @@ from torchao_blockwise.tensors.state_values import plain_values
 
 # Modules with METHOD, FORMAT, why_not_read, weights_in, holds, shape, check and read.
 _LAYOUTS: tuple[Any, ...] = (fp8_block, nvfp4_packed, nvfp4_modelopt)
+TAKE_PLAIN = "take plain ones, or what transformers dequantizes (dequantize=True of its config) and saves"
 # Three bits of mantissa; 5, between 4 and 6.
 _ROUNDING = {E4M3: 2**-4, E2M1: 1 / 5}
 
@@ -24,7 +25,7 @@ def why_not_read(config: dict[str, Any]) -> str | None:
     layout = next((layout for layout in _LAYOUTS if method == layout.METHOD), None)
     if layout is None:
         known = ", ".join(repr(layout.METHOD) for layout in _LAYOUTS)
-        return f"quant_method is {method!r}; files of {known}, and plain ones, are read"
+        return f"quant_method is {method!r}; files of {known}, and plain ones, are read; {TAKE_PLAIN}"
     reason: str | None = layout.why_not_read(config)
     return reason
 

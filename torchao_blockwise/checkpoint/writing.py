@@ -54,8 +54,9 @@ def export(
     own: it is quantized anew, from the weight's values, and a warning says so. So are, in NVFP4, weights that engines
     run as one (q, k and v; gate and up; all experts') where their tensor scales differ: all get the largest one's; and
     weights whose amax is below 3.2e-35, which get the least tensor scale that engines can read.
-    Raises ValueError for another format, for a model without weights of that format, for weights of another one, and
-    for converted weights with NaN or Inf; FileExistsError for a directory that is not empty. On all ranks.
+    Raises ValueError for another format, for a model without weights of that format, for weights of another one, for
+    converted weights with NaN or Inf, and for a directory that is the working one or a mount point; FileExistsError
+    for one that is not empty; OSError where it cannot be written. On all ranks.
     """
     chosen, shared = _chosen("export", model, format), is_shared(model)
     folder = agreed(shared, lambda: Folder(directory, shard_bytes))
@@ -105,7 +106,8 @@ def _write_others(model: nn.Module, folder: Folder, chosen: Any, tokenizer_from:
         _write_config(config, folder, chosen, plain_layers(model))
     generation = getattr(model, "generation_config", None)
     if generation is not None:
-        generation.save_pretrained(folder.path)
+        with folder.writing():
+            generation.save_pretrained(folder.path)
     source = tokenizer_from if tokenizer_from is not None else getattr(config, "_name_or_path", "")
     if source and Path(source).is_dir():
         folder.copy_tokenizer(Path(source))
@@ -183,9 +185,10 @@ def _chosen(op: str, model: nn.Module, format: str) -> Any:
 def check_finite(name: str, weight: Operand) -> None:
     """Raise ValueError where a quantized weight does not stand for numbers; its device is waited for."""
     scale = weight.scale if weight.global_scale is None else weight.global_scale
-    if not bool(scale.float().isfinite().all()):
+    # A quantized Parameter may have got codes from files, with scales of their own.
+    if bool(weight.format.element.has_nan(weight.qdata) | ~scale.float().isfinite().all()):
         raise ValueError(
-            f"export: {name} has NaN or Inf among its values, so that what they are quantized with decodes to NaN; "
+            f"export: {name} has NaN or Inf among its values, so that what they are quantized to decodes to NaN; "
             "export an earlier state of the model, or repair the weight"
         )
 
@@ -254,7 +257,8 @@ def _quantized_anew(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_
 
 
 def _write_config(config: Any, folder: Folder, chosen: Any, plain: PlainLayers) -> None:
-    config.save_pretrained(folder.path)
+    with folder.writing():
+        config.save_pretrained(folder.path)
     write_settings(folder, json.loads((folder.path / "config.json").read_text()), chosen, plain)
 
 

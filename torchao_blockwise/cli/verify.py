@@ -72,6 +72,12 @@ def _by_values(first: Files, second: Files, allowed: float | None) -> list[str]:
         if shapes[0] != shapes[1]:
             problems.append(f"{name}: shape {shapes[0]} and {shapes[1]}")
             continue
+        try:
+            for files in (first, second):
+                stored.check(files, name, torch.Size(shapes[0]))
+        except ValueError as reason:
+            problems.append(str(reason))
+            continue
         error = _error(first, second, name)
         same, close, largest = same + (error == 0), close + (error != 0), max(largest, error)
         of_formats = max(stored.rounding(files, name) for files in (first, second))

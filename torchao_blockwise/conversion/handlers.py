@@ -79,11 +79,24 @@ def why_not_convertible(
     return None
 
 
+def _why_no_codes(weight: torch.Tensor | None) -> str | None:
+    """Of a weight in FP8, as transformers' layers hold it: a cast would lose its scales."""
+    if weight is None or not weight.dtype.is_floating_point or weight.dtype.itemsize > 1:
+        return None
+    return (
+        f"its weight is {weight.dtype}, codes whose scales lie elsewhere; make the model in high precision "
+        "(from_config in transformers), convert it, and read its files by checkpoint.load"
+    )
+
+
 def _why_no_forward(module: nn.Linear) -> str | None:
     if hugging_face.is_offloaded_by_accelerate(module):
         return "accelerate offloads its weight and puts a plain one in its place on every use; give it a device"
     if type(module).forward not in KNOWN_FORWARDS:
-        return f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"
+        overrides = (
+            f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"
+        )
+        return _why_no_codes(module.weight) or overrides
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention uses its weight without calling it; exclude it"
     return None
@@ -113,7 +126,8 @@ def _why_no_weight(
     if type(weight) not in (nn.Parameter, MasterWeightTensor):
         return f"its weight is a {type(weight).__name__}; convert first, then shard or wrap"
     if weight.dtype not in HIGH_PRECISION_DTYPES:
-        return f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
+        cast = f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
+        return _why_no_codes(weight) or cast
     if config.backend is Backend.CUBLAS and not is_linear:
         return "cuBLAS has no products of experts; take backend='auto' for them"
     if config.backend in (Backend.DEEP_GEMM, Backend.CUTLASS):

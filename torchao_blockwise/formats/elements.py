@@ -53,6 +53,10 @@ class Element:
         codes = F.pad(codes.contiguous(), (0, codes.shape[-1] % 2))
         return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
+    def has_nan(self, qdata: torch.Tensor) -> torch.Tensor:
+        """Whether a code of the payload is NaN, bool []; the device is not waited for."""
+        return torch.zeros((), dtype=torch.bool, device=qdata.device)
+
     def encode(self, y: torch.Tensor) -> torch.Tensor:
         """Payload [.., packed(K)] of fp32 values `y` [.., K], rounded to nearest even, saturating."""
         raise NotImplementedError
@@ -63,7 +67,10 @@ class Element:
 
 
 class _E4M3(Element):
-    """1 sign, 4 exponent, 3 mantissa bits, no infinity; NaN is 0x7f. Source: OCP 8-bit floating point spec."""
+    """1 sign, 4 exponent, 3 mantissa bits, no infinity; NaN is 0x7f, or 0xff. Source: OCP 8-bit floating point spec."""
+
+    def has_nan(self, qdata: torch.Tensor) -> torch.Tensor:
+        return ((qdata.view(torch.uint8) & 0x7F) == 0x7F).any()
 
     def encode(self, y: torch.Tensor) -> torch.Tensor:
         clamped = y.clamp(-self.max, self.max)
