@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 
@@ -10,9 +11,18 @@ from triton.runtime import interpreter
 
 
 def install() -> None:
-    """Launches patch Triton's language once and not at every call of a device function; dtypes are looked up once."""
+    """Launches patch Triton's language once and not at every call of a device function; types are made once.
+
+    Checks of integers for overflow, of which Triton looks at the result in debug mode alone, are not computed.
+    """
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
     interpreter._get_np_dtype = _once_an_element(interpreter._get_np_dtype)
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    tl.block_type.__init__ = _blocks_made_once(tl.block_type.__init__)
+    tl.tensor.__init__ = _tensors_of_a_type_alike(tl.tensor.__init__)
+    tl.core._unwrap_if_constexpr = _unwrapping(tl.core._unwrap_if_constexpr)
 
 
 def _patching_once(patch):
@@ -51,6 +61,48 @@ def _once_an_element(np_dtype):
         return found[name]
 
     return np_dtype_of
+
+
+def _blocks_made_once(init):
+    """Types of blocks of one shape have the same parts, but for the element's type, which pointers make anew."""
+    made: dict = {}
+
+    def __init__(self, element_ty, shape):
+        key = element_ty.name, *[size.value if type(size) is tl.constexpr else size for size in shape]
+        if key not in made:
+            init(self, element_ty, shape)
+            made[key] = dict(vars(self))
+        else:
+            vars(self).update(made[key], element_ty=element_ty)
+
+    return __init__
+
+
+def _tensors_of_a_type_alike(init):
+    """Tensors whose types have one name have the same shape, as Triton's language sees it."""
+    made: dict = {}
+
+    def __init__(self, handle, type):
+        if type.name not in made:
+            init(self, handle, type)
+            made[type.name] = {name: value for name, value in vars(self).items() if name in ("shape", "numel")}
+        else:
+            vars(self).update(made[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    return __init__
+
+
+def _unwrapping(unwrap):
+    """What is neither a constexpr nor holds others is itself."""
+    plain = frozenset((int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type, tl.pointer_type))
+
+    def unwrap_if_constexpr(x):
+        kind = type(x)
+        if kind in plain:
+            return x
+        return x.value if kind is tl.constexpr else unwrap(x)
+
+    return unwrap_if_constexpr
 
 
 @functools.cache
