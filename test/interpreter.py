@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import threading
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -16,6 +18,7 @@ def install() -> None:
     Checks of integers for overflow, of which Triton looks at the result in debug mode alone, are not computed.
     """
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+    interpreter._patch_builtin = _listing_once(interpreter._patch_builtin)
     interpreter._get_np_dtype = _once_an_element(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
@@ -23,6 +26,7 @@ def install() -> None:
     tl.block_type.__init__ = _blocks_made_once(tl.block_type.__init__)
     tl.tensor.__init__ = _tensors_of_a_type_alike(tl.tensor.__init__)
     tl.core._unwrap_if_constexpr = _unwrapping(tl.core._unwrap_if_constexpr)
+    TritonSemantic.broadcast_impl_value = _broadcasting(TritonSemantic.broadcast_impl_value)
 
 
 def _patching_once(patch):
@@ -48,6 +52,24 @@ def _patching_once(patch):
         return Scope(patch(fn))
 
     return patch_lang
+
+
+def _listing_once(patch_builtin):
+    """Triton's modules and tensors have the same members at every launch."""
+    patched = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
+    builtins = {
+        place: [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)] for place in patched
+    }
+
+    def patch(place, builder, scope):
+        if place not in builtins:
+            return patch_builtin(place, builder, scope)
+        for name in builtins[place]:
+            # Of tensors they may be patched, as another module's.
+            if tl.core.is_builtin(member := getattr(place, name)):
+                interpreter._patch_attr(place, name, member, builder, scope)
+
+    return patch
 
 
 def _once_an_element(np_dtype):
@@ -103,6 +125,18 @@ def _unwrapping(unwrap):
         return x.value if kind is tl.constexpr else unwrap(x)
 
     return unwrap_if_constexpr
+
+
+def _broadcasting(broadcast):
+    """Blocks of one shape are as they are to be."""
+
+    def broadcast_impl_value(self, lhs, rhs):
+        types = lhs.type, rhs.type
+        if all(type(of) is tl.block_type for of in types) and types[0].shape.values == types[1].shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return broadcast_impl_value
 
 
 @functools.cache
