@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import threading
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
 def install() -> None:
-    """Launches patch Triton's language once and not at every call of a device function; dtypes are looked up once."""
+    """Launches patch Triton's language once and not at every call of a device function; types are made once.
+
+    Checks of integers for overflow, of which Triton looks at the result in debug mode alone, are not computed.
+    """
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+    interpreter._patch_builtin = _listing_once(interpreter._patch_builtin)
     interpreter._get_np_dtype = _once_an_element(interpreter._get_np_dtype)
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    tl.block_type.__init__ = _blocks_made_once(tl.block_type.__init__)
+    tl.tensor.__init__ = _tensors_of_a_type_alike(tl.tensor.__init__)
+    tl.core._unwrap_if_constexpr = _unwrapping(tl.core._unwrap_if_constexpr)
+    TritonSemantic.broadcast_impl_value = _broadcasting(TritonSemantic.broadcast_impl_value)
 
 
 def _patching_once(patch):
@@ -40,6 +54,24 @@ def _patching_once(patch):
     return patch_lang
 
 
+def _listing_once(patch_builtin):
+    """Triton's modules and tensors have the same members at every launch."""
+    patched = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
+    builtins = {
+        place: [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)] for place in patched
+    }
+
+    def patch(place, builder, scope):
+        if place not in builtins:
+            return patch_builtin(place, builder, scope)
+        for name in builtins[place]:
+            # Of tensors they may be patched, as another module's.
+            if tl.core.is_builtin(member := getattr(place, name)):
+                interpreter._patch_attr(place, name, member, builder, scope)
+
+    return patch
+
+
 def _once_an_element(np_dtype):
     """Of blocks and scalars alike; types of blocks have no hash, and all types have names."""
     found: dict = {}
@@ -51,6 +83,60 @@ def _once_an_element(np_dtype):
         return found[name]
 
     return np_dtype_of
+
+
+def _blocks_made_once(init):
+    """Types of blocks of one shape have the same parts, but for the element's type, which pointers make anew."""
+    made: dict = {}
+
+    def __init__(self, element_ty, shape):
+        key = element_ty.name, *[size.value if type(size) is tl.constexpr else size for size in shape]
+        if key not in made:
+            init(self, element_ty, shape)
+            made[key] = dict(vars(self))
+        else:
+            vars(self).update(made[key], element_ty=element_ty)
+
+    return __init__
+
+
+def _tensors_of_a_type_alike(init):
+    """Tensors whose types have one name have the same shape, as Triton's language sees it."""
+    made: dict = {}
+
+    def __init__(self, handle, type):
+        if type.name not in made:
+            init(self, handle, type)
+            made[type.name] = {name: value for name, value in vars(self).items() if name in ("shape", "numel")}
+        else:
+            vars(self).update(made[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    return __init__
+
+
+def _unwrapping(unwrap):
+    """What is neither a constexpr nor holds others is itself."""
+    plain = frozenset((int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type, tl.pointer_type))
+
+    def unwrap_if_constexpr(x):
+        kind = type(x)
+        if kind in plain:
+            return x
+        return x.value if kind is tl.constexpr else unwrap(x)
+
+    return unwrap_if_constexpr
+
+
+def _broadcasting(broadcast):
+    """Blocks of one shape are as they are to be."""
+
+    def broadcast_impl_value(self, lhs, rhs):
+        types = lhs.type, rhs.type
+        if all(type(of) is tl.block_type for of in types) and types[0].shape.values == types[1].shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return broadcast_impl_value
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equa
 library = torch.ops.torchao_blockwise
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 square_formats = pytest.mark.parametrize("fmt", (FP8_128X128, NVFP4_16X16), ids=lambda f: f.name)
-shapes = pytest.mark.parametrize("shape", ((33, 150), (48, 64), (1, 128), (128, 1), (0, 16), (2, 5, 32)), ids=shape_id)
+SHAPES = [(33, 150), (48, 64), (1, 128), (128, 1), (0, 16), (2, 5, 32)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 PAIRS = ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16))
 pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(fmt.name for fmt in pair))
 # No autograd registration: the ops run below autograd and are not differentiable.
@@ -44,6 +46,16 @@ ROWWISE, COLUMNWISE, BOTH = COPIES = ((True, False), (False, True), (True, True)
 copies_asked = pytest.mark.parametrize("copies", COPIES, ids=("rowwise", "columnwise", "both"))
 
 
+def with_copies(*lists) -> list[tuple]:
+    """All that can be drawn from `lists`, each with one kind of copies; every value meets every kind."""
+    places = itertools.product(*(range(len(values)) for values in lists))
+    return [(*(values[i] for values, i in zip(lists, place)), COPIES[sum(place) % 3]) for place in places]
+
+
+def case_id(value) -> str:
+    return getattr(value, "name", None) or "x".join(map(str, value))
+
+
 def options_of(fmt, copies, padded: bool) -> tuple:
     """`CastOptions` as a schema has them."""
     return fmt.name, *copies, False, padded, 0, False, False
@@ -56,9 +68,7 @@ def quantize(x: torch.Tensor, fmt):
 # --- opcheck ----------------------------------------------------------------------------------------------------------
 
 
-@copies_asked
-@shapes
-@formats
+@pytest.mark.parametrize(("fmt", "shape", "copies"), with_copies([*FORMATS.values()], SHAPES), ids=case_id)
 def test_quantize(fmt, shape, copies):
     x = random_tensor(*shape)
     op = library.quantize_both if copies == BOTH else library.quantize
@@ -112,9 +122,8 @@ def test_add_matmul():
         assert_bitwise_equal(x, copy, "an input that was written to")
 
 
-matrices = pytest.mark.parametrize("shape", ((33, 150), (48, 64), (0, 16)), ids=shape_id)
-
-
+MATRICES = [(33, 150), (48, 64), (0, 16)]
+matrices = pytest.mark.parametrize("shape", MATRICES, ids=shape_id)
 layers = pytest.mark.parametrize("layer", (False, True), ids=("rms", "layer"))
 
 
@@ -132,10 +141,8 @@ def test_norm(shape, layer):
     opcheck(library.normalize.default, (*arguments, "reference"))
 
 
-@layers
-@copies_asked
-@matrices
-def test_norm_quantize(shape, copies, layer):
+@pytest.mark.parametrize(("layer", "shape", "copies"), with_copies((False, True), MATRICES), ids=str)
+def test_norm_quantize(layer, shape, copies):
     arguments = normalize_arguments(shape, layer)
     for padded in (False, True):
         opcheck(library.norm_quantize.default, (*arguments, *options_of(FP8_1X128, copies, padded), "reference"))
@@ -174,10 +181,11 @@ def test_grouped_amax_bits(ends, tokens):
     )
 
 
-@copies_asked
-@pytest.mark.parametrize("ends, tokens", GROUP_ENDS.values(), ids=GROUP_ENDS)
-@pytest.mark.parametrize("fmt", (FP8_1X128, NVFP4_1X16), ids=lambda f: f.name)
-def test_grouped_quantize(fmt, ends, tokens, copies):
+@pytest.mark.parametrize(
+    ("fmt", "groups", "copies"), with_copies((FP8_1X128, NVFP4_1X16), list(GROUP_ENDS.values())), ids=case_id
+)
+def test_grouped_quantize(fmt, groups, copies):
+    ends, tokens = groups
     dh, gate, up = (torch.randn(tokens, 48, dtype=torch.bfloat16) for _ in range(3))
     ends, options = torch.tensor(ends, dtype=torch.int32), options_of(fmt, copies, True)
     amax = library.grouped_amax_bits(gate, ends, False, "auto") if fmt.has_global_scale else None
