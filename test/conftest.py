@@ -80,6 +80,13 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def small_heap():
+    """For tests that collect garbage again and again: what tests before them have left is not looked through."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_recorded():
     """What a test changes under operations is seen by them, whatever was recorded before."""

@@ -16,7 +16,7 @@ from torchao_blockwise.diagnostics import memory_report
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
+pytestmark = pytest.mark.usefixtures("no_interpreter", "small_heap")
 T, D, H = 96, 64, 160
 STEP = ("weights", "buffers", "copies", "gradients", "saved", "peak")
 

@@ -16,7 +16,7 @@ from torchao_blockwise.nn import SwiGLUMLP, contraction, linear_layer, swiglu_la
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.tensors import quantized, weight_operands
 
-pytestmark = pytest.mark.usefixtures("no_interpreter")
+pytestmark = pytest.mark.usefixtures("no_interpreter", "small_heap")
 
 
 def saved_tensors(run) -> list[torch.Tensor]:
