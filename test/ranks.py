@@ -161,8 +161,7 @@ def run_in_turn(run: Callable, cases: Sequence, size_of: Callable, rank: int, fi
 
     `file` holds what each case raised on this rank, or None.
     """
-    # Ranks that sit a case out wait longer than those in it, of which one raises where it hangs.
-    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=15))
+    group = patient_group()
     raised: dict = {}
     for case in cases:
         if rank < size_of(case):
@@ -178,6 +177,11 @@ def run_in_turn(run: Callable, cases: Sequence, size_of: Callable, rank: int, fi
                 torch.save(raised, file)
         dist.barrier(group)
     leave()
+
+
+def patient_group() -> dist.ProcessGroup:
+    """All ranks, to wait for each other in between cases: longer than in them, where one that hangs is to raise."""
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=15))
 
 
 def leave() -> None:

@@ -8,7 +8,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from ranks import BEGUN, device, join, leave
+from ranks import BEGUN, device, join, leave, patient_group
 from shard_cases import framed
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat, ops
@@ -317,11 +317,11 @@ def run_checks(rank: int, world: int, port: int, file: str, chosen: list[str]) -
     join(rank, world, port)
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(1, world + 1)}
     stale = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=4)) if "2-stale" in chosen else None
-    results: dict[str, str] = {}
+    between, results = patient_group(), {}
     # The one that leaves a group broken comes last.
     for case in sorted(chosen, key=lambda name: name.endswith("stale")):
         ranks = int(case.split("-")[0])
-        dist.barrier()
+        dist.barrier(between)
         results[case] = BEGUN
         torch.save(results, file)
         try:
@@ -334,4 +334,5 @@ def run_checks(rank: int, world: int, port: int, file: str, chosen: list[str]) -
         except Exception:
             results[case] = traceback.format_exc()
     torch.save(results, file)
+    dist.barrier(between)
     leave()
