@@ -150,7 +150,7 @@ def run_each(runs: dict[str, Callable], rank: int, cases: Sequence[tuple], file:
         try:
             runs[name](rank, *arguments)
             results[case] = None
-        except Exception as e:
+        except BaseException as e:  # such as pytest's, where nothing was raised
             traceback.print_exc()
             results[case] = f"{type(e).__name__}: {e}"
         torch.save(results, file)
@@ -170,7 +170,7 @@ def run_in_turn(run: Callable, cases: Sequence, size_of: Callable, rank: int, fi
             try:
                 run(case)
                 raised[case] = None
-            except Exception:
+            except BaseException:  # such as pytest's, where nothing was raised
                 raised[case] = traceback.format_exc()
                 raise
             finally:

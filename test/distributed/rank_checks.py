@@ -6,8 +6,9 @@ import os
 import signal
 import time
 
+import pytest
 import torch.distributed as dist
-from ranks import join, run_in_turn
+from ranks import join, run_each, run_in_turn
 
 
 def one_computes_alone(rank: int, ranks: int, port: int, file: str, cases, seconds: float) -> None:
@@ -27,3 +28,16 @@ def one_crashes(rank: int, ranks: int, port: int, file: str, cases) -> None:
         time.sleep(60)
 
     run_in_turn(computes_or_crashes, cases, lambda case: ranks, rank, file)
+
+
+def nothing_raises(rank: int, ranks: int, port: int, file: str, in_turn: bool) -> None:
+    """What pytest raises there is no `Exception`."""
+
+    def expects(rank):
+        with pytest.raises(ValueError):
+            pass
+
+    join(rank, ranks, port)
+    if in_turn:
+        run_in_turn(expects, ["case"], lambda case: ranks, rank, file)
+    run_each({"case": expects}, rank, [("case",)], file)

@@ -13,7 +13,7 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 sys.path.append(str(Path(__file__).parent))
-from rank_checks import one_computes_alone, one_crashes
+from rank_checks import nothing_raises, one_computes_alone, one_crashes
 
 # Name → how many ranks it needs.
 SIZES = {"one": 1, "two": 2, "four": 4, "cpu alone": 2, "fails": 2, "behind": 2}
@@ -87,3 +87,9 @@ def test_of_a_crash_one_learns_the_signal_and_where_each_rank_was(tmp_path):
     assert "Fatal Python error: Segmentation fault" in crashed["crashes"]
     for left in (waited, crashed):
         assert "in computes_or_crashes" in left["crashes"] and "behind" not in left
+
+
+@pytest.mark.parametrize("in_turn", (True, False))
+def test_where_nothing_was_raised_the_case_says_so(in_turn, tmp_path):
+    (left,) = ranks.spawn(nothing_raises, 1, tmp_path, in_turn)
+    assert "DID NOT RAISE" in "".join(left.values())
