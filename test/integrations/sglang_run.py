@@ -8,11 +8,11 @@ weight_sync/tensor_bucket.py (how it cuts bytes).
 from __future__ import annotations
 
 import datetime
+import functools
 import http.server
 import json
 import threading
 import time
-import traceback
 import urllib.request
 from pathlib import Path
 from unittest import mock
@@ -21,7 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import FP8, NVFP4, mlp
-from ranks import join
+from ranks import join, run_each
+from sglang_updates import Updates
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -33,12 +34,12 @@ CONFIGS = {"fp8_block": (FP8, (200, 301, 130)), "nvfp4_compressed_tensors": (NVF
 _MINUTE = datetime.timedelta(minutes=1)
 
 
-class Worker:
+class Worker(Updates):
     """A rank of an engine."""
 
     def __init__(self, rank: int):
         self.rank, self.groups, self.weights = rank, {}, {}
-        self.is_open, self.calls = False, []
+        self.calls = []
 
     def init_weights_update_group(self, master_address, master_port, rank_offset, world_size, group_name, backend):
         self.weights, self.calls = {}, []
@@ -61,18 +62,6 @@ class Worker:
             return False, "The group to be destroyed does not exist."
         dist.destroy_process_group(self.groups.pop(group_name))
         return True, "Succeeded to destroy custom process group."
-
-    def begin_weight_update(self):
-        if self.is_open:
-            return False, "a weight-update session is already open; call end_weight_update() first"
-        self.is_open = True
-        return True, "Success"
-
-    def end_weight_update(self):
-        if not self.is_open:
-            return False, "no weight-update session is open; call begin_weight_update() first"
-        self.is_open = False
-        return True, "Success"
 
     def update_weights_from_distributed(self, names, dtypes, shapes, group_name, flush_cache, load_format):
         if not self.is_open:
@@ -174,7 +163,7 @@ def connected(urls: list[str], ranks: list[int], **options) -> sglang.Connection
     return sglang.connect(engines, "localhost", backend="gloo", seconds=60, **options)
 
 
-def sends(rank: int, size: int, urls: list[str], ranks: list[int], format: str) -> None:
+def sends(rank: int, format: str, size: int, urls: list[str], ranks: list[int]) -> None:
     """Two steps, in buckets of one tensor and of several: all ranks of all engines hold the bytes of the step."""
     config, features = CONFIGS[format]
     model = mlp(config, features=features)
@@ -264,16 +253,9 @@ def run(rank: int, ranks: int, port: int, file: str, trainers: int, engines: lis
     if rank < trainers:
         if trainers > 1:
             join(rank, trainers, port, name="trainers")
-        urls, results = urls_of(folder, len(engines)), {}
-        for case in cases:
-            name, *arguments = case
-            try:
-                RUNS[name](rank, trainers, urls, engines, *arguments)
-                results[case] = None
-            except BaseException as e:
-                traceback.print_exc()
-                results[case] = f"{type(e).__name__}: {e}"
-            torch.save(results, file)
+        urls = urls_of(folder, len(engines))
+        runs = {name: functools.partial(check, size=trainers, urls=urls, ranks=engines) for name, check in RUNS.items()}
+        run_each(runs, rank, cases, file)
         if rank == 0:
             for url in urls:
                 asked(url, "over")

@@ -11,6 +11,7 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from torch import nn
 from torchao_blockwise import checkpoint
 from torchao_blockwise.integrations import sglang, vllm
 from torchao_blockwise.testing import assert_bitwise_equal
+
+sys.path.append(str(Path(__file__).parent))
+from sglang_updates import Updates
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -156,22 +160,12 @@ class EngineOfBefore:
         return True, "Success"
 
 
-class Engine(EngineOfBefore):
-    """Of SGLang 0.5.23: takes weights between begin and end alone."""
-
-    is_open, updates = False, 0
-
-    def begin_weight_update(self, selector="all"):
-        if self.is_open:
-            return False, "a weight-update session is already open; call end_weight_update() first"
-        self.is_open = True
-        return True, "Success"
+class Engine(Updates, EngineOfBefore):
+    """Of SGLang 0.5.23; what its HTTP adapter answers is a dict."""
 
     def end_weight_update(self):
-        if not self.is_open:
-            return False, "no weight-update session is open; call begin_weight_update() first"
-        self.is_open, self.updates = False, self.updates + 1
-        return {"success": True, "message": "Success"}
+        done, message = super().end_weight_update()
+        return {"success": done, "message": message}
 
     def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
         if not self.is_open:
