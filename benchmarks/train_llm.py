@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 def run_on(args: argparse.Namespace, device: torch.device) -> int:
     """`run` in each process."""
     config = config_from(args, device)
-    ranks.check(config, saves=bool(args.checkpoint_every or args.resume or args.bf16_steps))
+    ranks.check(config, saves=bool(args.checkpoint_every or args.resume))
     if args.evaluate_in and (config.ranks or args.throughput):
         raise UsageError("--evaluate-in: needs one process that trains; leave out torchrun, and --throughput")
     starts = args.starts or args.out

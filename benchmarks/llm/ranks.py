@@ -59,6 +59,8 @@ def check(config: RunConfig, *, saves: bool) -> None:
         raise UsageError(f"{count()} ranks cannot share {config.grad_accumulation} microbatches a step; {remedy}")
     if saves and count():
         raise UsageError("--checkpoint-every and --resume: not with torchrun; leave them out")
+    if config.bf16_steps and count():
+        raise UsageError("--bf16-steps: not with torchrun; leave it out")
     if config.tied_head and count():
         raise UsageError("--tied-head: not with torchrun; leave it out")
 

@@ -58,4 +58,6 @@ def test_what_ranks_cannot_share_is_said(monkeypatch):
         ranks.check(replace(TINY, grad_accumulation=4), saves=True)
     with pytest.raises(UsageError, match="--tied-head: not with torchrun"):
         ranks.check(replace(TINY, grad_accumulation=4, tied_head=True), saves=False)
+    with pytest.raises(UsageError, match="--bf16-steps: not with torchrun; leave it out"):
+        ranks.check(replace(TINY, grad_accumulation=4, bf16_steps=2), saves=False)
     ranks.check(replace(TINY, grad_accumulation=4), saves=False)
