@@ -4,6 +4,8 @@ With one, and many cores, where ranks and what needs one GPU are better kept apa
 
     pytest -n 16 --dist loadgroup --ignore test/distributed
     pytest -n 4 --dist loadgroup test/distributed
+
+-m "gpu or device" leaves out all that is the same on a machine without one.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACH
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
+    config.addinivalue_line("markers", "device: takes the fixture `device`, so computes on a GPU where there is one")
 
 
 def _starts_processes(path: Path) -> bool:
@@ -65,7 +68,12 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
+# Before -m chooses.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("device")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
