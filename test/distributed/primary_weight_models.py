@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from fsdp_models import FOR_LOOP, config_of
+from fsdp_models import FOR_LOOP, assert_is_quantized, config_of, shared_amaxes
 from helpers import replace
 from ranks import device
 from torch import nn
@@ -101,14 +101,19 @@ def quantized(master: torch.Tensor, weight: QuantizedTensor) -> QuantizedTensor:
 
 
 def assert_holds_masters(optimizer, model) -> None:
-    """Every weight with a master is that master, rounded to the weight's dtype and quantized whole."""
+    """Every weight with a master is that master, in the weight's dtype and quantized whole, with its group's amax."""
     state = optimizer.model_state_dict()
-    count = 0
-    for name, weight in model.named_parameters():
-        if is_trained(weight):
+    weights = {name: weight for name, weight in model.named_parameters() if is_trained(weight)}
+    assert weights
+    sharing = {name: state[name] for name, weight in weights.items() if getattr(weight.config, "scale_groups", ())}
+    amaxes = {}
+    for config in {weights[name].config for name in sharing}:
+        amaxes |= shared_amaxes({n: hp.to(weights[n].dtype) for n, hp in sharing.items()}, config)
+    for name, weight in weights.items():
+        if name in amaxes:
+            assert_is_quantized(weight, state[name].to(weight.dtype), weight.config, name, amaxes[name])
+        else:
             assert torch.equal(weight, quantized(state[name], weight)), name
-            count += 1
-    assert count
 
 
 def is_trained(p: torch.Tensor) -> bool:
