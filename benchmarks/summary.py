@@ -1,7 +1,7 @@
-"""Tables of ratios on pages of docs/, from the JSON files of benchmarks/results.
+"""Tables of ratios from the JSON files of benchmarks/results; and all results that README.md and pages of docs/ show.
 
 Ratios and their ranges over shapes, routings and the like; needs nothing but the files. Writes
-benchmarks/results/summary_<name>.md, which the pages show.
+benchmarks/results/summary_<name>.md, then the pages, between `<!-- results: name -->` and `<!-- end of results -->`.
 
     python benchmarks/summary.py
 """
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from summaries import convergence, experts, graphs, joules, kernels, layers, sharding, torchtitan
 from summaries.cells import Results
+from summaries.pages import filled, pages
 from summaries.sources import footnote
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -57,6 +58,11 @@ def main() -> int:
         path = RESULTS / f"{name}.md"
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
+    for page in pages(RESULTS.parents[1]):
+        text = filled(page, RESULTS)
+        if text != page.read_text(encoding="utf-8"):
+            page.write_text(text, encoding="utf-8")
+            print(f"wrote {page}")
     return 0
 
 

@@ -25,6 +25,7 @@ def test_pages_show_results():
     expected = {
         "adapter_memory",
         "builds_sm_90",
+        "convergence_125m_after_1000_nvidia_h200",
         "convergence_125m_nvidia_h200",
         "convergence_1b_nvidia_h200",
         "engine_agreement_cpu",

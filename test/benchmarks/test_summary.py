@@ -11,6 +11,7 @@ import pytest
 import summary
 from summaries import convergence, experts, graphs, sources
 from summaries.cells import MISSING, Results, against, each, ratio, select, span, table, whole
+from summaries.pages import filled, pages
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 MADE = summary.texts(Results(RESULTS))
@@ -23,6 +24,25 @@ def test_every_summary_has_its_file():
 @pytest.mark.parametrize("name", MADE)
 def test_committed_tables_are_those_of_the_results(name):
     assert (RESULTS / f"{name}.md").read_text(encoding="utf-8") == MADE[name], "run python benchmarks/summary.py"
+
+
+@pytest.mark.parametrize("page", pages(RESULTS.parents[1]), ids=lambda page: page.name)
+def test_pages_show_results_as_they_are(page):
+    assert page.read_text(encoding="utf-8") == filled(page, RESULTS), "run python benchmarks/summary.py"
+
+
+def test_a_page_is_filled(tmp_path):
+    """With notes where it had them or had nothing; links lead from the page to the results."""
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    (results / "x.md").write_text("| [a](x.md) | 2 |\n\nNote.\n", encoding="utf-8")
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    shown = "before\n<!-- results: x -->\n{}<!-- end of results -->\nafter\n"
+    row, note = "| [a](../benchmarks/results/x.md) | 2 |\n", "\nNote.\n"
+    for old, new in (("", row + note), ("| [a](x.md) | 1 |\n", row), ("| 1 |\n\nOld.\n", row + note)):
+        page.write_text(shown.format(old), encoding="utf-8")
+        assert filled(page, results) == shown.format(new)
 
 
 @pytest.mark.parametrize("name", MADE)
