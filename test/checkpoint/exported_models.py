@@ -46,7 +46,7 @@ def tensors_in(folder) -> dict[str, torch.Tensor]:
 
 
 def digest(x: torch.Tensor) -> str:
-    return hashlib.sha256(x.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def logits(model) -> torch.Tensor:

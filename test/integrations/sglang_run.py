@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import FP8, NVFP4, mlp
-from ranks import join, run_each
+from ranks import device, join, run_each
 from sglang_updates import Updates
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -77,7 +77,7 @@ class Worker(Updates):
                 return False, f"Failed to receive weights: Unaligned received tensor {name}: byte offset {offset}"
             parts.append((name, dtype, shape, offset, offset + shape.numel() * dtype.itemsize))
             offset = parts[-1][-1]
-        flat = torch.empty(offset, dtype=torch.uint8)
+        flat = torch.empty(offset, dtype=torch.uint8, device=device())
         dist.broadcast(flat, src=0, group=self.groups[group_name])
         if "unknown" in names:
             return False, "Failed to update parameter online: unknown. The full weights are partially updated."
@@ -160,17 +160,18 @@ def urls_of(folder: Path, engines: int) -> list[str]:
 
 def connected(urls: list[str], ranks: list[int], **options) -> sglang.Connection:
     engines = [(sglang.Server(url, "secret"), count) for url, count in zip(urls, ranks, strict=True)]
-    return sglang.connect(engines, "localhost", backend="gloo", seconds=60, **options)
+    backend = "nccl" if device().type == "cuda" else "gloo"
+    return sglang.connect(engines, "localhost", backend=backend, seconds=60, **options)
 
 
 def sends(rank: int, format: str, size: int, urls: list[str], ranks: list[int]) -> None:
     """Two steps, in buckets of one tensor and of several: all ranks of all engines hold the bytes of the step."""
     config, features = CONFIGS[format]
-    model = mlp(config, features=features)
+    model = mlp(config, features=features).to(device())
     if size > 1:
         for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=DeviceMesh("cpu", list(range(size))))
-        model(torch.randn(4, features[0]))
+            fully_shard(layer, mesh=DeviceMesh(device().type, list(range(size))))
+        model(torch.randn(4, features[0], device=device()))
     connection = connected(urls, ranks) if rank == 0 else None
     for bucket_bytes in (1, 40_000):
         sent = sglang.update_weights(connection, model, format, bucket_bytes=bucket_bytes)

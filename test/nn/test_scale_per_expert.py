@@ -14,38 +14,37 @@ from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-CONFIG = replace(PER_EXPERT, backend="reference", stochastic_rounding=False)
+CONFIG = replace(PER_EXPERT, stochastic_rounding=False)
 ENDS = torch.tensor([20, 20, 55, 64], dtype=torch.int32)
 
 
-def module(**changes) -> SwiGLUExperts:
+def module(device: str = "cpu", **changes) -> SwiGLUExperts:
     torch.manual_seed(0)
     made = SwiGLUExperts(4, 48, 32)
     quantize_(made, replace(CONFIG, **changes), filter_fn=experts())
-    return made
+    return made.to(device)
 
 
 def results(made, x) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
-    out = made(x, ENDS)
+    out = made(x, ENDS.to(x.device))
     out.square().sum().backward()
     return [out.detach(), x.grad, *(p.grad for p in made.parameters())]
 
 
 @pytest.mark.parametrize("master_weights", (True, False))
-def test_an_expert_does_not_see_the_others(master_weights):
-    x = torch.randn(70, 48)
+def test_an_expert_does_not_see_the_others(master_weights, device):
+    x = torch.randn(70, 48, device=device)
     other = x.clone()
     other[20:55] *= 1000
-    mine, theirs = (results(module(master_weights=master_weights), tokens) for tokens in (x, other))
+    mine, theirs = (results(module(device, master_weights=master_weights), tokens) for tokens in (x, other))
     for rows in (slice(0, 20), slice(55, 64)):
         for got, wanted in zip(theirs[:2], mine[:2], strict=True):
             assert_bitwise_equal(got[rows], wanted[rows])
     for got, wanted in zip(theirs[2:], mine[2:], strict=True):
         assert_bitwise_equal(got[[0, 1, 3]], wanted[[0, 1, 3]])
-    shared = [
-        results(module(master_weights=master_weights, scale_per_expert=False), tokens)[0] for tokens in (x, other)
-    ]
+    together = module(device, master_weights=master_weights, scale_per_expert=False)
+    shared = [results(together, tokens)[0] for tokens in (x, other)]
     assert not torch.equal(shared[0][:20], shared[1][:20]), "the control"
 
 
@@ -78,16 +77,16 @@ def test_the_monitor_sees_them():
     assert "gate_up" in str(monitor.report)
 
 
-def test_an_optimizer_casts_masters_with_a_scale_an_expert():
+def test_an_optimizer_casts_masters_with_a_scale_an_expert(device):
     """Quantized Parameters train as master weights do, which are quantized where products read them."""
-    quantized, masters = module(master_weights=False), module()
+    quantized, masters = module(device, master_weights=False), module(device)
     optimizers = [
-        MasterWeightOptimizer(torch.optim.SGD, quantized, lr=1.0),
-        torch.optim.SGD(masters.parameters(), lr=1.0),
+        MasterWeightOptimizer(torch.optim.SGD, quantized, lr=1.0, foreach=False),
+        torch.optim.SGD(masters.parameters(), lr=1.0, foreach=False),
     ]
     for step in range(2):
         for p, w in zip(quantized.parameters(), masters.parameters(), strict=True):
-            p.grad = torch.randn(p.shape) * 4.0 ** torch.arange(4)[:, None, None] * 8**step
+            p.grad = (torch.randn(p.shape) * 4.0 ** torch.arange(4)[:, None, None] * 8**step).to(device)
             w.grad = p.grad.clone()
         for optimizer in optimizers:
             optimizer.step()

@@ -98,9 +98,9 @@ def test_a_group_has_one_scale_of_all_its_values():
 
 
 @pytest.mark.parametrize("changed", JOINED)
-def test_products_read_what_the_others_are_now(changed):
+def test_products_read_what_the_others_are_now(changed, device):
     """In forward and in backward, whoever changed; weights of no group and of other blocks stay as they are."""
-    model, x = attentions(), weight(33, 40)
+    model, x = attentions(replace(CONFIG, backend="auto")).to(device), weight(33, 40).to(device)
     names = [name for name, _ in model.named_parameters() if "o_proj" in name or name[0] == "1"]
     others = {name: model.get_parameter(name).quantized().global_scale for name in names}
     before = forward_backward(model[0], x)
