@@ -33,11 +33,11 @@ from layers import Layer, Work, quantized_bytes
 from shapes import Shape
 from torch import nn
 
-RECIPES = ("fp8", "fp8_primary", "bf16", "torchao", "torchao_tensorwise", "torchao_rowwise", "nvfp4")
-DEFAULT_RECIPES = RECIPES[:-1]
+DEFAULT_RECIPES = ("fp8", "fp8_primary", "bf16", "torchao", "torchao_tensorwise", "torchao_rowwise")
+RECIPES = (*DEFAULT_RECIPES, "nvfp4", "nvfp4_full")
 COLUMNS = ("shape", *layers.COLUMNS)
 # ‖difference to bf16‖ / ‖bf16‖ that a recipe may have: three times what rounding to its elements gives.
-_BUDGETS = dict.fromkeys(RECIPES, 0.1) | {"nvfp4": 0.4}
+_BUDGETS = {recipe: 0.4 if recipe.startswith("nvfp4") else 0.1 for recipe in RECIPES}
 
 
 def make_layer(shape: Shape, recipe: str, weight: torch.Tensor, device: torch.device) -> Layer:

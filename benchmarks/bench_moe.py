@@ -1,7 +1,8 @@
 """A mixture's experts, forward and backward: time, memory and the quantizers' share, ours beside bf16 and torchao.
 
 The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, quantized forward and backward. Recipes:
-    fp8, nvfp4       SwiGLUExperts
+    fp8, nvfp4       SwiGLUExperts; nvfp4 without the random Hadamard transform and stochastic rounding
+    nvfp4_full       with both; nvfp4_per_expert: with neither, each expert and its tokens have their own tensor scale
     fp8_primary      the same with Parameters in FP8, whose cast is the optimizer step's and in no step here
     bf16             torch's grouped product, silu and multiply; bf16_compiled: the same by torch.compile
     torchao          the same with torchao's blockwise FP8 grouped product, which runs DeepGEMM
@@ -38,11 +39,11 @@ from torchao.quantization import quantize_
 from torchao_blockwise.conversion import experts as experts_filter
 from torchao_blockwise.nn import SwiGLUExperts
 
-RECIPES = ("fp8", "fp8_primary", "bf16", "bf16_compiled", "torchao", "nvfp4")
-DEFAULT_RECIPES = RECIPES[:-1]
+DEFAULT_RECIPES = ("fp8", "fp8_primary", "bf16", "bf16_compiled", "torchao")
+RECIPES = (*DEFAULT_RECIPES, "nvfp4", "nvfp4_full", "nvfp4_per_expert")
 COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantize %")
 # Of two products, one on what the other gives.
-_BUDGETS = dict.fromkeys(RECIPES, 0.15) | {"nvfp4": 0.6, "bf16_compiled": 0.02}
+_BUDGETS = {recipe: 0.6 if recipe.startswith("nvfp4") else 0.15 for recipe in RECIPES} | {"bf16_compiled": 0.02}
 
 
 class PlainExperts(nn.Module):

@@ -29,11 +29,14 @@ from torchao_blockwise.formats import FP8_1X128
 
 _BLOCK = FP8_1X128.block[1]
 
-# Ours, of the same weights. "primary": Parameters that are quantized themselves.
+# Ours, of the same weights. "primary": Parameters that are quantized themselves. "nvfp4" is without the transform and
+# random bits, which "full" has; "per_expert": as "nvfp4", with a tensor scale an expert.
 OUR_CONFIGS = {
     "fp8": BlockwiseFP8TrainingConfig(),
     "fp8_primary": BlockwiseFP8TrainingConfig(master_weights=False),
     "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
+    "nvfp4_full": NVFP4TrainingConfig(),
+    "nvfp4_per_expert": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False, scale_per_expert=True),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import bench_linear
-import layers
 import peers
 import pytest
 import shapes
@@ -134,7 +133,7 @@ def test_variants_of_torchao_that_are_the_same_code_are_tried_once():
     assert len(tuned) >= 6 and {kernel.do_bench for kernel in tuned} == {peers._brief_bench}
 
 
-@pytest.mark.parametrize("recipe", ("bf16", *layers.OURS, "torchao_tensorwise", "torchao_rowwise"))
+@pytest.mark.parametrize("recipe", [recipe for recipe in bench_linear.RECIPES if recipe != "torchao"])
 def test_a_converted_layer_computes_what_bf16_does(recipe, any_device):
     torch.manual_seed(0)
     weight = torch.randn(256, 128, dtype=torch.bfloat16) / 11
