@@ -5,6 +5,7 @@ Engines are not installed here: a file written by these tests stands for theirs.
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
@@ -113,6 +114,9 @@ def test_kernels_of_a_file_run_without_its_imports(root, device):
     x = torch.arange(5.0, device=device)
     assert vars(found).keys() == {"add", "_add_kernel"}
     torch.testing.assert_close(found.add(x), x + 3, rtol=0, atol=0)
+    # As Triton reads a kernel's text when it compiles it.
+    text = inspect.getsource(found.add)
+    assert text in SOURCE and text.startswith("def add(x: torch.Tensor")
 
 
 def test_imports_inside_of_functions_are_replaced(root):
