@@ -33,6 +33,7 @@ COLUMNS = ("training", "engine", "codes, ppm", "scales, ppm", "KL, nats", "top t
 # What engines raise a block's amax to.
 _MIN_AMAX = 1e-10
 _BLOCK = FP8_1X128.block[1]
+CPU = torch.device("cpu")
 
 
 def of_training(power_of_2_scales: bool) -> Quantizer:
@@ -93,17 +94,22 @@ class EngineLinear(nn.Module):
         return ops.matmul(operand, self.weight, out_dtype=x.dtype).view(*x.shape[:-1], self.shape[0])
 
 
-def trained(args: argparse.Namespace, config: BlockwiseFP8TrainingConfig, corpus: Corpus) -> nn.Module:
+def trained(
+    args: argparse.Namespace,
+    config: BlockwiseFP8TrainingConfig,
+    corpus: Corpus,
+    device: torch.device = CPU,
+) -> nn.Module:
     torch.manual_seed(0)
     settings = transformers.LlamaConfig(
         vocab_size=256, hidden_size=args.hidden, intermediate_size=5 * args.hidden // 2, num_hidden_layers=args.layers,
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(settings)
+    model = transformers.LlamaForCausalLM(settings).to(device)
     quantize_(model, config, filter_fn=skip_lm_head())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(args.steps):
-        batch = corpus.batch(0, step, args.sequences)
+        batch = corpus.batch(0, step, args.sequences).to(device)
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -124,15 +130,20 @@ def log_probabilities(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
     return model(input_ids=text).logits.double().log_softmax(-1)
 
 
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
+    """Of log-probabilities [..., vocabulary], over the other dims."""
+    return {
+        "KL, nats": float((ours.exp() * (ours - theirs)).sum(-1).mean()),
+        "top tokens, ppm": 1e6 * float((ours.argmax(-1) != theirs.argmax(-1)).double().mean()),
+    }
+
+
 def compared(model: nn.Module, quantize: Quantizer | None, expected: Quantizer, text: torch.Tensor) -> dict:
     """What an engine does otherwise on `text`."""
     engine = as_engine(model, quantize, expected)
     ours, theirs = log_probabilities(model, text), log_probabilities(engine, text)
     layers = [layer for layer in engine.modules() if isinstance(layer, EngineLinear)]
-    found = {
-        "KL, nats": float((ours.exp() * (ours - theirs)).sum(-1).mean()),
-        "top tokens, ppm": 1e6 * float((ours.argmax(-1) != theirs.argmax(-1)).double().mean()),
-    }
+    found = difference(ours, theirs)
     if quantize is None:
         return found
     shares = (sum(x.different[i] for x in layers) / sum(x.seen[i] for x in layers) for i in range(2))
@@ -152,11 +163,12 @@ def rows_of(args: argparse.Namespace, corpus: Corpus):
             yield {"training": training, "engine": name} | compared(model, engine, expected, text)
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"steps": 20, "hidden": 256, "layers": 4, "sequences": 8, "tokens": 128, "held-out": 64}
+def arguments(description: str | None = __doc__, **others: int) -> argparse.ArgumentParser:
+    """others: defaults that are not those of this script."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = {"steps": 20, "hidden": 256, "layers": 4, "sequences": 8, "tokens": 128, "held_out": 64} | others
     for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--data", help="text to train on; default: the sources of Python's standard library")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     return parser
@@ -166,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments().parse_args(argv)
     corpus = read_corpus(args.data, args.tokens, args.held_out)
     held = {k: v for k, v in vars(args).items() if k != "out"} | {"text": corpus.name, "digest": corpus.digest}
-    report = Report("engine_agreement", torch.device("cpu"), COLUMNS, held)
+    report = Report("engine_agreement", CPU, COLUMNS, held)
     for row in rows_of(args, corpus):
         report.add(row)
     report.write(args.out)
