@@ -67,6 +67,41 @@ def test_it_is_loaded(name, masters, tmp_path):
                 assert digest(got.qdata) == digest(wanted.qdata) and digest(got.scale) == digest(wanted.scale)
 
 
+def quantized_again(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Values of a weight that vLLM has quantized in front of DeepGEMM: blocks 128×128, scales that are powers of two.
+
+    Source: vLLM 0.33, fp8_utils.py (`requant_weight_ue8m0_inplace`), utils/deep_gemm.py (`per_block_cast_to_fp8`).
+    """
+    values, again = decoded(codes, scale), torch.empty(codes.shape)
+    for i in range(0, codes.shape[0], 128):
+        for j in range(0, codes.shape[1], 128):
+            block = values[i : i + 128, j : j + 128]
+            factor = torch.exp2((block.abs().amax().clamp(1e-4) / 448).log2().ceil())
+            again[i : i + 128, j : j + 128] = (block * (1 / factor)).to(torch.float8_e4m3fn).float() * factor
+    return again
+
+
+def decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    whole = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return codes.float() * whole[: codes.shape[0], : codes.shape[1]]
+
+
+def test_engines_that_quantize_weights_again_keep_their_values(tmp_path):
+    """Also where the largest value of a block rounds down to half of what its scale is made for; fp32 scales do not."""
+    changed = {}
+    for config, format, name in ((FP8_POW2, FORMAT, "scale"), (FP8, "fp8_block", "weight_scale_inv")):
+        model = mlp(config, features=FEATURES)
+        block = model[2].weight.hp.data[:128, :128]
+        block *= 224.4 * 2**-9 / block.abs().amax()
+        checkpoint.export(model, tmp_path / format, format)
+        found = tensors_in(tmp_path / format)
+        for i in (0, 2):
+            codes, scale = found[f"{i}.weight"], found[f"{i}.{name}"]
+            changed[format, i] = (quantized_again(codes, scale) != decoded(codes, scale)).float().mean().item()
+    assert changed["fp8_block_ue8m0", 0] == changed["fp8_block_ue8m0", 2] == 0
+    assert min(changed["fp8_block", 0], changed["fp8_block", 2]) > 0.5
+
+
 def test_other_scales_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"0\.weight trains with scales that are no powers of two, .* as fp8_block"):
         checkpoint.export(mlp(FP8, features=FEATURES), tmp_path / "out", FORMAT)
