@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from torchao_blockwise.conversion import fusion_report
 
-pytestmark = pytest.mark.usefixtures("small_heap", "train_llm_alike")
+pytestmark = pytest.mark.usefixtures("train_llm_alike")
 
 
 @pytest.fixture(scope="module")
