@@ -40,8 +40,8 @@ ChangedList = Annotated[list[torch.Tensor], "changed"]
 class _Kind(NamedTuple):
     """How a value of one annotation travels through a schema: the parts there, {} for its name, and both ways.
 
-    apart: the parts as an expression each, {} for the value. Compilers trace one list of them where a function of each
-    value, called for each operation, takes them half of the time that they need for a layer.
+    apart: the parts as an expression each, {} for the value. A function of a value instead would be one more call for
+    compilers to trace, for each value of each operation.
     """
 
     schema: tuple[str, ...]
