@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import sys
 import warnings
@@ -37,6 +38,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 warnings.filterwarnings("ignore", message=".*register_constant.*")
+
+# pytest listens to loggers that keep their records to themselves. PyTorch's of compilation would then write all graphs,
+# guards and stacks down as JSON, which it does for nobody else.
+logging.getLogger("torch.__trace").propagate = True
+
+# Python looks for cycles after each 700 objects; compilers make millions, of which hardly one is a cycle's.
+gc.set_threshold(20_000, 50, 100)
 
 # Graphs that inductor keeps on disk know operations by name: they would go on with shapes and strides of old fakes.
 os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}

@@ -37,7 +37,7 @@ def without_gpu(monkeypatch):
 
 
 @pytest.fixture
-def smoke(tmp_path):
+def smoke(small_heap, tmp_path):
     """(bench, *argv) -> what its smoke run wrote into its JSON, beside a table and a picture."""
 
     def run(bench, *argv: str, code: int = 0) -> dict:
@@ -55,7 +55,7 @@ def smoke(tmp_path):
 
 
 @pytest.fixture
-def train_llm_alike(one_thread, monkeypatch):
+def train_llm_alike(one_thread, small_heap, monkeypatch):
     """train_llm.py on any machine alike, and fast."""
     from llm import products
 

@@ -67,13 +67,13 @@ def gathers_exactly_at_any_split(mesh, config):
 
 
 def trains_long(mesh, config):
-    """105 steps of one block in one group, of rows that split unevenly."""
+    """Many steps of one block in one group, of rows that split unevenly: 105 on two ranks, 30 on others."""
     models = blocks(config, 33, 50, count=1), blocks(None, 33, 50, count=1)
     quantize_(models[1], replace(config, master_weights=False))
     losses = []
     for model, make in zip(models, (adamw, master_adamw)):
         fully_shard(model, mesh=mesh)
-        losses.append(train(model, make(model), steps=105, width=33))
+        losses.append(train(model, make(model), steps=105 if mesh.size() == 2 else 30, width=33))
     assert losses[0] == losses[1], losses
 
 

@@ -23,7 +23,8 @@ CHECKS = (
     (checks.redistributes_what_lies_otherwise, (2,), BOTH),
     (checks.takes_any_tokens, (1, 2), BOTH),
     (checks.leaves_frozen_parts, (2,), BOTH),
-    (life.trains, (2, 4), (*BOTH, "nvfp4_full", "nvfp4_four_over_six", "nvfp4_scale_groups")),
+    (life.trains, (2, 4), (*BOTH, "nvfp4_scale_groups")),
+    (life.trains, (2,), ("nvfp4_full", "nvfp4_four_over_six")),
     (life.keeps_copies_in_a_scope, (2,), BOTH),
     (life.trains_in_mixed_precision, (2,), BOTH),
     (life.checkpoints_activations, (2,), (*BOTH, "nvfp4_full")),
@@ -37,7 +38,7 @@ CHECKS = (
     (life.refuses_cut_blocks, (2, 4), BOTH),
     (life.refuses_what_it_cannot_place, (2,), BOTH),
     (life.refuses_scale_groups_that_ranks_split_in_part, (2,), ("nvfp4_scale_groups",)),
-    (life.compiles, (2,), (*BOTH, "nvfp4_full", "nvfp4_four_over_six", "nvfp4_scale_groups")),
+    (life.compiles, (2,), (*BOTH, "nvfp4_full", "nvfp4_scale_groups")),
     (life.compiles_quantized_weights, (2,), BOTH),
     (life.shards_in_two_dims, ((2, 2),), (*EVERY, "nvfp4_scale_groups")),
 )

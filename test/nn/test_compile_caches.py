@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 import cached_graphs
-from cached_graphs import CASES, RECIPES
+from cached_graphs import CASES, RECIPES, cases_of
 
 import torchao_blockwise
 
@@ -63,7 +62,8 @@ NOT_COMPILED = ("nvfp4_weight", "tensor_parallel")
 
 
 @pytest.mark.parametrize(
-    ("recipe", "case"), [pair for pair in itertools.product(RECIPES, CASES) if pair != NOT_COMPILED]
+    ("recipe", "case"),
+    [(recipe, case) for recipe in RECIPES for case in cases_of(recipe) if (recipe, case) != NOT_COMPILED],
 )
 def test_a_graph_belongs_to_one_recipe(recipe, case, later):
     apart, *_ = later[recipe][case]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FP8, both_formats, every_recipe, forward_backward, replace
+from helpers import FP8, both_formats, forward_backward, recipes_and_variants, replace
 from shared_inputs import OPS, VARIANTS, Attention, assert_same, attention, tokens
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -29,8 +29,7 @@ def saved_by_graphs(model, x) -> tuple[int, int, list]:
     return forward, backward, results
 
 
-@every_recipe
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@recipes_and_variants(VARIANTS)
 def test_compiled_graphs_quantize_the_input_once(config, variant):
     config = replace(config, **variant)
     expected = forward_backward(attention(config, fused=False), tokens(33))
@@ -61,9 +60,10 @@ def test_layers_of_a_model_that_are_compiled_one_by_one_share_their_graph():
 
 def test_classes_are_compiled_apart():
     """Many classes, as models and their reloads have them, do not add up to the recompilations of one."""
-    for index in range(torch._dynamo.config.recompile_limit + 2):
-        model = attention(FP8, cls=type(f"Attention{index}", (Attention,), {}))
-        torch.compile(model, backend="eager", fullgraph=True)(tokens(33))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for index in range(4):
+            model = attention(FP8, cls=type(f"Attention{index}", (Attention,), {}))
+            torch.compile(model, backend="eager", fullgraph=True)(tokens(33))
 
 
 @both_formats
@@ -87,8 +87,7 @@ class Residual(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
 
 
-@every_recipe
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@recipes_and_variants(VARIANTS)
 def test_a_checkpointed_region_is_one_graph(config, variant):
     """Layers in it share, and the gradients of all who read the input are summed in the order of the plain model."""
     config = replace(config, **variant)

@@ -38,10 +38,14 @@ ChangedList = Annotated[list[torch.Tensor], "changed"]
 
 
 class _Kind(NamedTuple):
-    """How a value of one annotation travels through a schema: the parts there, {} for its name, and both ways."""
+    """How a value of one annotation travels through a schema: the parts there, {} for its name, and both ways.
+
+    apart: the parts as an expression each, {} for the value. A function of a value instead would be one more call for
+    compilers to trace, for each value of each operation.
+    """
 
     schema: tuple[str, ...]
-    apart: Callable[[Any], Sequence[Any]]
+    apart: tuple[str, ...]
     together: Callable[[Iterator[Any]], Any]
 
 
@@ -50,11 +54,7 @@ def _groups(parts: Iterator[Any]) -> Groups | None:
     return None if ends is None else Groups(ends, tables)
 
 
-def _kind(
-    *schema: str,
-    apart: Callable[[Any], Sequence[Any]] = lambda value: (value,),
-    together: Callable[[Iterator[Any]], Any] = next,
-) -> _Kind:
+def _kind(*schema: str, apart: tuple[str, ...] = ("{}",), together: Callable[[Iterator[Any]], Any] = next) -> _Kind:
     return _Kind(schema, apart, together)
 
 
@@ -71,14 +71,14 @@ _KINDS: dict[Any, _Kind] = {
     str: _kind("str {}"),
     torch.dtype: _kind("ScalarType {}"),
     torch.dtype | None: _kind("ScalarType? {}"),
-    BlockFormat: _kind("str {}", apart=lambda fmt: (fmt.name,), together=lambda parts: get_format(next(parts))),
-    Backend: _kind("str {}", apart=lambda backend: (backend.value,), together=lambda parts: get_backend(next(parts))),
+    BlockFormat: _kind("str {}", apart=("{}.name",), together=lambda parts: get_format(next(parts))),
+    Backend: _kind("str {}", apart=("{}.value",), together=lambda parts: get_backend(next(parts))),
     Operand: _kind(
         "Tensor {}",
         "Tensor {}_scale",
         "Tensor? {}_global",
         "str {}_format",
-        apart=lambda x: x,
+        apart=("*{}",),
         together=lambda parts: Operand(*itertools.islice(parts, 4)),
     ),
     Operand | None: _kind(
@@ -86,13 +86,11 @@ _KINDS: dict[Any, _Kind] = {
         "Tensor? {}_scale",
         "Tensor? {}_global",
         "str {}_format",
-        apart=lambda x: (None, None, None, "") if x is None else x,
+        apart=("*((None, None, None, '') if {0} is None else {0})",),
         together=lambda parts: x if (x := Operand(*itertools.islice(parts, 4))).qdata is not None else None,
     ),
-    Groups: _kind("Tensor {}_ends", "Tensor? {}_tables", apart=lambda groups: groups, together=_groups),
-    Groups | None: _kind(
-        "Tensor? {}_ends", "Tensor? {}_tables", apart=lambda groups: groups or (None, None), together=_groups
-    ),
+    Groups: _kind("Tensor {}_ends", "Tensor? {}_tables", apart=("*{}",), together=_groups),
+    Groups | None: _kind("Tensor? {}_ends", "Tensor? {}_tables", apart=("*({} or (None, None))",), together=_groups),
 }
 
 
@@ -105,7 +103,7 @@ def travels(value: _T) -> _T:
     kinds = [_KINDS[hint] for hint in hints.values()]
     _KINDS[value] = _kind(
         *(part.format(name) for name, kind in zip(hints, kinds) for part in kind.schema),
-        apart=lambda x: [part for kind, field in zip(kinds, x) for part in kind.apart(field)],
+        apart=tuple(part.format(f"{{0}}.{name}") for name, kind in zip(hints, kinds) for part in kind.apart),
         together=lambda parts: value(*(kind.together(parts) for kind in kinds)),  # type: ignore[operator]
     )
     return value
@@ -210,12 +208,14 @@ def define_op(
         gives_operands = typing.get_type_hints(fake)["return"] in (Operand, tuple[Operand, Operand], Copies)
         options = [i for i, kind in enumerate(kinds) if gives_operands and kind is _KINDS[CastOptions]]
 
+        apart = _apart(kinds)
+
         @functools.wraps(fake)
         def call(*args: Any) -> Any:
             if is_direct and not is_watched() and _are_plain([args[i] for i in holders]):
                 out = replays.call(compute, args) if may_replay(args) else compute(*args)
                 return out if options else result(out)
-            given = overload(*[part for kind, value in zip(kinds, args, strict=True) for part in kind.apart(value)])
+            given = overload(*apart(*args))
             return copies_of(given, args[options[0]]) if options else given
 
         call.overload = overload  # type: ignore[attr-defined]  # for what must have the operation itself
@@ -281,6 +281,14 @@ def _read(fake: Callable[..., Any]) -> tuple[str, list[_Kind], Callable[[Any], A
     name = fake.__name__.removesuffix("_op") + "_" * (Changed in hints.values() or ChangedList in hints.values())
     schema = f"{name}({', '.join(arguments)}) -> {_RESULTS[returned]}"
     return name, [_KINDS[hint] for hint in hints.values()], result, schema
+
+
+def _apart(kinds: Sequence[_Kind]) -> Callable[..., tuple[Any, ...]]:
+    """What takes values of these kinds apart: (values) -> their parts in the schema."""
+    names = [f"value{i}" for i in range(len(kinds))]
+    parts = [part.format(name) for name, kind in zip(names, kinds) for part in kind.apart]
+    apart: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(names)}: ({', '.join(parts)},)")
+    return apart
 
 
 def _tensors(operands: Iterable[Operand | None]) -> list[torch.Tensor]:
