@@ -137,7 +137,7 @@ def test_a_layer_has_a_row_for_each_recipe(bench, smoke):
 
 def test_layers_are_measured_ours_first_and_compiled_last():
     assert layers.stages(bench_linear.RECIPES) == [
-        ["fp8", "fp8_primary", "bf16", "nvfp4"],
+        ["fp8", "fp8_primary", "bf16", "nvfp4", "nvfp4_full"],
         ["torchao"], ["torchao_tensorwise"], ["torchao_rowwise"],
     ]  # fmt: skip
     assert layers.stages(bench_moe.DEFAULT_RECIPES) == [
