@@ -34,12 +34,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import engine_agreement
+import shapes
 import torch
 from engine_agreement import log_probabilities, trained
 from engines import ENGINES, Engine, Ours
 from llm.data import Corpus, read_corpus
 from report import Report
 from safetensors.torch import load_file
+from shapes import Shape
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -51,19 +53,6 @@ LAYERS = ("training", "engine", "layer", *DIFFERENCES)
 FORMATS = {False: "fp8_block", True: "fp8_block_ue8m0"}
 SCALES = {False: "fp32 scales", True: "powers of 2"}
 Stored = tuple[torch.Tensor, torch.Tensor]
-
-
-class Shape(NamedTuple):
-    tokens: int
-    n: int
-    k: int
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        return cls(*map(int, text.split("x")))
-
-    def __str__(self) -> str:
-        return "×".join(map(str, self))
 
 
 class Tally:
@@ -164,9 +153,9 @@ def model_row(case: Case, model: nn.Module, stored: dict[str, Stored], text: tor
 def layer_row(case: Case, shape: Shape, stored: Stored) -> dict:
     tally = Tally()
     generator = torch.Generator(stored[0].device).manual_seed(0)
-    x = torch.randn(shape.tokens, shape.k, device=stored[0].device, dtype=torch.bfloat16, generator=generator)
+    x = torch.randn(shape.tokens, shape.in_features, device=stored[0].device, dtype=torch.bfloat16, generator=generator)
     EngineLinear(case, stored, tally)(x)
-    return case.row() | {"layer": str(shape)} | tally.row()
+    return case.row() | {"layer": "×".join(map(str, shape))} | tally.row()
 
 
 def cases(engines: Sequence[Engine], trained: bool) -> Iterator[Case]:
@@ -191,18 +180,19 @@ def measure(report: Report, where: str, case: Case, row_of: Callable[..., dict],
         report.add(row)
 
 
-def measure_layers(report: Report, engines: Sequence[Engine], shapes: Sequence[Shape]) -> None:
+def measure_layers(report: Report, engines: Sequence[Engine], layers: Sequence[Shape]) -> None:
     """Each engine in the mode that is closest to training's."""
     for powers in (False, True):
         torch.manual_seed(0)
-        linear = {f"{n}x{k}": nn.Linear(k, n, bias=False) for _, n, k in shapes}
+        linear = {f"{n}x{k}": nn.Linear(k, n, bias=False) for _, n, k in layers}
         model = nn.ModuleDict(linear).to(report.device, torch.bfloat16)
         quantize_(model, BlockwiseFP8TrainingConfig(power_of_2_scales=powers))
         stored = exported(model, powers)
         for case in cases(engines, powers):
             if case.powers == powers or len(case.engine.modes) == 1:
-                for shape in shapes:
-                    measure(report, str(shape), case, layer_row, shape, stored[f"{shape.n}x{shape.k}"])
+                for shape in layers:
+                    weight = stored[f"{shape.out_features}x{shape.in_features}"]
+                    measure(report, str(shape), case, layer_row, shape, weight)
 
 
 def measure_model(report: Report, engines: Sequence[Engine], args: argparse.Namespace, corpus: Corpus) -> None:
@@ -218,8 +208,9 @@ def arguments() -> argparse.ArgumentParser:
     parser = engine_agreement.arguments(__doc__, steps=50, hidden=1024, held_out=256)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--source", type=Path, help="folder of unpacked wheels; default: what is installed")
-    shapes = [Shape(4096, 7168, 2048), Shape(16, 7168, 2048), Shape(4096, 576, 7168)]
-    parser.add_argument("--shapes", nargs="+", type=Shape.parse, default=shapes, help="layers, tokens x N x K")
+    layers = ["4096x7168x2048", "16x7168x2048", "4096x576x7168"]
+    what = "layers, tokens x out x in, or names of shapes.py"
+    parser.add_argument("--shapes", nargs="+", type=shapes.argument, default=layers, metavar="SHAPE", help=what)
     return parser
 
 
@@ -233,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     held = {k: v for k, v in vars(args).items() if k not in ("out", "source")}
     held |= {"text": corpus.name, "digest": corpus.digest, "sources": sources}
     for name, columns, run in (
-        ("engine_layers", LAYERS, lambda report: measure_layers(report, engines, args.shapes)),
+        ("engine_layers", LAYERS, lambda report: measure_layers(report, engines, shapes.select(args.shapes))),
         ("engine_kernels", MODEL, lambda report: measure_model(report, engines, args, corpus)),
     ):
         report = Report(name, device, columns, held)

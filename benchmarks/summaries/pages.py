@@ -21,7 +21,7 @@ def filled(page: Path, results: Path) -> str:
     def fill(found: re.Match) -> str:
         begin, name, shown, end = found.groups()
         text = (results / f"{name}.md").read_text(encoding="utf-8").strip()
-        if "\n\n" not in shown.strip() and shown.strip():
+        if shown and "\n\n" not in shown:
             text = text.split("\n\n")[0]
         # Links lead to files beside the result.
         text = re.sub(r"\]\((\w+\.md)\)", rf"]({prefix}/\1)", text)

@@ -105,10 +105,10 @@ def assert_holds_masters(optimizer, model) -> None:
     state = optimizer.model_state_dict()
     weights = {name: weight for name, weight in model.named_parameters() if is_trained(weight)}
     assert weights
-    sharing = {name: state[name] for name, weight in weights.items() if getattr(weight.config, "scale_groups", ())}
     amaxes = {}
-    for config in {weights[name].config for name in sharing}:
-        amaxes |= shared_amaxes({n: hp.to(weights[n].dtype) for n, hp in sharing.items()}, config)
+    for config in {weight.config for weight in weights.values()}:
+        alike = {name: weight for name, weight in weights.items() if weight.config == config}
+        amaxes |= shared_amaxes({name: state[name].to(weight.dtype) for name, weight in alike.items()}, config)
     for name, weight in weights.items():
         if name in amaxes:
             assert_is_quantized(weight, state[name].to(weight.dtype), weight.config, name, amaxes[name])
