@@ -29,6 +29,7 @@ def test_pages_show_results():
         "convergence_125m_nvidia_h200",
         "convergence_1b_nvidia_h200",
         "engine_agreement_cpu",
+        "engine_kernels_nvidia_h200",
         "summary_convergence",
         "summary_fsdp",
         "summary_grad_weight",
