@@ -232,20 +232,6 @@ def test_links_and_pictures_of_built_pages_are_looked_at(tmp_path):
     ]
 
 
-def test_results_name_the_benchmarks_that_wrote_them():
-    results = pytest.importorskip("results", reason="needs the extra docs")
-    names = [path.stem for path in results.RESULTS.glob("*.json")]
-    assert names
-    for name in names:
-        script, head = results.sources.script(name), results.source(name)
-        assert (results.RESULTS.parent / f"{script}.py").exists(), name
-        text = (results.RESULTS.parent / f"{script}.py").read_text(encoding="utf-8")
-        assert "results" in text and f"benchmarks/{script}.py" in head and " on " in head, name
-    assert results.sources.script("model_4_layers_nvidia_h200") == "bench_model"
-    assert results.sources.script("moe_peers_nvidia_h200") == "bench_moe"
-    assert results.sources.script("grouped_matmul_nvidia_h200") == "bench_grouped_matmul"
-
-
 def test_a_part_of_a_table_is_shown():
     results = pytest.importorskip("results", reason="needs the extra docs")
     table = "| recipe | mode | ms |\n|---|---|--:|\n| a | eager | 3 |\n| b | compiled | 2 |"

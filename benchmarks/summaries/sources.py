@@ -9,7 +9,7 @@ from summaries.cells import Results
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 # Scripts by the beginning of what they write; others are bench_<name>.py, or of their own name.
-SCRIPTS = {"train_llm": "train_llm", "throughput": "train_llm", "builds": "build_report"}
+SCRIPTS = {"throughput": "train_llm", "builds": "build_report", "engine_layers": "engine_kernels"}
 PACKAGES = ("torch", "torchao", "triton", "sgl-deep-gemm")
 
 
@@ -17,7 +17,12 @@ def script(name: str) -> str:
     """The benchmark that wrote a result."""
     stems = sorted((path.stem for path in BENCHMARKS.glob("*.py")), key=len)
     written = SCRIPTS | {stem.removeprefix("bench_"): stem for stem in stems}
-    return next(written[start] for start in sorted(written, key=len, reverse=True) if name.startswith(start))
+    starts = [start for start in written if name.startswith(start)]
+    if not starts:
+        raise ValueError(
+            f"no benchmark is known to write {name}.json, which is in results; add it to {__name__}.SCRIPTS"
+        )
+    return written[max(starts, key=len)]
 
 
 def source(results: Results, name: str) -> str:

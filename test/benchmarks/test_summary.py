@@ -79,6 +79,20 @@ def test_a_source_names_command_device_and_versions(tmp_path):
     )
 
 
+def test_results_name_the_benchmarks_that_wrote_them():
+    names = [path.stem for path in RESULTS.glob("*.json")]
+    assert names
+    for name in names:
+        script, head = sources.script(name), sources.source(Results(RESULTS), name)
+        text = (sources.BENCHMARKS / f"{script}.py").read_text(encoding="utf-8")
+        assert "results" in text and f"benchmarks/{script}.py" in head and " on " in head, name
+    assert sources.script("model_4_layers_nvidia_h200") == "bench_model"
+    assert sources.script("moe_peers_nvidia_h200") == "bench_moe"
+    assert sources.script("grouped_matmul_nvidia_h200") == "bench_grouped_matmul"
+    with pytest.raises(ValueError, match=r"no benchmark is known to write nothing\.json"):
+        sources.script("nothing")
+
+
 def test_nothing_but_the_files_is_needed():
     code = "import sys; sys.modules['torch'] = None; import summary; summary.texts(summary.Results(summary.RESULTS))"
     subprocess.run([sys.executable, "-c", code], cwd=RESULTS.parent, check=True)
