@@ -23,6 +23,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -75,6 +76,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--merge", nargs="+", type=Path, default=[], metavar="PATH",
         help="train nothing; take the runs of these folders, and of results that this program wrote",
     )  # fmt: skip
+    add(
+        "--untimed", nargs="+", type=Path, default=[], metavar="PATH",
+        help="merge these too, without their tokens/s: the runs shared a GPU",
+    )  # fmt: skip
     add("--results", action="store_true", help="write the table into benchmarks/results/ too")
     return parser
 
@@ -83,11 +88,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; 0: all runs are there, 1: some are missing or diverged, 2: it could not run."""
     args, others = make_parser().parse_known_args(argv)
     try:
-        if args.merge and others:
-            raise UsageError(f"--merge trains nothing, got {' '.join(others)}; leave one of them out")
-        if not args.merge:
+        merges = bool(args.merge or args.untimed)
+        if merges and others:
+            raise UsageError(f"--merge and --untimed train nothing, got {' '.join(others)}; leave one of them out")
+        if not merges:
             train_all(args, others)
-        runs = found_in([args.out, *args.merge] if args.merge else [args.out])
+        runs = found_in([args.out, *args.merge], args.untimed)
         return report(args, runs)
     except UsageError as error:
         print(f"convergence: {error}", file=sys.stderr)
@@ -141,18 +147,23 @@ def folder_of(out: Path, recipe: str, seed: int) -> Path:
     return out / f"{recipe}_seed_{seed}"
 
 
-def found_in(places: list[Path]) -> list[Run]:
+def found_in(places: list[Path], untimed: Sequence[Path] = ()) -> list[Run]:
     """The finished runs of these folders and results, by recipe; of two of one recipe and seed the first.
+
+    Those of `untimed` lose their tokens/s.
 
     Raises UsageError where none is there, or where they differ in more than recipe and seed.
     """
     found: dict[tuple[str, int], Run] = {}
-    for place in places:
+    for place in [*places, *untimed]:
         for run in runs_of_results(place) if place.is_file() else runs_in(place):
-            found.setdefault((run.recipe, run.seed), run)
+            first = found.setdefault((run.recipe, run.seed), run)
+            if first is run and place in untimed:
+                run.row["tokens_per_second"] = None
     runs = sorted(found.values(), key=lambda run: (list(RECIPES).index(run.recipe), run.seed))
     if not runs:
-        raise UsageError(f"no finished run in {', '.join(map(str, places))}; see the log.txt of each")
+        looked = ", ".join(map(str, [*places, *untimed]))
+        raise UsageError(f"no finished run in {looked}; see the log.txt of each")
     kinds = {_kind(run) for run in runs}
     if len(kinds) > 1:
         said = "; ".join(sorted(kinds))
@@ -177,7 +188,8 @@ def runs_of_results(file: Path) -> list[Run]:
     for name, row in runs:
         recipe, _, seed = name.rpartition(", seed ")
         config = content["config"] | {"seed": int(seed)}
-        one = {"table": [row], "curves": {recipe: row}, "config": config}
+        made_by = content["environment"] | {"commit": row.get("commit", content["environment"]["commit"])}
+        one = {"table": [row], "curves": {recipe: row}, "config": config, "environment": made_by}
         made.append(Run(recipe, int(seed), content | one))
     return made
 
@@ -209,6 +221,7 @@ def rows(runs: list[Run]) -> list[dict]:
     for recipe in dict.fromkeys(run.recipe for run in runs):
         own, distances = [run for run in runs if run.recipe == recipe], gaps(runs, recipe)
         peaks = [run.row["peak_bytes"] for run in own]
+        speeds = [run.row["tokens_per_second"] for run in own if run.row["tokens_per_second"] is not None]
         made.append(
             {
                 "recipe": recipe,
@@ -217,7 +230,7 @@ def rows(runs: list[Run]) -> list[dict]:
                 "held_out_losses": [run.row["held_out_loss"] for run in own],
                 "gaps_percent": distances,
                 "mean_gap_percent": statistics.fmean(distances) if distances else None,
-                "tokens_per_second": statistics.median(run.row["tokens_per_second"] for run in own),
+                "tokens_per_second": statistics.median(speeds) if speeds else None,
                 "peak_bytes": None if None in peaks else max(peaks),
             }
         )
@@ -234,8 +247,9 @@ def table(runs: list[Run]) -> str:
         if distances and row["recipe"] != "bf16":
             mean, spread = f"{row['mean_gap_percent']:+.2f} %", f"{min(distances):+.2f}, {max(distances):+.2f} %"
         peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f} GiB"
+        speed = "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}"
         seeds, loss = ", ".join(map(str, row["seeds"])), f"{statistics.fmean(losses):.4f}"
-        cells = row["recipe"], seeds, loss, mean, spread, f"{row['tokens_per_second']:,.0f}", peak
+        cells = row["recipe"], seeds, loss, mean, spread, speed, peak
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -244,7 +258,7 @@ def report(args: argparse.Namespace, runs: list[Run]) -> int:
     """Print the table and what is missing, and write both with the picture."""
     config, content = runs[0].content["config"], runs[0].content
     there = {(run.recipe, run.seed) for run in runs}
-    wanted = [] if args.merge else [(recipe, seed) for recipe in args.recipes for seed in args.seeds]
+    wanted = [] if args.merge or args.untimed else [(recipe, seed) for recipe in args.recipes for seed in args.seeds]
     missing = [f"{recipe}, seed {seed}" for recipe, seed in wanted if (recipe, seed) not in there]
     shown = compared(runs)
     alone = [f"{run.recipe}, seed {run.seed}: {run.loss:.4f}" for run in runs if run not in shown]
@@ -271,8 +285,12 @@ def report(args: argparse.Namespace, runs: list[Run]) -> int:
     for folder in (args.out, *[RESULTS] * args.results):
         folder.mkdir(parents=True, exist_ok=True)
         environment.write_text(folder / f"{name}.md", text)
-        curves = {f"{run.recipe}, seed {run.seed}": run.row | run.content["curves"][run.recipe] for run in runs}
-        made = content["environment"] | {"command": command_of(runs)}
+        commits = [run.content["environment"]["commit"] for run in runs]
+        curves = {
+            f"{run.recipe}, seed {run.seed}": run.row | run.content["curves"][run.recipe] | {"commit": commit}
+            for run, commit in zip(runs, commits)
+        }
+        made = content["environment"] | {"command": command_of(runs), "commit": ", ".join(dict.fromkeys(commits))}
         parts = {"config": content["config"], "data": content["data"], "environment": made}
         written = parts | {"table": rows(runs), "runs": curves, "missing": missing}
         environment.write_json(folder / f"{name}.json", written)

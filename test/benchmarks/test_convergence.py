@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import convergence
@@ -24,7 +25,8 @@ config = {{"preset": args.get("--preset", "tiny"), "steps": 8, "batch_size": 2, 
 if "--bf16-steps" in args:
     config["bf16_steps"] = int(args["--bf16-steps"])
 content = {{"config": config, "data": {{"name": "text", "sha256_16": "ab", "passes": 0.5}},
-            "environment": {{"device": "a CPU", "command": " ".join(sys.argv[1:])}}, "table": [row],
+            "environment": {{"device": "a CPU", "commit": args.get("--commit", "c0"),
+                             "command": " ".join(sys.argv[1:])}}, "table": [row],
             "curves": {{recipe: {{"loss": [loss + 1 / (i + 1) for i in range(8)], "seconds": [1.0] * 8}}}}}}
 pathlib.Path(args["--out"], "train_llm.json").write_text(json.dumps(content))
 """
@@ -99,7 +101,7 @@ def test_folders_are_merged_and_others_refused(run, tmp_path):
     code, out = run("--merge", str(strange))
     assert code == 2 and "runs of different models, data or machines cannot be compared" in out
     code, out = run("--merge", str(other), "--steps", "3")
-    assert code == 2 and "--merge trains nothing, got --steps 3" in out
+    assert code == 2 and "--merge and --untimed train nothing, got --steps 3" in out
 
 
 def test_runs_are_added_to_results(run, tmp_path):
@@ -118,6 +120,33 @@ def test_runs_are_added_to_results(run, tmp_path):
     (tmp_path / "other.json").write_text("{}")
     code, out = run("--merge", str(tmp_path / "other.json"))
     assert code == 2 and "other.json: not a result of this program" in out
+
+
+def test_runs_that_shared_a_gpu_are_merged_without_their_speed(run, tmp_path):
+    run("--recipes", "bf16", "--seeds", "0", "1")
+    other = tmp_path / "other"
+    convergence.main(["--out", str(other), "--recipes", "bf16", "fp8", "--seeds", "1", "2"])
+    code, out = run("--untimed", str(other))
+    assert code == 0 and "| fp8 | 1, 2 | 3.5200 | +0.58 % | +0.50, +0.67 % | - | - |" in out
+    # Of a run that is there twice the first counts, with its speed.
+    assert "| bf16 | 0, 1, 2 | 3.0000 | - | - | 10 | - |" in out and "Not there" not in out
+
+
+def test_every_run_has_its_commit(run, tmp_path):
+    run("--recipes", "bf16", "--seeds", "0")
+    other = tmp_path / "other"
+    convergence.main(["--out", str(other), "--recipes", "fp8", "--seeds", "0", "--commit", "c1"])
+    result = run.out / "convergence_tiny_cpu.json"
+    for place in (other, result):
+        # The second time from what was written the first time, none of whose folders are there.
+        code, _ = run("--merge", str(place))
+        written = json.loads(result.read_text())
+        assert code == 0 and written["environment"]["commit"] == "c0, c1"
+        assert {name: row["commit"] for name, row in written["runs"].items()} == {
+            "bf16, seed 0": "c0", "fp8, seed 0": "c1",
+        }  # fmt: skip
+        for folder in run.out.glob("*_seed_*"):
+            shutil.rmtree(folder)
 
 
 def test_without_a_run_it_says_where_to_look(run):
