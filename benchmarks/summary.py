@@ -30,6 +30,7 @@ class Table(NamedTuple):
 
 TABLES = {
     "convergence": Table(convergence.gaps, (convergence.NAME,)),
+    "convergence_nvfp4": Table(convergence.nvfp4_parts, (convergence.NVFP4,)),
     "fsdp": Table(sharding.fsdp, sharding.NAMES),
     "grad_weight": Table(kernels.grad_weight, (kernels.GROUPED,)),
     "graphs": Table(graphs.ways, (graphs.NAME,)),

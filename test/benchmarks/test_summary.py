@@ -167,3 +167,19 @@ def test_losses_are_compared_with_bf16_of_their_seed(tmp_path):
     assert lines[0] == "| steps | fp8, seed 0 | fp8, seed 1 |"
     assert lines[2:4] == ["| 1–2 | +2.00 % | +0.00 % |", "| 3–4 | +2.00 % | +0.00 % |"]
     assert lines[7:] == ["| 11–12 | +2.00 % | -1.00 % |"]
+
+
+def test_parts_of_nvfp4_are_compared_at_the_end(tmp_path):
+    """A third of 12 steps is four; one seed's run may be missing."""
+    runs = {
+        "bf16, seed 0": [1.0] * 12,
+        "bf16, seed 1": [2.0] * 12,
+        "nvfp4, seed 0": [9.0] * 8 + [1.01, 1.03] * 2,
+        "nvfp4, seed 1": [1.0] * 8 + [2.0] * 4,
+        "nvfp4_full, seed 1": [1.98] * 12,
+    }
+    written = {"runs": {name: {"loss": loss} for name, loss in runs.items()}}
+    (tmp_path / f"{convergence.NVFP4}.json").write_text(json.dumps(written), encoding="utf-8")
+    lines = convergence.nvfp4_parts(Results(tmp_path)).splitlines()
+    assert lines[0] == "| steps 9–12 | seed 0 | seed 1 |"
+    assert lines[2:] == ["| nvfp4 | +2.00 % | +0.00 % |", f"| nvfp4_full | {MISSING} | -1.00 % |"]
