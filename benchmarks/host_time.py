@@ -41,7 +41,7 @@ def stub_the_gpu() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import driver
 
-    from torchao_blockwise.ops import backend, replay
+    from torchao_blockwise.ops import backend
     from torchao_blockwise.ops.gemm.plain import cublas
     from torchao_blockwise.ops.gemm.plain import kernels_gluon as gluon
 
@@ -71,8 +71,6 @@ def stub_the_gpu() -> None:
     backend.compute_capability.__wrapped__.__code__ = (lambda device: divmod(90, 10)).__code__
     gluon.multiprocessors.__wrapped__.__code__ = (lambda device: 132).__code__
     cublas.why_not.__code__ = (lambda a, b, out_dtype, bias: None).__code__
-
-    replay.serves.__code__ = (lambda device: True).__code__
 
     def scaled_mm(a, b, *args):
         return torch.empty((a.shape[0], b.shape[1]), dtype=args[-3])

@@ -52,6 +52,7 @@ os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACH
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
+    config.addinivalue_line("markers", "slow: takes long; run it with -m slow before a change lands")
     config.addinivalue_line("markers", "device: takes the fixture `device`, so computes on a GPU where there is one")
 
 
@@ -101,31 +102,6 @@ def small_heap():
     """For tests that collect garbage again and again: what tests before them have left is not looked through."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def nothing_recorded():
-    """What a test changes under operations is seen by them, whatever was recorded before."""
-    from torchao_blockwise.ops import replay
-
-    replay.forget()
-
-
-@pytest.fixture
-def replays(monkeypatch):
-    """() -> how many calls were replays so far. A CPU's operations are replayed too: all they do there is PyTorch's."""
-    from torchao_blockwise.ops import replay
-
-    counted, by_itself = [0], replay.Recording.replayed
-
-    def counting(self):
-        program = by_itself(self)
-        counted[0] += program is not None
-        return program
-
-    monkeypatch.setattr(replay.Recording, "replayed", counting)
-    monkeypatch.setattr(replay, "serves", lambda device: True)
-    return lambda: counted[0]
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from torchao_blockwise import (
     weights_unchanged,
 )
 from torchao_blockwise import NVFP4TrainingConfig as NVFP4Config
-from torchao_blockwise.ops import replay
 from torchao_blockwise.tensors import weight_operands
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
@@ -172,8 +171,6 @@ def weight_calls():
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_operands, "ops", counting)
-        # What is replayed computes as much, and calls nothing here.
-        patch.setattr(replay, "serves", lambda device: False)
         yield calls
 
 

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 NAMES_IN_COMPAT = (
-    "torch._C._DisableAutocast",
     "torch._C._ForceDispatchKeyGuard",
-    "torch._C._are_functorch_transforms_active",
     "torch._C._dispatch_tls_local_exclude_set",
     "torch._C._dispatch_tls_local_include_set",
-    "torch._C._dynamo.guards._empty_strided_cpu",
-    "torch._C._get_tracing_state",
-    "torch._C._len_torch_dispatch_stack",
-    "torch._C._len_torch_function_stack",
     "torch.Tensor._make_wrapper_subclass",
     "torch.Tensor._use_count",
     "torch.Tensor._version",

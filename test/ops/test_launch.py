@@ -146,6 +146,19 @@ def _specialisation_cases():
     yield "64, 128 swapped", (x, y, 100, 5), {"SCALE": 64, "SIZE": 128}
 
 
+def _shared_storage_cases():
+    """(tensors of one flat buffer, at a distance that differs by case, or of their own storages), in turn."""
+    import torch
+
+    flat = torch.zeros(1 << 12)
+    for turn in range(3):
+        for gap in (256, 512, 1024, 2048):
+            start = 16 * turn
+            yield flat[start : start + 256], flat[start + gap : start + gap + 256]
+        yield torch.zeros(256), torch.zeros(256)
+        yield flat[1024:1280], flat[:256]
+
+
 def _watchers(launches):
     """(label, how it begins, how it ends) of all that makes a launch Triton's own."""
     from triton import knobs
@@ -174,6 +187,11 @@ def _main() -> None:
     for label, args, options in _specialisation_cases():
         specialised.append(launches.both_ways(label, lambda a=args, o=options: module.launch(_kernel, 2, *a, **o)))
 
+    in_storages = []
+    for x, y in _shared_storage_cases():
+        launched = launches.of(lambda x=x, y=y: module.launch(_kernel, 2, x, y, 100, 5, SIZE=128, SCALE=2.0))
+        in_storages.append({"launched": launched, "addresses": [x.data_ptr(), y.data_ptr()]})
+
     x = torch.zeros(256)
 
     def call(n=100):
@@ -193,7 +211,8 @@ def _main() -> None:
 
     strange = {"a float": [launches.of(lambda: call(2.5)) for _ in range(2)]}
     strange["by name"] = [launches.of(by_name) for _ in range(2)]
-    json.dump({"kernels": kernels, "specialised": specialised, "watched": watched, "strange": strange}, sys.stdout)
+    results = {"kernels": kernels, "specialised": specialised, "in_storages": in_storages, "watched": watched}
+    json.dump(results | {"strange": strange}, sys.stdout)
 
 
 def printed_by(script: str):
@@ -240,6 +259,15 @@ def test_what_triton_specialises_on_tells_builds_apart(results):
     assert builds["n=17, not specialised"] == builds["n=16, not specialised"] != builds["n=2^40, not specialised"]
     distinct = ("n=17", "x off 16 bytes", "y off 16 bytes", "no y", "bf16", "another constexpr", "8 warps", "64, 128")
     assert len({builds[label] for label in distinct}) == len(distinct)
+
+
+def test_tensors_of_one_storage_are_launched_by_their_own_addresses(results):
+    """Whatever the distance between them was in earlier launches of the same build."""
+    assert len({case["launched"]["launches"][0]["build"] for case in results["in_storages"]}) == 1
+    assert [case["launched"]["by_triton"] for case in results["in_storages"]] == [1] + [0] * 17
+    for case in results["in_storages"]:
+        (row,) = case["launched"]["launches"]
+        assert [row["args"][name] for name in ("x_ptr", "y_ptr")] == case["addresses"]
 
 
 @pytest.mark.parametrize("label", ("enter hook", "exit hook", "pre-run hook", "debug", "another device"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import io
 import itertools
@@ -29,8 +28,7 @@ from torchao_blockwise import (
 from torchao_blockwise.conversion import experts
 from torchao_blockwise.distributed import MasterWeightOptimizer, cast_master_weights_to_nvfp4
 from torchao_blockwise.formats import NVFP4_16X16
-from torchao_blockwise.nn import SwiGLUExperts, steps, weight_products
-from torchao_blockwise.ops import replay
+from torchao_blockwise.nn import SwiGLUExperts
 from torchao_blockwise.tensors.scale_groups import scale_group_name
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal
 
@@ -221,24 +219,6 @@ def test_what_is_not_finite_reaches_all_of_the_group(value):
     for name in JOINED:
         assert getattr(model[0], name).weight.quantized().global_scale.isnan()
     assert model[0].o_proj.weight.quantized().global_scale.isfinite()
-
-
-@pytest.mark.parametrize("name", ("o_proj", "q_proj"))
-def test_passes_that_read_other_weights_are_not_replayed(name, replays, monkeypatch):
-    """o_proj, of no group, has the shape of q_proj, whose passes would be taken for its."""
-    looked_up = []
-
-    class Spy(replay.Replays):
-        def find(self, function, args):
-            looked_up.append(function.__name__)
-            return function, args
-
-    monkeypatch.setattr(steps, "_recordings", collections.defaultdict(Spy))
-    block = attentions(count=1)[0]
-    forward_backward(getattr(block, name), weight(33, 40))
-    assert looked_up == (["_forward", "_backward"] if name == "o_proj" else [])
-    product = [torch.empty(0)] * 3 + ["nvfp4_1x16", getattr(block, name).weight.hp]
-    assert weight_products.decided_by_arguments(lambda *args: args[4])(*product) is (name == "o_proj")
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------

@@ -278,24 +278,6 @@ def counting_changes() -> AbstractContextManager[object]:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
 
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_transforms_active = torch._C._are_functorch_transforms_active
-_jit_tracing = torch._C._get_tracing_state
-
-
-def is_watched() -> bool:
-    """Whether something may want to see operations: a compiler, a mode, a transform, a profiler or a trace."""
-    return (
-        torch.compiler.is_compiling()
-        or _dispatch_modes() > 0
-        or _function_modes() > 0
-        or _transforms_active()
-        or torch.autograd.profiler._is_profiler_enabled
-        or _jit_tracing() is not None
-    )
-
-
 def register_sharding(op: Operation, rule: Callable[..., Sequence[Any]]) -> None:
     """Give `op` a DTensor sharding rule whose answers are cached by all of the op's arguments.
 

@@ -1,4 +1,4 @@
-"""Who sees every operation: modes, which PyTorch lets be left by private names alone, and profilers."""
+"""Modes that see every operation, and what they need to know of tensors; profilers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+__all__ = ["TorchDispatchMode", "is_profiling", "is_traceable_wrapper_subclass", "storage_of", "without_modes"]
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -15,6 +18,11 @@ def without_modes() -> AbstractContextManager[Any]:
     Selective checkpointing is one: it counts operations, and would take those of an observer for the layer's.
     """
     return _python_dispatch._disable_current_modes()
+
+
+def storage_of(x: torch.Tensor) -> int:
+    """A number that tells storages apart that are alive."""
+    return x.untyped_storage()._cdata
 
 
 def is_profiling() -> bool:

@@ -1,14 +1,14 @@
-"""Launching what Triton has built without Triton's Python: names that it does not promise to keep, here alone."""
+"""Launching compiled kernels without Triton's Python launcher: Triton's private names, in one place."""
 
 from __future__ import annotations
 
 import functools
-import inspect
+import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,38 +17,14 @@ if TYPE_CHECKING:
     from triton.runtime.jit import JITFunction
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
-# Versions whose launchers are known, by what they take.
+# Versions of Triton whose launchers are known, by the arguments that they take.
 _KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
-# (shape of a matrix, its strides, the matrix) -> what stands in the place of its descriptor.
-Encoder: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.Tensor], tuple[Any, ...]]
-
-
-class Launcher(NamedTuple):
-    """What launches a build: launch(grid, 1, 1, stream, *before, *values, *last), a value a run-time argument.
-
-    name: of the kernel. launch: Triton's extension in C. packs: whether the values and `last` are one tuple.
-    encoders: for each argument that is a descriptor a function (shape, strides, x), which gives the values that stand
-        in its place: what the copy engine is told of the matrix `x` (a tensor map), shape and strides.
-    """
-
-    name: str
-    launch: Callable[..., None]
-    before: tuple[Any, ...]
-    last: tuple[None, ...]
-    packs: bool
-    encoders: tuple[Encoder, ...]
-
-    def run(self, grid: int, stream: int, values: Iterable[Any]) -> None:
-        """Launch."""
-        arguments = (*values, *self.last)
-        self.launch(grid, 1, 1, stream, *self.before, *((arguments,) if self.packs else arguments))
-
-
-class _Descriptor:
-    """What is read of a descriptor when it is encoded. Triton's own checks its arguments, which takes longer."""
+class Descriptor:
+    """A matrix as Triton's function that encodes tensor maps reads it. Triton's own class checks its arguments."""
 
     __slots__ = ("base", "shape", "strides")
     padding, round_f32_to_tf32 = "zero", False
@@ -57,8 +33,26 @@ class _Descriptor:
         self.base, self.shape, self.strides = base, shape, strides
 
 
+class Launcher(NamedTuple):
+    """Launches one build: launch(grid, 1, 1, stream, *before, *values, *last), with a value for each run-time argument.
+
+    launch: of Triton, which replaces each `Descriptor` among the values by a tensor map, shape and strides.
+    packs: whether it takes the values and `last` as one tuple.
+    """
+
+    launch: Callable[..., None]
+    before: tuple[Any, ...]
+    last: tuple[None, ...]
+    packs: bool
+
+    def run(self, grid: int, stream: int, values: Sequence[Any]) -> None:
+        """Launch."""
+        arguments = (*values, *self.last)
+        self.launch(grid, 1, 1, stream, *self.before, *((arguments,) if self.packs else arguments))
+
+
 class Launching:
-    """What a launch of a compiled kernel needs from Triton."""
+    """Names of Triton that launches of compiled kernels need."""
 
     def __init__(self, version: tuple[int, ...]):
         from triton import knobs
@@ -69,49 +63,32 @@ class Launching:
         self.current_stream: Callable[[int], int] = driver.active.get_current_stream
 
     def is_watched(self, kernel: JITFunction) -> bool:
-        """Whether hooks want to see launches or builds of `kernel`, or builds are to be debugged."""
+        """Whether hooks observe launches or builds of `kernel`, or builds are debugged."""
         knobs = self._knobs
-        return bool(self.has_hooks() or knobs.debug or knobs.add_stages_inspection_hook or kernel.pre_run_hooks)
-
-    def has_hooks(self) -> bool:
-        """Whether hooks want to see all launches."""
-        enter, leave = self._knobs.launch_enter_hook, self._knobs.launch_exit_hook
         # A chain of hooks, or a hook, or None.
-        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+        hooks = (getattr(hook, "calls", hook) for hook in (knobs.launch_enter_hook, knobs.launch_exit_hook))
+        return bool(any(hooks) or knobs.debug or knobs.add_stages_inspection_hook or kernel.pre_run_hooks)
 
     def launcher_of(self, compiled: CompiledKernel, kernel: JITFunction, runtime_args: int) -> Launcher | None:
-        """How to launch a compiled kernel that takes `runtime_args` before its constexprs; None where not by hand.
+        """The launcher of a compiled kernel that takes `runtime_args` before its constexprs.
 
-        No hooks run. Descriptors are encoded by Triton's own function, which looks at no layouts and checks nothing.
+        None where Triton's own has more to do: a kernel that needs scratch memory or instrumentation. No hooks run.
         """
         behind, launcher = kernel.params[runtime_args:], compiled.run
         needs_memory = launcher.global_scratch_size or launcher.profile_scratch_size
         if needs_memory or getattr(launcher, "gsan_enabled", False) or not all(p.is_constexpr for p in behind):
-            return None
-        descriptions = getattr(compiled.metadata, "tensordesc_meta", None) or ()
-        launch = launcher.launch
-        if descriptions:
-            # Triton's wrapper encodes each descriptor and calls this.
-            launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
-        if launch is None or not all(descriptions):
+            _say_once(f"{kernel.__name__} needs scratch memory or instrumentation")
             return None
         options: tuple[Any, ...] = launcher.launch_cooperative_grid, launcher.launch_pdl
-        nobody, scratch = (None, None, None), (None, None)
+        no_hooks, scratch = (None, None, None), (None, None)
         packs = self._version != (3, 6)
         if packs:
             about = launcher.arg_annotations, launcher.kernel_signature
-            before = *options, compiled.packed_metadata, *nobody, *scratch, *about
+            before = *options, compiled.packed_metadata, *no_hooks, *scratch, *about
         else:
-            before = *options, *scratch, compiled.packed_metadata, *nobody
+            before = *options, *scratch, compiled.packed_metadata, *no_hooks
         # Values of constexprs are not read.
-        last, encoders = (None,) * len(behind), tuple(self._encoder(description) for description in descriptions)
-        return Launcher(kernel.__name__, launch, (compiled.function, *before), last, packs, encoders)
-
-    def _encoder(self, description: dict[str, Any]) -> Encoder:
-        from triton.backends.nvidia import driver
-
-        encode, more = driver.make_tensordesc_arg, (None,) if self._version >= (3, 8) else ()
-        return lambda shape, strides, x: tuple(encode(_Descriptor(x, shape, strides), description, *more))
+        return Launcher(launcher.launch, (compiled.function, *before), (None,) * len(behind), packs)
 
 
 # Kept until the process ends, when it is removed.
@@ -119,7 +96,7 @@ _temporary_caches: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def with_cache(build: Callable[[], _T]) -> _T:
-    """`build()`, which may write what Triton builds; where its cache folder cannot be written, into a temporary one."""
+    """`build()`, which may write compiled kernels; if Triton's cache folder is read-only, into a temporary one."""
     try:
         return build()
     except OSError as error:
@@ -140,12 +117,33 @@ def with_cache(build: Callable[[], _T]) -> _T:
 
 
 @functools.cache
-def launching() -> Launching | None:
-    """How compiled kernels are launched without Triton's Python launcher; None where that is not known to work."""
+def why_by_triton() -> str | None:
+    """Why compiled kernels are launched by Triton's own launcher, which takes the host longer; None if they are not."""
     import triton
 
+    if triton.knobs.runtime.interpret:
+        return "Triton's interpreter runs kernels on the CPU"
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version not in _KNOWN or triton.knobs.runtime.interpret:
-        return None
+    if version not in _KNOWN:
+        known = ", ".join(".".join(map(str, numbers)) for numbers in _KNOWN)
+        return f"Triton {triton.__version__} is not one of the versions whose launchers are known: {known}"
     target = with_cache(lambda: triton.runtime.driver.active.get_current_target())
-    return Launching(version) if target.backend == "cuda" else None
+    return None if target.backend == "cuda" else f"kernels are built for {target.backend}, not CUDA"
+
+
+@functools.cache
+def launching() -> Launching | None:
+    """What launches compiled kernels; None where Triton's own launcher does. The reason is logged once."""
+    import triton
+
+    why = why_by_triton()
+    if why is None:
+        return Launching(tuple(int(part) for part in triton.__version__.split(".")[:2]))
+    if not triton.knobs.runtime.interpret:
+        _say_once(why)
+    return None
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    _log.warning("kernels are launched by Triton's own launcher, which takes the host longer: %s", why)

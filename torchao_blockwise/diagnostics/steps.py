@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import fakes
-from torchao_blockwise._compat.recordings import is_traceable_wrapper_subclass, storage_of
+from torchao_blockwise._compat.modes import is_traceable_wrapper_subclass, storage_of
 from torchao_blockwise.diagnostics.live_memory import LiveMemory, plain_tensors
 from torchao_blockwise.nn.converted import high_precision_meant
 from torchao_blockwise.tensors import QuantizedTensor

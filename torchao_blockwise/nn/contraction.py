@@ -23,7 +23,6 @@ from torchao_blockwise.nn.weight_products import (
     Readable,
     Recipe,
     WeightValues,
-    decided_by_arguments,
     product_flops,
     weight_product,
 )
@@ -237,7 +236,6 @@ def _compute_output(
 
 @define_op(
     (Implementation(Backend.AUTO, _compute_output),),
-    replayed=decided_by_arguments(lambda x, weight, *_: weight),
     flops=lambda x, weight, *_: product_flops(x.shape[0], _shape_of(weight)),
 )
 def quantized_output_op(
@@ -291,7 +289,6 @@ def _gradients_flops(
 
 @define_op(
     (Implementation(Backend.AUTO, _compute_gradients),),
-    replayed=decided_by_arguments(lambda weight, *_: weight),
     flops=_gradients_flops,
 )
 def gradients_op(

@@ -113,7 +113,7 @@ class _GroupedLinear(torch.autograd.Function):
         assert groups is not None
         how = Contraction(config, groups, rounded_to=rounded_to, transposed=not contracts_columns)
         dtype = out_dtype or config.out_dtype or x.dtype
-        out, columnwise = steps.run((stored,), _forward, x, how, dtype, save_quantized)
+        out, columnwise = steps.named(_forward, stored, x, how, dtype, save_quantized)
         saved_x = columnwise.tensors if save_quantized else (x,) if needs_weight else ()
         saved_weight = stored if rounded_to is None else hp
         steps.save_for_backward(ctx, (saved_weight,), *groups, rounding_key, *saved_x)
@@ -135,7 +135,7 @@ class _GroupedLinear(torch.autograd.Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         draws = ops.draws_for(rounding_key, grad_output) if needs_x or needs_weight else None
         args = saved_x, how, (needs_x, needs_weight), ctx.dtypes, draws
-        grad_x, grad_weight = steps.run_backward((weight,), _backward, grad_output, *args)
+        grad_x, grad_weight = steps.named(_backward, weight, grad_output, *args)
         if grad_weight is not None and ctx.is_transposed:
             grad_weight = grad_weight.transpose(-2, -1)
         return grad_x, grad_weight, None, None, None, None

@@ -77,7 +77,7 @@ class _Linear(torch.autograd.Function):
         how = Contraction(config, split=split)
         needs_weight = ctx.needs_input_grad[1]
         save_quantized = needs_weight and config.saves_quantized_activations
-        out, columnwise = steps.run((weight,), _forward, x, bias, how, save_quantized)
+        out, columnwise = steps.named(_forward, weight, x, bias, how, save_quantized)
         # The columnwise copy (qdata, scale, global_scale), or the input itself, or nothing.
         saved_x = columnwise.tensors if save_quantized else (x,) if needs_weight else ()
         steps.save_for_backward(ctx, (weight,), rounding_key, *saved_x)
@@ -103,7 +103,7 @@ def linear_gradients(
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     draws = ops.draws_for(rounding_key, grad_output, ctx.places) if needs_x or needs_weight else None
     args = saved_x, ctx.how, (needs_x, needs_weight), ctx.x_shape, ctx.dtypes, draws
-    grads = steps.run_backward((weight,), _backward, grad_output, *args)
+    grads = steps.named(_backward, weight, grad_output, *args)
     grad_bias = steps.grad_bias(steps.as_rows(grad_output), ctx.bias_dtype) if needs_bias else None
     return *grads, grad_bias
 

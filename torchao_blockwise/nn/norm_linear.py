@@ -117,7 +117,7 @@ class _NormLinear(torch.autograd.Function):
         needs_norm, needs_weight = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         save_quantized = needs_weight and config.saves_quantized_activations
         args = x2d, (kind, eps, norm_weight, norm_bias), bias, how, dtype, save_quantized
-        out, statistics, columnwise = steps.run((weight,), _forward, *args)
+        out, statistics, columnwise = steps.named(_forward, weight, *args)
         needs_x = needs_norm or (needs_weight and not save_quantized)
         saved = (x2d, *statistics, norm_weight, norm_bias) if needs_x else (None,) * 5
         steps.save_for_backward(ctx, (weight,), *saved, *(columnwise.tensors if save_quantized else ()))
@@ -136,7 +136,7 @@ class _NormLinear(torch.autograd.Function):
             ctx.seen(dy)
         args = tuple(norm), copy, Contraction(ctx.config), (*needs, needs_weight), (ctx.dtype, weight.dtype)
         # By name: in a compiler of PyTorch 2.11 a starred list is a tuple.
-        grad_x, grad_norm_weight, grad_norm_bias, grad_weight = steps.run_backward((weight,), _backward, dy, *args)
+        grad_x, grad_norm_weight, grad_norm_bias, grad_weight = steps.named(_backward, weight, dy, *args)
         grad_x = None if grad_x is None else grad_x.view(ctx.x_shape)
         grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, grad_bias, None, None, None

@@ -90,7 +90,7 @@ class _Offer:
             dtype = steps.compute_dtype(self.x)
             x = self.x.detach().to(dtype)
             save_quantized = self.trained and self.how.config.saves_quantized_activations
-            rowwise, columnwise = steps.run((), _copies, x, self.how, save_quantized)
+            rowwise, columnwise = steps.named(_copies, x, self.how, save_quantized)
             self._taken = rowwise, columnwise.tensors if save_quantized else (x,), dtype
         return self._taken
 
@@ -109,7 +109,7 @@ class _LinearOfCopies(torch.autograd.Function):
         rounding_key: torch.Tensor | None,
     ) -> torch.Tensor:
         rowwise, saved_x, dtype = copies
-        out = steps.run((weight,), _forward, x, rowwise, bias, how, how.config.out_dtype or dtype)
+        out = steps.named(_forward, weight, x, rowwise, bias, how, how.config.out_dtype or dtype)
         steps.save_for_backward(ctx, (weight,), rounding_key, *(saved_x if ctx.needs_input_grad[1] else ()))
         ctx.how, ctx.x_shape, ctx.dtypes, ctx.x_dtype = how, x.shape, (dtype, weight.dtype), x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype

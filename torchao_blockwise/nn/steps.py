@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,9 @@ import torch
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import modes
 from torchao_blockwise.formats import Groups, Operand
-from torchao_blockwise.nn.contraction import main_grad_of, operand_of
-from torchao_blockwise.nn.weight_products import values_of
-from torchao_blockwise.ops import replay
+from torchao_blockwise.nn.contraction import operand_of
 from torchao_blockwise.ops.backend import may_have_kernels
-from torchao_blockwise.ops.op import is_watched
 from torchao_blockwise.tensors import QuantizedTensor, TrainingConfig
-from torchao_blockwise.tensors.weight_operands import kept_weights, need_others
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -48,44 +43,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
     return function.forward(_NoGraph(), *args)
 
 
-_recordings: collections.defaultdict[Callable[..., Any], replay.Replays] = collections.defaultdict(
-    lambda: replay.Replays(empties_lists=True)
-)
-
-
-def run(weights: tuple[Any, ...], work: Callable[..., Any], *args: Any) -> Any:
-    """`work(*values, *args)`: what a layer computes in one pass, as one recording where operations are replayed.
-
-    values: what products read of the weights.
-    work: a function of a module, of these, tensors, operands, groups and what decides what it does; nothing else may.
-        It gives tensors and tuples of them. A list among the arguments is emptied: what it held goes when it was used.
-    Copies that `weights_unchanged` keeps are no part of it, nor are amaxes of other weights: there each operation is
-    replayed by itself.
-    """
-    values = [values_of(weight) for weight in weights]
-    args = (*values, *args)
-    if kept_weights or is_watched() or not replay.on_device(args) or need_others(*values):
-        return _named(work, args)
-    program, given = _recordings[work].find(work, args)
-    return program(*given)
-
-
-def run_backward(weights: tuple[Any, ...], work: Callable[..., Any], *args: Any) -> Any:
-    """`run` of what makes gradients of the weights.
-
-    Where a product adds to a weight's `main_grad`, `work` has the weights themselves and is not replayed: what it adds
-    to counts its changes, which no recording does.
-    """
-    if any(main_grad_of(weight) is not None for weight in weights):
-        return _named(work, (*weights, *args))
-    return run(weights, work, *args)
-
-
-def _named(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """`work(*args)`, under a name in profiles, such as `torchao_blockwise.linear_layer.forward`.
-
-    A pass is not replayed while a profiler runs, so what is replayed needs no name and pays for none.
-    """
+def named(work: Callable[..., Any], *args: Any) -> Any:
+    """`work(*args)`, under a name in profiles, such as `torchao_blockwise.linear_layer.forward`."""
     if torch.compiler.is_compiling() or not modes.is_profiling():
         return work(*args)
     name = f"{work.__module__.rpartition('.')[2]}.{work.__name__.lstrip('_')}"

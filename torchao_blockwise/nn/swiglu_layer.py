@@ -122,7 +122,7 @@ class _SwiGLULinear(torch.autograd.Function):
         needs_inputs, needs_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
         save_quantized = needs_weight and how.config.saves_quantized_activations
         gate2d, up2d = map(steps.as_rows, (gate, up))
-        out, columnwise = steps.run((weight,), _linear_forward, gate2d, up2d, bias, how, save_quantized)
+        out, columnwise = steps.named(_linear_forward, weight, gate2d, up2d, bias, how, save_quantized)
         needs_both = needs_inputs or (needs_weight and not save_quantized)
         saved = (gate2d, up2d) if needs_both else (None, None)
         steps.save_for_backward(ctx, (weight,), *saved, *(columnwise.tensors if save_quantized else ()))
@@ -140,9 +140,7 @@ class _SwiGLULinear(torch.autograd.Function):
         dy, needs = steps.as_rows(grad_output), (needs_gate or needs_up, needs_weight)
         if ctx.seen is not None:
             ctx.seen(dy)
-        both, grad_weight = steps.run_backward(
-            (weight,), _linear_backward, dy, gate, up, copy, ctx.how, needs, ctx.dtypes
-        )
+        both, grad_weight = steps.named(_linear_backward, weight, dy, gate, up, copy, ctx.how, needs, ctx.dtypes)
         dgate, dup = (g.view(ctx.shape) if need else None for g, need in zip(both, (needs_gate, needs_up)))
         grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         return dgate, dup, grad_weight, grad_bias
@@ -214,7 +212,7 @@ class SwiGLUFunction(torch.autograd.Function):
         needs_x, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         save_x = needs_gate_up and inner.config.saves_quantized_activations
         save_h = needs_down and outer.config.saves_quantized_activations
-        out, gate_up, x_copy, h_copy = steps.run(weights, _mlp_forward, x2d, down_bias, both, save_x, save_h)
+        out, gate_up, x_copy, h_copy = steps.named(_mlp_forward, *weights, x2d, down_bias, both, save_x, save_h)
         steps.save_for_backward(
             ctx,
             weights,
@@ -250,7 +248,7 @@ class SwiGLUFunction(torch.autograd.Function):
         del copies, gate_up
         draws = ops.draws_for(inner_key, dy), ops.draws_for(outer_key, dy)
         args = x_saved, halves, h_saved, both, (tuple(needs), dtypes), draws
-        grad_x, *grads = steps.run_backward(tuple(weights), _mlp_backward, dy, *args)
+        grad_x, *grads = steps.named(_mlp_backward, *weights, dy, *args)
         grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
         grad_x = None if grad_x is None else grad_x.view(ctx.x_shape)
         return grad_x, *grads, grad_bias, None, None, None, None, None

@@ -6,25 +6,22 @@ hold it from forward to backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat, Groups, Operand
 from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups
-from torchao_blockwise.ops import replay
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
 from torchao_blockwise.ops.op import define_op, travels
 from torchao_blockwise.tensors import (
-    BlockwiseFP8TrainingConfig,
     MasterWeightTensor,
-    NVFP4TrainingConfig,
     QuantizedTensor,
     TrainingConfig,
 )
-from torchao_blockwise.tensors.weight_operands import kept_weights, need_others, weight_operand
+from torchao_blockwise.tensors.weight_operands import weight_operand
 
 
 @travels
@@ -56,9 +53,6 @@ class Contraction(NamedTuple):
     split: AmaxGroups = WHOLE
     rounded_to: torch.dtype | None = None
     transposed: bool = False
-
-
-replay.settle(AmaxGroups, BlockwiseFP8TrainingConfig, NVFP4TrainingConfig)
 
 
 @travels
@@ -177,28 +171,11 @@ def product_flops(tokens: int, weight: Sequence[int]) -> int:
     return 2 * tokens * weight[-2] * weight[-1]
 
 
-def decided_by_arguments(weight_of: Callable[..., Any]) -> Callable[..., bool]:
-    """(all arguments) -> whether they alone decide a product: no scope keeps copies, no other weight counts.
-
-    weight_of: (the same, whole or as their parts) -> the weight among them.
-    """
-
-    def are_enough(*args: Any) -> bool:
-        if not replay.on_device(*args) or kept_weights:
-            return False
-        weight = weight_of(*args)
-        return not need_others(weight.values if isinstance(weight, WeightValues) else weight)
-
-    return are_enough
-
-
 # One operation from the master's values to the product: the quantized copy is never a value of a compiled graph, which
 # could hold it from forward to backward, and a scope that keeps it is asked when the graph runs. It serves experts too:
 # checkpoint policies name one operation.
 @define_op(
     (Implementation(Backend.AUTO, master_matmul),),
-    # As parts the operand before the weight is four.
-    replayed=decided_by_arguments(lambda a, *args: args[0 if isinstance(a, Operand) else 3]),
     flops=lambda a, hp, *_: product_flops(a.qdata.shape[0], hp.shape),
 )
 def master_matmul_op(

@@ -13,20 +13,20 @@ The key here is finer than Triton's where that is cheaper, so that two keys may 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from torchao_blockwise._compat import triton_launcher
-from torchao_blockwise.ops.recording import ALIGNMENT_MASK, NOT_BUILT, Matrix, recorder
 
 if TYPE_CHECKING:
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 
 _ONE = "one"
+# Builds differ by whether addresses and sizes are multiples of 16.
+_ALIGNMENT_MASK = 15
 
 # (options, kernel, device, arguments) -> what launches the build
 _builds: dict[tuple[Any, ...], triton_launcher.Launcher | None] = {}
@@ -69,27 +69,27 @@ def launch(kernel: JITFunction[Any], grid: int, *args: TensorArgument | int, **o
         elif isinstance(form, Tile):
             parts += (x.dtype, form)
         else:
-            parts += (form or x.dtype, x.data_ptr() & ALIGNMENT_MASK == 0)
+            parts += (form or x.dtype, x.data_ptr() & _ALIGNMENT_MASK == 0)
     key = tuple(parts)
     build = _builds.get(key)
     if build is None:
-        why = "launches through Triton" if key in _builds else NOT_BUILT
-        compiled = _launch_by_triton(kernel, grid, args, options, why)
-        if compiled is not None:
+        compiled = _launch_by_triton(kernel, grid, args, options)
+        if compiled is not None and key not in _builds:
             _builds[key] = triton.launcher_of(compiled, kernel, len(args))
         return
-    arguments = list(_as_launched(args, build.encoders))
-    seen = recorder()
-    if seen is not None:
-        seen.launched(triton, build, grid, arguments)
+    build.run(grid, triton.current_stream(device), _values(args))
+
+
+def _values(args: Iterable[Any]) -> list[Any]:
+    """The arguments as a launcher takes them: addresses, which it need not ask of tensors; numbers; descriptors."""
     values: list[Any] = []
-    for x in arguments:
-        if isinstance(x, Matrix):
-            values += x.encode(x.x)
+    for arg in args:
+        x, form = arg if isinstance(arg, tuple) else (arg, None)
+        if isinstance(form, Tile):
+            values.append(triton_launcher.Descriptor(x, x.shape, _strides(x)))
         else:
-            # The address, which the launcher takes as it is: it asks the driver about each tensor that it is given.
             values.append(x.data_ptr() if isinstance(x, torch.Tensor) else x)
-    build.run(grid, triton.current_stream(device), values)
+    return values
 
 
 def ceil_div(x: int, length: int) -> int:
@@ -99,7 +99,7 @@ def ceil_div(x: int, length: int) -> int:
 
 def _kind_of(number: int | None) -> int | str | None:
     """What Triton specializes a build on."""
-    return _ONE if number == 1 else None if number is None else number >> 31 << 4 | number & ALIGNMENT_MASK
+    return _ONE if number == 1 else None if number is None else number >> 31 << 4 | number & _ALIGNMENT_MASK
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:
@@ -108,9 +108,9 @@ def _strides(x: torch.Tensor) -> tuple[int, int]:
     stride = x.stride(0)
     if rows == 1:
         # Of a lone row it may be anything, and the copy engine wants whole 16 bytes.
-        stride = ((columns * x.itemsize | ALIGNMENT_MASK) + 1) // x.itemsize
+        stride = ((columns * x.itemsize | _ALIGNMENT_MASK) + 1) // x.itemsize
     assert rows > 0 and columns > 0 and (columns == 1 or x.stride(1) == 1)
-    assert (x.data_ptr() | stride * x.itemsize) & ALIGNMENT_MASK == 0
+    assert (x.data_ptr() | stride * x.itemsize) & _ALIGNMENT_MASK == 0
     return stride, 1
 
 
@@ -123,27 +123,9 @@ def _in_form(x: torch.Tensor, form: Tile | torch.dtype) -> Any:
     return TensorDescriptor(x, list(x.shape), list(_strides(x)), list(form.shape), form.layout)
 
 
-def _as_launched(args: Iterable[Any], encoders: Sequence[triton_launcher.Encoder]) -> Iterator[Any]:
-    """Tensors, numbers, and in the place of each descriptor its `Matrix`."""
-    following = iter(encoders)
-    for arg in args:
-        x, form = arg if isinstance(arg, tuple) else (arg, None)
-        if isinstance(form, Tile):
-            yield Matrix(x, functools.partial(next(following), x.shape, _strides(x)))
-        else:
-            yield x
-
-
 def _launch_by_triton(
-    kernel: JITFunction[Any],
-    grid: int,
-    args: Iterable[Any],
-    options: dict[str, Any],
-    why: str = "launches through Triton",
+    kernel: JITFunction[Any], grid: int, args: Iterable[Any], options: dict[str, Any]
 ) -> CompiledKernel | None:
-    seen = recorder()
-    if seen is not None:
-        seen.refuse(why)
     tensors = (arg[0] if type(arg) is tuple else arg for arg in args)
     tensor = next(x for x in tensors if isinstance(x, torch.Tensor))
     args = [_in_form(*arg) if type(arg) is tuple else arg for arg in args]

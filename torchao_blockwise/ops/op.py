@@ -24,9 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Groups, Operand, Place, get_format
-from torchao_blockwise.ops import replay
 from torchao_blockwise.ops.backend import Backend, Choice, Implementation, choose, get_backend, ranked
-from torchao_blockwise.ops.recording import recorder
 
 NAMESPACE = "torchao_blockwise"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -95,10 +93,7 @@ _KINDS: dict[Any, _Kind] = {
 
 
 def travels(value: _T) -> _T:
-    """Class decorator: a NamedTuple of values that travel travels too, as its fields.
-
-    Its first three fields are those that `_are_plain` looks at: what callers give comes first.
-    """
+    """Class decorator: a NamedTuple of values that travel travels too, as its fields."""
     hints = typing.get_type_hints(value, include_extras=True)
     kinds = [_KINDS[hint] for hint in hints.values()]
     _KINDS[value] = _kind(
@@ -131,14 +126,12 @@ def define_op(
     check: Callable[..., None] | None = None,
     sharding: Callable[..., Any] | None = None,
     said: str | None = None,
-    replayed: Callable[..., bool] | None = replay.on_device,
     flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define the operation that a function `<name>_op` describes; what is returned calls it, by position.
 
-    It is `torchao_blockwise::<name>`, and `<name>_` where it changes arguments, as PyTorch names these. A call takes
-    its overload through PyTorch's dispatcher where anything can see that it does: compilers, modes, profilers, tensor
-    subclasses, meta tensors, autograd. Plain tensors that nothing watches go straight to the table, which is faster.
+    It is `torchao_blockwise::<name>`, and `<name>_` where it changes arguments, as PyTorch names these. Every call goes
+    through PyTorch's dispatcher.
 
     table: who computes it, best first for AUTO; below autograd, so that no operation is differentiable. It stays
         `<name>_op.table`, a list that rows can be added to; operations that are given one list share it.
@@ -148,8 +141,6 @@ def define_op(
     sharding: DTensor rule, as `torch.distributed.tensor.experimental.register_sharding` takes it, of whole values:
         specs in the places of tensors, and placements in those that it answers for inputs.
     said: the name in messages, where it is another than the operation's.
-    replayed: (all arguments, whole or as their parts) -> whether they alone decide what it does, so that it may be
-        recorded and replayed, as ops/replay.py says; by default on devices where anything is. None: never.
     flops: (all arguments) -> the floating point operations of its products, from shapes alone, for PyTorch's
         `FlopCounterMode`. What other operations do inside is not seen there, so it counts too.
     What makes operands by `CastOptions` returns `Copies`, without global scales; other operands are returned as their
@@ -166,23 +157,12 @@ def define_op(
             flat = iter(parts)
             return [kind.together(flat) for kind in kinds]
 
-        def compute(*given: Any) -> Any:
+        def run(*parts: Any) -> Any:
+            given = whole(parts)
             *args, backend = given if takes_backend else (*given, Backend.AUTO)
             if check is not None:
                 check(*args)
-            return choose(said or name, rows, backend, args, first, expected).function(*args)
-
-        def compute_parts(*parts: Any) -> Any:
-            return result(compute(*whole(parts)))
-
-        def may_replay(args: Sequence[Any]) -> bool:
-            return replayed is not None and recorder() is None and replayed(*args)
-
-        # Of whole values and of their parts: what is replayed need not be put together.
-        replays, replays_of_parts = replay.Replays(), replay.Replays()
-
-        def run(*parts: Any) -> Any:
-            return replays_of_parts.call(compute_parts, parts) if may_replay(parts) else compute_parts(*parts)
+            return result(choose(said or name, rows, backend, args, first, expected).function(*args))
 
         def shapes(*parts: Any) -> Any:
             args = whole(parts)
@@ -202,9 +182,6 @@ def define_op(
 
             register_flop_formula(getattr(getattr(torch.ops, NAMESPACE), name), get_raw=True)(count)
 
-        # What changes its arguments is for functionalization to see; lists take longer to look through than they save.
-        is_direct = "!" not in schema and "[]" not in schema.split("->")[0]
-        holders = [i for i, kind in enumerate(kinds) if kind.schema[0].startswith("Tensor")]
         gives_operands = typing.get_type_hints(fake)["return"] in (Operand, tuple[Operand, Operand], Copies)
         options = [i for i, kind in enumerate(kinds) if gives_operands and kind is _KINDS[CastOptions]]
 
@@ -212,9 +189,6 @@ def define_op(
 
         @functools.wraps(fake)
         def call(*args: Any) -> Any:
-            if is_direct and not is_watched() and _are_plain([args[i] for i in holders]):
-                out = replays.call(compute, args) if may_replay(args) else compute(*args)
-                return out if options else result(out)
             given = overload(*apart(*args))
             return copies_of(given, args[options[0]]) if options else given
 
@@ -239,24 +213,6 @@ def show_inside(op: Any, modes: Iterable[type], function: Callable[..., Any]) ->
 
     for mode in modes:
         torch.library.register_torch_dispatch(op.overload, mode, rule, lib=_library)
-
-
-def is_watched() -> bool:
-    """Whether something wants to see operations, but for what records them."""
-    return torch.compiler.is_compiling() or (_compat.is_watched() and recorder() is None)
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
-
-
-def _are_plain(values: Sequence[Any]) -> bool:
-    """Whether tensors, operands and groups hold plain values alone that no gradient is asked of."""
-    wants_grad = torch.is_grad_enabled()
-    for value in values:
-        for x in value[:3] if isinstance(value, tuple) else (value,):
-            if type(x) not in _PLAIN or (x is not None and (x.is_meta or (wants_grad and x.requires_grad))):
-                return False
-    return True
 
 
 def _read(fake: Callable[..., Any]) -> tuple[str, list[_Kind], Callable[[Any], Any], str]:

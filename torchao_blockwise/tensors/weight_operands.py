@@ -167,12 +167,6 @@ def split_over(hp: torch.Tensor, *groups: torch.distributed.ProcessGroup) -> Non
     _splits[hp] = group_names(groups)
 
 
-def need_others(*values: Any) -> bool:
-    """Whether weights of these values are quantized with an amax of others too: `split_over` ranks, or in a group."""
-    # Each pass of each layer asks: a look into a weak dictionary takes longer than the rest.
-    return any(isinstance(x, torch.Tensor) and (_is_split(x) or group_of(x) is not None) for x in values)
-
-
 def _is_split(x: torch.Tensor) -> bool:
     return bool(_splits) and x in _splits
 

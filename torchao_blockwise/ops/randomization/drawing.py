@@ -36,6 +36,6 @@ def _take(key: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 # The schema does not say that `key` changes. Else no pass of a layer could run while another one's backward is to come:
 # autograd refuses what was saved and changed. A compiler may do with it what it does with what reads a generator; it
 # stays in the backward graph, as it takes the gradient. The count is no value that anything else reads.
-@define_op((Implementation(Backend.AUTO, _take),), replayed=None)
+@define_op((Implementation(Backend.AUTO, _take),))
 def take_key_op(key: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return key.new_empty(key.shape)

@@ -12,11 +12,9 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise._compat import deep_gemm_library
-from torchao_blockwise._compat.modes import without_modes
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Operand
 from torchao_blockwise.ops.backend import compute_capability
 from torchao_blockwise.ops.gemm.rows import aligned_rows
-from torchao_blockwise.ops.recording import recorder
 
 _PAIR = (FP8_1X128.name, FP8_128X128.name)
 # The copy engine's rows begin on 16 bytes: of fp8, and of bf16.
@@ -70,24 +68,8 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
     scale = aligned_rows(a.scale)
     # In one view. Its strides are those of a lone row too, where a transpose's may be anything.
     a_scale = scale.as_strided((len(out), len(scale)), (1, scale.shape[1]))
-    arguments = aligned_rows(a.qdata), a_scale, aligned_rows(b.qdata), b.scale.contiguous(), out
-    seen = recorder()
-    if seen is None:
-        _run(*arguments)
-        return out
-    # What the library calls of PyTorch on its way is a part of the call.
-    with without_modes():
-        _run(*arguments)
-    seen.called(_run, arguments)
-    return out
-
-
-def _run(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out: torch.Tensor) -> None:
-    device = out.get_device()
-    product = deep_gemm_library.product_on(device)
+    product = deep_gemm_library.product_on(out.get_device())
     assert callable(product)
-    if torch.cuda.current_device() == device:
-        product((a, a_scale), (b, b_scale), out)
-        return
-    with torch.cuda.device(device):
-        product((a, a_scale), (b, b_scale), out)
+    with torch.cuda.device_of(out):
+        product((aligned_rows(a.qdata), a_scale), (aligned_rows(b.qdata), b.scale.contiguous()), out)
+    return out

@@ -105,8 +105,6 @@ def _by_kernels(targets: list[torch.Tensor], of_targets: list[_Pieces], columns:
         Implementation(Backend.TRITON, _by_kernels, why_no_kernels),
         Implementation(Backend.REFERENCE, _by_reference),
     ),
-    # Tables of addresses lead the kernels.
-    replayed=None,
 )
 def merge_shards_op(
     targets: ChangedList,

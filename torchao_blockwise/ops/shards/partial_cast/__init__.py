@@ -254,8 +254,6 @@ _KERNELS = f"{__name__}.kernels_triton"
         Implementation(Backend.TRITON, f"{_KERNELS}:partial_block_amax_", _why_no_kernels),
         Implementation(Backend.REFERENCE, reference.partial_block_amax_),
     ),
-    # Tables of addresses lead the kernels.
-    replayed=None,
 )
 def partial_block_amax_op(amax_bits: Changed, shards: Shards, backend: Backend) -> None:
     """Writes in place."""
@@ -266,8 +264,6 @@ def partial_block_amax_op(amax_bits: Changed, shards: Shards, backend: Backend) 
         Implementation(Backend.TRITON, f"{_KERNELS}:block_scales_", _why_no_kernels),
         Implementation(Backend.REFERENCE, _scales_by_reference),
     ),
-    # Tables of addresses lead the kernels.
-    replayed=None,
 )
 def block_scales_op(
     encode: Changed,
@@ -287,8 +283,6 @@ def block_scales_op(
         Implementation(Backend.TRITON, f"{_KERNELS}:partial_cast_", _why_no_casts),
         Implementation(Backend.REFERENCE, reference.partial_cast_),
     ),
-    # Tables of addresses lead the kernels.
-    replayed=None,
 )
 def partial_cast_op(targets: ChangedList, shards: Shards, encode: torch.Tensor, into: str, backend: Backend) -> None:
     """Writes in place."""
@@ -299,8 +293,6 @@ def partial_cast_op(targets: ChangedList, shards: Shards, encode: torch.Tensor, 
         Implementation(Backend.TRITON, f"{_KERNELS}:whole_block_cast_", _why_no_whole_casts),
         Implementation(Backend.REFERENCE, reference.whole_block_cast_),
     ),
-    # Tables of addresses lead the kernels.
-    replayed=None,
 )
 def whole_block_cast_op(
     targets: ChangedList, amax_bits: Changed, shards: Shards, power_of_2_scales: bool, into: str, backend: Backend

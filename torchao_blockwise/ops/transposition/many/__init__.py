@@ -54,8 +54,6 @@ def _by_reference(
         Implementation(Backend.TRITON, f"{__name__}.kernels_triton:transpose_many", why_no_kernels),
         Implementation(Backend.REFERENCE, _by_reference),
     ),
-    # Tables of addresses lead the kernels.
-    replayed=None,
 )
 def transpose_many_op(
     qdata: list[torch.Tensor], scales: list[torch.Tensor], columns: list[int], fmt: BlockFormat, backend: Backend
