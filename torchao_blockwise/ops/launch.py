@@ -58,38 +58,32 @@ def launch(kernel: JITFunction[Any], grid: int, *args: TensorArgument | int, **o
         _launch_by_triton(kernel, grid, args, options)
         return
     device = triton.current_device()
+    # What tells builds apart, and the arguments as a launcher takes them: addresses, which it need not ask of tensors.
     parts: list[Any] = [*options, *options.values(), kernel.fn, device]
+    values: list[Any] = []
     for arg in args:
-        x, form = arg if isinstance(arg, tuple) else (arg, None)
+        x, form = arg if type(arg) is tuple else (arg, None)
         if x is None or type(x) is int:
             parts.append(_kind_of(x))
+            values.append(x)
         elif not isinstance(x, torch.Tensor) or x.get_device() != device:
             _launch_by_triton(kernel, grid, args, options)
             return
-        elif isinstance(form, Tile):
+        elif type(form) is Tile:
             parts += (x.dtype, form)
-        else:
-            parts += (form or x.dtype, x.data_ptr() & _ALIGNMENT_MASK == 0)
-    key = tuple(parts)
-    build = _builds.get(key)
-    if build is None:
-        compiled = _launch_by_triton(kernel, grid, args, options)
-        if compiled is not None and key not in _builds:
-            _builds[key] = triton.launcher_of(compiled, kernel, len(args))
-        return
-    build.run(grid, triton.current_stream(device), _values(args))
-
-
-def _values(args: Iterable[Any]) -> list[Any]:
-    """The arguments as a launcher takes them: addresses, which it need not ask of tensors; numbers; descriptors."""
-    values: list[Any] = []
-    for arg in args:
-        x, form = arg if isinstance(arg, tuple) else (arg, None)
-        if isinstance(form, Tile):
             values.append(triton_launcher.Descriptor(x, x.shape, _strides(x)))
         else:
-            values.append(x.data_ptr() if isinstance(x, torch.Tensor) else x)
-    return values
+            address = x.data_ptr()
+            parts += (form or x.dtype, address & _ALIGNMENT_MASK == 0)
+            values.append(address)
+    key = tuple(parts)
+    build = _builds.get(key)
+    if build is not None:
+        build.run(grid, triton.current_stream(device), values)
+        return
+    compiled = _launch_by_triton(kernel, grid, args, options)
+    if compiled is not None and key not in _builds:
+        _builds[key] = triton.launcher_of(compiled, kernel, len(args))
 
 
 def ceil_div(x: int, length: int) -> int:
@@ -99,7 +93,9 @@ def ceil_div(x: int, length: int) -> int:
 
 def _kind_of(number: int | None) -> int | str | None:
     """What Triton specializes a build on."""
-    return _ONE if number == 1 else None if number is None else number >> 31 << 4 | number & _ALIGNMENT_MASK
+    if number is None or number == 1:
+        return None if number is None else _ONE
+    return number >> 31 << 4 | number & _ALIGNMENT_MASK
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:
