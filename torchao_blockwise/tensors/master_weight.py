@@ -11,6 +11,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree, torch_fsdp
+from torchao_blockwise._compat.fakes import is_fake
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Operand
 from torchao_blockwise.tensors import fsdp
@@ -44,6 +45,9 @@ class _CastOf:
     """
 
     hp: weakref.ref[torch.Tensor] | None
+
+    def __deepcopy__(self, memo: object) -> _CastOf:
+        return _CastOf(None)
 
 
 class MasterWeightTensor(TorchAOBaseTensor):
@@ -155,6 +159,13 @@ class MasterWeightTensor(TorchAOBaseTensor):
     ) -> fsdp.Gathered | None:
         """FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor."""
         return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Self:
+        # A weight and its values have one storage. Where PyTorch makes fakes of them, it sets that of the fake values,
+        # which are on the meta device, on the fake weight as well.
+        if args and is_fake(self.hp) and args[0] is self.hp.untyped_storage():
+            return self
+        return super().set_(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         # Of no use in another model, and a link to a weight that is not saved with it.
