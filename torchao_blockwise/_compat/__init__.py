@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 pytree = torch.utils._pytree
 
 _Wrapper = TypeVar("_Wrapper", bound=torch.Tensor)
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @functools.cache
@@ -210,6 +211,14 @@ def make_wrapper(
         return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
     with torch.inference_mode(False):
         return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+
+
+def never_compiled(function: _F) -> _F:
+    """Mark `function`: Dynamo compiles neither it nor what it calls, when code that fell back to eager calls it."""
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+    return function
 
 
 def reduced_wrapper(x: torch.Tensor) -> tuple[Any, ...]:

@@ -105,6 +105,8 @@ def result_of(func: Operation, dims: int = 2, first_alone: bool = False) -> Resu
         return Result.PLAIN
     if func.namespace in _COLLECTIVES:
         return Result.WEIGHT if func in _compat.functional_gathers() else Result.PLAIN
+    if func.namespace == "prims" and torch.Tag.pointwise in func.tags:
+        return Result.DERIVED
     if func.namespace != "aten":
         return Result.REFUSED
     schema = _compat.schema_of(func)

@@ -184,6 +184,7 @@ class QuantizedTensor(TorchAOBaseTensor):
         )
 
     @classmethod
+    @_compat.never_compiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
     ) -> Any:

@@ -218,6 +218,7 @@ class QuantizedShard(QuantizedTensor):
         return fsdp.padded(payload, self.part.payload_shape)
 
     @classmethod
+    @_compat.never_compiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
     ) -> Any:

@@ -74,6 +74,7 @@ class TransposedWeight(TorchAOBaseTensor):
         return f"TransposedWeight(shape={tuple(self.shape)}, of {self.weight!r})"
 
     @classmethod
+    @_compat.never_compiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
     ) -> Any:
