@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from helpers import FP8, mlp
+from helpers import FP8, assert_same, mlp
 from torch._dynamo.utils import counters
 
 pytestmark = [
@@ -63,13 +63,11 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 @every_backend
 @pytest.mark.parametrize(("optimizer", "options"), STEPS)
 def test_compiled_steps(optimizer, options, backend):
-    plain, plain_breaks = steps(optimizer, options, None, backend)
-    ours, breaks = steps(optimizer, options, FP8, backend)
-    assert breaks == plain_breaks
-    eager, _ = steps(optimizer, options, FP8, None)
-    for a, b, c in zip(ours, plain, eager, strict=True):
-        assert torch.equal(a, b)
-        torch.testing.assert_close(a, c)
+    values, breaks = zip(*(steps(optimizer, options, config, backend) for config in (None, FP8)))
+    assert breaks[0] == breaks[1]
+    eager = [steps(optimizer, options, config, None)[0] for config in (None, FP8)]
+    for plain, ours in (values, eager):
+        assert_same(ours, plain)
 
 
 def adamw_step(p, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, decay):
