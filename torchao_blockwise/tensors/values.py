@@ -1,6 +1,6 @@
-"""What programs are told that look past PyTorch's operations at a weight's memory.
+"""Functions of weights that are no operations: addresses, storages, NumPy arrays, deep copies and files.
 
-A master weight answers with its values' memory. A quantized tensor has an address, by which weights are told apart, and
+A master weight gives its values' memory. A quantized tensor has an address, which distinguishes it from others, and
 nothing to read there: its bytes are not the values that it stands for. Copies and files are made of the inner tensors:
 PyTorch's own take a wrapper whose values begin inside a storage for a tensor with memory.
 """
