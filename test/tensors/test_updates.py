@@ -82,6 +82,8 @@ def others():
             w.sub_(g[-1] if g.dim() > w.dim() else g.view(w.shape), alpha=0.1)
 
         library.impl("update", update, "CompositeExplicitAutograd")
+        torch.library.register_fake("rule_of_updates::update", update, lib=library)
+        torch.library.register_fake("rule_of_updates::update_named", lambda name, g, w: None, lib=library)
         library.impl("update_named", lambda name, g, w: update(w, g), "CompositeExplicitAutograd")
         yield torch.ops.rule_of_updates
 
@@ -111,6 +113,17 @@ def test_updates_change_the_values(others, use, grad):
     assert_bitwise_equal(w.hp, weight(N, K).sub(matrix(), alpha=0.1))
     assert not torch.equal(w.quantized().qdata, before.qdata) or not torch.equal(w.quantized().scale, before.scale)
     assert w._version > version, "what autograd saved of it is stale"
+
+
+def test_compiled_updates(others, fresh_dynamo):
+    def step(w, g):
+        others.update(w, g)
+        others.update_named("sgd", g, w)
+
+    w = master(N, K)
+    with torch.no_grad():
+        torch.compile(step, fullgraph=True, backend="aot_eager")(w, matrix())
+    assert_bitwise_equal(w.hp, weight(N, K).sub(matrix(), alpha=0.1).sub(matrix(), alpha=0.1))
 
 
 REFUSED = {

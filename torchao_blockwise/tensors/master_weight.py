@@ -98,7 +98,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
     _cast_of: _CastOf | None = None
     rounding_key: torch.Tensor | None = None
     rounding_keys: RoundingKeys | None = None
-    # How many elements the weight has that this was made of; None where it was made of none, or has its shape.
+    # Number of elements of the weight that this was cut or reshaped from; None for that weight and its copies.
     whole: int | None = None
     # What FSDP2 gathers of it.
     shard: fsdp.WeightShard | None = None
@@ -227,10 +227,10 @@ class MasterWeightTensor(TorchAOBaseTensor):
         result = result_of(func, first.dim(), first_alone)
         if result is Result.REFUSED:
             others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x is not first]
-            is_written = len(written := _written(func, args, kwargs)) == 1 and written[0] is first
-            if not (is_written and is_update(func, first.shape, others)) and not (
-                is_dot(func, first.whole or first.numel(), (first, *others))
-            ):
+            updates = is_update(func, first.shape, others) and [x is first for x in _written(func, args, kwargs)] == [
+                True
+            ]
+            if not updates and not is_dot(func, first.whole or first.numel(), (first, *others)):
                 raise NotImplementedError(_refusal(func, masters))
             result = Result.PLAIN
         for master in masters:

@@ -94,7 +94,7 @@ def is_update(func: Operation, shape: torch.Size, others: Sequence[torch.Tensor]
     others: the other tensors that it is given. Gradients and states have the weight's shape, or are stacks of that;
     scales and tables have fewer than two dims. `func` must also declare that it writes the weight.
     """
-    if func.namespace in ("aten", "prims", "higher_order") or _compat.schema_of(func).returns or len(shape) < 2:
+    if func.namespace in ("aten", "prims") or _compat.schema_of(func).returns or len(shape) < 2:
         return False
     return all(x.dim() < 2 or x.shape[-len(shape) :] == shape for x in others)
 
