@@ -52,7 +52,6 @@ os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACH
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
-    config.addinivalue_line("markers", "slow: takes long; run it with -m slow before a change lands")
     config.addinivalue_line("markers", "device: takes the fixture `device`, so computes on a GPU where there is one")
 
 

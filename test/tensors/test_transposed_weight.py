@@ -188,6 +188,32 @@ def test_products_of_others_raise(make):
         product(torch.zeros(3, 5, 72), make().mT)
 
 
+@pytest.mark.parametrize("layer", ("", "block.experts.w1"))
+def test_refusals_name_the_layer(layer):
+    w = KINDS["master"]()
+    w.layer = layer
+    with torch.library._scoped_library("transposed_of_others", "FRAGMENT") as library:
+        library.define("product(Tensor x, Tensor w) -> Tensor")
+        library.impl("product", lambda x, w: x @ w, "CompositeExplicitAutograd")
+        with pytest.raises(NotImplementedError, match=rf"weight of experts{f' .{layer}.' if layer else ''} would run"):
+            torch.ops.transposed_of_others.product(X, w.mT)
+
+
+def test_compiled_changes_of_a_transposed_view(fresh_dynamo):
+    """Inductor makes `prims.fma` of them."""
+
+    def change(t, a, b):
+        t.addcmul_(a, b, value=0.5)
+        t.addcdiv_(a, b.abs() + 1, value=torch.tensor(0.25).item())
+        t.add_(a, alpha=2.0)
+
+    a, b = (weight(*SHAPE, seed=seed).mT for seed in (1, 2))
+    w, plain = KINDS["master"](), weight(*SHAPE)
+    for x in (w, plain):
+        torch.compile(change, fullgraph=True, backend="aot_eager_decomp_partition")(x.mT, a, b)
+    assert_bitwise_equal(w.hp, plain)
+
+
 @every_weight
 def test_gradients_pass_to_the_weight(make):
     w = nn.Parameter(make())

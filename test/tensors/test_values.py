@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 import torch
-from helpers import both_formats, every_kind, master, saved_and_loaded, weight
+import torch.distributed.checkpoint as dcp
+from helpers import FP8, both_formats, every_kind, master, mlp, saved_and_loaded, weight
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = [
@@ -122,17 +126,83 @@ def test_copies_have_addresses_of_their_own(copied):
     assert_bitwise_equal(other.hp, ours.hp)
 
 
+def weights_to_save(seed: int) -> dict[str, torch.Tensor]:
+    packed = master(120, 24, seed=seed).data
+    weights = {
+        "w": master(40, 24, seed=seed),
+        "bf16": master(40, 24, seed=seed, dtype=torch.bfloat16),
+        "rows": packed[40:80],
+        "columns": packed[:, 8:16],
+        "experts": master(3, 24, 8, seed=seed),
+        "plain": weight(3, 8, seed=seed),
+    }
+    return {name: nn.Parameter(w.detach()) for name, w in weights.items()}
+
+
+def values_of(w: torch.Tensor) -> torch.Tensor:
+    return getattr(w, "hp", w).detach()
+
+
 def test_asynchronous_saving_copies_weights():
     """As `torch.distributed.checkpoint.async_save` does it, for every save into the same memory."""
     stager = pytest.importorskip("torch.distributed.checkpoint._state_dict_stager").StateDictStager()
-    weights = {"w": nn.Parameter(master(40, 24).detach()), "plain": nn.Parameter(torch.ones(3))}
+    weights = weights_to_save(seed=0)
     for _ in range(2):
         copied = stager.stage(weights)
-        assert type(copied["w"]) is type(weights["w"]) and copied["w"].config == weights["w"].config
-        assert copied["w"].shape == (40, 24) and copied["w"].data_ptr() != weights["w"].data_ptr()
-        assert_bitwise_equal(copied["w"].hp, weights["w"].hp)
+        for name, w in weights.items():
+            other = copied[name]
+            assert getattr(other, "config", None) == getattr(w, "config", None)
+            assert (other.shape, other.stride(), other.storage_offset()) == (w.shape, w.stride(), w.storage_offset())
+            assert other.data_ptr() == values_of(other).data_ptr() != w.data_ptr() == values_of(w).data_ptr()
+            assert_bitwise_equal(values_of(other), values_of(w), name)
+        assert values_of(copied["rows"]).untyped_storage() is values_of(copied["columns"]).untyped_storage()
         with torch.no_grad():
-            weights["w"].mul_(2)
+            for w in weights.values():
+                w.mul_(2)
+
+
+STAGERS = {
+    "default": lambda staging: None,
+    "default_stager": lambda staging: staging.DefaultStager(staging.StagingOptions(False, False, False, False)),
+    "background": lambda staging: staging.DefaultStager(staging.StagingOptions(False, True, True, False)),
+    "blocking": lambda staging: staging.BlockingAsyncStager(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stager", STAGERS.values(), ids=STAGERS)
+def test_what_is_saved_asynchronously_loads(stager, tmp_path):
+    stager = stager(pytest.importorskip("torch.distributed.checkpoint.staging"))
+    weights, loaded = weights_to_save(seed=0), weights_to_save(seed=1)
+    expected = {name: values_of(w).clone() for name, w in weights.items()}
+    saving = dcp.async_save(weights, checkpoint_id=tmp_path, async_stager=stager, no_dist=True)
+    if not isinstance(saving, Future):
+        saving.staging_completion.result()
+        saving = saving.upload_completion
+    with torch.no_grad():
+        for w in weights.values():
+            w.zero_()
+    saving.result()
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    for name, w in loaded.items():
+        assert_bitwise_equal(values_of(w), expected[name], name)
+
+
+@pytest.mark.parametrize("name", weights_to_save(seed=0))
+def test_fakes_of_weights(name):
+    """PyTorch makes them by storages, of which a weight and its values have one."""
+    w = weights_to_save(seed=0)[name]
+    fake = FakeTensorMode().from_tensor(w)
+    assert type(fake) is (FakeTensor if name == "plain" else MasterWeightTensor)
+    for x in (fake, values_of(fake)):
+        assert (x.shape, x.stride(), x.storage_offset()) == (w.shape, w.stride(), w.storage_offset())
+
+
+@pytest.mark.parametrize("strict", (True, False))
+def test_exported_programs(strict, fresh_dynamo):
+    model, x = mlp(FP8), weight(8, 64)
+    program = torch.export.export(model, (x,), strict=strict)
+    assert torch.equal(program.module()(x), model(x))
 
 
 @every_kind

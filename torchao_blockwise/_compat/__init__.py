@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 pytree = torch.utils._pytree
 
 _Wrapper = TypeVar("_Wrapper", bound=torch.Tensor)
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @functools.cache
@@ -212,6 +213,22 @@ def make_wrapper(
         return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
 
 
+def never_compiled(function: _F) -> _F:
+    """Mark `function`: Dynamo compiles neither it nor what it calls, when code that fell back to eager calls it."""
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+    return function
+
+
+def reduced_wrapper(x: torch.Tensor) -> tuple[Any, ...]:
+    """What PyTorch's `__reduce_ex__` returns for a tensor subclass with no storage, at whatever offset it reports."""
+    size, strides, offset = tuple(x.size()), x.stride(), x.storage_offset()
+    args = (type(x), x.dtype, size, strides, offset, x.layout, x.device, x.requires_grad)
+    rebuild, state = torch._utils._rebuild_wrapper_subclass, torch._utils._get_obj_state(x)
+    return torch._tensor._rebuild_from_type_v2, (rebuild, type(x), args, state)
+
+
 def decomposed(op: Operation, args: Args, kwargs: Kwargs) -> Any:
     """What an operation that is made of others gives, by those; NotImplemented where it is none, or none is asked for.
 
@@ -389,14 +406,6 @@ def is_on_stack(module: str) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def copies_for_async_save() -> bool:
-    """Whether `torch.distributed.checkpoint.async_save` copies what it is to save.
-
-    It copies the storage of what has an address, and the attributes of what has none.
-    """
-    return is_on_stack("torch.distributed.checkpoint._state_dict_stager")
 
 
 def in_backward() -> bool:

@@ -101,6 +101,12 @@ def _plain_new(
     device: torch.device | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
+    if func is aten.new_empty.default and not size:
+        # What programs begin with that copy a tensor by its storage.
+        raise TypeError(
+            f"new_empty: a copy by storage, as async_save makes it: the memory of a {type(x).__name__} holds "
+            f"{x.fmt.name} blocks, not its values; take weight.dequantize(), or model.state_dict()"
+        )
     like = torch.empty((), dtype=x.dtype, device=x.device)
     return func(like, size, *args, dtype=dtype, device=device, **kwargs)
 

@@ -11,12 +11,13 @@ from torchao.utils import TorchAOBaseTensor
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import pytree, torch_fsdp
+from torchao_blockwise._compat.fakes import is_fake
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
-from torchao_blockwise.tensors.operations import Result, is_sum, result_of
+from torchao_blockwise.tensors.operations import Result, is_dot, is_sum, is_update, result_of
 from torchao_blockwise.tensors.rounding import RoundingKeys, carry_key, checked_key
 from torchao_blockwise.tensors.scale_groups import share_group
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
@@ -44,6 +45,9 @@ class _CastOf:
     """
 
     hp: weakref.ref[torch.Tensor] | None
+
+    def __deepcopy__(self, memo: object) -> _CastOf:
+        return _CastOf(None)
 
 
 class MasterWeightTensor(TorchAOBaseTensor):
@@ -89,11 +93,13 @@ class MasterWeightTensor(TorchAOBaseTensor):
         if rounding_key is not None:
             self.rounding_key = rounding_key
 
-    # The layer's name in the model that was converted, for errors; no part of a weight's state, as the next two.
+    # The layer's name in the model that was converted, for errors; no part of a weight's state, as the next ones.
     layer: str = ""
     _cast_of: _CastOf | None = None
     rounding_key: torch.Tensor | None = None
     rounding_keys: RoundingKeys | None = None
+    # Number of elements of the weight that this was cut or reshaped from; None for that weight and its copies.
+    whole: int | None = None
     # What FSDP2 gathers of it.
     shard: fsdp.WeightShard | None = None
 
@@ -156,12 +162,19 @@ class MasterWeightTensor(TorchAOBaseTensor):
         """FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor."""
         return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
+    def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # A weight and its values have one storage. Where PyTorch makes fakes of them, it sets that of the fake values,
+        # which are on the meta device, on the fake weight as well.
+        if args and is_fake(self.hp) and args[0] is self.hp.untyped_storage():
+            return self
+        return super().set_(*args, **kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
         # Of no use in another model, and a link to a weight that is not saved with it.
         return {
             name: value
             for name, value in vars(self).items()
-            if name not in ("layer", "_cast_of", "rounding_keys", "shard")
+            if name not in ("layer", "_cast_of", "rounding_keys", "shard", "whole")
         }
 
     def _stable_hash_for_caching(self) -> str:
@@ -179,6 +192,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
         )
 
     @classmethod
+    @_compat.never_compiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
     ) -> Any:
@@ -212,7 +226,13 @@ class MasterWeightTensor(TorchAOBaseTensor):
         first = masters[0]
         result = result_of(func, first.dim(), first_alone)
         if result is Result.REFUSED:
-            raise NotImplementedError(_refusal(func, masters))
+            others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x is not first]
+            updates = is_update(func, first.shape, others) and [x is first for x in _written(func, args, kwargs)] == [
+                True
+            ]
+            if not updates and not is_dot(func, first.whole or first.numel(), (first, *others)):
+                raise NotImplementedError(_refusal(func, masters))
+            result = Result.PLAIN
         for master in masters:
             _cut_link(master)
         if torch.Tag.inplace_view in func.tags and args[0] is first:
@@ -259,6 +279,9 @@ class MasterWeightTensor(TorchAOBaseTensor):
         other = type(self)(hp, self.config)
         if self.layer:
             other.layer = self.layer
+        if self.whole is not None or hp.shape != self.shape:
+            is_own = self.whole is None or isinstance(self, torch.nn.Parameter)
+            other.whole = self.numel() if is_own else self.whole
         carry_key(self, other)
         return other
 

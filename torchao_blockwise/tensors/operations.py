@@ -3,6 +3,10 @@
     pointwise operations, by tag                        on the values
     views, by the aliases that their schema declares    on the values; a view of a weight is a weight
     what the lists here name, reductions among them     on the values
+    updates by other libraries: they return nothing,    on the values
+      write the weight, and have no other matrices
+      but of its shape, as optimizers do
+    dot of vectors of as many elements as a weight      on the values
     everything else, every product among them           refused
 
 In-place, `out=` and `_foreach_` forms follow the operation that they are forms of: tags and names of them prove
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -83,6 +88,23 @@ def _is_pointwise(name: str) -> bool:
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
+def is_update(func: Operation, shape: torch.Size, others: Sequence[torch.Tensor]) -> bool:
+    """Whether `func` may be what another library's optimizer does in place to a weight of `shape`.
+
+    others: the other tensors that it is given. Gradients and states have the weight's shape, or are stacks of that;
+    scales and tables have fewer than two dims. `func` must also declare that it writes the weight.
+    """
+    if func.namespace in ("aten", "prims") or _compat.schema_of(func).returns or len(shape) < 2:
+        return False
+    return all(x.dim() < 2 or x.shape[-len(shape) :] == shape for x in others)
+
+
+def is_dot(func: Operation, whole: int, operands: Sequence[torch.Tensor]) -> bool:
+    """Whether `func` multiplies two vectors of all elements of a weight: that is a number, and no layer's output."""
+    is_product = func.namespace == "aten" and _plain_name(func) in ("dot", "vdot", "inner")
+    return is_product and all(x.shape == (whole,) for x in operands)
+
+
 @functools.cache
 def is_sum(func: Operation) -> bool:
     """Whether `func` adds elements, multiples or products of them."""
@@ -105,6 +127,8 @@ def result_of(func: Operation, dims: int = 2, first_alone: bool = False) -> Resu
         return Result.PLAIN
     if func.namespace in _COLLECTIVES:
         return Result.WEIGHT if func in _compat.functional_gathers() else Result.PLAIN
+    if func.namespace == "prims" and torch.Tag.pointwise in func.tags:
+        return Result.DERIVED
     if func.namespace != "aten":
         return Result.REFUSED
     schema = _compat.schema_of(func)

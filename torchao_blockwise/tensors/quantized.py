@@ -184,6 +184,7 @@ class QuantizedTensor(TorchAOBaseTensor):
         )
 
     @classmethod
+    @_compat.never_compiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
     ) -> Any:
@@ -192,8 +193,9 @@ class QuantizedTensor(TorchAOBaseTensor):
             return result
         if implementation is None:
             raise NotImplementedError(
-                f"{func}: not exact on quantized data (in {_names(types, args, kwargs)}), so it is not done; "
-                f"call .dequantize() first, or keep high-precision weights (master_weights=True)"
+                f"{func}: not exact on quantized data (in {_names(types, args, kwargs)}), so it is not done; call "
+                ".dequantize() first; to train, take torchao_blockwise.distributed.MasterWeightOptimizer, or convert "
+                "with master_weights=True"
             )
         return implementation(func, *args, **(kwargs or {}))
 

@@ -218,6 +218,7 @@ class QuantizedShard(QuantizedTensor):
         return fsdp.padded(payload, self.part.payload_shape)
 
     @classmethod
+    @_compat.never_compiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
     ) -> Any:
@@ -229,7 +230,8 @@ class QuantizedShard(QuantizedTensor):
         if func not in _ROW_BY_ROW:
             raise NotImplementedError(
                 f"{func}: not exact on the rows of a quantized weight that FSDP2 shards, so it is not done; copy "
-                "values into the parameter, or convert with master_weights=True"
+                "values into the parameter; to train, take torchao_blockwise.distributed.MasterWeightOptimizer or "
+                "convert with master_weights=True"
             )
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _COPIES and args[0].original.awaits_cast:

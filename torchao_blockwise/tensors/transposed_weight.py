@@ -74,16 +74,20 @@ class TransposedWeight(TorchAOBaseTensor):
         return f"TransposedWeight(shape={tuple(self.shape)}, of {self.weight!r})"
 
     @classmethod
+    @_compat.never_compiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if (result := _compat.decomposed(func, args, kwargs)) is not NotImplemented:
             return result
-        if func.namespace != "aten":
+        if func.namespace not in ("aten", "prims"):
+            weights = [x.weight for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
+            layers = ", ".join(sorted({getattr(weight, "layer", "") for weight in weights} - {""}))
             raise NotImplementedError(
-                f"{func}: a product of others with a transposed weight of experts would run in high precision; use "
-                "torch.nn.functional.grouped_mm for low precision, or weight.hp.mT for high precision"
+                f"{func}: a product of others with a transposed weight of experts{layers and f' ({layers})'} would "
+                "run in high precision; use torch.nn.functional.grouped_mm for low precision, or weight.hp.mT for "
+                "high precision"
             )
         if func in _COMMUTES:
             return cls(func(args[0].weight, *args[1:], **kwargs))

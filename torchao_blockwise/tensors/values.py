@@ -1,12 +1,13 @@
-"""What programs are told that look past PyTorch's operations at a weight's memory.
+"""Functions of weights that are no operations: addresses, storages, NumPy arrays, deep copies and files.
 
-A master weight answers with its values' memory. A quantized tensor has an address, by which weights are told apart, and
-nothing to read there: its bytes are not the values that it stands for. Answers are given by `__torch_function__`:
-PyTorch's own `deepcopy` and `save` switch that off and see a wrapper without memory, as they must.
+A master weight gives its values' memory. A quantized tensor has an address, which distinguishes it from others, and
+nothing to read there: its bytes are not the values that it stands for. Copies and files are made of the inner tensors:
+PyTorch's own take a wrapper whose values begin inside a storage for a tensor with memory.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +23,7 @@ from torchao_blockwise.tensors.quantized import QuantizedTensor, parts_of
 from torchao_blockwise.tensors.quantized_shard import QuantizedShard
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 
-# What gives a weight's memory or its values away; `untyped_storage` is not in it, as compilers ask for a wrapper's own.
+# What gives a weight's memory or its values away.
 _READS = [Tensor.__array__, Tensor.__dlpack__, Tensor.numpy, Tensor.storage, Tensor.tolist]
 _STATISTICS = [torch.histc, Tensor.histc, torch.histogram, Tensor.histogram, torch.histogramdd]
 _QUANTIZED = (BlockwiseFP8Tensor, NVFP4Tensor, QuantizedShard)
@@ -30,8 +31,22 @@ _QUANTIZED = (BlockwiseFP8Tensor, NVFP4Tensor, QuantizedShard)
 
 @MasterWeightTensor.implements_torch_function(Tensor.data_ptr)
 def _address_of_values(func: Function, types: Types, args: Args, kwargs: Kwargs) -> int:
-    # A weight is copied by its attributes: the wrapper has no storage.
-    return 0 if _compat.copies_for_async_save() else args[0].hp.data_ptr()
+    return args[0].hp.data_ptr()
+
+
+@TransposedWeight.implements_torch_function(Tensor.data_ptr)
+def _address_of_weight(func: Function, types: Types, args: Args, kwargs: Kwargs) -> int:
+    return args[0].weight.data_ptr()
+
+
+@MasterWeightTensor.implements_torch_function(Tensor.untyped_storage)
+def _storage_of_values(func: Function, types: Types, args: Args, kwargs: Kwargs) -> torch.UntypedStorage:
+    """Asynchronous saving copies it. Compilers tell the wrappers that they trace apart by the wrappers' own."""
+    hp = args[0].hp
+    if type(hp) is torch.Tensor:
+        return hp.untyped_storage()
+    with _compat.no_torch_function():
+        return func(*args)
 
 
 @MasterWeightTensor.implements_torch_function([Tensor.is_shared, *_READS, *_STATISTICS])
@@ -48,8 +63,6 @@ def _apply_in_python(func: Function, types: Types, args: Args, kwargs: Kwargs) -
 
 
 def _address(func: Function, types: Types, args: Args, kwargs: Kwargs) -> int:
-    if _compat.copies_for_async_save():
-        _refuse(func, types, args, kwargs)
     return args[0].qdata.data_ptr()
 
 
@@ -91,8 +104,30 @@ def _contiguous(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Ten
         return func(*args, **kwargs)
 
 
+def _deepcopy(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    x, memo = args
+    if not x.is_leaf:
+        # Refused as for a plain tensor.
+        with _compat.no_torch_function():
+            return func(x, memo)
+    names, attributes = x.__tensor_flatten__()
+    inner = copy.deepcopy({name: getattr(x, name) for name in names}, memo)
+    other = type(x).__tensor_unflatten__(inner, attributes, None, None)
+    vars(other).update(copy.deepcopy(vars(x), memo))
+    other.grad = copy.deepcopy(x.grad, memo)
+    return other.requires_grad_(x.requires_grad)
+
+
+def _reduce(func: Function, types: Types, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+    return _compat.reduced_wrapper(args[0])
+
+
 for _cls in (MasterWeightTensor, TransposedWeight, *_QUANTIZED):
     _cls.implements_torch_function(Tensor.contiguous)(_contiguous)
+    _cls.implements_torch_function(Tensor.__deepcopy__)(_deepcopy)
+
+for _cls in (MasterWeightTensor, TransposedWeight):
+    _cls.implements_torch_function(Tensor.__reduce_ex__)(_reduce)
 
 for _cls in _QUANTIZED:
     _cls.implements_torch_function(Tensor.data_ptr)(_address)

@@ -1,0 +1,212 @@
+"""Optimizers of other libraries: operations that change a weight in place run on its values, by a rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FP8, assert_same, both_formats, master, mlp, replace, saved_and_loaded, weight
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise.distributed import MasterWeightOptimizer
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = [pytest.mark.usefixtures("no_interpreter"), pytest.mark.filterwarnings("ignore:Paged optimizers")]
+
+N, K = 96, 64
+
+
+def gradients(model, seed: int) -> None:
+    for index, p in enumerate(model.parameters()):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * seed + index))
+
+
+def trained(model, optimizer, steps: int = 2) -> list[torch.Tensor]:
+    for seed in range(steps):
+        gradients(model, seed)
+        optimizer.step()
+    return [getattr(p, "hp", p).detach() for p in model.parameters()]
+
+
+# --- bitsandbytes -----------------------------------------------------------------------------------------------------
+
+BITSANDBYTES = {
+    "Adam": {}, "Adam8bit": {}, "AdamW8bit": {"weight_decay": 0.1}, "PagedAdamW": {}, "PagedAdamW8bit": {},
+    "Lion": {}, "Lion8bit": {}, "PagedLion8bit": {}, "SGD": {"momentum": 0.9}, "SGD8bit": {"momentum": 0.9},
+    "RMSprop8bit": {}, "Adagrad8bit": {}, "LAMB8bit": {}, "AdEMAMix": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BITSANDBYTES)
+def test_bitsandbytes_trains_as_on_plain_weights(name):
+    optimizers = pytest.importorskip("bitsandbytes").optim
+    values = []
+    for config in (None, FP8):
+        model = mlp(config, features=(K, N, K))
+        optimizer = getattr(optimizers, name)(model.parameters(), lr=1e-2, **BITSANDBYTES[name])
+        values.append(trained(model, optimizer))
+    assert "8bit" not in name or optimizer.state[model[0].weight]["state1"].dtype is torch.uint8
+    assert_same(values[1], values[0])
+    assert not torch.equal(values[0][0], mlp(None, features=(K, N, K))[0].weight)
+
+
+@both_formats
+def test_bitsandbytes_on_quantized_parameters_names_the_optimizer_of_masters(config):
+    optimizers = pytest.importorskip("bitsandbytes").optim
+    model = mlp(replace(config, master_weights=False), features=(K, N, K))
+    gradients(model, 0)
+    with pytest.raises(NotImplementedError, match=r"0\.weight.*MasterWeightOptimizer"):
+        optimizers.AdamW8bit(model.parameters()).step()
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+OPERATIONS = {
+    "update": "(Tensor(a!) w, Tensor g, Tensor(b!)? state=None, Tensor? scales=None) -> ()",
+    "update_named": "(str name, Tensor(a!) g, Tensor(b!) w) -> ()",
+    "returns": "(Tensor(a!) w, Tensor g) -> Tensor",
+    "returns_itself": "(Tensor(a!) w, Tensor g) -> Tensor(a!)",
+    "reads": "(Tensor w, Tensor(a!) out) -> ()",
+    "updates_two": "(Tensor(a!) w, Tensor(b!) g) -> ()",
+    "updates_many": "(Tensor(a!)[] w, Tensor[] g) -> ()",
+}
+
+
+@pytest.fixture(scope="module")
+def others():
+    with torch.library._scoped_library("rule_of_updates", "FRAGMENT") as library:
+        for name, schema in OPERATIONS.items():
+            library.define(f"{name}{schema}")
+
+        def update(w, g, state=None, scales=None):
+            w.sub_(g[-1] if g.dim() > w.dim() else g.view(w.shape), alpha=0.1)
+
+        library.impl("update", update, "CompositeExplicitAutograd")
+        torch.library.register_fake("rule_of_updates::update", update, lib=library)
+        torch.library.register_fake("rule_of_updates::update_named", lambda name, g, w: None, lib=library)
+        library.impl("update_named", lambda name, g, w: update(w, g), "CompositeExplicitAutograd")
+        yield torch.ops.rule_of_updates
+
+
+def matrix(*shape: int) -> torch.Tensor:
+    return weight(*(shape or (N, K)), seed=1)
+
+
+ALLOWED = {
+    "of_a_gradient": lambda ops, w: ops.update(w, matrix()),
+    "by_name": lambda ops, w: ops.update(g=matrix(), w=w),
+    "second_argument": lambda ops, w: ops.update_named("sgd", matrix(), w),
+    "state_in_bytes": lambda ops, w: ops.update(w, matrix(), torch.zeros(N, K, dtype=torch.uint8), torch.ones(24)),
+    "stack_of_states": lambda ops, w: ops.update(w, matrix(), torch.zeros(2, N, K)),
+    "scalar": lambda ops, w: ops.update(w, matrix(), None, torch.tensor(1.0)),
+    "flat_gradient": lambda ops, w: ops.update(w, matrix().flatten()),
+}
+
+
+@pytest.mark.parametrize("grad", (torch.no_grad, torch.inference_mode))
+@pytest.mark.parametrize("use", ALLOWED.values(), ids=ALLOWED)
+def test_updates_change_the_values(others, use, grad):
+    w = master(N, K)
+    version, before = w._version, w.quantized()
+    with grad():
+        assert use(others, w) is None
+    assert_bitwise_equal(w.hp, weight(N, K).sub(matrix(), alpha=0.1))
+    assert not torch.equal(w.quantized().qdata, before.qdata) or not torch.equal(w.quantized().scale, before.scale)
+    assert w._version > version, "what autograd saved of it is stale"
+
+
+def test_compiled_updates(others, fresh_dynamo):
+    def step(w, g):
+        others.update(w, g)
+        others.update_named("sgd", g, w)
+
+    w = master(N, K)
+    with torch.no_grad():
+        torch.compile(step, fullgraph=True, backend="aot_eager")(w, matrix())
+    assert_bitwise_equal(w.hp, weight(N, K).sub(matrix(), alpha=0.1).sub(matrix(), alpha=0.1))
+
+
+REFUSED = {
+    "tokens": lambda ops, w: ops.update(w, matrix(8, K)),
+    "output": lambda ops, w: ops.update(w, matrix(), matrix(N, 8)),
+    "transposed_gradient": lambda ops, w: ops.update(w, matrix(K, N)),
+    "stack_of_others": lambda ops, w: ops.update(w, matrix(), matrix(2, K, N)),
+    "experts": lambda ops, w: ops.update(w, matrix(N, K, 1)),
+    "returns": lambda ops, w: ops.returns(w, matrix()),
+    "returns_itself": lambda ops, w: ops.returns_itself(w, matrix()),
+    "reads": lambda ops, w: ops.reads(w, matrix()),
+    "not_the_weight": lambda ops, w: ops.update(matrix(), w),
+    "weight_and_weight": lambda ops, w: ops.updates_two(w, w),
+    "weight_and_another": lambda ops, w: ops.updates_two(w, master(N, K)),
+    "many": lambda ops, w: ops.updates_many([w, master(N, K)], [matrix(), matrix()]),
+    "row": lambda ops, w: ops.update(w[0], matrix()),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED)
+def test_everything_else_is_refused_with_the_layers_name(others, use):
+    model = mlp(FP8, features=(K, N, K))
+    w = model[0].weight
+    before = w.hp.clone()
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"rule_of_updates\.\w+.*0\.weight .*weight\.hp"):
+        use(others, w)
+    assert torch.equal(w.hp, before)
+
+
+# --- optimizers that multiply weights by gradients --------------------------------------------------------------------
+
+
+class Distances(torch.optim.SGD):
+    """Takes the steps of Prodigy and D-Adaptation: by the distance from the first weights, along the gradients."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if "first" not in state:
+                state["first"] = p.detach().flatten().clone()
+                state["distance"] = torch.zeros(())
+            along = torch.dot(p.grad.flatten(), state["first"] - p.detach().flatten())
+            along += torch.vdot(state["first"], p.flatten()) + torch.inner(p.view(-1), p.grad.view(-1))
+            state["distance"] += along
+            p.add_(p.grad, alpha=-1e-3 * (1 + state["distance"].item()))
+
+
+@pytest.mark.parametrize("resumed", (False, True))
+def test_dots_of_whole_weights(resumed):
+    values = []
+    for config in (None, FP8):
+        model = mlp(config, features=(K, N, K))
+        optimizer = Distances(model.parameters())
+        trained(model, optimizer, 2)
+        if resumed:
+            state = saved_and_loaded(optimizer.state_dict())
+            optimizer = Distances(model.parameters())
+            optimizer.load_state_dict(state)
+        values.append(trained(model, optimizer, 3))
+    assert_same(values[1], values[0])
+
+
+def test_dots_of_a_part_that_is_a_parameter():
+    part = nn.Parameter(master(3 * N, K).data.chunk(3)[1])
+    product = torch.dot(part.detach().flatten(), torch.ones(N * K))
+    torch.testing.assert_close(product, part.hp.sum(), rtol=1e-4, atol=1e-4)
+
+
+# --- quantized Parameters ---------------------------------------------------------------------------------------------
+
+
+@both_formats
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+@pytest.mark.parametrize("name", ("AdamW", "SGD", "Muon", "RMSprop", "Adafactor"))
+def test_plain_optimizers_of_quantized_parameters_name_the_optimizer_of_masters(config, compiled, name, fresh_dynamo):
+    model = nn.Sequential(nn.Linear(K, N, bias=False))
+    quantize_(model, replace(config, master_weights=False))
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    gradients(model, 0)
+    step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+    with pytest.raises(Exception, match=r"0\.weight.*MasterWeightOptimizer"):
+        step()
+    optimizer = MasterWeightOptimizer(getattr(torch.optim, name), model)
+    gradients(model, 0)
+    optimizer.step()
