@@ -19,6 +19,7 @@ from fsdp_models import CONFIGS, adamw, blocks, config_of, shard, train
 from helpers import replace
 from ranks import device, gpus, join, run_in_turn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat
@@ -270,3 +271,26 @@ def fail_later(rank: int, ranks: int, port: int, file: str, seconds: float) -> N
         except RuntimeError as e:
             message = str(e)
     torch.save(message, file)
+
+
+def flatten(rank: int, ranks: int, port: int, file: str, cases: list[tuple]) -> None:
+    """Wrap converted models by FSDP1 and run them; leaves (what was raised, where) of each case."""
+    join(rank, ranks, port)
+    left = {}
+    for case in cases:
+        name, master_weights, use_orig_params, mixed = case
+        model = blocks(replace(CONFIGS[name], master_weights=master_weights))
+        where = "wrap"
+        try:
+            policy = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None
+            wrapped = FullyShardedDataParallel(
+                model, use_orig_params=use_orig_params, mixed_precision=policy, device_id=device()
+            )
+            where = "forward"
+            with torch.set_grad_enabled(not mixed):
+                wrapped(torch.ones(2, 48, device=device()))
+            left[case] = ("nothing", where)
+        except Exception as e:
+            left[case] = (f"{type(e).__name__}: {e}", where)
+    torch.save(left, file)
+    dist.destroy_process_group()

@@ -277,9 +277,20 @@ def watch(before_gathers: Callable[[FSDPState], None]) -> None:
     FSDPModule.unshard = watched_unshard  # type: ignore[method-assign]
 
 
-def flattens_for_fsdp1() -> bool:
-    """Whether `FullyShardedDataParallel`, FSDP1, makes one flat tensor of parameters."""
-    return _compat.is_on_stack("torch.distributed.fsdp._flat_param")
+def check_not_flattened(x: torch.Tensor, layer: str) -> None:
+    """Raise NotImplementedError where `x` is a view of what `FullyShardedDataParallel` (FSDP1) made of parameters.
+
+    layer: whose weight `x` has replaced.
+    """
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FlatParameter
+
+        if isinstance(x._base, FlatParameter):
+            raise NotImplementedError(
+                f"FullyShardedDataParallel (FSDP1) has flattened the weight of {layer} into a plain tensor, and the "
+                "layer would train in high precision; use torch.distributed.fsdp.fully_shard (FSDP2), or leave the "
+                "layer unconverted"
+            )
 
 
 def shard_parameters(kind: type[torch.Tensor], shard_of: Callable[[torch.Tensor, FsdpParameter], torch.Tensor]) -> None:
