@@ -262,6 +262,14 @@ def test_quantize_call_finds_torchaos_quantize_():
     assert (quantize_.__name__, quantize_.__module__) == ("quantize_", "torchao.quantization.quant_api")
 
 
+def test_only_the_search_for_quantize_walks_the_stack():
+    allowed = {"_quantize_frame", "caller_of_quantize", "is_on_stack"}
+    for path in FILES:
+        functions = [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)]
+        walkers = {f.name for f in functions if re.search(r"_getframe|currentframe|f_back|\bstack\(\)", ast.unparse(f))}
+        assert walkers <= (allowed if relative(path) == "_compat/__init__.py" else set()), relative(path)
+
+
 def test_the_search_for_private_names_finds_them():
     code = "from torch._dynamo import reset\nx._local_tensor\naten._to_copy.default\nself._mine\nq._replace()"
     assert private_names(ast.parse(code), {"_mine"}) == {"_dynamo", "_local_tensor"}

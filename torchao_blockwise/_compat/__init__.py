@@ -142,19 +142,30 @@ def why_no_scaled_grouped_mm(device: torch.device) -> str | None:
     return None
 
 
+def _quantize_frame() -> types.FrameType | None:
+    """The frame of the `torchao.quantization.quantize_` call that is on the stack, or None."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "quantize_" and frame.f_globals.get("__name__") == "torchao.quantization.quant_api":
+            return frame
+        frame = frame.f_back
+    return None
+
+
 def quantize_call() -> tuple[Any, Any]:
     """(model, filter_fn) of the `torchao.quantization.quantize_` call that is on the stack, or (None, None).
 
     torchao hands a handler one module at a time. To refuse a model before its first layer changes, and to name the
     layer, a handler must see the whole call; torchao offers no hook for that, so this reads it off the stack.
     """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "quantize_" and frame.f_globals.get("__name__") == "torchao.quantization.quant_api":
-            return frame.f_locals.get("model"), frame.f_locals.get("filter_fn")
-        frame = frame.f_back
-    return None, None
+    frame = _quantize_frame()
+    return (None, None) if frame is None else (frame.f_locals.get("model"), frame.f_locals.get("filter_fn"))
+
+
+def caller_of_quantize() -> str | None:
+    """Name of the module that called `torchao.quantization.quantize_`, where such a call is on the stack."""
+    frame = _quantize_frame()
+    return None if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__")
 
 
 def default_filter() -> Callable[[torch.nn.Module, str], bool]:
