@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed import absence
+from torchao_blockwise.distributed import collective_watchdog, watch_collectives
 
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
 BOTH = ("fp8", "nvfp4")
@@ -69,6 +69,7 @@ CHECKS = (
     (life.dies_with_the_model, (2,), BOTH),
     (life.synchronises_by_hand, (1, 4), BOTH),
     (life.gathers_few_bytes, (3, 4), BOTH),
+    (checks.asks_no_store, (2,), BOTH),
     (checks.shards_hybrid, ((2, 2),), (*BOTH, GROUPS)),
     (life.replicates_and_groups, (2,), ("fp8",)),
     (life.gathers_by_redistribution, (2,), ("fp8",)),
@@ -243,8 +244,9 @@ def come_late(rank: int, ranks: int, port: int, file: str, seconds: float) -> No
     pause = 0.85 * seconds
     if device().type == "cpu":
         _compat.nccl_timeout, pause = lambda group: timedelta(seconds=seconds), 2 * seconds
+    watch_collectives()
     logged = []
-    absence._log.addHandler(handler := logging.Handler())
+    collective_watchdog._log.addHandler(handler := logging.Handler())
     handler.emit = lambda record: logged.append(record.getMessage())
     model = shard(blocks(CONFIGS["fp8"]), DeviceMesh(device().type, list(range(ranks))))
     optimizer = adamw(model)

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 from torchao_blockwise._compat import torch_fsdp
-from torchao_blockwise.distributed import sync_weight_scales
+from torchao_blockwise.distributed import sync_weight_scales, watch_collectives
 from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -256,6 +256,11 @@ def test_a_rank_that_comes_late_is_named_while_others_wait(tmp_path):
             f"sync_weight_scales: rank {rank} waits to reduce the amaxes of 4 weights, 0.up.weight the first, with "
             "ranks [0, 1, 2]; after 3 s there is no word from rank 2: failed before, or busy with another collective"
         ]
+
+
+def test_collectives_are_watched_only_in_a_process_group():
+    with pytest.raises(ValueError, match="call it after init_process_group"):
+        watch_collectives()
 
 
 def test_a_rank_that_ends_is_named_by_all_others(tmp_path):
