@@ -97,7 +97,16 @@ def scaled_mm(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_mm` of lists and codes, without making these in each call."""
     return torch._scaled_mm_v2(
-        a, b, a_scales, a_scalings, a_swizzles, b_scales, b_scalings, b_swizzles, None, out_dtype, (), False
+        a,
+        b,
+        scale_a=a_scales,
+        recipe_a=a_scalings,
+        swizzle_a=a_swizzles,
+        scale_b=b_scales,
+        recipe_b=b_scalings,
+        swizzle_b=b_swizzles,
+        bias=None,
+        out_dtype=out_dtype,
     )
 
 
@@ -113,7 +122,16 @@ def scaled_grouped_mm(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_grouped_mm` of lists and codes, the same codes for both operands."""
     return torch._scaled_grouped_mm_v2(
-        a, b, a_scales, scalings, swizzles, b_scales, scalings, swizzles, ends, None, out_dtype, (), False
+        a,
+        b,
+        scale_a=a_scales,
+        recipe_a=scalings,
+        swizzle_a=swizzles,
+        scale_b=b_scales,
+        recipe_b=scalings,
+        swizzle_b=swizzles,
+        offs=ends,
+        out_dtype=out_dtype,
     )
 
 
