@@ -13,6 +13,7 @@ NAMES_IN_COMPAT = (
     "torch._C._len_torch_dispatch_stack",
     "torch._C._len_torch_function_stack",
     "torch.Tensor._base",
+    "torch.Tensor._has_grad_dtype_override",
     "torch.Tensor._make_wrapper_subclass",
     "torch.Tensor._use_count",
     "torch.Tensor._version",
@@ -32,6 +33,7 @@ NAMES_IN_COMPAT = (
     "torch._C._distributed_c10d.Backend.Options._timeout",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._sharded_local_tensor",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._capture_grad_dtype_policy",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_extensions",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._setattr_on_modules",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
@@ -86,6 +88,15 @@ NAMES_IN_COMPAT = (
     "triton.runtime.driver",
     "triton.runtime.jit.JITFunction.add_pre_run_hook",
 )
+# The PyTorch that has a name first; an older one does without it.
+SINCE = {
+    "torch.distributed.tensor.DTensor._stable_hash_for_caching": (2, 12),
+    "torch.Tensor._has_grad_dtype_override": (2, 15),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._capture_grad_dtype_policy": (2, 15),
+    "_has_sharded_grad_dtype_override": (2, 15),
+    "_sharding_spec_by_dtype": (2, 15),
+    "sharded_grad_dtype": (2, 15),
+}
 # What only instances of these classes have: their sources assign it.
 FSDP = "torch.distributed.fsdp._fully_shard"
 ATTRIBUTES_IN_COMPAT = {
@@ -100,7 +111,10 @@ ATTRIBUTES_IN_COMPAT = {
         "mp_policy",
         "offload_to_cpu",
         "sharded_param",
+        "sharded_grad_dtype",
+        "_has_sharded_grad_dtype_override",
         "_sharding_spec",
+        "_sharding_spec_by_dtype",
     ),
     "torch._inductor.cudagraph_trees.CUDAGraphTreeManager": ("stream",),
     "triton.backends.nvidia.driver.CudaLauncher": (

@@ -87,6 +87,7 @@ CHECKPOINT_CHECKS = (
 )
 PRIMARY_CHECKS = (
     (primary.gathers_exactly_at_any_split, (1, 3, 4), BOTH),
+    (primary.keeps_dtypes_of_gradients, (2,), BOTH),
     (primary.trains_long, (1, 2, 4), BOTH),
     (primary.trains_in_many_ways, (2,), (*BOTH, FULL, FOUR_OVER_SIX, GROUPS)),
     (primary.accumulates, (2,), (*BOTH, FULL)),

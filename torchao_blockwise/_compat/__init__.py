@@ -264,6 +264,14 @@ def version_of(x: torch.Tensor) -> int:
     return x._version
 
 
+def carry_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let gradients of `target` have the dtype that the program gave to those of `source` (`grad_dtype`), if it did."""
+    dtype = getattr(source, "grad_dtype", source.dtype)
+    # Since torch 2.15 it may also be the dtype of the tensor itself.
+    if getattr(source, "_has_grad_dtype_override", dtype != source.dtype):
+        target.grad_dtype = dtype
+
+
 def is_held(x: torch.Tensor) -> bool:
     """Whether something beside its Python object holds `x`, so that `torch.utils.swap_tensors` would refuse it."""
     holders: Callable[[], int] = x._use_count  # type: ignore[attr-defined]

@@ -321,6 +321,7 @@ def shard_parameters(kind: type[torch.Tensor], shard_of: Callable[[torch.Tensor,
         )
         # By which FSDP2 finds parameters that two groups share.
         vars(stand_in).update({k: v for k, v in vars(param).items() if k.startswith("_fsdp")})
+        _compat.carry_grad_dtype(param, stand_in)
         given = signature.bind(self, stand_in, module_info, *args, **kwargs)
         place = given.arguments.get("shard_placement_fn")
         if place is not None:
@@ -329,7 +330,9 @@ def shard_parameters(kind: type[torch.Tensor], shard_of: Callable[[torch.Tensor,
         vars(param).update({k: v for k, v in vars(stand_in).items() if k.startswith("_fsdp")})
         with torch.no_grad():
             local = self.to_sharded_dtensor(shard_of(param, _described(self, {})))
-        self.sharded_param = torch.nn.Parameter(local, requires_grad=param.requires_grad)
+        sharded = torch.nn.Parameter(local, requires_grad=param.requires_grad)
+        _compat.carry_grad_dtype(self.sharded_param, sharded)
+        self.sharded_param = sharded
         self._setattr_on_modules(self.sharded_param)
         self._init_extensions()
 
@@ -338,7 +341,15 @@ def shard_parameters(kind: type[torch.Tensor], shard_of: Callable[[torch.Tensor,
         param = getattr(self._module_info.module, self._module_info.param_name)
         if not isinstance(_compat.local_of(param), kind):
             return reset(self)
-        # There is no padding to renew.
+        # All that FSDP2 does there, except to renew the padding, which is not there.
+        if hasattr(self, "_capture_grad_dtype_policy"):  # since torch 2.15
+            for known in (self.sharded_param, param):
+                self._capture_grad_dtype_policy(known)
+            if self._has_sharded_grad_dtype_override:
+                param.grad_dtype = self.sharded_grad_dtype
+            else:
+                self.sharded_grad_dtype = param.dtype
+            self._sharding_spec_by_dtype.clear()
         self.sharded_param, self._sharding_spec = param, param._spec
 
     FSDPParam.__init__ = watched_init  # type: ignore[method-assign]
