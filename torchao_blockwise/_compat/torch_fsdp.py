@@ -81,7 +81,7 @@ def why_unknown() -> str | None:
         return None
     return (
         f"FSDP2 of PyTorch {torch.__version__} has no {' and no '.join(missing)}, by which shards are quantized; "
-        "take a PyTorch that has it (2.11 to 2.13 do), or another way than fully_shard to split the model"
+        "take a PyTorch that has it (2.11 to 2.15 do), or another way than fully_shard to split the model"
     )
 
 
