@@ -114,7 +114,7 @@ def _of_triton(device: torch.device) -> Iterator[Finding]:
             yield Finding(NOTE, f"ptxas {miscompiled} {what}; kernels here avoid that, other kernels may not")
 
 
-# What the assembler of some versions of Triton gets wrong.
+# Bugs of ptxas by version.
 _MISCOMPILED = {
     "12.8": "(Triton 3.6 and 3.7) loses bytes of values converted to e4m3 where half of a word is undefined",
     "12.9": (

@@ -138,11 +138,11 @@ def watch_collectives() -> None:
     After 70 % of the timeout of its process group, that is, which is before PyTorch ends the process. Call it on all
     ranks after `init_process_group`: where training hangs, not always, since each rank then writes to the key-value
     store in each forward pass and optimizer step. gloo raises where a rank is gone, and then the error names the ranks.
-    Raises ValueError where there is no default process group.
+    Raises ValueError before `init_process_group`.
     """
     global _watcher
     if not dist.is_initialized():
-        raise ValueError("watch_collectives: there is no process group; call it after init_process_group")
+        raise ValueError("watch_collectives: it needs a process group; call it after init_process_group")
     _watcher = _Watcher()
     _watcher.start()
 
