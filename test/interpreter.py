@@ -23,10 +23,27 @@ def install() -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    for name, place in (("create_masked_load", 0), ("create_masked_store", 1)):
+        setattr(type(builder), name, _masked_by_booleans(getattr(type(builder), name), place))
     tl.block_type.__init__ = _blocks_made_once(tl.block_type.__init__)
     tl.tensor.__init__ = _tensors_of_a_type_alike(tl.tensor.__init__)
     tl.core._unwrap_if_constexpr = _unwrapping(tl.core._unwrap_if_constexpr)
     TritonSemantic.broadcast_impl_value = _broadcasting(TritonSemantic.broadcast_impl_value)
+
+
+def _masked_by_booleans(function, place: int):
+    """Refuse masks of integers, which a block & a scalar are here: Triton 3.9 does, and older ones take them.
+
+    place: of the mask in the arguments behind the pointers.
+    """
+
+    @functools.wraps(function)
+    def checked(self, pointers, *args, **kwargs):
+        mask = args[place]
+        assert getattr(mask, "data", mask).dtype == bool, "a mask of a block and a scalar; compare blocks"
+        return function(self, pointers, *args, **kwargs)
+
+    return checked
 
 
 def _patching_once(patch):

@@ -9,6 +9,8 @@ NAMES_IN_COMPAT = (
     "torch._C._dynamo.eval_frame._FrameAction",
     "torch._C._dynamo.eval_frame._FrameExecStrategy",
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "torch.Tensor._base",
+    "torch.Tensor._has_grad_dtype_override",
     "torch.Tensor._make_wrapper_subclass",
     "torch.Tensor._use_count",
     "torch.Tensor._version",
@@ -31,7 +33,7 @@ NAMES_IN_COMPAT = (
     "torch._C._distributed_c10d.Backend.Options._timeout",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._sharded_local_tensor",
-    "torch.distributed.fsdp._flat_param.FlatParamHandle",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._capture_grad_dtype_policy",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_extensions",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._setattr_on_modules",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
@@ -77,7 +79,7 @@ NAMES_IN_COMPAT = (
     "triton.backends.nvidia.driver.make_tensordesc_arg",
     "triton.compiler.CompiledKernel.run",
     "triton.knobs.cache.dir",
-    "triton.knobs.nvidia.ptxas.version",
+    "triton.backends.nvidia.compiler.get_ptxas",
     "triton.knobs.runtime.add_stages_inspection_hook",
     "triton.knobs.runtime.debug",
     "triton.knobs.runtime.interpret",
@@ -86,6 +88,15 @@ NAMES_IN_COMPAT = (
     "triton.runtime.driver",
     "triton.runtime.jit.JITFunction.add_pre_run_hook",
 )
+# The PyTorch that has a name first; an older one does without it.
+SINCE = {
+    "torch.distributed.tensor.DTensor._stable_hash_for_caching": (2, 12),
+    "torch.Tensor._has_grad_dtype_override": (2, 15),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._capture_grad_dtype_policy": (2, 15),
+    "_has_sharded_grad_dtype_override": (2, 15),
+    "_sharding_spec_by_dtype": (2, 15),
+    "sharded_grad_dtype": (2, 15),
+}
 # What only instances of these classes have: their sources assign it.
 FSDP = "torch.distributed.fsdp._fully_shard"
 ATTRIBUTES_IN_COMPAT = {
@@ -100,7 +111,10 @@ ATTRIBUTES_IN_COMPAT = {
         "mp_policy",
         "offload_to_cpu",
         "sharded_param",
+        "sharded_grad_dtype",
+        "_has_sharded_grad_dtype_override",
         "_sharding_spec",
+        "_sharding_spec_by_dtype",
     ),
     "torch._inductor.cudagraph_trees.CUDAGraphTreeManager": ("stream",),
     "triton.backends.nvidia.driver.CudaLauncher": (

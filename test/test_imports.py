@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from names_of_others import ATTRIBUTES_IN_COMPAT, NAMES_IN_COMPAT
+from names_of_others import ATTRIBUTES_IN_COMPAT, NAMES_IN_COMPAT, SINCE
 
 import torchao_blockwise
 
@@ -225,13 +225,13 @@ def test_every_private_name_in_compat_is_listed():
             assert private_names(parse(path), OURS) - listed == set(), relative(path)
 
 
-# Names that the package looks for and does without in an older PyTorch.
-SINCE = {"torch.distributed.tensor.DTensor._stable_hash_for_caching": (2, 12)}
+def is_older_than(name: str) -> bool:
+    return tuple(map(int, torch.__version__.split(".")[:2])) < SINCE.get(name, ())
 
 
 @pytest.mark.parametrize("name", NAMES_IN_COMPAT)
 def test_name_in_compat_still_exists(name):
-    if tuple(map(int, torch.__version__.split(".")[:2])) < SINCE.get(name, ()):
+    if is_older_than(name):
         pytest.skip("this PyTorch is older than the name")
     parts = name.split(".")
     module, rest = importlib.import_module(parts[0]), parts[1:]
@@ -250,7 +250,8 @@ def test_name_in_compat_still_exists(name):
 def test_attribute_in_compat_is_still_assigned(name):
     module, _, cls = name.rpartition(".")
     source = inspect.getsource(getattr(importlib.import_module(module), cls))
-    missing = [a for a in ATTRIBUTES_IN_COMPAT[name] if not re.search(rf"\bself\.{a}\b.*=|def {a}\(", source)]
+    wanted = [a for a in ATTRIBUTES_IN_COMPAT[name] if not is_older_than(a)]
+    missing = [a for a in wanted if not re.search(rf"\bself\.{a}\b.*=|def {a}\(", source)]
     assert missing == []
 
 
@@ -260,6 +261,14 @@ def test_quantize_call_finds_torchaos_quantize_():
 
     assert {"model", "filter_fn"} <= set(quantize_.__code__.co_varnames)
     assert (quantize_.__name__, quantize_.__module__) == ("quantize_", "torchao.quantization.quant_api")
+
+
+def test_only_the_search_for_quantize_walks_the_stack():
+    allowed = {"_quantize_frame", "caller_of_quantize", "is_on_stack"}
+    for path in FILES:
+        functions = [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)]
+        walkers = {f.name for f in functions if re.search(r"_getframe|currentframe|f_back|\bstack\(\)", ast.unparse(f))}
+        assert walkers <= (allowed if relative(path) == "_compat/__init__.py" else set()), relative(path)
 
 
 def test_the_search_for_private_names_finds_them():

@@ -60,6 +60,11 @@ COMPUTED = {
     "a sum of the warp": ("redux.sync.add.s32 %r4, %r3, -1;", np.full(THREADS, THREADS * (THREADS - 1) // 2)),
     "scopes of inline assembly": ("{\n.reg .b16 low;\ncvt.u16.u32 low, %r3;\ncvt.u32.u16 %r4, low;\n}", NUMBERS),
     "a loop": ("mov.b32 %r4, 0;\n$L:\nadd.s32 %r4, %r4, 1;\nsetp.lt.s32 %p2, %r4, 5;\n@%p2 bra $L;", NUMBERS * 0 + 5),
+    "shared memory": ("st.shared.b32 [%r2], %r3;\nbar.sync 0;\nld.shared.b32 %r4, [%r2];", NUMBERS),
+    "shared memory of the program": (
+        "st.shared::cta.b32 [%r2], %r3;\nbar.sync 0;\nld.shared::cta.b32 %r4, [%r2];",
+        NUMBERS,
+    ),
     "a copy waited for": (
         "cp.async.ca.shared.global [%r2], [%rd2], 4;\ncp.async.commit_group;\ncp.async.wait_group 0;\n"
         "bar.sync 0;\nld.shared.b32 %r4, [%r2];",

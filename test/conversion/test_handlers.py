@@ -26,7 +26,16 @@ from torch import nn
 from torch.nn.utils import prune
 from torchao.quantization import FqnToConfig, quantize_
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, dry_run, is_linear, linear, skip_fqns
+from torchao_blockwise import (
+    BlockwiseFP8Tensor,
+    MasterWeightTensor,
+    NVFP4Tensor,
+    dry_run,
+    is_linear,
+    linear,
+    skip_fqns,
+    unconvert,
+)
 from torchao_blockwise.conversion import convert_module
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -79,6 +88,21 @@ def test_identity_gradient_attributes_and_hooks_stay():
     removed.remove()
     model(torch.randn(3, 64)).sum().backward()
     assert fired == ["grad", "accumulated"]
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch knows one dtype of gradients")
+@pytest.mark.parametrize("master_weights", (True, False), ids=("masters", "quantized"))
+def test_the_dtype_of_gradients_stays(master_weights):
+    """There and back, and with a gradient of that dtype."""
+    layer = nn.Linear(64, 48, dtype=torch.bfloat16)
+    layer.weight.grad_dtype = torch.float32
+    layer.weight.grad = torch.ones(48, 64)
+    quantize_(layer, replace(FP8, master_weights=master_weights))
+    assert layer.weight.grad_dtype == layer.weight.grad.dtype == torch.float32
+    layer.weight.grad = None
+    layer(torch.randn(3, 64, dtype=torch.bfloat16)).sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+    assert unconvert(layer).weight.grad_dtype == torch.float32
 
 
 @both_formats

@@ -31,7 +31,7 @@ def patch(monkeypatch):
         (backend, "interpreting", lambda: False),
         (environment, "why_another_triton", lambda: None),
         (triton_tools, "why_no_cache", lambda: None),
-        (triton_tools, "ptxas_version", lambda: "12.9"),
+        (triton_tools, "ptxas_version", lambda capability: "13.4"),
         (environment, "driver_version", lambda: None),
         (backend, "compute_capability", lambda device: HOPPER),
         (torch.version, "cuda", "13.0"),
@@ -64,7 +64,8 @@ CASES = {
     "interpreter on a cpu": ((backend, "interpreting", lambda: True), CPU, NOTE, "thousands of times slower"),
     "another triton": ((environment, "why_another_triton", lambda: "built with"), GPU, NOTE, "built with"),
     "cache": ((triton_tools, "why_no_cache", lambda: "TRITON_CACHE_DIR"), GPU, NOTE, "TRITON_CACHE_DIR"),
-    "ptxas": ((triton_tools, "ptxas_version", lambda: "12.8"), GPU, NOTE, "ptxas 12.8"),
+    "ptxas 12.8": ((triton_tools, "ptxas_version", lambda capability: "12.8"), GPU, NOTE, "loses bytes of values"),
+    "ptxas 12.9": ((triton_tools, "ptxas_version", lambda capability: "12.9.86"), GPU, NOTE, "min.NaN or max.NaN"),
     "driver without gpu": ((environment, "driver_version", lambda: "580.1"), CPU, PROBLEM, "580.1, but PyTorch, which"),
     "turing": ((backend, "compute_capability", lambda device: (7, 5)), GPU, PROBLEM, "sm_80 or newer, got sm_75"),
     "ampere": ((backend, "compute_capability", lambda device: (8, 0)), GPU, NOTE, "sm_80 has no FP8"),
@@ -97,8 +98,13 @@ def test_problems_come_first(patch):
 @pytest.mark.parametrize(
     ("required", "said"),
     (
-        (["numpy", 'triton==3.6.0; platform_system == "Linux"'], "was built with Triton 3.6.0, got 3.7.1"),
+        (["numpy", 'triton==3.6.0; platform_system == "Linux"'], "needs Triton ==3.6.0, got 3.7.1"),
         (["triton==3.7.1"], None),
+        (["triton~=3.9.0"], "needs Triton ~=3.9.0, got 3.7.1: torch.compile may fail (pip install triton~=3.9.0)"),
+        (["triton~=3.6.0"], "needs Triton ~=3.6.0, got 3.7.1"),
+        (["triton~=3.7.2"], "needs Triton ~=3.7.2, got 3.7.1"),
+        (['triton~=3.7.0; platform_system == "Linux"'], None),
+        (["triton~=3.6"], None),
         (["pytorch-triton-rocm==3.0"], None),
         ([], None),
         (None, None),
@@ -110,6 +116,16 @@ def test_a_triton_that_is_not_pytorchs(monkeypatch, required, said):
     monkeypatch.setattr(environment, "installed", lambda package: "3.7.1")
     found = environment.why_another_triton()
     assert found is None if said is None else said in found
+
+
+@pytest.mark.parametrize("capability", ((8, 0), (9, 0), (10, 0)), ids=str)
+def test_the_assembler_is_the_one_that_builds_for_the_gpu(monkeypatch, capability):
+    """Which of Triton's two that is depends on the GPU and on Triton."""
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    monkeypatch.setattr(backend, "compute_capability", lambda device: capability)
+    built_by = compiler.get_ptxas(10 * capability[0] + capability[1]).version
+    assert environment._ptxas_version(GPU) == str(built_by)
+    assert environment._ptxas_version(CPU) == str(compiler.get_ptxas(90).version)
 
 
 def test_facts_of_this_machine(device):

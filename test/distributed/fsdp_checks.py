@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import itertools
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,8 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor
+from torchao_blockwise import MasterWeightTensor, _compat
+from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 # Rows whose splits fall on block borders, within blocks, unevenly, and leave ranks with nothing.
@@ -72,6 +75,22 @@ def trains_as_unsharded(mesh, config):
 def trains_in_one_group(mesh, config):
     model, reference = blocks(config), blocks(config)
     assert_trains_as_unsharded(fully_shard(model, mesh=mesh), reference, config, mesh)
+
+
+def asks_no_store(mesh, config):
+    """After the first step, on what passes for NCCL, ranks exchange nothing through the store that they met at."""
+    kinds = []
+    for masters in (True, False):
+        model = shard(blocks(replace(config, master_weights=masters)), mesh)
+        kinds.append((model, adamw(model) if masters else MasterWeightOptimizer(torch.optim.AdamW, model)))
+    for model, optimizer in kinds:
+        train(model, optimizer, steps=1)
+    with (
+        mock.patch.object(_compat, "nccl_timeout", lambda group: datetime.timedelta(minutes=10)),
+        mock.patch.object(_compat, "default_store", side_effect=AssertionError("the store is asked")),
+    ):
+        for model, optimizer in kinds:
+            train(model, optimizer, steps=2)
 
 
 def gives_ranks_seeds_of_their_own(mesh, config):

@@ -19,10 +19,11 @@ from fsdp_models import CONFIGS, adamw, blocks, config_of, shard, train
 from helpers import replace
 from ranks import device, gpus, join, run_in_turn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed import absence
+from torchao_blockwise.distributed import collective_watchdog, watch_collectives
 
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
 BOTH = ("fp8", "nvfp4")
@@ -68,6 +69,7 @@ CHECKS = (
     (life.dies_with_the_model, (2,), BOTH),
     (life.synchronises_by_hand, (1, 4), BOTH),
     (life.gathers_few_bytes, (3, 4), BOTH),
+    (checks.asks_no_store, (2,), BOTH),
     (checks.shards_hybrid, ((2, 2),), (*BOTH, GROUPS)),
     (life.replicates_and_groups, (2,), ("fp8",)),
     (life.gathers_by_redistribution, (2,), ("fp8",)),
@@ -85,6 +87,7 @@ CHECKPOINT_CHECKS = (
 )
 PRIMARY_CHECKS = (
     (primary.gathers_exactly_at_any_split, (1, 3, 4), BOTH),
+    (primary.keeps_dtypes_of_gradients, (2,), BOTH),
     (primary.trains_long, (1, 2, 4), BOTH),
     (primary.trains_in_many_ways, (2,), (*BOTH, FULL, FOUR_OVER_SIX, GROUPS)),
     (primary.accumulates, (2,), (*BOTH, FULL)),
@@ -242,8 +245,9 @@ def come_late(rank: int, ranks: int, port: int, file: str, seconds: float) -> No
     pause = 0.85 * seconds
     if device().type == "cpu":
         _compat.nccl_timeout, pause = lambda group: timedelta(seconds=seconds), 2 * seconds
+    watch_collectives()
     logged = []
-    absence._log.addHandler(handler := logging.Handler())
+    collective_watchdog._log.addHandler(handler := logging.Handler())
     handler.emit = lambda record: logged.append(record.getMessage())
     model = shard(blocks(CONFIGS["fp8"]), DeviceMesh(device().type, list(range(ranks))))
     optimizer = adamw(model)
@@ -270,3 +274,26 @@ def fail_later(rank: int, ranks: int, port: int, file: str, seconds: float) -> N
         except RuntimeError as e:
             message = str(e)
     torch.save(message, file)
+
+
+def flatten(rank: int, ranks: int, port: int, file: str, cases: list[tuple]) -> None:
+    """Wrap converted models by FSDP1 and run them; leaves (what was raised, where) of each case."""
+    join(rank, ranks, port)
+    left = {}
+    for case in cases:
+        name, master_weights, use_orig_params, mixed = case
+        model = blocks(replace(CONFIGS[name], master_weights=master_weights))
+        where = "wrap"
+        try:
+            policy = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None
+            wrapped = FullyShardedDataParallel(
+                model, use_orig_params=use_orig_params, mixed_precision=policy, device_id=device()
+            )
+            where = "forward"
+            with torch.set_grad_enabled(not mixed):
+                wrapped(torch.ones(2, 48, device=device()))
+            left[case] = ("nothing", where)
+        except Exception as e:
+            left[case] = (f"{type(e).__name__}: {e}", where)
+    torch.save(left, file)
+    dist.destroy_process_group()

@@ -66,6 +66,28 @@ def gathers_exactly_at_any_split(mesh, config):
         assert_gathers(model, {"0.weight": expected * 3}, config, torch.bfloat16)
 
 
+def keeps_dtypes_of_gradients(mesh, config):
+    """`grad_dtype` does what it does for a model that is not converted, after a move of the shards too."""
+
+    def dtypes_of(config) -> list[dict]:
+        model, found = blocks(None, dtype=torch.bfloat16), []
+        for p in model.parameters():
+            p.grad_dtype = torch.float32
+        if config is not None:
+            quantize_(model, config)
+        shard(model, mesh)
+        for _ in range(2):
+            model(batch().bfloat16()).sum().backward()
+            found.append({name: p.grad.dtype for name, p in model.named_parameters()})
+            model.zero_grad()
+            model.to(device())
+        return found
+
+    expected = dtypes_of(None)
+    for masters in (True, False):
+        assert dtypes_of(replace(config, master_weights=masters)) == expected, masters
+
+
 def trains_long(mesh, config):
     """Many steps of one block in one group, of rows that split unevenly: 105 on two ranks, 30 on others."""
     models = blocks(config, 33, 50, count=1), blocks(None, 33, 50, count=1)

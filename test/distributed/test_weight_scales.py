@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -18,15 +19,14 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from fsdp_models import CONFIGS, adamw, batch, blocks, masters_of, quantized, shard, shared_amaxes, train
-from fsdp_run import come_late, fail_later, go_wrong
+from fsdp_run import come_late, fail_later, flatten, go_wrong
 from helpers import FP8, NVFP4, mlp, weight
 from ranks import spawn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 from torchao_blockwise._compat import torch_fsdp
-from torchao_blockwise.distributed import sync_weight_scales
+from torchao_blockwise.distributed import sync_weight_scales, watch_collectives
 from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -189,12 +189,27 @@ def test_a_quantised_weight_as_strided_is_itself_or_refused(config):
             torch.as_strided(x, size, stride, offset)
 
 
-@pytest.mark.parametrize("original", (True, False), ids=("original_params", "flat_params"))
-def test_fsdp1_is_refused(mesh, original):
+FLATTENED = list(itertools.product(("fp8", "nvfp4"), (True, False), (True, False), (True, False)))
+
+
+@pytest.fixture(scope="module")
+def flattened(tmp_path_factory):
+    return spawn(flatten, 2, tmp_path_factory.mktemp("fsdp1"), FLATTENED)
+
+
+@pytest.mark.parametrize("case", FLATTENED, ids=str)
+def test_fsdp1_is_refused(case, flattened):
     """It would make plain tensors of the weights, and layers would train in high precision."""
-    with pytest.raises(NotImplementedError, match=r"use torch\.distributed\.fsdp\.fully_shard \(FSDP2\)"):
-        FullyShardedDataParallel(blocks(FP8), use_orig_params=original, device_id=torch.device("cpu"))
-    # The same operation elsewhere.
+    _, master_weights, use_orig_params, _ = case
+    for of_rank in flattened:
+        message, where = of_rank[case]
+        # With flat parameters only, the layer is the first to see that its weight is another tensor.
+        assert where == ("forward" if master_weights and not use_orig_params else "wrap")
+        assert "torch.distributed.fsdp.fully_shard" in message and "FullyShardedDataParallel" in message
+        assert not master_weights or re.match(r"NotImplementedError: .* the weight of [01]\.up", message), message
+
+
+def test_weights_are_flattened_where_no_layer_uses_the_result():
     vector = nn.utils.parameters_to_vector(blocks(FP8).parameters())
     assert type(vector) is torch.Tensor
 
@@ -241,6 +256,11 @@ def test_a_rank_that_comes_late_is_named_while_others_wait(tmp_path):
             f"sync_weight_scales: rank {rank} waits to reduce the amaxes of 4 weights, 0.up.weight the first, with "
             "ranks [0, 1, 2]; after 3 s there is no word from rank 2: failed before, or busy with another collective"
         ]
+
+
+def test_collectives_are_watched_only_in_a_process_group():
+    with pytest.raises(ValueError, match="call it after init_process_group"):
+        watch_collectives()
 
 
 def test_a_rank_that_ends_is_named_by_all_others(tmp_path):

@@ -98,13 +98,19 @@ def test_loads_converted_and_remembers_the_recipe(cls, config, masters, folder, 
     assert_same_states(plain, model)
 
 
-def test_saves_the_state_dict_that_it_is_given(folder, tmp_path):
-    """As Trainer gives one that it has gathered from all ranks."""
+@pytest.mark.parametrize("positional", (False, True), ids=("keyword", "positional"))
+def test_saves_the_state_dict_that_it_is_given(positional, folder, tmp_path):
+    """As Trainer gives one that it has gathered from all ranks; the next save is of the model again."""
     model = load(folder, quantization_config=ours.BlockwiseFP8Config())
     given = {name: x + 1 for name, x in model.state_dict().items()}
-    model.save_pretrained(tmp_path, state_dict=dict(given))
+    if positional:
+        model.save_pretrained(tmp_path, True, dict(given))
+    else:
+        model.save_pretrained(tmp_path, state_dict=dict(given))
     for name, x in load(tmp_path).state_dict().items():
         assert_bitwise_equal(x, given[name], name)
+    model.save_pretrained(tmp_path)
+    assert_same_states(load(tmp_path), model)
 
 
 def test_dequantize_gives_the_plain_model_back(folder):

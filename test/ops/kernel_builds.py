@@ -4,6 +4,7 @@ A subprocess (without the interpreter, which Triton picks once a process) runs t
 driver that names a GPU but has none: kernels are built as a GPU would build them, and never launched.
 """
 
+import itertools
 import json
 import os
 import re
@@ -97,6 +98,19 @@ def _half_defined_words(ptx: str) -> list[str]:
     return [word for word, *halves in words if not defined.issuperset(halves)]
 
 
+def ptxas_12_9_hazards(ptx: str) -> list[str]:
+    """Instructions of a kernel with FP8 that ptxas 12.9, which Triton 3.8 uses on Hopper, may miscompile.
+
+    min.NaN and max.NaN: where two stores write the value as FP8, one of them writes other bytes (Triton issue 11111).
+    add.s16x2 of a register that another one adds too, as for a constant: the second adds 0 (Triton issue 11581).
+    """
+    if not re.search(r"cvt\.[\w.]*e[45]m[23]x2", ptx):
+        return []
+    addends = Counter(x for line in re.findall(r"add\.s16x2\s+%r\d+,([^;]*);", ptx) for x in set(line.split(",")))
+    found = [f"add.s16x2 of {x.strip()} in {n} places" for x, n in addends.items() if n > 1]
+    return found + re.findall(r"(?:min|max)\.NaN\S*", ptx)
+
+
 def _loads_in_loops(ttgir: str) -> list[int]:
     """Of each partition of a kernel how many loads from memory are in its loops."""
     partitions = re.split(r"^\s*(?:default \{|partition\d+\()", ttgir, flags=re.M)[1:]
@@ -121,6 +135,7 @@ def _rows(cases, target: int, instructions: re.Pattern, disassembled: bool) -> l
             row["SHARED"] = compiled.metadata.shared
             row["loads_in_loops"] = _loads_in_loops(compiled.asm["ttgir"])
             row["half_defined_words"] = _half_defined_words(compiled.asm["ptx"])
+            row["ptxas_12_9_hazards"] = ptxas_12_9_hazards(compiled.asm["ptx"])
             rows.append(resources[compiled.hash] | row)
         builds.clear()
     return rows
@@ -161,7 +176,31 @@ def built_for(script: str, targets) -> dict[int, list]:
         command = [sys.executable, script, folder, *map(str, targets)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
-        return {target: json.loads(Path(folder, str(target)).read_text()) for target in targets}
+        rows = {target: json.loads(Path(folder, str(target)).read_text()) for target in targets}
+    for row in itertools.chain(*rows.values()):
+        assert row["ptxas_12_9_hazards"] == [], row["label"]
+    return rows
+
+
+# Kernels of which the ptxas of Triton 3.9 (13.4) keeps up to 72 bytes on the stack in some builds, listed in
+# benchmarks/results/builds_sm_90_triton_3_9.md; older ones keep none there.
+_SPILLED_BY_TRITON_3_9 = (
+    "matmul_fp8_kernel",
+    "grouped_matmul_fp8_kernel",
+    "grouped_matmul_bf16_kernel",
+    "_swiglu_kernel",
+    "_swiglu_backward_kernel",
+)
+
+
+def spilled_bytes(rows) -> dict[str, int]:
+    """{label: bytes on the stack} of builds that spill; with Triton 3.9 not of those that are known to."""
+    import triton
+
+    is_3_9 = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 9)
+    allowed = dict.fromkeys(_SPILLED_BY_TRITON_3_9, 72) if is_3_9 else {}
+    found = ((row["label"], row["kernel"], row["STACK"] + row["LOCAL"]) for row in rows)
+    return {label: n for label, kernel, n in found if n > allowed.get(kernel, 0)}
 
 
 def of(rows, *words):

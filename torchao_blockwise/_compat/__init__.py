@@ -98,7 +98,16 @@ def scaled_mm(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_mm` of lists and codes, without making these in each call."""
     return torch._scaled_mm_v2(
-        a, b, a_scales, a_scalings, a_swizzles, b_scales, b_scalings, b_swizzles, None, out_dtype, (), False
+        a,
+        b,
+        scale_a=a_scales,
+        recipe_a=a_scalings,
+        swizzle_a=a_swizzles,
+        scale_b=b_scales,
+        recipe_b=b_scalings,
+        swizzle_b=b_swizzles,
+        bias=None,
+        out_dtype=out_dtype,
     )
 
 
@@ -114,7 +123,16 @@ def scaled_grouped_mm(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_grouped_mm` of lists and codes, the same codes for both operands."""
     return torch._scaled_grouped_mm_v2(
-        a, b, a_scales, scalings, swizzles, b_scales, scalings, swizzles, ends, None, out_dtype, (), False
+        a,
+        b,
+        scale_a=a_scales,
+        recipe_a=scalings,
+        swizzle_a=swizzles,
+        scale_b=b_scales,
+        recipe_b=scalings,
+        swizzle_b=swizzles,
+        offs=ends,
+        out_dtype=out_dtype,
     )
 
 
@@ -143,19 +161,30 @@ def why_no_scaled_grouped_mm(device: torch.device) -> str | None:
     return None
 
 
+def _quantize_frame() -> types.FrameType | None:
+    """The frame of the `torchao.quantization.quantize_` call that is on the stack, or None."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "quantize_" and frame.f_globals.get("__name__") == "torchao.quantization.quant_api":
+            return frame
+        frame = frame.f_back
+    return None
+
+
 def quantize_call() -> tuple[Any, Any]:
     """(model, filter_fn) of the `torchao.quantization.quantize_` call that is on the stack, or (None, None).
 
     torchao hands a handler one module at a time. To refuse a model before its first layer changes, and to name the
     layer, a handler must see the whole call; torchao offers no hook for that, so this reads it off the stack.
     """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "quantize_" and frame.f_globals.get("__name__") == "torchao.quantization.quant_api":
-            return frame.f_locals.get("model"), frame.f_locals.get("filter_fn")
-        frame = frame.f_back
-    return None, None
+    frame = _quantize_frame()
+    return (None, None) if frame is None else (frame.f_locals.get("model"), frame.f_locals.get("filter_fn"))
+
+
+def caller_of_quantize() -> str | None:
+    """Name of the module that called `torchao.quantization.quantize_`, where such a call is on the stack."""
+    frame = _quantize_frame()
+    return None if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__")
 
 
 def default_filter() -> Callable[[torch.nn.Module, str], bool]:
@@ -250,6 +279,14 @@ def operation_name(op: Operation) -> str:
 def version_of(x: torch.Tensor) -> int:
     """How often `x` or an alias of it was changed in place."""
     return x._version
+
+
+def carry_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let gradients of `target` have the dtype that the program gave to those of `source` (`grad_dtype`), if it did."""
+    dtype = getattr(source, "grad_dtype", source.dtype)
+    # Since torch 2.15 it may also be the dtype of the tensor itself.
+    if getattr(source, "_has_grad_dtype_override", dtype != source.dtype):
+        target.grad_dtype = dtype
 
 
 def is_held(x: torch.Tensor) -> bool:

@@ -1,8 +1,11 @@
-"""Names that transformers and accelerate do not promise to keep; neither is imported."""
+"""Names that transformers and accelerate do not promise to keep; an import of this file imports neither."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
 
 def transformers_quantizes() -> bool:
     """Whether transformers has called `quantize_` while it loads a model, as a `TorchAoConfig` makes it do."""
-    return _compat.is_on_stack("transformers.integrations.torchao")
+    return _compat.caller_of_quantize() == "transformers.integrations.torchao"
 
 
 def is_silu(activation: torch.nn.Module) -> bool:
@@ -49,17 +52,33 @@ def passed_over(model: torch.nn.Module) -> set[str]:
     return {*(named or ()), *[r"rotary_emb\.inv_freq$"] * is_theirs}
 
 
-def given_state_dict() -> dict[str, Any] | None:
-    """The state dict that the `save_pretrained` which is running was given; None if it was given none.
+_given_state_dict: ContextVar[dict[str, Any] | None] = ContextVar("given_state_dict", default=None)
 
-    transformers replaces it by what a model's quantizer gives, and Trainer has gathered it from all ranks.
+
+def remember_given_state_dicts() -> None:
+    """Have `PreTrainedModel.save_pretrained` remember its `state_dict` while it runs, for `given_state_dict`.
+
+    transformers passes a quantizer only the model, and drops the state dict, which Trainer has gathered from all ranks.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_name == "save_pretrained" and frame.f_globals["__name__"] == "transformers.modeling_utils":
-            return frame.f_locals.get("state_dict")
-    return None
+    from transformers import PreTrainedModel
+
+    save = PreTrainedModel.save_pretrained
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def remembering(*args: Any, **kwargs: Any) -> None:
+        token = _given_state_dict.set(signature.bind(*args, **kwargs).arguments.get("state_dict"))
+        try:
+            save(*args, **kwargs)
+        finally:
+            _given_state_dict.reset(token)
+
+    PreTrainedModel.save_pretrained = remembering  # type: ignore[method-assign]
+
+
+def given_state_dict() -> dict[str, Any] | None:
+    """The state dict that the `save_pretrained` which is running was given; None if it was given none."""
+    return _given_state_dict.get()
 
 
 def reverted(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

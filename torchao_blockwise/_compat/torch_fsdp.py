@@ -81,7 +81,7 @@ def why_unknown() -> str | None:
         return None
     return (
         f"FSDP2 of PyTorch {torch.__version__} has no {' and no '.join(missing)}, by which shards are quantized; "
-        "take a PyTorch that has it (2.11 to 2.13 do), or another way than fully_shard to split the model"
+        "take a PyTorch that has it (2.11 to 2.15 do), or another way than fully_shard to split the model"
     )
 
 
@@ -277,9 +277,20 @@ def watch(before_gathers: Callable[[FSDPState], None]) -> None:
     FSDPModule.unshard = watched_unshard  # type: ignore[method-assign]
 
 
-def flattens_for_fsdp1() -> bool:
-    """Whether `FullyShardedDataParallel`, FSDP1, makes one flat tensor of parameters."""
-    return _compat.is_on_stack("torch.distributed.fsdp._flat_param")
+def check_not_flattened(x: torch.Tensor, layer: str) -> None:
+    """Raise NotImplementedError where `x` is a view of what `FullyShardedDataParallel` (FSDP1) made of parameters.
+
+    layer: whose weight `x` has replaced.
+    """
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FlatParameter
+
+        if isinstance(x._base, FlatParameter):
+            raise NotImplementedError(
+                f"FullyShardedDataParallel (FSDP1) has flattened the weight of {layer} into a plain tensor, and the "
+                "layer would train in high precision; use torch.distributed.fsdp.fully_shard (FSDP2), or leave the "
+                "layer unconverted"
+            )
 
 
 def shard_parameters(kind: type[torch.Tensor], shard_of: Callable[[torch.Tensor, FsdpParameter], torch.Tensor]) -> None:
@@ -310,6 +321,7 @@ def shard_parameters(kind: type[torch.Tensor], shard_of: Callable[[torch.Tensor,
         )
         # By which FSDP2 finds parameters that two groups share.
         vars(stand_in).update({k: v for k, v in vars(param).items() if k.startswith("_fsdp")})
+        _compat.carry_grad_dtype(param, stand_in)
         given = signature.bind(self, stand_in, module_info, *args, **kwargs)
         place = given.arguments.get("shard_placement_fn")
         if place is not None:
@@ -318,7 +330,9 @@ def shard_parameters(kind: type[torch.Tensor], shard_of: Callable[[torch.Tensor,
         vars(param).update({k: v for k, v in vars(stand_in).items() if k.startswith("_fsdp")})
         with torch.no_grad():
             local = self.to_sharded_dtensor(shard_of(param, _described(self, {})))
-        self.sharded_param = torch.nn.Parameter(local, requires_grad=param.requires_grad)
+        sharded = torch.nn.Parameter(local, requires_grad=param.requires_grad)
+        _compat.carry_grad_dtype(self.sharded_param, sharded)
+        self.sharded_param = sharded
         self._setattr_on_modules(self.sharded_param)
         self._init_extensions()
 
@@ -327,7 +341,15 @@ def shard_parameters(kind: type[torch.Tensor], shard_of: Callable[[torch.Tensor,
         param = getattr(self._module_info.module, self._module_info.param_name)
         if not isinstance(_compat.local_of(param), kind):
             return reset(self)
-        # There is no padding to renew.
+        # All that FSDP2 does there, except to renew the padding, which is not there.
+        if hasattr(self, "_capture_grad_dtype_policy"):  # since torch 2.15
+            for known in (self.sharded_param, param):
+                self._capture_grad_dtype_policy(known)
+            if self._has_sharded_grad_dtype_override:
+                param.grad_dtype = self.sharded_grad_dtype
+            else:
+                self.sharded_grad_dtype = param.dtype
+            self._sharding_spec_by_dtype.clear()
         self.sharded_param, self._sharding_spec = param, param._spec
 
     FSDPParam.__init__ = watched_init  # type: ignore[method-assign]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 
-def ptxas_version() -> str | None:
-    """The version of the assembler that Triton calls, or None where that cannot be found out."""
+def ptxas_version(capability: tuple[int, int]) -> str | None:
+    """The version of the assembler that Triton calls for GPUs of this capability, or None if that is unknown."""
     try:
-        from triton import knobs
+        from triton.backends.nvidia.compiler import get_ptxas
 
-        return str(knobs.nvidia.ptxas.version)
+        return str(get_ptxas(10 * capability[0] + capability[1]).version)
     except Exception:
         # Triton raises RuntimeError without the program, and whatever the program ends with.
         return None

@@ -295,6 +295,7 @@ def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     if isinstance(converted, QuantizedTensor) and weight.requires_grad:
         converted.original = Original(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
+    _compat.carry_grad_dtype(weight, new)
     own = (
         {*itertools.chain(*weight.__tensor_flatten__()), *_OF_THE_CONTENT}
         if isinstance(weight, (MasterWeightTensor, QuantizedTensor))

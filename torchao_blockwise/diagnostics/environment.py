@@ -35,7 +35,7 @@ def facts(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "torchao": installed("torchao") or "-",
         "triton": installed("triton") or "-",
-        "Triton's ptxas": triton_tools.ptxas_version() or "-",
+        "Triton's ptxas": _ptxas_version(device) or "-",
         "CUDA of torch": torch.version.cuda or "-",
         "NVIDIA driver": driver_version() or "-",
         "Python": platform.python_version(),
@@ -108,23 +108,44 @@ def _of_triton(device: torch.device) -> Iterator[Finding]:
         yield Finding(NOTE, reason)
     if is_gpu and not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
         yield Finding(PROBLEM, "Triton builds what launches kernels with a C compiler, and there is none; install gcc")
-    if is_gpu and (triton_tools.ptxas_version() or "").startswith("12.8"):
-        yield Finding(
-            NOTE,
-            "ptxas 12.8, which Triton 3.6 and 3.7 carry, loses bytes where half of a word is undefined; kernels here "
-            "avoid that, other kernels that convert to e4m3 may not",
-        )
+    version = (_ptxas_version(device) or "") if is_gpu else ""
+    for miscompiled, what in _MISCOMPILED.items():
+        if version.startswith(miscompiled):
+            yield Finding(NOTE, f"ptxas {miscompiled} {what}; kernels here avoid that, other kernels may not")
+
+
+# Bugs of ptxas by version.
+_MISCOMPILED = {
+    "12.8": "(Triton 3.6 and 3.7) loses bytes of values converted to e4m3 where half of a word is undefined",
+    "12.9": (
+        "(Triton 3.8 on Hopper) can corrupt FP8 values that min.NaN or max.NaN clamps and two stores write, and drops "
+        "constants added by add.s16x2"
+    ),
+}
+
+
+def _ptxas_version(device: torch.device) -> str | None:
+    """The version of the ptxas that Triton uses for the GPU, without one for Hopper."""
+    return triton_tools.ptxas_version(backend.compute_capability(device) if device.type == "cuda" else (9, 0))
 
 
 def why_another_triton() -> str | None:
-    """Why the Triton that is installed may not fit PyTorch, which names the version that it was built with, or None."""
+    """Why the Triton that is installed may not fit PyTorch, which names the versions that it works with, or None."""
     have = installed("triton")
     for requirement in metadata.requires("torch") or ():
-        wanted = re.match(r"triton\s*==\s*([\w.+]+)", requirement)
-        if wanted and have and wanted[1] != have:
-            built = f"PyTorch {torch.__version__} was built with Triton {wanted[1]}, got {have}"
-            return f"{built}: torch.compile may fail (pip install triton=={wanted[1]})"
+        wanted = re.match(r"triton\s*(==|~=)\s*([\w.+]+)", requirement)
+        if wanted and have and not _fits(have, *wanted.groups()):
+            needs = f"PyTorch {torch.__version__} needs Triton {''.join(wanted.groups())}, got {have}"
+            return f"{needs}: torch.compile may fail (pip install triton{''.join(wanted.groups())})"
     return None
+
+
+def _fits(have: str, operator: str, wanted: str) -> bool:
+    """Whether a version is `wanted` or, for "~=", one that differs only in the last number and is not older."""
+    if operator == "==":
+        return have == wanted
+    got, least = ([int(part) for part in re.findall(r"\d+", v.split("+")[0])] for v in (have, wanted))
+    return got >= least and got[: len(least) - 1] == least[:-1]
 
 
 def _of_gpu(device: torch.device) -> Iterator[Finding]:

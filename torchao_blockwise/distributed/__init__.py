@@ -5,9 +5,11 @@ master_weights.py    the cast for masters that a program has split by itself
 fsdp/                weights that FSDP2 shards: when they are cast, and how they are gathered
 zero/                MasterWeightOptimizer: masters of quantized Parameters, whole or split over ranks
 expert_parallel.py   experts that ranks share, and the tokens that travel to them
-agreement.py         ranks compare what they are about to exchange; absence.py: they name who does not come
+agreement.py         ranks compare what they are about to exchange
+collective_watchdog.py  where a collective fails or does not end, ranks name who is absent
 """
 
+from torchao_blockwise.distributed.collective_watchdog import watch_collectives
 from torchao_blockwise.distributed.expert_parallel import ExpertParallel, combine_tokens, dispatch_tokens
 from torchao_blockwise.distributed.fsdp import sync_weight_scales
 from torchao_blockwise.distributed.master_weights import (
@@ -26,4 +28,5 @@ __all__ = [
     "combine_tokens",
     "dispatch_tokens",
     "sync_weight_scales",
+    "watch_collectives",
 ]

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.absence import arrived
+from torchao_blockwise.distributed.collective_watchdog import arrived
 
 if TYPE_CHECKING:
     from torchao_blockwise._compat.torch_types import Store

@@ -33,6 +33,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module  # no
 from transformers.trainer_callback import ExportableState  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
+hugging_face.remember_given_state_dicts()
+
 
 class BlockwiseConfig(QuantizationConfigMixin):
     """What both configs are: take `BlockwiseFP8Config` or `NVFP4Config`.

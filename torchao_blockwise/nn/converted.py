@@ -44,6 +44,7 @@ class ConvertedLinear(nn.Linear):
         if is_low_precision(weight):
             shared = self.shared_input
             return (linear if shared is None else shared.linear)(input, weight, self.bias)
+        torch_fsdp.check_not_flattened(weight, self.fqn or "a converted layer")
         if torch.compiler.is_compiling():
             _warn_replaced(self.fqn)
         elif not (self.said_replaced or _meant):

@@ -196,11 +196,6 @@ class MasterWeightTensor(TorchAOBaseTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operation, types: Types, args: Args, kwargs: Kwargs | None = None
     ) -> Any:
-        if func is aten.cat.default and torch_fsdp.flattens_for_fsdp1():
-            raise NotImplementedError(
-                "FullyShardedDataParallel (FSDP1) makes plain tensors of parameters: converted layers would train in "
-                "high precision; use torch.distributed.fsdp.fully_shard (FSDP2), or leave the model unconverted"
-            )
         kwargs = kwargs or {}
         if (result := _compat.decomposed(func, args, kwargs)) is not NotImplemented:
             return result
@@ -346,6 +341,8 @@ def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
     weight, data = args
     if not isinstance(weight, MasterWeightTensor):
         return func(weight, data.hp)
+    if not isinstance(data, MasterWeightTensor):
+        torch_fsdp.check_not_flattened(data, _layers([weight]))
     new = data if isinstance(data, MasterWeightTensor) else MasterWeightTensor(data.detach(), weight.config)
     _take_over(weight, new)
 

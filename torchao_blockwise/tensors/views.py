@@ -82,7 +82,8 @@ def _view(func: Operation, x: QuantizedTensor, size: Sequence[int]) -> Quantized
     if not keeps_columns or (size[-2] != rows and (rows % block_rows or size[-2] % block_rows)):
         raise ValueError(
             f"view: {list(x.shape)} as {size} would cut blocks of {block_rows}x{x.fmt.block[1]}; keep the last dim, "
-            f"and rows in multiples of {block_rows}, or dequantize() first (DistributedDataParallel: init_sync=False)"
+            f"and rows in multiples of {block_rows}, or dequantize() first (DistributedDataParallel: init_sync=False; "
+            "FullyShardedDataParallel: use torch.distributed.fsdp.fully_shard)"
         )
     of_matrices = _scale_of_matrices(x)
     if of_matrices is not None:

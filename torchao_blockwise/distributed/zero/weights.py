@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.distributed.absence import naming_absent
+from torchao_blockwise.distributed.collective_watchdog import naming_absent
 from torchao_blockwise.distributed.fsdp.quantized import cast_shards
 from torchao_blockwise.distributed.master_weights import write_masters
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor

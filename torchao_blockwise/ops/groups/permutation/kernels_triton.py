@@ -149,13 +149,14 @@ def _scatter_kernel(
 ):
     assignment = tl.program_id(0)
     row = tl.load(row_of_ptr + assignment)
-    inside = (row >= 0) & (row < rows)
+    # No element of a row that is outside. Masks of blocks and scalars are int32 in Triton 3.9's interpreter.
+    width = tl.where((row >= 0) & (row < rows), H, 0)
     x_ptr += (assignment // TOP_K).to(tl.int64) * H
     start = row.to(tl.int64) * H
     total = tl.zeros((STRIP,), tl.float32)
     for strip in range(0, H, STRIP):
         offs = strip + tl.arange(0, STRIP)
-        mask = (offs < H) & inside
+        mask = offs < width
         x = tl.load(x_ptr + offs, mask=mask, other=0.0)
         if y_ptr is not None:
             total += to_f32(x) * to_f32(tl.load(y_ptr + start + offs, mask=mask, other=0.0))
@@ -182,7 +183,7 @@ def _gather_kernel(
     offs = tl.program_id(0) % strips * STRIP + tl.arange(0, STRIP)
     for k in tl.static_range(TOP_K):
         row = tl.load(row_of_ptr + token * TOP_K + k)
-        mask = (offs < H) & (row >= 0) & (row < rows)
+        mask = offs < tl.where((row >= 0) & (row < rows), H, 0)
         term = to_f32(tl.load(y_ptr + row.to(tl.int64) * H + offs, mask=mask, other=0.0))
         if weights_ptr is not None:
             term *= to_f32(tl.load(weights_ptr + token * TOP_K + k))

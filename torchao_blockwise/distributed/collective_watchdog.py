@@ -1,9 +1,10 @@
-"""Where an exchange of ranks fails, or does not end, those that are left say who is not there.
+"""Name the ranks that do not enter a collective which fails, or which does not end.
 
 gloo raises where a rank is gone, and names a port at best: then the others ask each other. NCCL raises nothing: a
-collective that one rank never enters waits on the device until a watchdog ends the process, and names nobody. So on
-such groups each rank counts in the store what it enters, without waiting for it, and a thread compares the counts where
-too much time has passed. The thread asks the store alone: a query of the device would break a CUDA graph's capture.
+collective that one rank never enters waits on the device until PyTorch ends the process, and names nobody. With
+`watch_collectives`, each rank counts in the store the collectives that it enters, without waiting, and a thread
+compares the counts where too much time has passed. The thread asks only the store: a query of the device would break
+the capture of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _POLL_SECONDS = 1.0
 def naming_absent(subject: str, what: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Where the collective inside of it fails, raise RuntimeError that names the ranks that did not see it fail too.
 
-    Where it does not end, on NCCL, the ranks that did not enter it are named in the log, before a watchdog ends the
-    process. what: is done, "reduce the amaxes". A rank that failed before, or waits in a collective of others, gives no
+    Where it does not end, on NCCL, `watch_collectives` names in the log the ranks that did not enter it.
+    what: is done, "reduce the amaxes". A rank that failed before, or waits in a collective of others, gives no
     word.
     """
     _enter(subject, what, group)
@@ -95,16 +96,16 @@ class _Entered:
 
 
 class _Watcher(threading.Thread):
-    """Looks after the collectives that this rank entered last, until its ranks part."""
+    """Watches the collectives that this rank entered last, until the process group or another watcher replaces it."""
 
     def __init__(self) -> None:
-        super().__init__(name="torchao_blockwise absence", daemon=True)
+        super().__init__(name="torchao_blockwise collective watchdog", daemon=True)
         # Another handle to the store: the first one may be waiting for something else.
         self.store = _compat.default_store().clone()
         self.entered: dict[str, _Entered] = {}
 
     def run(self) -> None:
-        while dist.is_initialized():
+        while dist.is_initialized() and _watcher is self:
             pause = _POLL_SECONDS
             for room, entered in list(self.entered.items()):
                 late = entered.at + _PATIENCE * entered.timeout - time.monotonic()
@@ -131,18 +132,28 @@ class _Watcher(threading.Thread):
 _watcher: _Watcher | None = None
 
 
-def _enter(subject: str, what: str, group: dist.ProcessGroup) -> None:
-    """Count this collective where all ranks see it, if nobody else would notice one that is missing."""
+def watch_collectives() -> None:
+    """Log which ranks are absent where a collective of this package takes too long on NCCL.
+
+    After 70 % of the timeout of its process group, that is, which is before PyTorch ends the process. Call it on all
+    ranks after `init_process_group`: where training hangs, not always, since each rank then writes to the key-value
+    store in each forward pass and optimizer step. gloo raises where a rank is gone, and then the error names the ranks.
+    Raises ValueError before `init_process_group`.
+    """
     global _watcher
-    timeout = _compat.nccl_timeout(group)
-    if timeout is None:
+    if not dist.is_initialized():
+        raise ValueError("watch_collectives: it needs a process group; call it after init_process_group")
+    _watcher = _Watcher()
+    _watcher.start()
+
+
+def _enter(subject: str, what: str, group: dist.ProcessGroup) -> None:
+    """Count this collective where all ranks see it, if `watch_collectives` was called and NCCL runs it."""
+    if _watcher is None or not _watcher.is_alive() or (timeout := _compat.nccl_timeout(group)) is None:
         return
-    if _watcher is None or not _watcher.is_alive():
-        _watcher = _Watcher()
-        _watcher.start()
     ranks = sorted(dist.get_process_group_ranks(group))
     room = f"torchao_blockwise/entered/{subject}/{','.join(map(str, ranks))}"
     number = _watcher.entered[room].number + 1 if room in _watcher.entered else 1
-    _compat.default_store().set(f"{room}/{dist.get_rank()}", str(number))
+    _watcher.store.set(f"{room}/{dist.get_rank()}", str(number))
     what = f"{subject}: rank {dist.get_rank()} waits to {what} with ranks {ranks}"
     _watcher.entered[room] = _Entered(number, time.monotonic(), timeout.total_seconds(), ranks, what)
