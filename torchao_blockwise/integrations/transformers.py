@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from torchao_blockwise._compat import hugging_face
-from torchao_blockwise.conversion import custom, linears_and_experts, recipe_state, unconvert
-from torchao_blockwise.integrations.recipes import OpenScope, convert, go_on, keep_blocks, nearest, require
+from torchao_blockwise.conversion import custom, recipe_state, unconvert
+from torchao_blockwise.conversion.recommended import recommended
+from torchao_blockwise.integrations.recipes import OpenScope, convert, go_on, nearest, require
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors import NVFP4TrainingConfig as _NVFP4
@@ -37,8 +38,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin  # no
 class BlockwiseConfig(QuantizationConfigMixin):
     """What both configs are: take `BlockwiseFP8Config` or `NVFP4Config`.
 
-    modules_to_not_convert: names or patterns as transformers takes them; default the output projection, tied weights
-        and what the model keeps in fp32. Routers are never converted.
+    modules_to_not_convert: names or patterns as transformers takes them; default the output heads, tied weights and
+        what the model keeps in fp32. The rest is that of `recommended_layers`.
     keep_last_blocks: how many of the last blocks stay in high precision, or which share of them; default what the
         recipe says: 15 % in NVFP4, none in FP8.
     fused: whether `fuse(model)` is called, too.
@@ -141,8 +142,9 @@ class BlockwiseQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         config = self.quantization_config
         kept = self.get_modules_to_not_convert(model, config.modules_to_not_convert, hugging_face.kept_in_fp32(model))
-        chosen = custom(lambda module, fqn: should_convert_module(fqn, kept), "named in modules_to_not_convert")
-        chosen &= linears_and_experts() & keep_blocks(model, config.training_config, config.keep_last_blocks)
+        heads = config.modules_to_not_convert is not None
+        chosen = recommended(model, config.training_config, heads=heads, last_blocks=config.keep_last_blocks)
+        chosen &= custom(lambda module, fqn: should_convert_module(fqn, kept), "named in modules_to_not_convert")
         return convert(model, config.training_config, chosen, fused=config.fused)
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
