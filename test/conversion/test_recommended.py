@@ -41,61 +41,18 @@ ROUTERS = {
     # Their experts are linear layers.
     "nllb-moe": "ffn.router.classifier",
     "switch_transformers": "layer.1.mlp.router.classifier, layer.2.mlp.router.classifier",
-    **dict.fromkeys(
-        [
-            "aria_text",
-            "axk1",
-            "axk2",
-            "bailing_hybrid",
-            "beam",
-            "cohere2_moe",
-            "deepseek_v2",
-            "deepseek_v3",
-            "deepseek_v32",
-            "deepseek_v4",
-            "dots1",
-            "dots3_note_text",
-            "ernie4_5_moe",
-            "exaone_moe",
-            "flex_olmo",
-            "flint",
-            "glm4_moe",
-            "glm4_moe_lite",
-            "glm4v_moe_text",
-            "glm5_next_text",
-            "glm_moe_dsa",
-            "gpt_oss",
-            "granitemoe",
-            "granitemoe_swa",
-            "granitemoehybrid",
-            "granitemoeshared",
-            "hy_v3",
-            "hy_v4",
-            "inkling2_text",
-            "inkling_text",
-            "jamba",
-            "kimi_linear",
-            "kolibri1",
-            "laguna",
-            "mellum",
-            "mimo_v2_flash",
-            "minimax",
-            "minimax_m2",
-            "minimax_m3_vl_text",
-            "mistral4",
-            "mistral_large4_text",
-            "mixtral",
-            "muse_spark_text",
-            "nemotron_h",
-            "olmoe",
-            "openai_privacy_filter",
-            "qwen3_moe",
-            "qwen3_vl_moe_text",
-            "solar_open",
-        ],
-        "",
-    ),
 }
+ROUTERS |= dict.fromkeys(
+    """
+    aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1
+    dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite glm4v_moe_text glm5_next_text
+    glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared hy_v3 hy_v4 inkling2_text
+    inkling_text jamba kimi_linear kolibri1 laguna mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text
+    mistral4 mistral_large4_text mixtral muse_spark_text nemotron_h olmoe openai_privacy_filter qwen3_moe
+    qwen3_vl_moe_text solar_open
+    """.split(),  # noqa: SIM905
+    "",
+)
 OPTIONS = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
@@ -150,7 +107,7 @@ DENSE = {
     "a classifier": ("llama", "LlamaForSequenceClassification", {"score": "output head"}),
     # All matrices but the head are of its Conv1D.
     "gpt2": ("gpt2", None, {"lm_head": "output head, tied to transformer.wte"}),
-    "t5": ("t5", "T5ForConditionalGeneration", {"lm_head": "output head, tied to shared"}),
+    "t5": ("t5", "T5ForConditionalGeneration", {"lm_head": "output head, tied to decoder.embed_tokens"}),
     "image classifier": ("vit", "ViTForImageClassification", {"classifier": "output head"}),
     "image encoder": ("vit", "ViTModel", {"pooler.dense": "last layer, behind the blocks"}),
 }  # fmt: skip

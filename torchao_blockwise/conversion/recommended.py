@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 import weakref
 from typing import Any
 
@@ -38,6 +39,19 @@ def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -
     if config is not None:
         check_config("recommended_layers", config)
     return recommended(model, config)
+
+
+def warn_of_plain(model: nn.Module, config: TrainingConfig, targets: list[tuple[str, nn.Module]]) -> None:
+    """Warn if `quantize_(model, config)` without a filter converts layers that `recommended_layers` leaves out."""
+    advice = recommended_layers(model, config)
+    unwanted = [f"{fqn} ({why})" for fqn, m in targets if (why := advice.why_not(m, fqn)) is not None]
+    if unwanted:
+        shown = ", ".join(unwanted[:3]) + (f" and {len(unwanted) - 3} more" if len(unwanted) > 3 else "")
+        warnings.warn(
+            f"quantize_: without a filter it converts {shown}; to leave these out, convert a fresh model with "
+            "filter_fn=recommended_layers(model, config)",
+            stacklevel=3,
+        )
 
 
 def recommended(
@@ -84,7 +98,7 @@ def _reasons(model: nn.Module, heads: bool) -> weakref.WeakKeyDictionary[nn.Modu
 def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
     embeddings = {id(m.weight): fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding)}
     linears = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
-    named = [m for fqn, m in linears.items() if any(map(_HEAD.fullmatch, _before_numbers(fqn)))]
+    named: list[nn.Module] = [m for fqn, m in linears.items() if any(map(_HEAD.fullmatch, _before_numbers(fqn)))]
     named += [m for output in _declared_outputs(model) for m in output.modules()]
     last = dict.fromkeys(_last_behind_blocks(model), "last layer, behind the blocks")
     tied = {

@@ -16,14 +16,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torchao.core.config import AOBaseConfig
+from torchao.quantization.transform_module import register_quantize_module_handler
 
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.conversion import custom, recipe_state, unconvert
+from torchao_blockwise.conversion.handlers import refuse_config
 from torchao_blockwise.conversion.recommended import recommended
 from torchao_blockwise.integrations.recipes import OpenScope, convert, go_on, nearest, require
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors import NVFP4TrainingConfig as _NVFP4
+from torchao_blockwise.tensors.config import ConfigClass
 
 require("transformers", (5, 0))
 
@@ -35,7 +39,7 @@ from transformers.trainer_callback import ExportableState  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 
-class BlockwiseConfig(QuantizationConfigMixin):
+class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
     """What both configs are: take `BlockwiseFP8Config` or `NVFP4Config`.
 
     modules_to_not_convert: names or patterns as transformers takes them; default the output heads, tied weights and
@@ -100,6 +104,7 @@ class BlockwiseFP8Config(BlockwiseConfig):
     """`quantization_config=` for blockwise FP8; options are those of `BlockwiseFP8TrainingConfig`."""
 
     method = "blockwise_fp8"
+    in_transformers = "BlockwiseFP8Config"
     recipe = BlockwiseFP8TrainingConfig
 
 
@@ -108,7 +113,14 @@ class NVFP4Config(BlockwiseConfig):
     """`quantization_config=` for NVFP4; options are those of `NVFP4TrainingConfig`."""
 
     method = "blockwise_nvfp4"
+    in_transformers = "NVFP4Config"
     recipe = _NVFP4
+
+
+# Passed to `quantize_` one is refused, and the training config named.
+AOBaseConfig.register(BlockwiseConfig)
+for _config in (BlockwiseFP8Config, NVFP4Config):
+    register_quantize_module_handler(_config)(refuse_config)
 
 
 @register_quantizer("blockwise_fp8")

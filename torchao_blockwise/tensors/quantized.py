@@ -191,9 +191,12 @@ class QuantizedTensor(TorchAOBaseTensor):
         if implementation is None and (result := _compat.decomposed(func, args, kwargs or {})) is not NotImplemented:
             return result
         if implementation is None:
+            in_place = _compat.schema_of(func).is_mutable
+            optimizer = "torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...)"
+            remedy = f"to train it, step {optimizer}" if in_place else "call .dequantize() first"
             raise NotImplementedError(
-                f"{func}: not exact on quantized data (in {_names(types, args, kwargs)}), so it is not done; "
-                f"call .dequantize() first, or keep high-precision weights (master_weights=True)"
+                f"{func}: not exact on quantized data (in {_names(types, args, kwargs)}), so it is not done; {remedy}, "
+                "or keep high-precision weights (master_weights=True)"
             )
         return implementation(func, *args, **(kwargs or {}))
 
