@@ -217,7 +217,7 @@ def test_layers_in_evaluation_are_not_seen():
 def test_layers_that_do_not_run_are_not_seen():
     with (
         NumericsMonitor(mlp(FP8)) as monitor,
-        pytest.warns(UserWarning, match="ran in step 0: replays of a CUDA graph"),
+        pytest.warns(UserWarning, match="ran in step 0: CUDA graph replays"),
     ):
         monitor.step()
 
