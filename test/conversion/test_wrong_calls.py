@@ -1,4 +1,4 @@
-"""What is passed to `quantize_`, `from_pretrained` and optimizers by mistake: the error says what to write instead."""
+"""Mistakes in calls of `quantize_`, `from_pretrained` and optimizers: the error says what to write instead."""
 
 from __future__ import annotations
 

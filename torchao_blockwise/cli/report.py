@@ -3,8 +3,8 @@
 MODEL is a config.json, a folder that holds one, or a model id that is in the Hugging Face cache. The model is built
 without values, so that any size takes seconds and no memory; nothing is downloaded.
 
-What is converted is recommended_layers(model, config), less what a --filter leaves out; with --no-recommended what all
-of the filters accept. The first line of the report has the whole filter.
+The filter is recommended_layers(model, config), and each --filter leaves out more; --no-recommended uses only the
+--filter options. The first line of the report has the whole filter.
 
 filters:
   is_linear, experts, linears_and_experts    which layers are meant

@@ -33,7 +33,7 @@ def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -
     experts where the name or the class of their module says "expert" or "moe"; `| experts()` adds all others.
 
     model: the model that `quantize_` is called with, or one that contains it; layers of others are left out.
-    Raises TypeError for what is not a training config.
+    Raises TypeError unless `config` is a training config or None.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.1; NVFP4 pretraining (arXiv 2509.25149).
     """
     if config is not None:
@@ -114,7 +114,7 @@ def _before_numbers(fqn: str) -> list[str]:
 
 
 def _declared_outputs(model: nn.Module) -> list[nn.Module]:
-    """What `get_output_embeddings` of transformers' models returns, of each part."""
+    """The modules that `get_output_embeddings` of transformers' models returns, for each part of `model`."""
     found = []
     for module in model.modules():
         get: Any = getattr(module, "get_output_embeddings", lambda: None)
