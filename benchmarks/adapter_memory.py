@@ -21,7 +21,7 @@ from report import RESULTS, markdown, save
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, skip_lm_head
+from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, recommended_layers
 from torchao_blockwise.diagnostics import memory_report
 
 COLUMNS = ("bits a base weight", "base MiB", "saved for backward MiB", "peak of a step MiB")
@@ -29,7 +29,7 @@ COLUMNS = ("bits a base weight", "base MiB", "saved for backward MiB", "peak of 
 
 def blockwise(config) -> Callable[[nn.Module], int]:
     def convert(model: nn.Module) -> int:
-        quantize_(model, config(master_weights=False), filter_fn=skip_lm_head())
+        quantize_(model, config(master_weights=False), filter_fn=recommended_layers(model))
         return 0
 
     return convert

@@ -25,7 +25,7 @@ from report import RESULTS, Report
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, MasterWeightTensor, ops, skip_lm_head
+from torchao_blockwise import BlockwiseFP8TrainingConfig, MasterWeightTensor, ops, recommended_layers
 from torchao_blockwise.formats import E4M3, FP8_1X128, Operand
 
 Quantizer = Callable[[torch.Tensor], Operand]
@@ -106,7 +106,7 @@ def trained(
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(settings).to(device)
-    quantize_(model, config, filter_fn=skip_lm_head())
+    quantize_(model, config, filter_fn=recommended_layers(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(args.steps):
         batch = corpus.batch(0, step, args.sequences).to(device)

@@ -46,6 +46,7 @@ load_recipe_state
 min_features
 ops
 recipe_state
+recommended_layers
 sac_save_list
 skip_fqns
 skip_lm_head
@@ -77,6 +78,7 @@ def test_signatures():
         "fusion_report",
         "keep_last_blocks",
         "min_features",
+        "recommended_layers",
         "skip_fqns",
         "unconvert",
         "ops.quantize",
@@ -108,6 +110,7 @@ fuse(model, round_once)
 fusion_report(model)
 keep_last_blocks(model, count)
 min_features(features)
+recommended_layers(model, config)
 skip_fqns(patterns)
 unconvert(model)
 ops.quantize(x, fmt, rowwise, columnwise, power_of_2_scales, hadamard, stochastic, four_over_six, scale_per_group, tensor_amax, padded, backend)

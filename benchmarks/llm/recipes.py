@@ -73,9 +73,9 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     from torchao.quantization import quantize_
 
     from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, conversion_report
-    from torchao_blockwise.conversion import keep_last_blocks, linears_and_experts, skip_fqns, skip_lm_head
+    from torchao_blockwise.conversion import keep_last_blocks, recommended_layers, skip_fqns
 
-    filter_fn, has_masters = linears_and_experts() & skip_lm_head(), not precision.endswith("_parameters")
+    filter_fn, has_masters = recommended_layers(model), not precision.endswith("_parameters")
     if precision in ABLATIONS:
         if model.routers():
             raise UsageError(f"{recipe}: operands are faked in linear layers alone; take a dense --preset")

@@ -13,7 +13,7 @@ import transformers
 from accelerate import Accelerator
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, linears_and_experts, skip_lm_head, weights_unchanged
+from torchao_blockwise import BlockwiseFP8TrainingConfig, recommended_layers, weights_unchanged
 
 SIZES = {
     "vocab_size": 256,
@@ -30,7 +30,7 @@ def train(
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     # Before prepare, which wraps or shards. Leave mixed_precision at "no" or "bf16": "fp8" is another recipe.
-    quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=linears_and_experts() & skip_lm_head())
+    quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=recommended_layers(model))
     text = torch.tensor(list(b"Blocks of 128 share a scale. " * 36))
     loader = torch.utils.data.DataLoader(text[: len(text) // 32 * 32].view(-1, 32), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), loader)

@@ -37,7 +37,7 @@ RECIPE = (
         "bytes": Box(1, 1, ("FP8 is emulated: train here", "for fewer bytes, not for speed"), True),
         "try": Box(0, 2, ("Are halved activations and", "FSDP2 gathers enough?")),
         "fp8": Box(1, 2, ("BlockwiseFP8TrainingConfig()", "the safe first choice"), True),
-        "nvfp4": Box(0, 3, ("NVFP4TrainingConfig()", "with keep_last_blocks(model, 0.15)"), True),
+        "nvfp4": Box(0, 3, ("NVFP4TrainingConfig()", "and recommended_layers(...)"), True),
         "watch": Box(1, 3, ("NumericsMonitor: which layers", "stay in bf16?"), True),
     },
     (

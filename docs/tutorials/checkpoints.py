@@ -25,7 +25,7 @@ import torch
 import transformers
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, checkpoint, skip_lm_head
+from torchao_blockwise import BlockwiseFP8TrainingConfig, checkpoint, recommended_layers
 
 transformers.logging.disable_progress_bar()
 transformers.logging.set_verbosity_error()
@@ -75,7 +75,7 @@ print(json.dumps(json.loads((published / "config.json").read_text())["quantizati
 # again: nothing is rounded twice.
 
 model = transformers.LlamaForCausalLM(config)
-quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=skip_lm_head())
+quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=recommended_layers(model))
 checkpoint.load(model, published)
 checkpoint.export(model, exported)
 print(command_line("verify", published, exported))

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, conversion_report, linears_and_experts, skip_lm_head
+from torchao_blockwise import BlockwiseFP8TrainingConfig, conversion_report, recommended_layers
 
 transformers.logging.set_verbosity_error()
 config = transformers.Qwen3MoeConfig(
@@ -45,11 +45,11 @@ def make_model():
 # Convert
 # -------
 #
-# ``linears_and_experts()`` takes all linear layers and experts, and leaves out routers: a router's small errors would
-# send tokens elsewhere.
+# ``recommended_layers`` selects linear layers and experts. It leaves out the output head, and routers: a router's small
+# errors would send tokens elsewhere.
 
 model = make_model()
-quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=linears_and_experts() & skip_lm_head())
+quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=recommended_layers(model))
 print(conversion_report(model))
 
 # %%

@@ -180,13 +180,13 @@ for hadamard in (False, True):
 # In a model
 # ----------
 #
-# All of that is the default. Paper and recipe keep about 15 % of the layers, the last ones, in bf16. The head stays,
-# too.
+# All of that is the default. Paper and recipe keep about 15 % of the layers, the last ones, in bf16, and the head too.
+# ``recommended_layers`` does the same where it is called with the config.
 
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import NVFP4TrainingConfig, conversion_report, keep_last_blocks
+from torchao_blockwise import NVFP4TrainingConfig, conversion_report, recommended_layers
 
 
 class Model(nn.Module):
@@ -201,7 +201,8 @@ class Model(nn.Module):
 
 
 model = Model()
-quantize_(model, NVFP4TrainingConfig(seed=0), filter_fn=keep_last_blocks(model, 0.15))
+config = NVFP4TrainingConfig(seed=0)
+quantize_(model, config, filter_fn=recommended_layers(model, config))
 print(conversion_report(model))
 loss = model(torch.randn(32, 64)).square().mean()
 loss.backward()

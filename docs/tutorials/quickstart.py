@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, conversion_report, keep_last_blocks, skip_lm_head
+from torchao_blockwise import BlockwiseFP8TrainingConfig, conversion_report, keep_last_blocks, recommended_layers
 
 DIM, BLOCKS, LENGTH = 128, 2, 64
 
@@ -57,12 +57,12 @@ class Model(nn.Module):
 # Convert it
 # ----------
 #
-# ``quantize_`` is torchao's. The config says how to train, the filter which layers: here all but the output
-# projection. The report has a line for each layer.
+# ``quantize_`` is torchao's. The config says how to train, the filter which layers: here all except
+# the output head. The report has a line for each layer.
 
 torch.manual_seed(0)
 model = Model()
-quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=skip_lm_head())
+quantize_(model, BlockwiseFP8TrainingConfig(), filter_fn=recommended_layers(model))
 print(conversion_report(model))
 
 # %%
@@ -74,7 +74,7 @@ print(conversion_report(model))
 from torchao_blockwise import dry_run
 
 other = Model()
-print(dry_run(other, BlockwiseFP8TrainingConfig(), skip_lm_head() & keep_last_blocks(other, 1)))
+print(dry_run(other, BlockwiseFP8TrainingConfig(), recommended_layers(other) & keep_last_blocks(other, 1)))
 
 # %%
 # Train

@@ -72,7 +72,7 @@ def test_as_a_process():
     command = [sys.executable, "-m", "torchao_blockwise", "doctor", "--no-run", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith("what ") and "nothing was run, 0 problems" in done.stdout
+    assert done.stdout.splitlines()[0] == "healthy: nothing was run, 0 problems"
 
 
 def test_what_python_says_of_the_source_of_torchao_is_not_shown():
@@ -108,6 +108,7 @@ COLORED = {
     "end": ("fp8  5.20%     failed", f"fp8  5.20%     {RED}failed{END}"),
     "backend": ("x  triton ok, gluon failed  y", f"x  triton {GREEN}ok{END}, gluon {RED}failed{END}  y"),
     "line": ("note: problems", f"{YELLOW}note{END}: problems"),
+    "last line": ("PASS", f"{GREEN}PASS{END}"),
     "phrase": ("not healthy: 1", f"{RED}not healthy{END}: 1"),
     "name": ("model.skipped.ok  reference", "model.skipped.ok  reference"),
     "sentence": ("[1] what failed is converted later", "[1] what failed is converted later"),

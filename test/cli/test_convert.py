@@ -54,7 +54,7 @@ def test_nvfp4_is_what_export_writes(kind, tmp_path, capsys):
     for name, x in expected.items():
         assert_bitwise_equal(got[name].view(torch.uint8), x.view(torch.uint8), name)
     assert main(["verify", str(tmp_path / "out"), str(tmp_path / "exported")]) == 0
-    capsys.readouterr()
+    assert capsys.readouterr().out.endswith("\nPASS\n")
     assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "no"), "--to", to, "--power-of-2-scales"]) == 2
     assert "--power-of-2-scales is for fp8_block; leave it out" in capsys.readouterr().err
 
@@ -192,7 +192,7 @@ def test_differences_are_named(tmp_path, capsys):
     assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     out = capsys.readouterr().out
     assert "b has no lm_head.weight" in out and "a has no more" in out
-    assert "model.norm.weight: shape [192] and [3]" in out
+    assert "model.norm.weight: shape [192] and [3]" in out and out.endswith("\nFAIL: 3 problems\n")
 
 
 WRONG = {

@@ -98,12 +98,23 @@ def test_the_architecture_of_the_configuration_is_taken(saved, capsys):
 
 
 def test_options_are_those_of_the_conversion(saved, capsys):
-    options = ["--recipe", "nvfp4", "--no-master-weights", "--filter", "is_linear", "--filter", "keep_last_blocks=1"]
+    options = ["--recipe", "nvfp4", "--no-master-weights", "--no-recommended", "--filter", "is_linear"]
+    options += ["--filter", "keep_last_blocks=1"]
     assert main(["report", saved("dense"), *options, "--filter", "skip_fqns=*.q_proj,*.k_proj", "--json"]) == 0
     rows = {row["fqn"]: row for row in data(capsys)["conversion"]["layers"]}
     assert rows["lm_head"]["reason"] == "nvfp4_16x16, no master"
     assert rows["model.layers.0.self_attn.k_proj"]["reason"] == "skip_fqns: matches '*.k_proj'"
     assert rows["model.layers.1.mlp.up_proj"]["reason"] == "keep_last_blocks: in the last block"
+
+
+@pytest.mark.parametrize("recipe", ("fp8", "nvfp4"))
+def test_filters_leave_out_more_than_the_default_does(recipe, saved, capsys):
+    assert main(["report", saved("dense"), "--recipe", recipe, "--filter", "skip_fqns=*.q_proj", "--json"]) == 0
+    found = data(capsys)
+    rows = {row["fqn"]: row["reason"] for row in found["conversion"]["layers"]}
+    assert rows["lm_head"] == "output head" and rows["model.layers.0.self_attn.q_proj"].startswith("skip_fqns")
+    assert ("last block" in rows["model.layers.1.mlp.up_proj"]) is (recipe == "nvfp4")
+    assert found["model"].endswith("Filter(recommended_layers(Qwen3ForCausalLM) & skip_fqns('*.q_proj',))")
 
 
 def test_what_cannot_be_converted_is_shown_and_told_by_the_exit_code(saved, capsys, monkeypatch):
@@ -125,6 +136,7 @@ WRONG = {
     "a value": (["good", "--filter", "experts=3"], "--filter experts is written experts, got experts=3"),
     "number": (["good", "--filter", "min_features=x"], "min_features=x: VALUE must be a whole number, got 'x'"),
     "blocks": (["good", "--filter", "keep_last_blocks=9"], "has 2 blocks, got count=9"),
+    "nothing": (["good", "--no-recommended"], "--no-recommended leaves no filter; give one by --filter, as"),
     "recipe": (["good", "--recipe", "fp9"], "invalid choice: 'fp9'"),
 }
 

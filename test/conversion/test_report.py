@@ -11,7 +11,15 @@ from helpers import FP8, NVFP4, PER_EXPERT, Tied, every_recipe, mlp, replace
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import conversion_report, dry_run, experts, keep_last_blocks, min_features, skip_lm_head
+from torchao_blockwise import (
+    conversion_report,
+    dry_run,
+    experts,
+    keep_last_blocks,
+    min_features,
+    recommended_layers,
+    skip_lm_head,
+)
 from torchao_blockwise.conversion.report import human_bytes
 from torchao_blockwise.nn import SwiGLUExperts
 
@@ -214,3 +222,13 @@ def test_matrices_that_no_linear_layer_has_are_shown_with_the_reason():
     layers = {layer.fqn: layer for layer in conversion_report(model).layers}
     assert planned == expected == {fqn: layers[fqn].reason for fqn in expected}
     assert {layers[fqn].status for fqn in expected} == {"skipped"} and "cross.in_proj_weight" not in layers
+
+
+def test_a_report_of_nothing_names_the_filter():
+    """`quantize_` itself cannot say so: where its default filter selects nothing, nothing of this package is called."""
+    model = nn.ModuleDict({"experts": SwiGLUExperts(2, 16, 16)})
+    quantize_(model, FP8)
+    hint = "\nnothing is converted; filter_fn=recommended_layers(model) takes experts too"
+    assert str(conversion_report(model)).endswith(hint)
+    quantize_(model, FP8, filter_fn=recommended_layers(model))
+    assert "nothing is converted" not in str(conversion_report(model))

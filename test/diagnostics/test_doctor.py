@@ -39,6 +39,8 @@ def test_text():
     assert_expected_inline(
         str(HEALTHY),
         """\
+healthy: 4 of 4 checks passed, 0 problems
+
 what   version
 -----  -------
 torch  2.13.0
@@ -55,9 +57,7 @@ recipe  product  error  limit  self-test
 ------  -------  -----  -----  ---------
 fp8     output   3.70%  5.20%         ok
 
-note: new
-
-healthy: 4 of 4 checks passed, 0 problems""",
+note: new""",
     )
 
 
@@ -65,11 +65,11 @@ def test_text_of_what_is_wrong():
     assert_expected_inline(
         "\n".join(line for line in str(WRONG).splitlines() if "failed" in line or "problem" in line),
         """\
+not healthy: 2 of 4 checks passed, 1 problem
 matmul     fp8       triton      reference ran, triton failed  gluon [1]
 failed: matmul of fp8 by triton: bits differ
 fp8     output   10.00%  5.20%     failed
-problem: too old
-not healthy: 2 of 4 checks passed, 1 problem""",
+problem: too old""",
     )
 
 

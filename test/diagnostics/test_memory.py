@@ -181,6 +181,18 @@ def test_text_and_data():
     assert first[0].split() == ["what", "bf16", "predicted", "measured"] and "quantized copies, at once" in str(report)
 
 
+@pytest.mark.parametrize("batch", ((), (torch.randn(T, D),)), ids=("at rest", "a step"))
+@pytest.mark.parametrize(("dtype", "config"), ((torch.float32, FP8), (torch.float32, None), (torch.bfloat16, FP8)))
+def test_weights_in_float32_are_noted(dtype, config, batch):
+    """The column bf16 has half of their bytes, which no recipe saves."""
+    model = mlp(config).to(dtype)
+    report = memory_report(model, *(x.to(dtype) for x in batch))
+    assert any("weights are float32, which the column bf16 counts in bf16" in n for n in report.notes) is (
+        dtype is torch.float32
+    )
+    assert (report.predicted.weights == 2 * report.bf16.weights) is (dtype is torch.float32)
+
+
 class Asks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -192,7 +204,7 @@ class Asks(nn.Module):
 
 def test_what_needs_values_is_measured_all_the_same():
     report = memory_report(Asks(), torch.randn(T, D))
-    assert len(report.notes) == 2 and "needs values: " in str(report)
+    assert len(report.notes) == 3 and "needs values: " in str(report)
     assert report.predicted.saved is None and report.measured.peak > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import timeit
 import warnings
 
@@ -202,13 +203,23 @@ def test_any_number_of_tokens(count):
 
 
 def test_layers_in_evaluation_are_not_seen():
-    model = mlp(FP8)
-    with NumericsMonitor(model) as monitor:
-        model.eval()
-        with torch.no_grad():
-            model(tokens())
-        with pytest.warns(UserWarning, match="no monitored layer ran in step 0"):
-            monitor.step()
+    """One warning says so, whatever number of reports follow."""
+    model = mlp(FP8).eval()
+    with NumericsMonitor(model, every=1) as monitor, pytest.warns(UserWarning, match="NumericsMonitor") as seen:
+        for _ in range(3):
+            with torch.no_grad():
+                model(tokens())
+            assert {t.tensor for t in monitor.step().tensors} == {"w"}
+    said = "no monitored layer ran in step 0: all of them are in evaluation mode, .* call model.train"
+    assert len(seen) == 1 and re.search(said, str(seen[0].message))
+
+
+def test_layers_that_do_not_run_are_not_seen():
+    with (
+        NumericsMonitor(mlp(FP8)) as monitor,
+        pytest.warns(UserWarning, match="ran in step 0: CUDA graph replays"),
+    ):
+        monitor.step()
 
 
 # --- which steps ------------------------------------------------------------------------------------------------------

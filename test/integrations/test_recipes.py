@@ -11,6 +11,7 @@ from helpers import FP8, NVFP4, mlp
 from torch import nn
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
+from torchao_blockwise.conversion.recommended import recommended
 from torchao_blockwise.integrations import recipes
 
 
@@ -37,7 +38,7 @@ class Stack(nn.Module):
 
 def kept(model: nn.Module, config, count=None) -> set[str]:
     """The blocks of which nothing is converted."""
-    chosen = recipes.keep_blocks(model, config, count)
+    chosen = recommended(model, config, last_blocks=count)
     return {fqn.split(".")[1] for fqn, m in model.named_modules() if isinstance(m, nn.Linear) and not chosen(m, fqn)}
 
 

@@ -7,7 +7,7 @@ import torch
 from helpers import FP8
 from torchao.quantization import quantize_
 
-from torchao_blockwise import NVFP4TrainingConfig, linears_and_experts, skip_lm_head
+from torchao_blockwise import NVFP4TrainingConfig, recommended_layers
 from torchao_blockwise.testing import assert_bitwise_equal
 
 trl = pytest.importorskip("trl")
@@ -56,12 +56,45 @@ def test_it_trains_as_after_quantize(cls, config, model_in, tmp_path):
         return model.state_dict()
 
     by_hand = model_in(None)
-    quantize_(by_hand, config, filter_fn=linears_and_experts() & skip_lm_head())
+    quantize_(by_hand, config, filter_fn=recommended_layers(by_hand, config))
     expected = trained(by_hand)
     plain = trained(model_in(None))
     for name, x in trained(model_in(cls()), ours.UnchangedWeights()).items():
         assert_bitwise_equal(x, expected[name], name)
         assert not torch.equal(x, plain[name])
+
+
+@pytest.mark.parametrize("cls", (ours.BlockwiseFP8Config, ours.NVFP4Config), ids=("fp8", "nvfp4"))
+@pytest.mark.parametrize("method", ("DPO", "GRPO"))
+def test_references_must_be_converted_alike(method, cls, model_in, tmp_path):
+    """Before the first update policy and reference are the same model only if both are converted."""
+    rows, options, more = {"prompt": ["w1 w2 w3 "] * 4}, {"max_length": 16}, {}
+    if method == "DPO":
+        rows |= {"chosen": ["w4 w5"] * 4, "rejected": ["w6 w7"] * 4}
+    else:
+        options = {"beta": 0.1, "num_generations": 2, "max_completion_length": 4}
+        more["reward_funcs"] = lambda completions, **_: [float(len(text)) for text in completions]
+    config = cls(keep_last_blocks=0)
+
+    def first(model_init_kwargs, **reference) -> float:
+        """The margin or the divergence of the first step."""
+        torch.manual_seed(0)
+        made = {**options, **ARGUMENTS, "max_steps": 1, "logging_steps": 1, "model_init_kwargs": model_init_kwargs}
+        trainer = getattr(trl, f"{method}Trainer")(
+            model_in(config),
+            args=getattr(trl, f"{method}Config")(str(tmp_path), **made),
+            train_dataset=datasets.Dataset.from_dict(rows),
+            processing_class=tokenizer(),
+            **more,
+            **reference,
+        )
+        trainer.train()
+        return trainer.state.log_history[0]["rewards/margins" if method == "DPO" else "kl"]
+
+    assert first(None) != 0.0
+    assert first({"quantization_config": config}) == 0.0
+    if method == "DPO":
+        assert first(None, ref_model=model_in(config)) == 0.0
 
 
 def test_lora_on_quantized_parameters(model_in, tmp_path):

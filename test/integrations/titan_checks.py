@@ -14,10 +14,8 @@ from torchao.quantization import quantize_
 from torchao_blockwise import (
     BlockwiseFP8TrainingConfig,
     NVFP4TrainingConfig,
-    linears_and_experts,
-    skip_lm_head,
+    recommended_layers,
 )
-from torchao_blockwise.integrations.recipes import keep_blocks
 
 RECIPES = {"fp8": BlockwiseFP8TrainingConfig(), "nvfp4": NVFP4TrainingConfig()}
 
@@ -27,7 +25,7 @@ def trains_as_by_hand(rank, folder, family, format, **how):
 
     def by_hand(model):
         recipe = RECIPES[format]
-        quantize_(model, recipe, filter_fn=linears_and_experts() & skip_lm_head() & keep_blocks(model, recipe))
+        quantize_(model, recipe, filter_fn=recommended_layers(model, recipe))
         return model
 
     got = titan.losses(titan.config_of(family, [(format, {})], **how))

@@ -20,8 +20,7 @@ from helpers import FP8
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
 
-from torchao_blockwise import NVFP4TrainingConfig, linears_and_experts, skip_lm_head
-from torchao_blockwise.integrations.recipes import keep_blocks
+from torchao_blockwise import NVFP4TrainingConfig, recommended_layers
 from torchao_blockwise.integrations.transformers import BlockwiseFP8Config, NVFP4Config, RecipeState, UnchangedWeights
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -96,7 +95,7 @@ def by_hand(rank: int, recipe: str) -> dict[str, torch.Tensor]:
     """The same steps of DistributedDataParallel, after `quantize_`."""
     model = plain_model()
     config = RECIPES[recipe][1]
-    quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head() & keep_blocks(model, config))
+    quantize_(model, config, filter_fn=recommended_layers(model, config))
     wrapped, count = DistributedDataParallel(model), dist.get_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     batches = torch.stack([row["input_ids"] for row in rows(STEPS * ACCUMULATED * PER_RANK * count)]).split(PER_RANK)

@@ -435,16 +435,6 @@ def take_saved(ctx: Any) -> tuple[torch.Tensor | None, ...]:
     return saved
 
 
-def is_on_stack(module: str) -> bool:
-    """Whether a function of the module of that name runs in this thread."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def in_backward() -> bool:
     """Whether the autograd engine runs a backward pass in this thread, recomputation included."""
     return torch._C._current_graph_task_id() != -1

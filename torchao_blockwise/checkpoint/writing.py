@@ -64,7 +64,7 @@ def export(
     if tied := [n for n in weights_of_embeddings(model) if _is_quantized(tensors_of(model)[n])]:
         warnings.warn(
             f"export: {tied[0]} is an embedding's as well, and engines read these in high precision, so that it is "
-            "written in it; leave the layer that shares it unconverted (skip_lm_head())",
+            "written in it; leave the layer that shares it unconverted (recommended_layers(model))",
             stacklevel=2,
         )
     failed: Exception | None = None

@@ -1,7 +1,7 @@
 """Quantize a checkpoint of a Hugging Face model on disk, tensor by tensor, for inference engines.
 
-IN is a folder with config.json and safetensors files, plain or quantized, OUT a new one. Linear layers and experts are
-quantized but for the output projection and routers, as `quantize_` would; --skip leaves out more by name. What IN has
+IN is a folder with config.json and safetensors files, plain or quantized, OUT a new one. The
+`recommended_layers` are quantized, in NVFP4 those of the last blocks too; --skip leaves out more by name. What IN has
 quantized is decoded first, and with --to plain left so, in bfloat16. One tensor is quantized at a time, and a file is
 written when its 5 GB are there; NVFP4 reads each twice, as layers that engines run as one share a tensor scale. OUT is
 made whole or not at all: until then finished files lie beside it, and the same command goes on behind them where it was
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     model = meta_model(str(args.input))
     if args.to != PLAIN:
         args.power_of_2_scales |= FORMATS[args.to].POWER_OF_2_SCALES
-        chosen = conversion.linears_and_experts() & conversion.skip_lm_head()
+        chosen = conversion.recommended_layers(model)
         quantize_(model, _config(args), filter_fn=chosen & conversion.skip_fqns(*args.skip) if args.skip else chosen)
     try:
         files = Files(args.input)

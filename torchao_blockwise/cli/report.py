@@ -3,7 +3,10 @@
 MODEL is a config.json, a folder that holds one, or a model id that is in the Hugging Face cache. The model is built
 without values, so that any size takes seconds and no memory; nothing is downloaded.
 
-filters, of which a layer must pass all:
+The filter is recommended_layers(model, config), and each --filter leaves out more; --no-recommended uses only the
+--filter options. The first line of the report has the whole filter.
+
+filters:
   is_linear, experts, linears_and_experts    which layers are meant
   skip_lm_head, skip_routers
   skip_fqns=PATTERN,..                       names to leave out, as "*.gate"
@@ -51,7 +54,6 @@ _FILTERS: dict[str, Callable[[nn.Module, str], Filter]] = {
     "keep_last_blocks": lambda model, value: conversion.keep_last_blocks(model, _number_or_share(value)),
 }
 _TAKE_VALUES = ("skip_fqns", "min_features", "keep_last_blocks")
-_DEFAULT = ("linears_and_experts", "skip_lm_head")
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--filter",
         action="append",
         metavar="NAME[=VALUE]",
-        help=f"may be given several times; default {' and '.join(_DEFAULT)}",
+        help="leave out more than recommended_layers does; may be given several times",
     )
+    parser.add_argument("--no-recommended", action="store_true", help="without recommended_layers: --filter only")
     parser.add_argument("--no-master-weights", action="store_true", help="Parameters are the quantized tensors")
     parser.add_argument("--fuse", action="store_true", help="layers that read one activation share its copies")
     parser.add_argument("--tokens", type=int, help="of one sequence; the memory of its step is predicted, too")
@@ -94,7 +97,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--tokens must be 1 or more, got {args.tokens}")
     model = meta_model(args.model)
     config = _RECIPES[args.recipe](master_weights=not args.no_master_weights)
-    filter_fn = functools.reduce(operator.and_, [_filter(model, text) for text in args.filter or _DEFAULT])
+    if args.no_recommended and not args.filter:
+        raise UsageError("--no-recommended leaves no filter; give one by --filter, as --filter linears_and_experts")
+    filters = [] if args.no_recommended else [conversion.recommended_layers(model, config)]
+    filter_fn = functools.reduce(operator.and_, filters + [_filter(model, text) for text in args.filter or ()])
     report = conversion.dry_run(model, config, filter_fn)
     can = all(layer.status != CANNOT for layer in report.layers)
     if can:

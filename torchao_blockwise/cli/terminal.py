@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 # Words that say how something is, by the code of their color.
 _COLORS = {
-    "31": ("problem", "failed", "not healthy", "cannot convert"),
-    "32": ("ok", "ran", "healthy", "converted", "fused"),
+    "31": ("problem", "failed", "not healthy", "cannot convert", "FAIL"),
+    "32": ("ok", "ran", "healthy", "converted", "fused", "PASS"),
     "33": ("note", "skipped", "unfused", "not converted"),
 }
 # A longer phrase before one that it holds: "not healthy" before "healthy".

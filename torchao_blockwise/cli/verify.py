@@ -3,6 +3,8 @@
 B may be a JSON file {name: checksum} as well, of what `checkpoint.checksums` gave of the tensors that A should have:
 these are compared byte by byte.
 
+The last line is PASS, or FAIL and how many differences there are.
+
 exit code: 0 the same names, shapes and values within the quantization's error, 1 not, 2 wrong arguments
 """
 
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         print(problem)
     if len(problems) > _SHOWN:
         print(f"and {len(problems) - _SHOWN} more")
+    print(f"FAIL: {len(problems)} problem{'s' * (len(problems) > 1)}" if problems else "PASS")
     return 1 if problems else 0
 
 

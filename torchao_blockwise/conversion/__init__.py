@@ -15,6 +15,7 @@ from torchao_blockwise.conversion.filters import (
 from torchao_blockwise.conversion.fusion import FusionReport, ModuleReport, fuse, fusion_report
 from torchao_blockwise.conversion.handlers import convert_module, why_not_convertible
 from torchao_blockwise.conversion.recipe_states import load_recipe_state, recipe_state
+from torchao_blockwise.conversion.recommended import recommended_layers
 from torchao_blockwise.conversion.report import ConversionReport, LayerReport, conversion_report, dry_run
 from torchao_blockwise.conversion.unconversion import unconvert
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
@@ -40,6 +41,7 @@ __all__ = [
     "load_recipe_state",
     "min_features",
     "recipe_state",
+    "recommended_layers",
     "skip_fqns",
     "skip_lm_head",
     "skip_routers",

@@ -4,11 +4,14 @@ a layer out."""
 from __future__ import annotations
 
 import fnmatch
+import functools
+import inspect
 import math
 import warnings
 import weakref
 from collections.abc import Callable
 from fractions import Fraction
+from typing import ParamSpec
 
 from torch import nn
 
@@ -20,6 +23,7 @@ _HEAD_NAMES = ("lm_head", "output", "head", "embed_out", "unembed", "score", "cl
 _HEAD_PATHS = ("predictions.decoder",)
 _ROUTER_NAMES = ("gate", "router")
 
+_P = ParamSpec("_P")
 _reasons: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
@@ -117,17 +121,36 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
+def must_be_called(make: Callable[_P, Filter]) -> Callable[_P, Filter]:
+    """Decorate a function that returns a filter: where it is passed as one itself, the error says how to call it."""
+    name = f"{make.__name__}({', '.join(inspect.signature(make).parameters)})"
+
+    @functools.wraps(make)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> Filter:
+        # As `quantize_` calls a filter.
+        if [isinstance(x, kind) for x, kind in zip(args, (nn.Module, str))] == [True, True]:
+            raise TypeError(
+                f"{make.__name__}: called with a module and {args[1]!r}, as filters are, but it is what returns one; "
+                f"write filter_fn={name}"
+            )
+        return make(*args, **kwargs)
+
+    return checked
+
+
 def custom(predicate: Callable[[nn.Module, str], bool], reason: str = "left out by a custom filter") -> Filter:
     """A Filter from any `(module, fqn) -> bool`; `reason` is what the report says of the layers that it leaves out."""
     name = getattr(predicate, "__name__", "custom")
     return Filter(lambda module, fqn: None if predicate(module, fqn) else reason, name)
 
 
+@must_be_called
 def is_linear() -> Filter:
     """Every `nn.Linear`."""
     return Filter(lambda module, fqn: None, "is_linear()", _is_linear)
 
 
+@must_be_called
 def experts() -> Filter:
     """Every module that holds weights of experts itself: float Parameters [E, N, K], as mixtures of experts have them.
 
@@ -137,6 +160,7 @@ def experts() -> Filter:
     return Filter(lambda module, fqn: None, "experts()", lambda module: bool(expert_weights(module)))
 
 
+@must_be_called
 def skip_routers() -> Filter:
     """Leave out the layers that choose experts: their error sends tokens to others, and they cost next to nothing.
 
@@ -152,11 +176,13 @@ def skip_routers() -> Filter:
     return Filter(why_not, "skip_routers()")
 
 
+@must_be_called
 def linears_and_experts() -> Filter:
     """Every `nn.Linear` and all experts, but no router: `(is_linear() | experts()) & skip_routers()`."""
     return (is_linear() | experts()) & skip_routers()
 
 
+@must_be_called
 def skip_fqns(*patterns: str) -> Filter:
     """Leave out layers whose fully qualified name matches a pattern, as `fnmatch` does: "layers.0.*", "*.gate".
 
@@ -175,6 +201,7 @@ def skip_fqns(*patterns: str) -> Filter:
     return Filter(why_not, f"skip_fqns{patterns!r}", unused=unused)
 
 
+@must_be_called
 def skip_lm_head() -> Filter:
     """Leave out the output projection, or what stands in its place.
 
@@ -191,6 +218,7 @@ def skip_lm_head() -> Filter:
     return Filter(why_not, "skip_lm_head()")
 
 
+@must_be_called
 def min_features(features: int) -> Filter:
     """Leave out layers whose in_features or out_features are fewer than `features`: too small to gain.
 
@@ -212,13 +240,14 @@ def min_features(features: int) -> Filter:
 
 
 def blocks_of(model: nn.Module) -> tuple[str, nn.ModuleList | None]:
-    """(name, the longest ModuleList of `model`) among those that lie in no other; None where there is none."""
-    lists = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    """(name, the longest ModuleList of `model`) of those that lie in no other, the last of several; or None."""
+    lists = {fqn: m for fqn, m in reversed([*model.named_modules()]) if isinstance(m, nn.ModuleList)}
     inner = {id(m) for blocks in lists.values() for block in blocks for m in block.modules()}
     outer = [(fqn, m) for fqn, m in lists.items() if id(m) not in inner]
     return max(outer, key=lambda item: len(item[1]), default=("", None))
 
 
+@must_be_called
 def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
     """Keep the last `count` blocks of `model` in high precision; blocks are the entries of its longest ModuleList.
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from torchao_blockwise import _compat, _versions
@@ -23,6 +24,7 @@ from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.filters import Filter
 from torchao_blockwise.conversion.model_index import ModelIndex, looked_up
 from torchao_blockwise.conversion.raw_uses import raw_uses
+from torchao_blockwise.conversion.recommended import warn_of_plain
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
@@ -40,6 +42,7 @@ from torchao_blockwise.tensors import (
     QuantizedTensor,
     TrainingConfig,
 )
+from torchao_blockwise.tensors.config import ConfigClass, check_config
 from torchao_blockwise.tensors.original import Original
 from torchao_blockwise.tensors.rounding import RoundingKeys
 from torchao_blockwise.tensors.scale_groups import leave_group, scale_group_name
@@ -134,7 +137,8 @@ def _why_no_weight(
         library = "DeepGEMM computes" if config.backend is Backend.DEEP_GEMM else "CUTLASS's kernels compute"
         return f"{library} no weights' gradients; take backend='auto', which uses it for the other products"
     if (reason := why_not_swappable(weight)) is not None:
-        return reason
+        wrapped = model is not None and any(isinstance(m, DistributedDataParallel) for m in model.modules())
+        return "DistributedDataParallel holds its weight; convert the model first, then wrap it" if wrapped else reason
     if model is not None and not config.master_weights:
         holders = (ModelIndex(model) if index is None else index).holders_of(weight)
         others = [m for m in holders if not isinstance(m, nn.Linear) and not expert_weights(m)]
@@ -151,7 +155,10 @@ def why_not_swappable(weight: torch.Tensor) -> str | None:
     if weakref.getweakrefs(weight):
         return "something holds a weak reference to its weight; convert before torch.compile and parallel wrappers run"
     if _compat.is_held(weight):
-        return "a view of its weight or the graph of a forward pass is alive; drop it (del output, loss) before"
+        return (
+            "a view of its weight or the graph of a forward pass is alive; drop it (del output, loss) before, and "
+            "convert before DistributedDataParallel wraps the model"
+        )
     return None
 
 
@@ -172,8 +179,9 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     _versions.check()
     if hugging_face.transformers_quantizes():
         raise ValueError(
-            "from_pretrained: a TorchAoConfig freezes what it loads, and what it saves comes back unconverted; "
-            f"load the model without quantization_config, then call quantize_(model, {type(config).__name__}(...))"
+            f"from_pretrained: a TorchAoConfig of a {type(config).__name__} would freeze what it loads and save it "
+            f"unconverted; take quantization_config={config.in_transformers}(...) from "
+            "torchao_blockwise.integrations.transformers, or call quantize_ on the loaded model"
         )
     is_replaced = _take_plain_tensor(module)
     model, filter_fn = _compat.quantize_call()
@@ -188,6 +196,8 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     _check(targets, config, model, parameter_name, index)
     if targets and isinstance(filter_fn, Filter):
         _warn_of_unused(filter_fn, model)
+    if targets and filter_fn is _compat.default_filter():
+        warn_of_plain(model, config, targets)
     torch_fsdp.install()
     move_whole()
     if not isinstance(module, nn.Linear):
@@ -212,6 +222,12 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
             if isinstance(holder, nn.Linear):
                 convert_class(holder, index.name_of(holder))
     return module
+
+
+@register_quantize_module_handler(ConfigClass)
+def refuse_config(module: nn.Module, config: object) -> None:
+    """Raise TypeError: `config` is a class, or a config of a framework, with which `quantize_` was called."""
+    check_config("quantize_", config)
 
 
 def _take_plain_tensor(module: nn.Module) -> bool:

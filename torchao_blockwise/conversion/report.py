@@ -92,7 +92,8 @@ class ConversionReport:
         total: tuple[str, ...] = ("total", f"{t['converted']} of {t['layers']}", "converted", "", "")
         total += tuple(human_bytes(t[k]) for k in ("bytes_before", "bytes_after", "quantized_bytes"))
         title = "dry run: what quantize_ would do\n" if self.dry_run else ""
-        return title + aligned(header, rows, total, words=5)
+        hint = "" if t["converted"] else "\nnothing is converted; filter_fn=recommended_layers(model) takes experts too"
+        return title + aligned(header, rows, total, words=5) + hint
 
 
 def human_bytes(count: int) -> str:

@@ -59,7 +59,7 @@ class Examination:
             parts.append(title + aligned(("recipe", "product", "error", "limit", "self-test"), rows, None, words=2))
         if self.findings:
             parts.append("\n".join(f"{finding.kind}: {finding.text}" for finding in self.findings))
-        return "\n\n".join((*parts, self._summary()))
+        return "\n\n".join((self._summary(), *parts))
 
     def _operation_table(self) -> str:
         """Reasons that several operations share are said once, below."""

@@ -82,7 +82,7 @@ class MemoryReport:
     """Bytes of a model's training step; print it for a table, `to_dict()` for data.
 
     bf16: of the same model with all Parameters in bf16. predicted: of the model as it is. measured: what a step took,
-    None where none was run. notes: what could not be looked at, and why.
+    None where none was run. notes: what could not be looked at, and why; weights in float32.
     """
 
     bf16: Bytes
@@ -131,9 +131,17 @@ def memory_report(
     if batch and any(_compat.local_of(p) is not p for p in weights):
         raise ValueError("memory_report: ranks share this model; ask before fully_shard, or without a batch")
     at_rest, plain = _at_rest(model, optimizer), _at_rest_in_bf16(model, optimizer)
+    fp32 = sum(p.nbytes for p in weights if p.dtype is torch.float32 and not isinstance(p, QuantizedTensor))
+    notes = []
+    if fp32:
+        notes.append(
+            f"{human_bytes(fp32)} of the weights are float32, which the column bf16 counts in bf16; call it with "
+            "model.bfloat16() to see the difference that the recipe makes by itself"
+        )
     if not batch:
-        return MemoryReport(_without_step(plain, weights, in_bf16=True), _without_step(at_rest, weights), None)
-    columns, notes, measured = [plain, at_rest], [], None
+        plain, at_rest = _without_step(plain, weights, in_bf16=True), _without_step(at_rest, weights)
+        return MemoryReport(plain, at_rest, None, tuple(notes))
+    columns, measured = [plain, at_rest], None
     with undone(model):
         for i, (name, make) in enumerate({"bf16": bf16_of, "the prediction": fake_of}.items()):
             try:

@@ -92,7 +92,7 @@ class NumericsMonitor:
         self._tallies, self._owned = self._agree()
         self._step, self._order = step, 0
         self._armed: contextlib.ExitStack | None = None
-        self._is_closed = False
+        self._is_closed = self._has_warned = False
         self._arm()
 
     def _agree(self) -> tuple[Tallies, set[str]]:
@@ -174,12 +174,14 @@ class NumericsMonitor:
     def _finish(self) -> Report:
         self._disarm()
         self.report = self._tallies.take(self._step, self._group)
-        if not any(t.tensor == "x" for t in self.report.tensors):
-            warnings.warn(
-                f"NumericsMonitor: no monitored layer ran in step {self._step}: what replays a CUDA graph or runs in "
-                "evaluation mode is not seen, nor what is not converted, unless what_if names recipes",
-                stacklevel=3,
+        if not self._has_warned and not any(t.tensor == "x" for t in self.report.tensors):
+            self._has_warned = True
+            why = (
+                "CUDA graph replays are not observed, nor what is not converted, unless what_if names recipes"
+                if any(layer.module.training for layer in self._layers)
+                else "all of them are in evaluation mode, in which layers are not observed; call model.train()"
             )
+            warnings.warn(f"NumericsMonitor: no monitored layer ran in step {self._step}: {why}", stacklevel=3)
         self._writers.write(self.report)
         return self.report
 

@@ -44,8 +44,7 @@ class BlockwisePrecision(Precision):
 
     recipe: "fp8", "nvfp4", or a training config.
     precision: of all else, as `Trainer(precision=...)`: "32-true", "bf16-mixed" or "bf16-true".
-    filter_fn: which layers; default all linear layers and experts, without routers and the output projection, in NVFP4
-        without the last 15 % of the blocks.
+    filter_fn: which layers; default `recommended_layers(module, config)`.
     Raises ValueError for another name, and where nothing is converted.
     """
 

@@ -17,13 +17,11 @@ from torchao_blockwise.conversion import (
     conversion_report,
     experts,
     is_linear,
-    linears_and_experts,
     min_features,
     skip_fqns,
-    skip_lm_head,
-    skip_routers,
 )
-from torchao_blockwise.integrations.recipes import RECIPES, convert, keep_blocks, nearest
+from torchao_blockwise.conversion.recommended import recommended
+from torchao_blockwise.integrations.recipes import RECIPES, convert, nearest
 from torchao_blockwise.tensors import TrainingConfig
 
 # Trainers make values after the conversion, and their optimizers step Parameters in high precision.
@@ -32,11 +30,11 @@ _NOT_OPTIONS = {"master_weights"}
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which layers are converted.
+    """Which of the `recommended_layers` are converted, and which others.
 
     include, exclude: patterns of fully qualified names, as `fnmatch` has them: "layers.0.*", "*.wo". A layer is
         converted if one of `include` matches and none of `exclude` does. A pattern that matches nothing is an error.
-    experts: also weights of experts. lm_head: also the output projection. Routers are never converted.
+    experts: also weights of experts. lm_head: also output heads. Routers are never converted.
     min_features: leave out layers that are smaller in one dim.
     keep_last_blocks: how many of the last blocks to leave in high precision, or which share of them, as 0.15; None is
         what the recipe says, 15 % in NVFP4, none in FP8.
@@ -53,7 +51,9 @@ class Selection:
 
     def filter_for(self, model: nn.Module, recipe: TrainingConfig) -> Filter:
         """The filter of `quantize_(model, recipe)`; raises ValueError for patterns that match none of its layers."""
-        chosen = linears_and_experts() if self.experts else is_linear() & skip_routers()
+        chosen = recommended(model, recipe, heads=self.lm_head, last_blocks=self.keep_last_blocks)
+        if not self.experts:
+            chosen &= is_linear()
         names = [fqn for fqn, module in model.named_modules() if is_linear()(module, fqn) or experts()(module, fqn)]
         for option in ("include", "exclude"):
             for pattern in getattr(self, option):
@@ -66,11 +66,9 @@ class Selection:
             chosen &= Filter(_why_not_included(self.include), f"include{self.include!r}")
         if self.exclude:
             chosen &= skip_fqns(*self.exclude)
-        if not self.lm_head:
-            chosen &= skip_lm_head()
         if self.min_features:
             chosen &= min_features(self.min_features)
-        return chosen & keep_blocks(model, recipe, self.keep_last_blocks)
+        return chosen
 
 
 def _why_not_included(patterns: tuple[str, ...]) -> Callable[[nn.Module, str], str | None]:

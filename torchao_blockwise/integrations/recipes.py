@@ -7,23 +7,18 @@ import importlib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.conversion import (
-    Filter,
     conversion_report,
     fuse,
-    keep_last_blocks,
-    linears_and_experts,
     load_recipe_state,
     recipe_state,
-    skip_lm_head,
+    recommended_layers,
 )
-from torchao_blockwise.conversion.filters import blocks_of
 from torchao_blockwise.tensors import (
     BlockwiseFP8TrainingConfig,
     NVFP4TrainingConfig,
@@ -33,8 +28,6 @@ from torchao_blockwise.tensors import (
 from torchao_blockwise.tensors.config import check_config
 
 RECIPES: dict[str, type[TrainingConfig]] = {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}
-# What NVFP4 pretraining (arXiv 2509.25149) keeps of the blocks in high precision, the last ones.
-NVFP4_SHARE_KEPT = 0.15
 
 
 def go_on(model: nn.Module, saved: Mapping[str, Mapping[str, int]]) -> None:
@@ -62,20 +55,6 @@ def training_config(recipe: str | TrainingConfig) -> TrainingConfig:
     return recipe
 
 
-def keep_blocks(model: nn.Module, config: TrainingConfig, count: int | float | None = None) -> Filter:
-    """`keep_last_blocks(model, count)`, also where `model.layers` is a ModuleDict.
-
-    count: None is what the recipe says: 15 % in NVFP4, none in FP8 and where the model has no two blocks in a list.
-    """
-    layers: Any = getattr(model, "layers", None)
-    held = nn.ModuleList(layers.values()) if isinstance(layers, nn.ModuleDict) else model
-    if count is None:
-        _, blocks = blocks_of(held)
-        has_blocks = blocks is not None and len(blocks) > 1
-        count = NVFP4_SHARE_KEPT if isinstance(config, NVFP4TrainingConfig) and has_blocks else 0
-    return keep_last_blocks(held, count) if count else Filter(lambda module, fqn: None, "keep_last_blocks(0)")
-
-
 def convert(
     model: nn.Module,
     config: TrainingConfig,
@@ -84,16 +63,14 @@ def convert(
 ) -> nn.Module:
     """`quantize_(model, config, filter_fn)`, in place; returns `model`.
 
-    filter_fn: default all linear layers and experts, without routers and the output projection, in NVFP4 without the
-        last 15 % of the blocks.
+    filter_fn: default `recommended_layers(model, config)`.
     fused: whether `fuse(model)` is called, too.
     Raises ValueError if that converts nothing.
     """
     with warnings.catch_warnings():
         # It is an error here.
         warnings.filterwarnings("ignore", message="quantize_: nothing of")
-        by_default = linears_and_experts() & skip_lm_head() & keep_blocks(model, config)
-        quantize_(model, config, filter_fn=by_default if filter_fn is None else filter_fn)
+        quantize_(model, config, filter_fn=recommended_layers(model, config) if filter_fn is None else filter_fn)
     report = conversion_report(model)
     if not report.totals["converted"]:
         raise ValueError(

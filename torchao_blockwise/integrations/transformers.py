@@ -16,13 +16,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torchao.core.config import AOBaseConfig
+from torchao.quantization.transform_module import register_quantize_module_handler
 
 from torchao_blockwise._compat import hugging_face
-from torchao_blockwise.conversion import custom, linears_and_experts, recipe_state, unconvert
-from torchao_blockwise.integrations.recipes import OpenScope, convert, go_on, keep_blocks, nearest, require
+from torchao_blockwise.conversion import custom, recipe_state, unconvert
+from torchao_blockwise.conversion.handlers import refuse_config
+from torchao_blockwise.conversion.recommended import recommended
+from torchao_blockwise.integrations.recipes import OpenScope, convert, go_on, nearest, require
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors import NVFP4TrainingConfig as _NVFP4
+from torchao_blockwise.tensors.config import ConfigClass
 
 require("transformers", (5, 0))
 
@@ -36,11 +41,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin  # no
 hugging_face.remember_given_state_dicts()
 
 
-class BlockwiseConfig(QuantizationConfigMixin):
+class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
     """What both configs are: take `BlockwiseFP8Config` or `NVFP4Config`.
 
-    modules_to_not_convert: names or patterns as transformers takes them; default the output projection, tied weights
-        and what the model keeps in fp32. Routers are never converted.
+    modules_to_not_convert: names or patterns as transformers takes them; default the output heads, tied weights and
+        what the model keeps in fp32. The rest is that of `recommended_layers`.
     keep_last_blocks: how many of the last blocks stay in high precision, or which share of them; default what the
         recipe says: 15 % in NVFP4, none in FP8.
     fused: whether `fuse(model)` is called, too.
@@ -101,6 +106,7 @@ class BlockwiseFP8Config(BlockwiseConfig):
     """`quantization_config=` for blockwise FP8; options are those of `BlockwiseFP8TrainingConfig`."""
 
     method = "blockwise_fp8"
+    in_transformers = "BlockwiseFP8Config"
     recipe = BlockwiseFP8TrainingConfig
 
 
@@ -109,7 +115,14 @@ class NVFP4Config(BlockwiseConfig):
     """`quantization_config=` for NVFP4; options are those of `NVFP4TrainingConfig`."""
 
     method = "blockwise_nvfp4"
+    in_transformers = "NVFP4Config"
     recipe = _NVFP4
+
+
+# Passed to `quantize_` one is refused, and the training config named.
+AOBaseConfig.register(BlockwiseConfig)
+for _config in (BlockwiseFP8Config, NVFP4Config):
+    register_quantize_module_handler(_config)(refuse_config)
 
 
 @register_quantizer("blockwise_fp8")
@@ -143,8 +156,9 @@ class BlockwiseQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         config = self.quantization_config
         kept = self.get_modules_to_not_convert(model, config.modules_to_not_convert, hugging_face.kept_in_fp32(model))
-        chosen = custom(lambda module, fqn: should_convert_module(fqn, kept), "named in modules_to_not_convert")
-        chosen &= linears_and_experts() & keep_blocks(model, config.training_config, config.keep_last_blocks)
+        heads = config.modules_to_not_convert is not None
+        chosen = recommended(model, config.training_config, heads=heads, last_blocks=config.keep_last_blocks)
+        chosen &= custom(lambda module, fqn: should_convert_module(fqn, kept), "named in modules_to_not_convert")
         return convert(model, config.training_config, chosen, fused=config.fused)
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torchao.core.config import AOBaseConfig
@@ -28,13 +29,37 @@ if TYPE_CHECKING:
 QUANTIZED = "quantized"
 
 
+class ConfigClass(ABCMeta):
+    """The class of configs' classes: a class that is passed where a config belongs gets an error that says so."""
+
+    in_transformers: str
+
+    @property
+    def quant_method(cls) -> NoReturn:
+        """Raise: what `from_pretrained` asks its `quantization_config` for."""
+        _refuse_quantization_config(f"the class {cls.__name__}", cls.in_transformers)
+
+
+# So that `quantize_` looks for a handler of it, instead of taking the class for a function that converts.
+AOBaseConfig.register(ConfigClass)
+
+
+def _refuse_quantization_config(got: str, name: str) -> NoReturn:
+    raise AttributeError(
+        f"from_pretrained: quantization_config must be {name}() from torchao_blockwise.integrations.transformers, got "
+        f"{got}; it takes the same options, or load the model without it and call quantize_"
+    )
+
+
 @dataclass(frozen=True)
-class TrainingConfig(AOBaseConfig):
+class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
     """What every training config decides; use `BlockwiseFP8TrainingConfig` or `NVFP4TrainingConfig`."""
 
     weight_format: ClassVar[BlockFormat]
     activation_format: ClassVar[BlockFormat]
     quantized_activations: ClassVar[str]
+    # The config of integrations.transformers with the same options.
+    in_transformers: ClassVar[str]
     power_of_2_scales: ClassVar[bool] = False
     stochastic_rounding: ClassVar[bool] = False
     seed: ClassVar[int] = 0
@@ -89,6 +114,11 @@ class TrainingConfig(AOBaseConfig):
         self.__post_init__()
 
     @property
+    def quant_method(self) -> NoReturn:
+        """Raise: what `from_pretrained` asks its `quantization_config` for."""
+        _refuse_quantization_config(f"a {type(self).__name__}", self.in_transformers)
+
+    @property
     def of_all_ranks(self) -> TrainingConfig:
         """The config without what ranks may differ in."""
         return replace(self, seed=0) if self.seed else self  # type: ignore[call-arg]  # a field where it is not 0
@@ -124,6 +154,7 @@ class BlockwiseFP8TrainingConfig(TrainingConfig):
     weight_format: ClassVar[BlockFormat] = FP8_128X128
     activation_format: ClassVar[BlockFormat] = FP8_1X128
     quantized_activations: ClassVar[str] = "fp8"
+    in_transformers: ClassVar[str] = "BlockwiseFP8Config"
 
     power_of_2_scales: bool = False  # type: ignore[misc]  # a constant in formats that have no choice
 
@@ -164,6 +195,7 @@ class NVFP4TrainingConfig(TrainingConfig):
     weight_format: ClassVar[BlockFormat] = NVFP4_16X16
     activation_format: ClassVar[BlockFormat] = NVFP4_1X16
     quantized_activations: ClassVar[str] = "nvfp4"
+    in_transformers: ClassVar[str] = "NVFP4Config"
 
     hadamard: bool | tuple[int, ...] = True
     stochastic_rounding: bool = True  # type: ignore[misc]  # a constant in formats that have no choice
@@ -221,8 +253,11 @@ def check_config(name: str, config: object) -> None:
     """Raise TypeError, with the remedy, unless `config` is a training config; `name` asks for one."""
     if isinstance(config, TrainingConfig):
         return
-    if isinstance(config, type) and issubclass(config, TrainingConfig):
-        got = f"the class {config.__name__}; write {config.__name__}()"
-    else:
-        got = f"{type(config).__name__}; take BlockwiseFP8TrainingConfig() or NVFP4TrainingConfig()"
-    raise TypeError(f"{name}: config must be a training config, got {got}")
+    kind = config if isinstance(config, type) else type(config)
+    got = f"the class {kind.__name__}" if config is kind else kind.__name__
+    # Of a config of integrations.transformers the training config that it has.
+    meant = kind if issubclass(kind, TrainingConfig) else getattr(kind, "recipe", None)
+    remedy = (
+        "take BlockwiseFP8TrainingConfig() or NVFP4TrainingConfig()" if meant is None else f"write {meant.__name__}()"
+    )
+    raise TypeError(f"{name}: config must be a training config, got {got}; {remedy}")

@@ -194,8 +194,8 @@ class QuantizedTensor(TorchAOBaseTensor):
         if implementation is None:
             raise NotImplementedError(
                 f"{func}: not exact on quantized data (in {_names(types, args, kwargs)}), so it is not done; call "
-                ".dequantize() first; to train, take torchao_blockwise.distributed.MasterWeightOptimizer, or convert "
-                "with master_weights=True"
+                ".dequantize() first; to train it, step torchao_blockwise.distributed.MasterWeightOptimizer("
+                "torch.optim.AdamW, model, lr=...), or keep high-precision weights (master_weights=True)"
             )
         return implementation(func, *args, **(kwargs or {}))
 
