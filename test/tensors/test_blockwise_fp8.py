@@ -95,7 +95,7 @@ def test_messages():
         BlockwiseFP8Tensor.from_hp(weight(128, 128)).add(1)
     assert_expected_inline(
         str(inexact.value),
-        """aten.add.Tensor: not exact on quantized data (in BlockwiseFP8Tensor), so it is not done; call .dequantize() first; to train, take torchao_blockwise.distributed.MasterWeightOptimizer, or convert with master_weights=True""",  # noqa: E501
+        """aten.add.Tensor: not exact on quantized data (in BlockwiseFP8Tensor), so it is not done; call .dequantize() first; to train it, step torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or keep high-precision weights (master_weights=True)""",  # noqa: E501
     )
     with pytest.raises(NotImplementedError) as product:
         torch.zeros(1, 128) @ BlockwiseFP8Tensor.from_hp(weight(128, 128))

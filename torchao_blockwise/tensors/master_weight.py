@@ -222,9 +222,8 @@ class MasterWeightTensor(TorchAOBaseTensor):
         result = result_of(func, first.dim(), first_alone)
         if result is Result.REFUSED:
             others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x is not first]
-            updates = is_update(func, first.shape, others) and [x is first for x in _written(func, args, kwargs)] == [
-                True
-            ]
+            written = _written(func, args, kwargs)
+            updates = len(written) == 1 and written[0] is first and is_update(func, first.shape, others)
             if not updates and not is_dot(func, first.whole or first.numel(), (first, *others)):
                 raise NotImplementedError(_refusal(func, masters))
             result = Result.PLAIN
