@@ -22,11 +22,10 @@ from torchao_blockwise._compat import hugging_face, torch_fsdp
 from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.filters import Filter
 from torchao_blockwise.conversion.model_index import ModelIndex, looked_up
-from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
-from torchao_blockwise.nn.converted import ConvertedLinear, convert_class
+from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear, convert_class
 from torchao_blockwise.nn.grouped_layer import take_products_of_others
 from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.ops import Backend
@@ -44,8 +43,8 @@ from torchao_blockwise.tensors.original import Original
 from torchao_blockwise.tensors.rounding import RoundingKeys
 from torchao_blockwise.tensors.scale_groups import leave_group, scale_group_name
 
-# Forward passes of linear layers that give the weight to `linear` or `F.linear`, and to nothing else.
-KNOWN_FORWARDS: set[Callable[..., torch.Tensor]] = {nn.Linear.forward, ConvertedLinear.forward}
+# Packages whose subclasses of `nn.Linear` quantize by themselves.
+_OTHER_QUANTIZERS = "torchao.", "torch.ao.", "bitsandbytes.", "transformers.integrations."
 
 # Attributes of a converted weight that a new content has by itself.
 _OF_THE_CONTENT = "original", "layer", "rounding_key", "rounding_keys", "_cast_of", "_is_param"
@@ -56,13 +55,12 @@ def why_not_convertible(
     config: TrainingConfig,
     model: nn.Module | None = None,
     parameter_name: str | None = None,
-    raw: dict[int, str] | None = None,
     index: ModelIndex | None = None,
 ) -> str | None:
     """Why `module`, a part of `model`, cannot be converted with `config`, with the remedy, or None if it can.
 
     parameter_name: of the one Parameter to convert; default all that `weights_of` the module are.
-    raw, index: `raw_uses(model)` and `ModelIndex(model)`, where the caller asks for many modules.
+    index: `ModelIndex(model)`, where the caller asks for many modules.
     """
     is_linear = isinstance(module, nn.Linear)
     reason = _why_no_forward(module) if isinstance(module, nn.Linear) else None
@@ -71,9 +69,8 @@ def why_not_convertible(
     weights = weights_of(module, parameter_name)
     if not weights:
         return f"a {type(module).__name__} is no nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
-    raw = raw_uses(module if model is None else model) if raw is None else raw
     for name, weight in weights.items():
-        reason = _why_no_weight(weight, config, model, is_linear, index) or raw.get(id(weight))
+        reason = _why_no_weight(weight, config, model, is_linear, index)
         if reason is not None:
             return reason if is_linear else f"{name}: {reason}"
     return None
@@ -92,11 +89,11 @@ def _why_no_codes(weight: torch.Tensor | None) -> str | None:
 def _why_no_forward(module: nn.Linear) -> str | None:
     if hugging_face.is_offloaded_by_accelerate(module):
         return "accelerate offloads its weight and puts a plain one in its place on every use; give it a device"
-    if type(module).forward not in KNOWN_FORWARDS:
-        overrides = (
-            f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"
-        )
-        return _why_no_codes(module.weight) or overrides
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith(_OTHER_QUANTIZERS) and cls.forward not in KNOWN_FORWARDS:
+            name = f"{cls.__module__.partition('.')[0]}'s {cls.__name__}"
+            quantizes = f"{name} quantizes its weight by itself; make it an nn.Linear, or exclude it"
+            return _why_no_codes(module.weight) or quantizes
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention uses its weight without calling it; exclude it"
     return None
@@ -209,7 +206,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
             index.scale_group(shared_by).join(module, name)
         for holder in holders:
             keep_state_dicts_plain(holder)
-            if isinstance(holder, nn.Linear):
+            if isinstance(holder, nn.Linear) or holder is module:
                 convert_class(holder, index.name_of(holder))
     return module
 
@@ -252,8 +249,7 @@ def _check(
     parameter_name: str | None,
     index: ModelIndex,
 ) -> None:
-    raw = raw_uses(model) if targets else {}
-    whys = (why_not_convertible(module, config, model, parameter_name, raw, index) for _, module in targets)
+    whys = (why_not_convertible(module, config, model, parameter_name, index) for _, module in targets)
     reasons = [(fqn, reason) for (fqn, _), reason in zip(targets, whys)]
     failures = [(fqn, reason) for fqn, reason in reasons if reason is not None]
     if failures:

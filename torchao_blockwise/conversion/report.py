@@ -14,7 +14,6 @@ from torchao_blockwise import _compat, _versions
 from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
 from torchao_blockwise.conversion.model_index import ModelIndex
-from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.state_dicts import is_converted
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
@@ -124,12 +123,12 @@ def dry_run(
     check_config("dry_run", config)
     _versions.check()
     selected = _compat.default_filter() if filter_fn is None else filter_fn
-    raw, index = raw_uses(model), ModelIndex(model)
+    index = ModelIndex(model)
 
     def state(fqn: str, module: nn.Module) -> tuple[str, str, TrainingConfig | None]:
         if not selected(module, fqn):
             return SKIPPED, _why_skipped(module), None
-        reason = why_not_convertible(module, config, model, raw=raw, index=index)
+        reason = why_not_convertible(module, config, model, index=index)
         return (CONVERTED, _format(config), config) if reason is None else (CANNOT, reason, None)
 
     return _report([(name, m, weight, *state(fqn, m)) for name, fqn, m, weight in _layers(model)], dry_run=True)
