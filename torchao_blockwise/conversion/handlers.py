@@ -23,7 +23,7 @@ from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.filters import Filter
 from torchao_blockwise.conversion.model_index import ModelIndex, looked_up
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
-from torchao_blockwise.conversion.weights import expert_weights, weights_of
+from torchao_blockwise.conversion.weights import expert_weights, matrices, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear, convert_class
 from torchao_blockwise.nn.grouped_layer import take_products_of_others
@@ -70,7 +70,8 @@ def why_not_convertible(
     if not weights:
         return f"a {type(module).__name__} is no nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
     for name, weight in weights.items():
-        reason = _why_no_weight(weight, config, model, is_linear, index)
+        dims = 2 if is_linear or parameter_name in matrices(module) else 3
+        reason = _why_no_weight(weight, config, model, dims, index)
         if reason is not None:
             return reason if is_linear else f"{name}: {reason}"
     return None
@@ -91,9 +92,9 @@ def _why_no_forward(module: nn.Linear) -> str | None:
         return "accelerate offloads its weight and puts a plain one in its place on every use; give it a device"
     for cls in type(module).__mro__:
         if cls.__module__.startswith(_OTHER_QUANTIZERS) and cls.forward not in KNOWN_FORWARDS:
-            name = f"{cls.__module__.partition('.')[0]}'s {cls.__name__}"
-            quantizes = f"{name} quantizes its weight by itself; make it an nn.Linear, or exclude it"
-            return _why_no_codes(module.weight) or quantizes
+            package = cls.__module__.rpartition(".")[0]
+            itself = f"{cls.__name__} of {package} quantizes its weight by itself; make it an nn.Linear, or exclude it"
+            return _why_no_codes(module.weight) or itself
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention uses its weight without calling it; exclude it"
     return None
@@ -103,16 +104,15 @@ def _why_no_weight(
     weight: nn.Parameter | None,
     config: TrainingConfig,
     model: nn.Module | None,
-    is_linear: bool,
+    dims: int,
     index: ModelIndex | None,
 ) -> str | None:
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialized yet; run one forward pass first"
     if weight is None:
         return "its weight is not a Parameter (parametrized or pruned?); remove the parametrization first"
-    dims = 2 if is_linear else 3
     if weight.dim() != dims:
-        wanted = "[N, K]" if is_linear else "[E, N, K]"
+        wanted = "[N, K]" if dims == 2 else "[E, N, K]"
         return f"a Parameter of shape {list(weight.shape)} is no weight {wanted}; leave it out"
     if _trains_by(weight, config):
         return None
@@ -125,7 +125,7 @@ def _why_no_weight(
     if weight.dtype not in HIGH_PRECISION_DTYPES:
         cast = f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
         return _why_no_codes(weight) or cast
-    if config.backend is Backend.CUBLAS and not is_linear:
+    if config.backend is Backend.CUBLAS and dims == 3:
         return "cuBLAS has no products of experts; take backend='auto' for them"
     if config.backend in (Backend.DEEP_GEMM, Backend.CUTLASS):
         library = "DeepGEMM computes" if config.backend is Backend.DEEP_GEMM else "CUTLASS's kernels compute"
@@ -134,7 +134,7 @@ def _why_no_weight(
         return reason
     if model is not None and not config.master_weights:
         holders = (ModelIndex(model) if index is None else index).holders_of(weight)
-        others = [m for m in holders if not isinstance(m, nn.Linear) and not expert_weights(m)]
+        others = [m for m in holders if not (isinstance(m, nn.Linear) or expert_weights(m) or matrices(m))]
         if others:
             return (
                 f"its weight is shared with another module, {type(others[0]).__name__}, which cannot use a quantized "
