@@ -12,6 +12,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torchao_blockwise import _compat, _versions
 from torchao_blockwise._compat import hugging_face, torch_fsdp
 from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.filters import Filter
+from torchao_blockwise.conversion.lora import tell_lora_how_to_merge
 from torchao_blockwise.conversion.model_index import ModelIndex, looked_up
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, matrices, weights_of
@@ -68,7 +70,7 @@ def why_not_convertible(
         return reason
     weights = weights_of(module, parameter_name)
     if not weights:
-        return f"a {type(module).__name__} is no nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
+        return f"a {type(module).__name__} is not an nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
     for name, weight in weights.items():
         dims = 2 if is_linear or parameter_name in matrices(module) else 3
         reason = _why_no_weight(weight, config, model, dims, index)
@@ -90,6 +92,7 @@ def _why_no_codes(weight: torch.Tensor | None) -> str | None:
 def _why_no_forward(module: nn.Linear) -> str | None:
     if hugging_face.is_offloaded_by_accelerate(module):
         return "accelerate offloads its weight and puts a plain one in its place on every use; give it a device"
+    cls: Any
     for cls in type(module).__mro__:
         if cls.__module__.startswith(_OTHER_QUANTIZERS) and cls.forward not in KNOWN_FORWARDS:
             package = cls.__module__.rpartition(".")[0]
@@ -113,7 +116,7 @@ def _why_no_weight(
         return "its weight is not a Parameter (parametrized or pruned?); remove the parametrization first"
     if weight.dim() != dims:
         wanted = "[N, K]" if dims == 2 else "[E, N, K]"
-        return f"a Parameter of shape {list(weight.shape)} is no weight {wanted}; leave it out"
+        return f"a Parameter of shape {list(weight.shape)} is not a weight {wanted}; leave it out"
     if _trains_by(weight, config):
         return None
     if isinstance(weight, MasterWeightTensor) and not config.master_weights:
@@ -182,15 +185,21 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
         targets = _targets_if_first(module, model, filter_fn)
     # The first layer of a call finds its targets; where others follow it, modules stay what they are.
     index = looked_up(model, anew=filter_fn is None or bool(targets) or is_replaced)
+    # A filter leaves adapters out; their names do not.
+    left_out = set() if filter_fn is None else index.adapters
+    targets = [(fqn, m) for fqn, m in targets if id(m) not in left_out]
     _check(targets, config, model, parameter_name, index)
     if targets and isinstance(filter_fn, Filter):
         _warn_of_unused(filter_fn, model)
     torch_fsdp.install()
     move_whole()
+    tell_lora_how_to_merge()
     if not isinstance(module, nn.Linear):
         take_products_of_others()
     if targets and not config.master_weights:
         index.shared_amaxes = _amaxes_of_groups(targets, config, parameter_name, index)
+    if id(module) in left_out:
+        return module
     for name, weight in weights_of(module, parameter_name).items():
         assert weight is not None, "checked before"
         holders = index.holders_of(weight)
@@ -255,7 +264,7 @@ def _check(
     if failures:
         lines = "\n".join(f"  {fqn or 'the model itself'}: {reason}" for fqn, reason in failures)
         raise ValueError(
-            f"quantize_: {len(failures)} of {len(targets)} layers cannot be converted, and nothing was changed; mend "
+            f"quantize_: {len(failures)} of {len(targets)} layers cannot be converted, and nothing was changed; fix "
             f"them, or leave them out with filter_fn=skip_fqns(...):\n{lines}"
         )
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat, _versions
+from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
 from torchao_blockwise.conversion.model_index import ModelIndex
@@ -37,7 +38,7 @@ def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tup
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear layer, or one weight that is no layer's.
+    """One linear layer, or one weight outside of linear layers.
 
     fqn: of the layer, or of the weight ("layers.0.experts.down_proj").
     status: "converted", "skipped", "cannot convert" or "replaced"; reason says why, or to what format.
@@ -105,12 +106,13 @@ def human_bytes(count: int) -> str:
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """What became of every `nn.Linear` and of all experts in `model`: converted or skipped, why, shape and bytes.
+    """Every `nn.Linear`, all experts and other matrices of `model`: converted or skipped, why, shape and bytes.
 
     Other Parameters [N, K], except those of embeddings and norms, are shown too: as skipped, unless they were converted
     by name.
     """
-    return _report([(name, m, weight, *_state(m, weight)) for name, _, m, weight in _layers(model)], dry_run=False)
+    adapters = hugging_face.adapters_in(model)
+    return _report([(name, m, w, *_state(m, w, adapters)) for name, _, m, w in _layers(model)], dry_run=False)
 
 
 def dry_run(
@@ -124,13 +126,13 @@ def dry_run(
     check_config("dry_run", config)
     _versions.check()
     selected = _compat.default_filter() if filter_fn is None else filter_fn
-    index = ModelIndex(model)
+    index, adapters = ModelIndex(model), hugging_face.adapters_in(model)
 
     def state(fqn: str, module: nn.Module, weight: torch.Tensor) -> tuple[str, str, TrainingConfig | None]:
         if _is_matrix(module, weight):
-            return _state(module, weight)
-        if not selected(module, fqn):
-            return SKIPPED, _why_skipped(module, weight), None
+            return _state(module, weight, adapters)
+        if module in adapters or not selected(module, fqn):
+            return SKIPPED, _why_skipped(module, weight, adapters), None
         reason = why_not_convertible(module, config, model, index=index)
         return (CONVERTED, _format(config), config) if reason is None else (CANNOT, reason, None)
 
@@ -138,7 +140,7 @@ def dry_run(
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, torch.Tensor]]:
-    """(name in the report, fqn of the module, module, weight) of linear layers, weights of experts and other matrices."""
+    """(name in the report, fqn of the module, module, weight) of linear layers, experts and other matrices."""
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield fqn, fqn, module, module.weight
@@ -159,13 +161,15 @@ def _is_matrix(module: nn.Module, weight: torch.Tensor) -> bool:
     return any(weight is matrix for matrix in matrices(module).values())
 
 
-def _why_skipped(module: nn.Module, weight: torch.Tensor) -> str:
+def _why_skipped(module: nn.Module, weight: torch.Tensor, adapters: set[nn.Module]) -> str:
+    if module in adapters:
+        return "PEFT's adapter, which stays in high precision"
     if _is_matrix(module, weight):
         return _NEVER_CONVERTED.get(type(module).__name__, _BY_NAME)
     return skip_reason(module) or "not selected"
 
 
-def _state(module: nn.Module, weight: torch.Tensor) -> tuple[str, str, TrainingConfig | None]:
+def _state(module: nn.Module, weight: torch.Tensor, adapters: set[nn.Module]) -> tuple[str, str, TrainingConfig | None]:
     weight = _compat.local_of(weight)
     if isinstance(weight, MasterWeightTensor):
         return CONVERTED, _format(weight.config), weight.config
@@ -173,7 +177,7 @@ def _state(module: nn.Module, weight: torch.Tensor) -> tuple[str, str, TrainingC
         return CONVERTED, f"{weight.fmt.name}, no master", weight.config
     if is_converted(module) and not _is_matrix(module, weight):
         return REPLACED, "was converted, weight replaced", None
-    return SKIPPED, _why_skipped(module, weight), None
+    return SKIPPED, _why_skipped(module, weight, adapters), None
 
 
 def _format(config: TrainingConfig) -> str:
