@@ -112,7 +112,7 @@ def test_experts_are_converted_and_nothing_else(config, master_weights):
     quantize_(model, config, experts())
     quantised = BlockwiseFP8Tensor if config.quantized_activations == "fp8" else NVFP4Tensor
     assert kinds(model) == named("up", "down", kind=MasterWeightTensor if master_weights else quantised)
-    assert [type(m) for m in model.modules()] == classes
+    assert all(isinstance(m, cls) for m, cls in zip(model.modules(), classes, strict=True))
     for name, p in model.named_parameters():
         if name in kinds(model):
             assert p.config == config and p.shape == values[name].shape and p.requires_grad
@@ -153,8 +153,8 @@ def test_by_the_name_of_a_parameter():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("layers.0.experts.bias", r"bias: a Parameter of shape \[4, 64\] is no weight \[E, N, K\]; leave it out"),
-        ("lm_head.bias", r"a Parameter of shape \[16\] is no weight \[N, K\]; leave it out"),
+        ("layers.0.experts.bias", r"bias: a Parameter of shape \[4, 64\] is not a weight \[E, N, K\]; leave it out"),
+        ("lm_head.bias", r"a Parameter of shape \[16\] is not a weight \[N, K\]; leave it out"),
     ],
 )
 def test_names_of_no_weights_are_refused(name, message):
@@ -242,7 +242,7 @@ def test_a_module_without_experts_is_refused():
     module = nn.Module()
     module.bias = nn.Parameter(torch.zeros(4, 8))
     reason = why_not_convertible(module, FP8)
-    assert reason == "a Module is no nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
+    assert reason == "a Module is not an nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
 
 
 def test_quantised_experts_are_not_shared_with_other_modules():

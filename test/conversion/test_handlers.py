@@ -23,6 +23,8 @@ from helpers import (
     replace,
 )
 from torch import nn
+from torch.ao.nn import qat
+from torch.ao.quantization import get_default_qat_qconfig
 from torch.nn.utils import prune
 from torchao.quantization import FqnToConfig, quantize_
 
@@ -140,7 +142,7 @@ def test_fqn_to_config():
     assert model.lm_head.weight.config == FP8 and [b.weight.config for b in model.blocks[:2]] == [NVFP4, NVFP4]
     assert type(model.blocks[2].weight) is nn.Parameter
     assert all(type(v) is torch.Tensor for v in model.state_dict().values())
-    with pytest.raises(ValueError, match=r"  blocks: a ModuleList is no nn.Linear and holds no experts"):
+    with pytest.raises(ValueError, match=r"  blocks: a ModuleList is not an nn.Linear and holds no experts"):
         quantize_(model, FqnToConfig({"blocks": FP8}), filter_fn=None)
 
 
@@ -161,11 +163,6 @@ def test_another_config_wraps_the_same_values_again():
         assert model[0].weight.config == config and model[0].weight.quantized().format is config.weight_format
         assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
         assert len(model[0]._state_dict_hooks) == len(model[0]._load_state_dict_pre_hooks) == 1
-
-
-class OwnForward(nn.Linear):
-    def forward(self, x):
-        return x @ self.weight.T
 
 
 class OwnParameter(nn.Parameter):
@@ -210,9 +207,12 @@ FAILURES = {
     "lazy": (lambda: nn.LazyLinear(64), "its weight is not initialized yet; run one forward pass first"),
     "parametrized": (_parametrized, r"not a Parameter \(parametrized or pruned\?\); remove the parametrization first"),
     "pruned": (_pruned, r"not a Parameter \(parametrized or pruned\?\)"),
-    "own_forward": (lambda: OwnForward(64, 64), "OwnForward overrides nn.Linear.forward"),
+    "quantizes_itself": (
+        lambda: qat.Linear(64, 64, qconfig=get_default_qat_qconfig()),
+        r"Linear of torch\.ao\.nn\.qat\.modules quantizes its weight by itself",
+    ),
     "own_parameter": (_own_parameter, "its weight is a OwnParameter; convert first, then shard or wrap"),
-    "non_linear": (lambda: nn.Conv1d(4, 4, 1), "a Conv1d is no nn.Linear and holds no experts"),
+    "non_linear": (lambda: nn.Conv1d(4, 4, 1), "a Conv1d is not an nn.Linear and holds no experts"),
     "quantised": (
         lambda: _quantised(replace(FP8, master_weights=False)),
         "a BlockwiseFP8Tensor already; convert it once",
@@ -224,6 +224,63 @@ FAILURES = {
         "nn.MultiheadAttention uses its weight without calling it",
     ),
 }
+
+
+def _float8():
+    from torchao.float8.float8_linear import Float8Linear
+
+    return Float8Linear.from_float(nn.Linear(64, 64))
+
+
+def _fake_quantized():
+    from torchao.quantization.qat import FakeQuantizedLinear, IntxFakeQuantizeConfig
+
+    return FakeQuantizedLinear(64, 64, weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=32))
+
+
+def _derived():
+    layer = _fake_quantized()
+    layer.__class__ = type("Mine", (type(layer),), {"forward": lambda self, x: type(layer).forward(self, x)})
+    return layer
+
+
+def _of_transformers():
+    pytest.importorskip("transformers")
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    return FP8Linear(64, 64, block_size=(32, 32))
+
+
+def _bit_linear():
+    pytest.importorskip("transformers")
+    from transformers.integrations.bitnet import AutoBitLinear
+
+    return AutoBitLinear(64, 64)
+
+
+def _of_bitsandbytes(name):
+    return lambda: getattr(pytest.importorskip("bitsandbytes").nn, name)(64, 64)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    (
+        (_float8, r"Float8Linear of torchao\..* quantizes its weight by itself"),
+        (_fake_quantized, r"FakeQuantizedLinear of torchao\..* quantizes its weight by itself"),
+        (_derived, r"FakeQuantizedLinear of torchao\..* quantizes its weight by itself"),
+        (_of_transformers, "its weight is torch.float8_e4m3fn, codes whose scales lie elsewhere"),
+        (_bit_linear, r"AutoBitLinear of transformers\..* quantizes its weight by itself"),
+        (_of_bitsandbytes("Linear8bitLt"), r"Linear8bitLt of bitsandbytes\..* quantizes its weight by itself"),
+        (_of_bitsandbytes("Linear4bit"), r"Linear4bit of bitsandbytes\..* quantizes its weight by itself"),
+    ),
+    ids=("float8", "qat", "derived", "fp8_linear", "bitnet", "8bit", "4bit"),
+)
+def test_layers_that_quantize_by_themselves_are_refused(make, reason):
+    model = nn.Sequential(nn.Linear(64, 64), make())
+    before = state(model)
+    with pytest.raises(ValueError, match=f"nothing was changed.*\n  1: {reason}"):
+        quantize_(model, FP8)
+    assert state(model) == before
 
 
 def state(model):
@@ -273,7 +330,7 @@ def test_the_message():
     assert_expected_inline(
         str(error.value),
         """\
-quantize_: 2 of 3 layers cannot be converted, and nothing was changed; mend them, or leave them out with filter_fn=skip_fqns(...):
+quantize_: 2 of 3 layers cannot be converted, and nothing was changed; fix them, or leave them out with filter_fn=skip_fqns(...):
   0: its weight is torch.float64; cast it to bfloat16, float16 or float32, or exclude the layer
   1: its weight is not initialized yet; run one forward pass first""",  # noqa: E501
     )

@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from helpers import FP8, NVFP4, PER_EXPERT, Tied, every_recipe, mlp, replace
 from torch import nn
-from torchao.quantization import quantize_
+from torchao.quantization import FqnToConfig, quantize_
 
 from torchao_blockwise import (
     conversion_report,
@@ -211,17 +211,35 @@ def test_matrices_that_no_linear_layer_has_are_shown_with_the_reason():
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(64, 192))
 
+    class Raw(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w_up, self.w_down = nn.Parameter(torch.zeros(96, 64)), nn.Parameter(torch.zeros(64, 96))
+            self.gain, self.row = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(1, 64))
+            self.table = nn.Parameter(torch.zeros(4, 4, dtype=torch.int32), requires_grad=False)
+
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 4), "cross": nn.MultiheadAttention(64, 4, kdim=32)})
-    model["c_attn"] = Conv1D()
+    model.update({"c_attn": Conv1D(), "raw": Raw(), "embed": nn.Embedding(8, 64), "norm": nn.LayerNorm((8, 64))})
+    attention = "nn.MultiheadAttention multiplies by it itself, without an nn.Linear"
+    by_name = "no nn.Linear's; if F.linear multiplies by it, FqnToConfig converts it by name"
     expected = {
-        "attention.in_proj_weight": "q, k and v are one Parameter of attention, no nn.Linear's",
+        "attention.in_proj_weight": attention,
+        "cross.q_proj_weight": attention,
+        "cross.k_proj_weight": attention,
+        "cross.v_proj_weight": attention,
         "c_attn.weight": "Conv1D holds its weight transposed; replace it by nn.Linear",
+        "raw.w_up": by_name,
+        "raw.w_down": by_name,
     }
-    planned = {layer.fqn: layer.reason for layer in dry_run(model, FP8).layers if layer.fqn in expected}
+    planned = [layer for layer in dry_run(model, FP8).layers if "out_proj" not in layer.fqn]
     quantize_(model, FP8)
-    layers = {layer.fqn: layer for layer in conversion_report(model).layers}
-    assert planned == expected == {fqn: layers[fqn].reason for fqn in expected}
-    assert {layers[fqn].status for fqn in expected} == {"skipped"} and "cross.in_proj_weight" not in layers
+    layers = [layer for layer in conversion_report(model).layers if "out_proj" not in layer.fqn]
+    assert {layer.fqn: layer.reason for layer in layers} == expected and planned == layers
+    assert {layer.status for layer in layers} == {"skipped"}
+    quantize_(model, FqnToConfig({"raw.w_up": FP8}), filter_fn=None)
+    raw = {layer.fqn: layer.status for layer in conversion_report(model).layers if "raw" in layer.fqn}
+    assert raw == {"raw.w_up": "converted", "raw.w_down": "skipped"}
+    assert dry_run(model, FP8).layers == conversion_report(model).layers
 
 
 def test_a_report_of_nothing_names_the_filter():

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
-from torchao.quantization import quantize_
+from torchao.quantization import FqnToConfig, quantize_
 
 from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.distributed import sync_weight_scales
@@ -260,3 +260,49 @@ def gathers_by_redistribution(mesh, config):
             assert actual == expected, (actual, expected)
     messages = [w for w in caught if "gathered in high precision" in str(w.message)]
     assert len(messages) <= 1
+
+
+class Own(nn.Linear):
+    """A forward pass of its own: by default the one of `nn.Linear`, of a cast weight."""
+
+    def forward(self, x):
+        if getattr(self, "decodes", False):
+            return x @ self.weight.dequantize().T
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+class Matrix(nn.Module):
+    """Multiplies by a Parameter itself."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.w = nn.Parameter(values)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.w)
+
+
+def checks_forward_passes(mesh, config):
+    """The gathered weight counts as the layer's own; what multiplies by no weight is refused on every rank."""
+    model = blocks(None)
+    for block in model:
+        block.up.__class__ = Own
+        block.up = nn.Sequential(block.up, Matrix(torch.randn(150, 150, device=device())))
+    quantize_(model, config)
+    quantize_(model, FqnToConfig({r"re:\d\.up\.1\.w": config}), filter_fn=None)
+    shard(model, mesh)
+    with torch.no_grad():
+        model.eval()(batch())
+    model.train()(batch()).sum().backward()
+    for own, matrix in (block.up for block in model):
+        assert own.checked == matrix.checked == {True, False}
+        assert own.weight.grad is not None and matrix.w.grad is not None
+    wrong = blocks(None)
+    wrong[1].up.__class__, wrong[1].up.decodes = Own, True
+    quantize_(wrong, config)
+    try:
+        shard(wrong, mesh)(batch())
+    except NotImplementedError as error:
+        assert "1.up: Own.forward ran no low-precision GEMM with its converted weight" in str(error), error
+    else:
+        raise AssertionError("a layer that decodes its weight was not refused")

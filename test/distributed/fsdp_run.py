@@ -73,6 +73,7 @@ CHECKS = (
     (checks.shards_hybrid, ((2, 2),), (*BOTH, GROUPS)),
     (life.replicates_and_groups, (2,), ("fp8",)),
     (life.gathers_by_redistribution, (2,), ("fp8",)),
+    (life.checks_forward_passes, (1, 2), BOTH),
 )
 CHECKPOINT_CHECKS = (
     (checkpoints.holds_plain_shards, (1, 4, (2, 2)), BOTH),

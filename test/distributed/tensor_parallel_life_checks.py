@@ -264,3 +264,28 @@ def shards_in_two_dims(mesh, config):
     for m in (model, expected):
         m.zero_grad()
     assert_trains_alike(model, expected)
+
+
+class Own(nn.Linear):
+    """A forward pass of its own around the one of `nn.Linear`, or, for `looks_up`, a sum of its weight."""
+
+    def forward(self, x):
+        return x * self.weight.abs().sum() if getattr(self, "looks_up", False) else 2 * super().forward(x)
+
+
+def checks_forward_passes(mesh, config):
+    """`super().forward` runs on shards as the layer without a forward pass of its own does; a sum is refused."""
+    expected = block(config)
+    model = Block().to(device())
+    model.load_state_dict(expected.state_dict())
+    model.up.__class__ = Own
+    quantize_(model, config)
+    model = parallelize_module(model, mesh, PLANS)
+    x = tokens()
+    with torch.no_grad():
+        expected = parallelize_module(expected, mesh, PLANS)
+        assert_bitwise_equal(model.up(x), 2 * expected.up(x))
+    assert model.up.checked == {True}
+    model.up.looks_up = True
+    with raises(NotImplementedError, "up: Own.forward ran no low-precision GEMM"):
+        model.eval()(x)

@@ -40,6 +40,7 @@ CHECKS = (
     (life.refuses_scale_groups_that_ranks_split_in_part, (2,), ("nvfp4_scale_groups",)),
     (life.compiles, (2,), (*BOTH, "nvfp4_full", "nvfp4_scale_groups")),
     (life.compiles_quantized_weights, (2,), BOTH),
+    (life.checks_forward_passes, (2,), BOTH),
     (life.shards_in_two_dims, ((2, 2),), (*EVERY, "nvfp4_scale_groups")),
 )
 BY_NAME = {check.__name__: check for check, _, _ in CHECKS}

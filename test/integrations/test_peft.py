@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from helpers import FP8, both_formats, replace
 from torchao.quantization import quantize_
 
-from torchao_blockwise import experts, linears_and_experts, skip_lm_head
+from torchao_blockwise import (
+    MasterWeightTensor,
+    conversion_report,
+    dry_run,
+    experts,
+    linears_and_experts,
+    skip_lm_head,
+)
 from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -20,18 +30,22 @@ LINEAR = {"target_modules": ["q_proj", "o_proj"]}
 EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 
 
-def base(config, masters, chosen=None):
+def base(config, masters, chosen=None, prepare=lambda model: model):
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
+    model = prepare(plain())
+    chosen = chosen or linears_and_experts() & skip_lm_head()
+    quantize_(model, replace(config, master_weights=masters), filter_fn=chosen)
+    return model
+
+
+def plain():
+    return transformers.AutoModelForCausalLM.from_config(
         transformers.Qwen3MoeConfig(
             vocab_size=64, hidden_size=64, intermediate_size=96, moe_intermediate_size=48, num_hidden_layers=1,
             num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2,
         ),
         experts_implementation="grouped_mm",
     )  # fmt: skip
-    chosen = chosen or linears_and_experts() & skip_lm_head()
-    quantize_(model, replace(config, master_weights=masters), filter_fn=chosen)
-    return model
 
 
 def trained(model):
@@ -101,7 +115,164 @@ def test_experts_train_on_decoded_values(config):
         assert_bitwise_equal(got, expected)
 
 
-def test_merging_into_quantized_experts_says_what_to_do():
+def q_proj(model):
+    return model.get_submodule(next(name for name, _ in model.named_modules() if name.endswith("q_proj")))
+
+
+ORDERS = ("converted_first", "adapted_first", "frozen_first")
+
+
+def adapted_model(order, config, masters, **adapts):
+    lora = peft.LoraConfig(r=4, init_lora_weights=False, **(adapts or LINEAR))
+    if order == "adapted_first":
+        return base(config, masters, prepare=lambda model: peft.get_peft_model(model, lora))
+    model = base(config, masters, prepare=lambda model: model.requires_grad_(order != "frozen_first"))
+    return peft.get_peft_model(model, lora)
+
+
+@both_formats
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("safe", (False, True), ids=("in_place", "safe"))
+def test_merging_needs_no_word_more(config, masters, order, safe):
+    """The sum of base and adapter is quantized as the base was, and so is the difference that unmerging leaves."""
+    adapted = adapted_model(order, config, masters)
+    layer = q_proj(adapted)
+    weight = layer.get_base_layer().weight
+    before, delta = weight.dequantize(), layer.get_delta_weight("default")
+    adapted.merge_adapter(safe_merge=safe)
+    merged = layer.get_base_layer().weight
+    assert merged.config == replace(config, master_weights=masters) and isinstance(merged, torch.nn.Parameter)
+
+    def stored(values):
+        return values if masters else type(merged).from_hp(values).dequantize()
+
+    assert_bitwise_equal(merged.dequantize(), stored(before + delta))
+    values = merged.dequantize()
+    adapted.unmerge_adapter()
+    assert_bitwise_equal(layer.get_base_layer().weight.dequantize(), stored(values - delta))
+    out = logits(adapted.merge_and_unload(safe_merge=safe))
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_adapters_are_left_out_and_the_report_says_so(order):
+    adapted = adapted_model(order, FP8, True)
+    adapters = {name for name, m in adapted.named_modules() if isinstance(m, torch.nn.Linear) and ".lora_" in name}
+    report = {layer.fqn: (layer.status, layer.reason) for layer in conversion_report(adapted).layers}
+    assert len(adapters) == 4 and {report[name] for name in adapters} == {
+        ("skipped", "PEFT's adapter, which stays in high precision")
+    }
+    assert all(type(adapted.get_submodule(name).weight) is torch.nn.Parameter for name in adapters)
+    assert report["base_model.model.model.layers.0.self_attn.q_proj.base_layer"][0] == "converted"
+    planned = dry_run(adapted, FP8, linears_and_experts() & skip_lm_head())
+    assert planned.layers == conversion_report(adapted).layers
+
+
+TUNERS = {
+    "dora": lambda: peft.LoraConfig(r=4, use_dora=True, **LINEAR),
+    "adalora": lambda: peft.AdaLoraConfig(init_r=4, total_step=10, **LINEAR),
+    "loha": lambda: peft.LoHaConfig(r=4, **LINEAR),
+    "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, **LINEAR),
+    "ia3": lambda: peft.IA3Config(feedforward_modules=[], **LINEAR),
+    "prompt": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=64),
+}
+
+
+@pytest.mark.parametrize("tuner", TUNERS.values(), ids=TUNERS)
+def test_what_other_tuners_add_is_left_out(tuner):
+    model = plain()
+    before = {id(p) for p in model.parameters()}
+    adapted = peft.get_peft_model(model, tuner())
+    quantize_(adapted, FP8)
+    added = [p for p in adapted.parameters() if id(p) not in before]
+    assert added and not any(isinstance(p, MasterWeightTensor) for p in added)
+    assert any(isinstance(p, MasterWeightTensor) for p in adapted.parameters())
+    for layer in conversion_report(adapted).layers:
+        assert layer.status == "converted" or "adapter" in layer.reason or ".mlp." in layer.fqn, layer
+    adapted(input_ids=IDS, labels=IDS).loss.backward()
+
+
+def test_lora_of_converted_layers_is_pickled_and_copied():
+    layer = q_proj(adapted_model("converted_first", FP8, False))
+    for twin in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        twin.merge()
+        assert twin.get_base_layer().weight.config == layer.get_base_layer().weight.config
+
+
+def test_torchaos_own_tensors_merge_as_without_us():
+    """A layer that another config of torchao quantized is asked as before."""
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    model = base(FP8, True, lambda m, name: name.endswith("k_proj"))
+    quantize_(model, Int8WeightOnlyConfig(), lambda m, name: name.endswith("q_proj"))
+    with pytest.warns(UserWarning, match="without `get_apply_tensor_subclass`"):
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"]))
+    with pytest.raises(ValueError, match="get_apply_tensor_subclass"):
+        q_proj(adapted).merge()
+
+
+class LitLinear(torch.nn.Module):
+    """As litgpt's LoRALinear: it merges into the values of its layer's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64, bias=False)
+        self.lora_A, self.lora_B = (torch.nn.Parameter(torch.randn(shape) / 8) for shape in ((4, 64), (64, 4)))
+
+    def merge(self, assign):
+        weight, delta = self.linear.weight, self.lora_B @ self.lora_A
+        if assign:
+            weight.data = weight.data.clone().add_(delta)
+        else:
+            weight.data += delta
+        return delta
+
+
+@both_formats
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@pytest.mark.parametrize("assign", (False, True), ids=("in_place", "assigned"))
+@pytest.mark.parametrize("frozen", (True, False), ids=("frozen", "training"))
+def test_a_merge_into_the_values_of_a_weight(config, masters, assign, frozen):
+    layer = LitLinear()
+    layer.linear.requires_grad_(not frozen)
+    quantize_(layer, replace(config, master_weights=masters))
+    weight = layer.linear.weight
+    before = weight.dequantize()
+    if not (masters or frozen or assign):
+        with pytest.raises(NotImplementedError, match=r"linear\.weight: .*only to .*frozen.*MasterWeightOpt"):
+            layer.merge(assign)
+        with torch.no_grad():
+            weight.copy_(weight.dequantize() + layer.lora_B @ layer.lora_A)
+        return
+    delta = layer.merge(assign).detach()
+    assert layer.linear.weight is weight
+    expected = before + delta if masters else type(weight).from_hp(before + delta).dequantize()
+    assert_bitwise_equal(weight.dequantize(), expected)
+    layer.linear(torch.randn(3, 64))
+
+
+def test_a_quantized_weight_that_trains_takes_no_steps_in_place():
+    layer = torch.nn.Linear(64, 64)
+    quantize_(layer, replace(FP8, master_weights=False))
+    layer(torch.randn(3, 64)).sum().backward()
+    before = layer.weight.dequantize()
+    with torch.no_grad():
+        for step in (lambda w: w.add_(w.grad, alpha=-0.1), lambda w: w.sub_(w.grad), lambda w: w.data.add_(w.grad)):
+            with pytest.raises(NotImplementedError, match="MasterWeightOptimizer"):
+                step(layer.weight)
+    assert_bitwise_equal(layer.weight.dequantize(), before)
+
+
+def test_merging_into_quantized_experts_that_train_says_what_to_do():
     adapted = peft.get_peft_model(base(FP8, False), peft.LoraConfig(r=4, **EXPERTS))
     with pytest.raises(NotImplementedError, match=r"experts\.(gate_up|down)_proj.*master_weights=True"):
         adapted.merge_and_unload()
+
+
+@both_formats
+def test_merging_into_frozen_quantized_experts(config):
+    model = adapted_model("frozen_first", config, False, **EXPERTS)
+    before = {name: p.dequantize() for name, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
+    merged = logits(model.merge_and_unload())
+    assert torch.isfinite(merged).all() and len(before) > 2

@@ -101,5 +101,5 @@ def test_messages():
         torch.zeros(1, 128) @ BlockwiseFP8Tensor.from_hp(weight(128, 128))
     assert_expected_inline(
         str(product.value),
-        """aten.mm.default of BlockwiseFP8Tensor: products with quantized weights go through torch.nn.functional.linear (or nn.Linear; grouped_mm for experts), which runs all three GEMMs in low precision; call that, or .dequantize() the weight for a high-precision product""",  # noqa: E501
+        """aten.mm.default of BlockwiseFP8Tensor: GEMMs with quantized weights go through torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers model.set_experts_implementation("grouped_mm")), which runs all three in low precision; call that, or .dequantize() the weight for high precision""",  # noqa: E501
     )

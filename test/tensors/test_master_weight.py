@@ -343,7 +343,7 @@ def test_prints():
         torch.zeros(1, 24) @ parameter.T
     assert_expected_inline(
         str(product.value),
-        """aten.mm.default: a converted weight would be used in high precision without being seen: only operations that are known to be no product may read a MasterWeightTensor; use torch.nn.functional.linear (or nn.Linear; grouped_mm for experts) for low precision, weight.hp for high precision, or leave the layer out (filter_fn=skip_fqns(...))""",  # noqa: E501
+        """aten.mm.default: a converted weight would be used in high precision without being seen: only operations that are known to be no GEMM may read a MasterWeightTensor; use torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers model.set_experts_implementation("grouped_mm")) for low precision, weight.hp for high precision, or leave the layer out (filter_fn=skip_fqns(...))""",  # noqa: E501
     )
 
 

@@ -138,7 +138,7 @@ def test_of_a_quantised_weight_what_is_not_exact_raises():
         fp8 + 1
     with pytest.raises(NotImplementedError, match="packs two elements a byte, so a transpose is no view"):
         nvfp4[1]
-    with pytest.raises(NotImplementedError, match="products with quantized weights go through"):
+    with pytest.raises(NotImplementedError, match="GEMMs with quantized weights go through"):
         torch.zeros(3, 5, 72).bmm(fp8)
 
 

@@ -13,12 +13,24 @@ import torch
 from torchao_blockwise import _compat
 
 
-def experts_implementation(module: torch.nn.Module) -> str | None:
-    """Which implementation transformers' experts run, "eager" for that of their class; None for other modules."""
-    chosen = getattr(getattr(module, "config", None), "_experts_implementation", "")
-    if not hasattr(type(module).forward, "__wrapped__") or chosen == "":
-        return None
-    return chosen or "eager"
+def adapters_in(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """The modules of `model` that PEFT's tuners have added, and all that lie in them."""
+    peft: Any = sys.modules.get("peft")
+    found: set[torch.nn.Module] = set()
+    for module in () if peft is None else model.modules():
+        names: tuple[str, ...] = ()
+        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+            names = module.adapter_layer_names
+        elif isinstance(module, peft.PeftModel):
+            names = ("prompt_encoder",)
+        for added in (getattr(module, name, None) for name in names):
+            found.update(added.modules() if isinstance(added, torch.nn.Module) else ())
+    return found
+
+
+def lora_of_tensor_subclasses() -> Any:
+    """PEFT's class of LoRA on layers whose weights are torchao's tensors; None where PEFT is not imported."""
+    return getattr(sys.modules.get("peft.tuners.lora.torchao"), "TorchaoLoraLinear", None)
 
 
 def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:

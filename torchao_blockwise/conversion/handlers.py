@@ -12,6 +12,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +23,13 @@ from torchao_blockwise import _compat, _versions
 from torchao_blockwise._compat import hugging_face, torch_fsdp
 from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.filters import Filter
+from torchao_blockwise.conversion.lora import tell_lora_how_to_merge
 from torchao_blockwise.conversion.model_index import ModelIndex, looked_up
-from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.recommended import warn_of_plain
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
-from torchao_blockwise.conversion.weights import expert_weights, weights_of
+from torchao_blockwise.conversion.weights import expert_weights, matrices, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
-from torchao_blockwise.nn.converted import ConvertedLinear, convert_class
+from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear, convert_class
 from torchao_blockwise.nn.grouped_layer import take_products_of_others
 from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.ops import Backend
@@ -47,8 +48,8 @@ from torchao_blockwise.tensors.original import Original
 from torchao_blockwise.tensors.rounding import RoundingKeys
 from torchao_blockwise.tensors.scale_groups import leave_group, scale_group_name
 
-# Forward passes of linear layers that give the weight to `linear` or `F.linear`, and to nothing else.
-KNOWN_FORWARDS: set[Callable[..., torch.Tensor]] = {nn.Linear.forward, ConvertedLinear.forward}
+# Packages whose subclasses of `nn.Linear` quantize by themselves.
+_OTHER_QUANTIZERS = "torchao.", "torch.ao.", "bitsandbytes.", "transformers.integrations."
 
 # Attributes of a converted weight that a new content has by itself.
 _OF_THE_CONTENT = "original", "layer", "rounding_key", "rounding_keys", "_cast_of", "_is_param"
@@ -59,13 +60,12 @@ def why_not_convertible(
     config: TrainingConfig,
     model: nn.Module | None = None,
     parameter_name: str | None = None,
-    raw: dict[int, str] | None = None,
     index: ModelIndex | None = None,
 ) -> str | None:
     """Why `module`, a part of `model`, cannot be converted with `config`, with the remedy, or None if it can.
 
     parameter_name: of the one Parameter to convert; default all that `weights_of` the module are.
-    raw, index: `raw_uses(model)` and `ModelIndex(model)`, where the caller asks for many modules.
+    index: `ModelIndex(model)`, where the caller asks for many modules.
     """
     is_linear = isinstance(module, nn.Linear)
     reason = _why_no_forward(module) if isinstance(module, nn.Linear) else None
@@ -73,10 +73,10 @@ def why_not_convertible(
         return reason
     weights = weights_of(module, parameter_name)
     if not weights:
-        return f"a {type(module).__name__} is no nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
-    raw = raw_uses(module if model is None else model) if raw is None else raw
+        return f"a {type(module).__name__} is not an nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
     for name, weight in weights.items():
-        reason = _why_no_weight(weight, config, model, is_linear, index) or raw.get(id(weight))
+        dims = 2 if is_linear or parameter_name in matrices(module) else 3
+        reason = _why_no_weight(weight, config, model, dims, index)
         if reason is not None:
             return reason if is_linear else f"{name}: {reason}"
     return None
@@ -95,11 +95,12 @@ def _why_no_codes(weight: torch.Tensor | None) -> str | None:
 def _why_no_forward(module: nn.Linear) -> str | None:
     if hugging_face.is_offloaded_by_accelerate(module):
         return "accelerate offloads its weight and puts a plain one in its place on every use; give it a device"
-    if type(module).forward not in KNOWN_FORWARDS:
-        overrides = (
-            f"{type(module).__name__} overrides nn.Linear.forward, which a converted weight relies on; exclude it"
-        )
-        return _why_no_codes(module.weight) or overrides
+    cls: Any
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith(_OTHER_QUANTIZERS) and cls.forward not in KNOWN_FORWARDS:
+            package = cls.__module__.rpartition(".")[0]
+            itself = f"{cls.__name__} of {package} quantizes its weight by itself; make it an nn.Linear, or exclude it"
+            return _why_no_codes(module.weight) or itself
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention uses its weight without calling it; exclude it"
     return None
@@ -109,17 +110,16 @@ def _why_no_weight(
     weight: nn.Parameter | None,
     config: TrainingConfig,
     model: nn.Module | None,
-    is_linear: bool,
+    dims: int,
     index: ModelIndex | None,
 ) -> str | None:
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialized yet; run one forward pass first"
     if weight is None:
         return "its weight is not a Parameter (parametrized or pruned?); remove the parametrization first"
-    dims = 2 if is_linear else 3
     if weight.dim() != dims:
-        wanted = "[N, K]" if is_linear else "[E, N, K]"
-        return f"a Parameter of shape {list(weight.shape)} is no weight {wanted}; leave it out"
+        wanted = "[N, K]" if dims == 2 else "[E, N, K]"
+        return f"a Parameter of shape {list(weight.shape)} is not a weight {wanted}; leave it out"
     if _trains_by(weight, config):
         return None
     if isinstance(weight, MasterWeightTensor) and not config.master_weights:
@@ -131,7 +131,7 @@ def _why_no_weight(
     if weight.dtype not in HIGH_PRECISION_DTYPES:
         cast = f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
         return _why_no_codes(weight) or cast
-    if config.backend is Backend.CUBLAS and not is_linear:
+    if config.backend is Backend.CUBLAS and dims == 3:
         return "cuBLAS has no products of experts; take backend='auto' for them"
     if config.backend in (Backend.DEEP_GEMM, Backend.CUTLASS):
         library = "DeepGEMM computes" if config.backend is Backend.DEEP_GEMM else "CUTLASS's kernels compute"
@@ -141,7 +141,7 @@ def _why_no_weight(
         return "DistributedDataParallel holds its weight; convert the model first, then wrap it" if wrapped else reason
     if model is not None and not config.master_weights:
         holders = (ModelIndex(model) if index is None else index).holders_of(weight)
-        others = [m for m in holders if not isinstance(m, nn.Linear) and not expert_weights(m)]
+        others = [m for m in holders if not (isinstance(m, nn.Linear) or expert_weights(m) or matrices(m))]
         if others:
             return (
                 f"its weight is shared with another module, {type(others[0]).__name__}, which cannot use a quantized "
@@ -193,6 +193,9 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
         targets = _targets_if_first(module, model, filter_fn)
     # The first layer of a call finds its targets; where others follow it, modules stay what they are.
     index = looked_up(model, anew=filter_fn is None or bool(targets) or is_replaced)
+    # A filter leaves adapters out; their names do not.
+    left_out = set() if filter_fn is None else index.adapters
+    targets = [(fqn, m) for fqn, m in targets if id(m) not in left_out]
     _check(targets, config, model, parameter_name, index)
     if targets and isinstance(filter_fn, Filter):
         _warn_of_unused(filter_fn, model)
@@ -200,10 +203,13 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
         warn_of_plain(model, config, targets)
     torch_fsdp.install()
     move_whole()
+    tell_lora_how_to_merge()
     if not isinstance(module, nn.Linear):
         take_products_of_others()
     if targets and not config.master_weights:
         index.shared_amaxes = _amaxes_of_groups(targets, config, parameter_name, index)
+    if id(module) in left_out:
+        return module
     for name, weight in weights_of(module, parameter_name).items():
         assert weight is not None, "checked before"
         holders = index.holders_of(weight)
@@ -219,7 +225,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
             index.scale_group(shared_by).join(module, name)
         for holder in holders:
             keep_state_dicts_plain(holder)
-            if isinstance(holder, nn.Linear):
+            if isinstance(holder, nn.Linear) or holder is module:
                 convert_class(holder, index.name_of(holder))
     return module
 
@@ -268,14 +274,13 @@ def _check(
     parameter_name: str | None,
     index: ModelIndex,
 ) -> None:
-    raw = raw_uses(model) if targets else {}
-    whys = (why_not_convertible(module, config, model, parameter_name, raw, index) for _, module in targets)
+    whys = (why_not_convertible(module, config, model, parameter_name, index) for _, module in targets)
     reasons = [(fqn, reason) for (fqn, _), reason in zip(targets, whys)]
     failures = [(fqn, reason) for fqn, reason in reasons if reason is not None]
     if failures:
         lines = "\n".join(f"  {fqn or 'the model itself'}: {reason}" for fqn, reason in failures)
         raise ValueError(
-            f"quantize_: {len(failures)} of {len(targets)} layers cannot be converted, and nothing was changed; mend "
+            f"quantize_: {len(failures)} of {len(targets)} layers cannot be converted, and nothing was changed; fix "
             f"them, or leave them out with filter_fn=skip_fqns(...):\n{lines}"
         )
 

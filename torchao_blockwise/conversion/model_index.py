@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat
+from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.tensors.scale_groups import ScaleGroup, groups_in
 
 
@@ -32,6 +33,8 @@ class ModelIndex:
             self._scale_groups.update({group.name: group for group in groups_in(module).values()})
         # What tensor scales of quantized Parameters come from, by the same; of one call.
         self.shared_amaxes: dict[str, torch.Tensor] = {}
+        # Of modules; they are left out.
+        self.adapters = {id(module) for module in hugging_face.adapters_in(model)}
         self._numbers = {id(p): number for number, p in enumerate(model.parameters())}
 
     def is_of(self, model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The conversion report: every linear layer and weight of experts, converted or skipped and why, and its bytes."""
+"""The conversion report: every linear layer, weight of experts and other matrix, converted or skipped and why."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat, _versions
+from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
 from torchao_blockwise.conversion.model_index import ModelIndex
-from torchao_blockwise.conversion.raw_uses import raw_uses
 from torchao_blockwise.conversion.state_dicts import is_converted
-from torchao_blockwise.conversion.weights import expert_weights
+from torchao_blockwise.conversion.weights import expert_weights, matrices
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
 from torchao_blockwise.tensors.config import check_config
 
@@ -38,11 +38,11 @@ def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tup
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear layer, or one weight of experts.
+    """One linear layer, or one weight outside of linear layers.
 
-    fqn: of the layer, or of the weight of experts ("layers.0.experts.down_proj").
+    fqn: of the layer, or of the weight ("layers.0.experts.down_proj").
     status: "converted", "skipped", "cannot convert" or "replaced"; reason says why, or to what format.
-    shape: (out_features, in_features), or (experts, N, K).
+    shape: (out_features, in_features), (N, K), or (experts, N, K).
     bytes_before: the high-precision weight. bytes_after: the Parameter, and the payload that FSDP2 gathers of it.
     quantized_bytes: the quantized ones of these; 0 for a master weight by itself, which is quantized where it is read.
     """
@@ -107,11 +107,13 @@ def human_bytes(count: int) -> str:
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """What became of every `nn.Linear` and of all experts in `model`: converted or skipped, why, shape and bytes.
+    """Every `nn.Linear`, all experts and other matrices of `model`: converted or skipped, why, shape and bytes.
 
-    Matrices of `nn.MultiheadAttention` and of transformers' Conv1D are shown too: as skipped.
+    Other Parameters [N, K], except those of embeddings and norms, are shown too: as skipped, unless they were converted
+    by name.
     """
-    return _report([(name, m, weight, *_state(m, weight)) for name, _, m, weight in _layers(model)], dry_run=False)
+    adapters = hugging_face.adapters_in(model)
+    return _report([(name, m, w, *_state(m, w, adapters)) for name, _, m, w in _layers(model)], dry_run=False)
 
 
 def dry_run(
@@ -125,54 +127,58 @@ def dry_run(
     check_config("dry_run", config)
     _versions.check()
     selected = _compat.default_filter() if filter_fn is None else filter_fn
-    raw, index = raw_uses(model), ModelIndex(model)
+    index, adapters = ModelIndex(model), hugging_face.adapters_in(model)
 
-    def state(fqn: str, module: nn.Module) -> tuple[str, str, TrainingConfig | None]:
-        if not selected(module, fqn):
-            return SKIPPED, _why_skipped(module), None
-        reason = why_not_convertible(module, config, model, raw=raw, index=index)
+    def state(fqn: str, module: nn.Module, weight: torch.Tensor) -> tuple[str, str, TrainingConfig | None]:
+        if _is_matrix(module, weight):
+            return _state(module, weight, adapters)
+        if module in adapters or not selected(module, fqn):
+            return SKIPPED, _why_skipped(module, weight, adapters), None
+        reason = why_not_convertible(module, config, model, index=index)
         return (CONVERTED, _format(config), config) if reason is None else (CANNOT, reason, None)
 
-    return _report([(name, m, weight, *state(fqn, m)) for name, fqn, m, weight in _layers(model)], dry_run=True)
+    return _report([(name, m, weight, *state(fqn, m, weight)) for name, fqn, m, weight in _layers(model)], dry_run=True)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, torch.Tensor]]:
-    """(name in the report, fqn of the module, module, weight) of linear layers and of weights of experts."""
+    """(name in the report, fqn of the module, module, weight) of linear layers, experts and other matrices."""
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield fqn, fqn, module, module.weight
         else:
-            for name, weight in (expert_weights(module) | _packed_weights(module)).items():
+            for name, weight in (expert_weights(module) | matrices(module)).items():
                 yield f"{fqn}.{name}".lstrip("."), fqn, module, weight
 
 
-# By name of a class that is no linear layer and multiplies by a matrix: the matrix, and why it is not converted.
-_PACKED = {
-    "MultiheadAttention": ("in_proj_weight", "q, k and v are one Parameter of attention, no nn.Linear's"),
-    "Conv1D": ("weight", "Conv1D holds its weight transposed; replace it by nn.Linear"),
+# By name of a class that multiplies by matrices in a way that no conversion replaces.
+_NEVER_CONVERTED = {
+    "MultiheadAttention": "nn.MultiheadAttention multiplies by it itself, without an nn.Linear",
+    "Conv1D": "Conv1D holds its weight transposed; replace it by nn.Linear",
 }
+_BY_NAME = "no nn.Linear's; if F.linear multiplies by it, FqnToConfig converts it by name"
 
 
-def _packed_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    name, _ = _PACKED.get(type(module).__name__, ("", ""))
-    weight = getattr(module, name, None)
-    return {name: weight} if isinstance(weight, torch.Tensor) else {}
+def _is_matrix(module: nn.Module, weight: torch.Tensor) -> bool:
+    return any(weight is matrix for matrix in matrices(module).values())
 
 
-def _why_skipped(module: nn.Module) -> str:
-    _, reason = _PACKED.get(type(module).__name__, ("", ""))
-    return reason or skip_reason(module) or "not selected"
+def _why_skipped(module: nn.Module, weight: torch.Tensor, adapters: set[nn.Module]) -> str:
+    if module in adapters:
+        return "PEFT's adapter, which stays in high precision"
+    if _is_matrix(module, weight):
+        return _NEVER_CONVERTED.get(type(module).__name__, _BY_NAME)
+    return skip_reason(module) or "not selected"
 
 
-def _state(module: nn.Module, weight: torch.Tensor) -> tuple[str, str, TrainingConfig | None]:
+def _state(module: nn.Module, weight: torch.Tensor, adapters: set[nn.Module]) -> tuple[str, str, TrainingConfig | None]:
     weight = _compat.local_of(weight)
     if isinstance(weight, MasterWeightTensor):
         return CONVERTED, _format(weight.config), weight.config
     if isinstance(weight, QuantizedTensor):
         return CONVERTED, f"{weight.fmt.name}, no master", weight.config
-    if is_converted(module):
+    if is_converted(module) and not _is_matrix(module, weight):
         return REPLACED, "was converted, weight replaced", None
-    return SKIPPED, _why_skipped(module), None
+    return SKIPPED, _why_skipped(module, weight, adapters), None
 
 
 def _format(config: TrainingConfig) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.handlers import swap, why_not_swappable
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_no_longer
-from torchao_blockwise.nn.converted import ConvertedLinear, restore_class
+from torchao_blockwise.nn.converted import ConvertedModule, restore_class
 from torchao_blockwise.nn.fused_modules import FusedModule, restore_module
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.scale_groups import groups_in, leave_group
@@ -50,10 +50,10 @@ def unconvert(model: nn.Module) -> nn.Module:
         keep_state_dicts_no_longer(module)
         for name in groups_in(module):
             leave_group(module, name)
-        if isinstance(module, ConvertedLinear):
-            restore_class(module)
-        elif isinstance(module, FusedModule):
+        if isinstance(module, FusedModule):
             restore_module(module)
+        if isinstance(module, ConvertedModule):
+            restore_class(module)
     return model
 
 

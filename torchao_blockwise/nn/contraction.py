@@ -17,6 +17,7 @@ import torch
 from torchao_blockwise import ops
 from torchao_blockwise._compat import checkpoint_modes
 from torchao_blockwise.formats import CastOptions, Copies, Draws, Groups, Operand
+from torchao_blockwise.nn.observation import note_multiplied
 from torchao_blockwise.nn.sharded_linear import WHOLE
 from torchao_blockwise.nn.weight_products import (
     Contraction,
@@ -229,6 +230,8 @@ def _compute_output(
     recipe: Recipe,
     out_dtype: torch.dtype,
 ) -> list[torch.Tensor]:
+    # A compiled function inside of a forward pass that is checked.
+    note_multiplied(None)
     how = _contraction(weight, groups, recipe)
     out, copy = _quantized_output(x, weight, how, out_dtype, bias, columnwise)
     return [out, *_present(copy)]

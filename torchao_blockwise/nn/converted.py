@@ -1,7 +1,11 @@
-"""The class of a converted `nn.Linear`: the layer itself, calling `linear` by name.
+"""The class of a converted module, derived from its own.
 
-A tensor subclass is asked about `F.linear` only as long as it is the outermost one. Tensor parallelism puts a DTensor
-around it, which would take the product apart; so the layer does not rely on being asked.
+An `nn.Linear` calls `linear` by name. A tensor subclass is asked about `F.linear` only as long as it is the outermost
+one; tensor parallelism puts a DTensor around it, which would decompose `F.linear`.
+
+A module with another forward pass keeps it. Its first call in training and its first in evaluation check that a
+low-precision GEMM with each converted weight ran inside: a row lookup or a kernel of the user would read the
+high-precision values. A compiled module is checked when it is traced, where one GEMM with any weight is enough.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,24 +21,42 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
+from torchao_blockwise.nn.expert_layer import SwiGLUExperts
 from torchao_blockwise.nn.linear_layer import linear
 from torchao_blockwise.nn.moved_modules import move_whole
+from torchao_blockwise.nn.observation import multiplied_weights, start_trace, traced_any
 from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
 from torchao_blockwise.nn.shared_input import SharedInput
 from torchao_blockwise.nn.weights import config_of, is_low_precision
 from torchao_blockwise.tensors.unchanged import check_unchanged
 
 
-class ConvertedLinear(nn.Linear):
-    """What `convert_class` adds to a linear layer: its forward pass, and a look at its shards when it is parallelized.
+class ConvertedModule(nn.Module):
+    """Base of every class that `convert_class` makes.
 
-    fqn: the layer's name in the model that was converted. converted_from: the class it had.
-    shared_input: what it shares with other layers that read the same activation; see fused_modules.py.
+    fqn: its name in the model that was converted. converted_from: the class it had.
+    checked: in which of `training` its forward pass was seen to run a low-precision GEMM with each weight.
     """
 
     fqn = ""
+    converted_from: type = nn.Module
+    checked: frozenset[bool] = frozenset()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        # A class that another wrapper derived from this one is its own affair.
+        if type(self) is not _class_of(self.converted_from):
+            return reduced
+        return _rebuild, (self.converted_from,), *reduced[2:]
+
+
+class ConvertedLinear(ConvertedModule, nn.Linear):
+    """Base of those of linear layers: the forward pass, and a check of shards when the layer is parallelized.
+
+    shared_input: what it shares with other layers that read the same activation; see fused_modules.py.
+    """
+
     shared_input: SharedInput | None = None
-    converted_from: type = nn.Linear
     said_replaced = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -57,13 +79,6 @@ class ConvertedLinear(nn.Linear):
         if not is_low_precision(weight):
             return super().extra_repr()
         return f"{super().extra_repr()}, weight in {config_of(_compat.local_of(weight)).weight_format.name}"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        # A class that another wrapper derived from this one is its own affair.
-        if type(self) is not _class_of(self.converted_from):
-            return reduced
-        return _rebuild, (self.converted_from,), *reduced[2:]
 
     def _mark_distributed(self, value: Any) -> None:
         """`distribute_module` has put its DTensors in place: the moment to refuse shards that cut blocks."""
@@ -109,21 +124,28 @@ def _warn_replaced(fqn: str) -> None:
     )
 
 
-def convert_class(module: nn.Linear, fqn: str = "") -> None:
-    """Make the forward pass of `module` call `linear`; it stays an instance of its class, under the same name.
+# Forward passes that run a low-precision GEMM with each weight and read it in no other way: they need no check.
+KNOWN_FORWARDS: set[Callable[..., Any]] = {nn.Linear.forward, ConvertedLinear.forward, SwiGLUExperts.forward}
 
-    A layer with a forward pass of its own is left alone.
+
+def convert_class(module: nn.Module, fqn: str = "") -> None:
+    """Make a linear layer call `linear`, and a module with another forward pass check that pass.
+
+    It stays an instance of its class, under the same name. One whose forward pass is known to need neither keeps its
+    class.
     """
-    if not isinstance(module, ConvertedLinear) and type(module).forward is nn.Linear.forward:
+    forward: Any = type(module).forward
+    if not isinstance(module, ConvertedModule) and (forward is nn.Linear.forward or forward not in KNOWN_FORWARDS):
         own: Any = type(module)
         module.__class__ = _class_of(own)
         module.fqn = fqn  # type: ignore[assignment]
 
 
-def restore_class(module: ConvertedLinear) -> None:
-    """Give `module` the class back that it had before `convert_class`; one that others derived is left alone."""
+def restore_class(module: ConvertedModule) -> None:
+    """Give `module` the class back that it had before `convert_class`; one that others derived keeps it."""
     if type(module) is _class_of(module.converted_from):
         module.__dict__.pop("fqn", None)
+        module.__dict__.pop("checked", None)
         module.__class__ = module.converted_from
 
 
@@ -131,10 +153,68 @@ def restore_class(module: ConvertedLinear) -> None:
 def _class_of(base: Any) -> Any:
     # Under the same name in the same module: tracers take what lies in torch.nn for one operation.
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (ConvertedLinear, base), {**names, "converted_from": base})
+    names["converted_from"] = base
+    if base.forward is nn.Linear.forward:
+        return type(base.__name__, (ConvertedLinear, base), names)
+    names["forward"] = _checked_forward(base)
+    # Behind a linear layer's own class, so that its `super().forward` is the converted one.
+    bases = (base, ConvertedLinear) if issubclass(base, nn.Linear) else (ConvertedModule, base)
+    return type(base.__name__, bases, names)
 
 
-def _rebuild(base: type) -> nn.Linear:
+def _checked_forward(base: Any) -> Callable[..., Any]:
+    """The forward pass of `base`, checked in its first call in training and in evaluation."""
+
+    # Under its signature, which frameworks read.
+    @functools.wraps(base.forward)
+    def forward(self: ConvertedModule, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            start_trace()
+            out = base.forward(self, *args, **kwargs)
+            if not traced_any() and _weights_of(self) and not _has_empty(args, kwargs):
+                _refuse(self, list(_weights_of(self)))
+            return out
+        if self.training in self.checked:
+            return base.forward(self, *args, **kwargs)
+        weights = _weights_of(self)
+        for name, weight in weights.items():
+            # Copies and pickles do not carry it.
+            weight.layer = weight.layer or f"{self.fqn}.{name}".lstrip(".")
+        with multiplied_weights() as was_multiplied:
+            out = base.forward(self, *args, **kwargs)
+        missing = [name for name, weight in weights.items() if not was_multiplied(weight)]
+        if not missing and weights:
+            self.checked |= {self.training}
+        elif missing and not _has_empty(args, kwargs):
+            _refuse(self, missing)
+        return out
+
+    return forward
+
+
+def _weights_of(module: nn.Module) -> dict[str, Any]:
+    """The converted weights that `module` itself holds, of shards this rank's part."""
+    own = {name: _compat.local_of(p) for name, p in _compat.parameters_of(module).items() if p is not None}
+    return {name: weight for name, weight in own.items() if is_low_precision(weight)}
+
+
+def _has_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an activation has no tokens: a forward pass may skip its GEMMs then."""
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    return any(x.is_floating_point() and x.numel() == 0 for x in given)
+
+
+@torch.compiler.assume_constant_result
+def _refuse(module: ConvertedModule, names: list[str]) -> None:
+    raise NotImplementedError(
+        f"{module.fqn or 'the model itself'}: {module.converted_from.__name__}.forward ran no low-precision GEMM with "
+        f"its converted {', '.join(names)} in {'training' if module.training else 'evaluation'}, so that it uses the "
+        "high-precision values; multiply by torch.nn.functional.linear(x, weight) (grouped_mm for experts), or leave "
+        f"the module out (filter_fn=skip_fqns({module.fqn!r}))"
+    )
+
+
+def _rebuild(base: type) -> nn.Module:
     # A converted layer of another process: it may be sharded here.
     torch_fsdp.install()
     move_whole()

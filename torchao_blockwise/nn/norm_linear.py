@@ -18,6 +18,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import Operand
 from torchao_blockwise.nn import steps
 from torchao_blockwise.nn.contraction import cast_options, gradients, output, quantize
+from torchao_blockwise.nn.converted import ConvertedLinear
 from torchao_blockwise.nn.observation import seen
 from torchao_blockwise.nn.weight_products import Contraction, Readable
 from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight
@@ -88,7 +89,8 @@ class NormLinear(nn.Module):
         norm: Any = self.norm
         linear = self.linear
         norm_bias = getattr(norm, "bias", None)
-        if not (is_fp8_weight(linear.weight) and are_plain(x, norm.weight, norm_bias, linear.bias)):
+        is_plain_linear = type(linear).forward in (nn.Linear.forward, ConvertedLinear.forward)
+        if not (is_plain_linear and is_fp8_weight(linear.weight) and are_plain(x, norm.weight, norm_bias, linear.bias)):
             return linear(norm(x))
         # What PyTorch takes for an RMSNorm without one.
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps

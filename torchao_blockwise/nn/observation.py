@@ -1,12 +1,15 @@
 """Who sees the tensors that layers quantize: nobody, or an observer such as the numerics monitor.
 
-A layer tells an observer of each activation beside the weight that it is multiplied by, in a forward pass, and of the
-gradient in backward. Where nobody looks that is one question a pass.
+A layer tells an observer of each activation and the weight that it is multiplied by, in a forward pass, and of the
+gradient in backward. Where nobody looks that is one question a pass. `multiplied_weights` records which weights these
+are, for the check of a module's forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -39,8 +42,67 @@ def seen(weight: Any, x: torch.Tensor | Callable[[], torch.Tensor], how: Contrac
 
     Returns what is to see the gradient, None where nobody looks.
     """
-    if _observer is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        _note_traced()
+        return None
+    note_multiplied(weight)
+    if _observer is None:
         return None
     with torch.no_grad():
         values = x if isinstance(x, torch.Tensor) else x()
         return _observer(weight, values.detach().flatten(0, -2) if values.dim() > 1 else values.detach()[None], how)
+
+
+class _Multiplied(threading.local):
+    """records: of each forward pass of this thread that is being checked, the weights that it multiplied by.
+
+    traced: whether a layer was traced since `start_trace`.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[set[Any]] = []
+        self.traced = False
+
+
+_multiplied = _Multiplied()
+
+
+@contextlib.contextmanager
+def multiplied_weights() -> Iterator[Callable[[Any], bool]]:
+    """Record the weights of low-precision GEMMs; gives (weight) -> whether one ran with it, or with a form of it."""
+    record: set[Any] = set()
+    _multiplied.records.append(record)
+    try:
+        yield lambda weight: not record.isdisjoint((*_keys(weight), None))
+    finally:
+        _multiplied.records.pop()
+
+
+def note_multiplied(weight: Any) -> None:
+    """Record a GEMM with `weight`; None where a compiled graph runs one, which does not know whose values they are."""
+    _multiplied.traced = True
+    for record in _multiplied.records:
+        record.update(_keys(weight))
+
+
+def _keys(weight: Any) -> list[Any]:
+    """Keys that a weight shares with its casts, views and multiples: the layer's name, the values that casts read."""
+    layer, hp = getattr(weight, "layer", ""), getattr(weight, "hp", None)
+    return [*([layer] if layer else ()), *(() if hp is None else [id(hp)])] or [None]
+
+
+@torch.compiler.assume_constant_result
+def start_trace() -> None:
+    """Called while a compiler traces the beginning of a forward pass that is checked."""
+    _multiplied.traced = False
+
+
+@torch.compiler.assume_constant_result
+def traced_any() -> bool:
+    """Whether a low-precision GEMM was traced, or ran, since `start_trace`."""
+    return _multiplied.traced
+
+
+@torch.compiler.assume_constant_result
+def _note_traced() -> None:
+    note_multiplied(None)

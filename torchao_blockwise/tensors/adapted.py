@@ -1,4 +1,4 @@
-"""A quantized weight and an adapter of it: the sum is a weight in high precision, which products quantize again."""
+"""A quantized weight and an adapter: their sum is a high-precision weight, which GEMMs quantize again, or is merged."""
 
 from __future__ import annotations
 
@@ -32,3 +32,20 @@ def _add_adapter(
     total.layer = weight.layer
     carry_key(weight, total)
     return total
+
+
+@implements(torch.ops.aten.add_.Tensor, torch.ops.aten.sub_.Tensor)
+def _merge(func: Operation, weight: torch.Tensor, delta: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
+    """`weight += alpha · delta` of a frozen weight, as LoRA merges: decoded, added to, and quantized again.
+
+    Refused where the weight trains: an optimizer's small steps would be rounded away.
+    """
+    frozen = isinstance(weight, QuantizedTensor) and weight.original is None and not weight.requires_grad
+    if not frozen or isinstance(delta, TorchAOBaseTensor):
+        layer = getattr(weight, "layer", "") or "a quantized weight"
+        raise NotImplementedError(
+            f"{func} of {layer}: a plain delta can be added, as LoRA does, only to a weight that was frozen when "
+            "it was converted; train with distributed.MasterWeightOptimizer or master_weights=True, or merge by "
+            "weight.copy_(weight.dequantize() + delta)"
+        )
+    return weight.copy_(func(weight.dequantize(), delta, alpha=alpha))

@@ -88,7 +88,7 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         dtype: torch.dtype | None = None,
         global_scale: torch.Tensor | None = None,
     ) -> Self:
-        return type(self)(qdata, scale, dtype or self.dtype, self.power_of_2_scales, self.config)
+        return self._named(type(self)(qdata, scale, dtype or self.dtype, self.power_of_2_scales, self.config))
 
     def _requantize(self, hp: torch.Tensor) -> BlockwiseFP8Tensor:
         return self.from_hp(hp, power_of_2_scales=self.power_of_2_scales, config=self.config)

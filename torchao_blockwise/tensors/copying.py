@@ -31,8 +31,6 @@ def _map_op(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> Q
         carry_key(x, result, copied=True)
     if func in (aten.detach.default, aten.alias.default):
         result.original = x.original
-        if x.layer:
-            result.layer = x.layer
     return result
 
 

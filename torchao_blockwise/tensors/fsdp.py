@@ -221,14 +221,18 @@ def post_all_gather(
     layout = shard.layout
     (gathered,) = outs
     if not layout.quantized:
-        hp = _whole(gathered, layout.shape)
-        return None if out is not None else (type(master)(hp, layout.config), ())
+        if out is not None:
+            return None
+        whole = type(master)(_whole(gathered, layout.shape), layout.config)
+        whole.layer = getattr(master, "layer", "")  # type: ignore[attr-defined]  # a master weight's
+        return whole, ()
     element = layout.config.weight_format.element
     payload = _whole(gathered, layout.config.weight_format.qdata_shape(*layout.shape) if layout.packs else layout.shape)
     if out is None:
         qdata = payload.view(element.storage_dtype) if layout.travels_as_stored else element.pack(payload)
         made = quantized(qdata, layout, shard.scale, shard.global_scale, dtype)
         carry_key(master, made)
+        made.layer = getattr(master, "layer", "")
         return made, () if layout.travels_as_stored else (qdata,)
     # Tensor parallelism has wrapped it.
     weight: Any = _compat.local_of(out)

@@ -122,7 +122,10 @@ class MasterWeightTensor(TorchAOBaseTensor):
         """[.., K, N] over the same memory, strided."""
         _cut_link(self)
         with _compat.counting_changes():
-            return type(self)(self.hp.transpose(-2, -1), self.config)
+            view = type(self)(self.hp.transpose(-2, -1), self.config)
+        if self.layer:
+            view.layer = self.layer
+        return view
 
     @property
     def quantized_bytes(self) -> int:
@@ -299,9 +302,9 @@ def _refusal_of_dtype(func: Operation, masters: list[MasterWeightTensor], dtype:
 def _refusal(func: Operation, masters: list[MasterWeightTensor]) -> str:
     return (
         f"{func}: {_layers(masters)} would be used in high precision without being seen: only "
-        "operations that are known to be no product may read a MasterWeightTensor; use torch.nn.functional.linear (or "
-        "nn.Linear; grouped_mm for experts) for low precision, weight.hp for high precision, or leave the layer out "
-        "(filter_fn=skip_fqns(...))"
+        "operations that are known to be no GEMM may read a MasterWeightTensor; use torch.nn.functional.linear (or "
+        'nn.Linear; grouped_mm for experts, in transformers model.set_experts_implementation("grouped_mm")) for low '
+        "precision, weight.hp for high precision, or leave the layer out (filter_fn=skip_fqns(...))"
     )
 
 

@@ -129,7 +129,7 @@ class NVFP4Tensor(QuantizedTensor):
         global_scale = self.global_scale if global_scale is None else global_scale
         made = type(self)(qdata, scale, global_scale, columns, self.block_size, dtype or self.dtype, self.config)
         carry_key(self, made)
-        return made
+        return self._named(made)
 
     def _requantize(self, hp: torch.Tensor) -> NVFP4Tensor:
         per_expert = self.global_scale.dim() > 0

@@ -97,6 +97,12 @@ class QuantizedTensor(TorchAOBaseTensor):
         """
         raise NotImplementedError
 
+    def _named(self, made: Self) -> Self:
+        """`made`, of the same layer."""
+        if self.layer:
+            made.layer = self.layer
+        return made
+
     def _requantize(self, hp: torch.Tensor) -> QuantizedTensor:
         """`hp` quantized as this tensor is."""
         raise NotImplementedError
@@ -138,9 +144,7 @@ class QuantizedTensor(TorchAOBaseTensor):
                 f"transpose: {type(self).__name__} packs two elements a byte, so a transpose is no view; "
                 "use .columnwise(), or F.linear, which transposes by itself"
             )
-        view = self._make(self.qdata.transpose(-2, -1), self.scale.transpose(-2, -1), columns=self.shape[-2])
-        view.layer = self.layer
-        return view
+        return self._make(self.qdata.transpose(-2, -1), self.scale.transpose(-2, -1), columns=self.shape[-2])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """qdata · scale [· global_scale] as a plain tensor [.., N, K] of `dtype`, default the reported dtype."""
@@ -303,7 +307,7 @@ def map_tensors(x: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) 
     made = {name: fn(getattr(x, name)) for name in parts_of(x)}
     result = type(x).__tensor_unflatten__(made, x.__tensor_flatten__()[1], None, None)
     carry_key(x, result)
-    return result
+    return x._named(result)
 
 
 def parts_of(x: QuantizedTensor) -> list[str]:
@@ -325,7 +329,8 @@ _PRODUCTS = (
 def _product(func: Operation, *args: Any, **kwargs: Any) -> NoReturn:
     kinds = [type(x) for x in args if isinstance(x, QuantizedTensor)]
     raise NotImplementedError(
-        f"{func} of {_names(kinds, args, kwargs)}: products with quantized weights go through "
-        "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts), which runs all three GEMMs in low "
-        "precision; call that, or .dequantize() the weight for a high-precision product"
+        f"{func} of {_names(kinds, args, kwargs)}: GEMMs with quantized weights go through "
+        "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
+        'model.set_experts_implementation("grouped_mm")), which runs all three in low precision; call that, or '
+        ".dequantize() the weight for high precision"
     )

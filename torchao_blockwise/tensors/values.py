@@ -26,6 +26,7 @@ from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 # What gives a weight's memory or its values away.
 _READS = [Tensor.__array__, Tensor.__dlpack__, Tensor.numpy, Tensor.storage, Tensor.tolist]
 _STATISTICS = [torch.histc, Tensor.histc, torch.histogram, Tensor.histogram, torch.histogramdd]
+_FINITE = [torch.isfinite, Tensor.isfinite]
 _QUANTIZED = (BlockwiseFP8Tensor, NVFP4Tensor, QuantizedShard)
 
 
@@ -90,6 +91,11 @@ def _set_data(func: Function, types: Types, args: Args, kwargs: Kwargs) -> None:
     vars(x).update(parts)
 
 
+def _of_decoded(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    """Which elements are finite, as PEFT asks of what it merges."""
+    return func(args[0].dequantize())
+
+
 def _refuse(func: Function, types: Types, args: Args, kwargs: Kwargs) -> NoReturn:
     # No NotImplementedError: safetensors takes that for a tensor without memory, and goes on by `data_ptr()`.
     raise TypeError(
@@ -132,6 +138,7 @@ for _cls in (MasterWeightTensor, TransposedWeight):
 for _cls in _QUANTIZED:
     _cls.implements_torch_function(Tensor.data_ptr)(_address)
     _cls.implements_torch_function(Tensor.data.__set__)(_set_data)  # type: ignore[attr-defined]
+    _cls.implements_torch_function(_FINITE)(_of_decoded)
     _cls.implements_torch_function(Tensor.is_shared)(_is_shared)
     _cls.implements_torch_function(Tensor.share_memory_)(_share_memory)
     _cls.implements_torch_function([*_READS, Tensor.apply_])(_refuse)

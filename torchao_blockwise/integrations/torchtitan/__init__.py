@@ -25,10 +25,10 @@ except ImportError as e:
         "torchao_blockwise.integrations.torchtitan_0_2"
     ) from e
 
-from torchao_blockwise.conversion.handlers import KNOWN_FORWARDS
 from torchao_blockwise.integrations.options import Options, Selection
 from torchao_blockwise.integrations.torchtitan.conversion import built_converted
 from torchao_blockwise.nn import sac_save_list
+from torchao_blockwise.nn.converted import KNOWN_FORWARDS
 
 __all__ = ["BlockwiseConverter", "Options", "Selection", "SelectiveACOfProducts", "fp8", "nvfp4", "selective_ac"]
 

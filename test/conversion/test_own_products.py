@@ -1,0 +1,123 @@
+"""Weights that a model multiplies by itself: refused where the product runs, by name and with a remedy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FP8, replace
+from torch import nn
+from torchao.quantization import quantize_
+
+from torchao_blockwise import MasterWeightTensor, linears_and_experts, skip_fqns, skip_lm_head
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+REFUSED = r"{}\.weight would be used in high precision.*nn\.functional\.linear.*skip_fqns"
+OWN_PRODUCTS = {
+    "operator": lambda layer, x: x @ layer.weight.t().to(x.dtype),
+    "addmm": lambda layer, x: torch.addmm(layer.bias, x, mat2=layer.weight.T),
+    "method": lambda layer, x: x.matmul(layer.weight),
+    "einsum": lambda layer, x: torch.einsum("tk,nk->tn", x, layer.weight),
+    "bmm": lambda layer, x: torch.bmm(x[None], layer.weight[None]),
+    "mv": lambda layer, x: torch.mv(layer.weight, x[0]),
+}
+
+
+class Caller(nn.Module):
+    """Multiplies by the weight of a layer that it holds, as Mamba's mixer does."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.by_hand, self.called, self.product = nn.Linear(32, 32), nn.Linear(32, 32), product
+
+    def forward(self, x):
+        return self.product(self.by_hand, nn.functional.linear(x, self.called.weight) + self.called(x))
+
+
+@pytest.mark.parametrize("product", OWN_PRODUCTS.values(), ids=OWN_PRODUCTS)
+def test_a_product_is_refused_by_name_and_the_remedy_helps(product):
+    model = nn.Sequential(Caller(product))
+    quantize_(model, FP8)
+    with pytest.raises(NotImplementedError, match=REFUSED.format(r"0\.by_hand")):
+        model(X)
+    model = nn.Sequential(Caller(product))
+    quantize_(model, FP8, filter_fn=skip_fqns("0.by_hand"))
+    model(X).sum().backward()
+
+
+# --- Hugging Face's models --------------------------------------------------------------------------------------------
+
+SMALL = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2}
+ATTENTION = {**SMALL, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
+IDS = torch.arange(34).view(2, 17)
+
+
+def language_model(family: str, implementation: str | None = None, **options) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(**options)
+    chosen = {} if implementation is None else {"experts_implementation": implementation}
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, **chosen)
+
+
+def trains(model) -> None:
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    converted = [p for p in model.parameters() if isinstance(p, MasterWeightTensor)]
+    assert converted and all(p.grad is not None for p in converted)
+
+
+GPT_OSS = {**ATTENTION, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+
+
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+def test_gpt_oss_is_refused_with_eager_experts_and_trains_with_the_remedy(masters):
+    model = language_model("GptOss", "eager", **GPT_OSS)
+    quantize_(model, replace(FP8, master_weights=masters), filter_fn=linears_and_experts() & skip_lm_head())
+    named = r"model\.layers\.0\.mlp\.experts\.gate_up_proj.*"
+    with pytest.raises(NotImplementedError, match=rf'{named}model\.set_experts_implementation\("grouped_mm"\)'):
+        model(input_ids=IDS, labels=IDS)
+    model.set_experts_implementation("grouped_mm")
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert type(model.model.layers[0].mlp.experts.down_proj) is not nn.Parameter
+    assert all(p.grad is not None for name, p in model.named_parameters() if "experts" in name)
+
+
+@pytest.mark.parametrize("family", ("Mamba", "FalconMamba"))
+def test_mamba_is_refused_and_trains_with_the_remedy(family):
+    model = language_model(family, **SMALL, state_size=8)
+    quantize_(model, FP8, filter_fn=skip_lm_head())
+    with pytest.raises(NotImplementedError, match=REFUSED.format(r"layers\.0\.mixer\.dt_proj")):
+        model(input_ids=IDS, labels=IDS)
+    model = language_model(family, **SMALL, state_size=8)
+    quantize_(model, FP8, filter_fn=skip_lm_head() & skip_fqns("*.dt_proj"))
+    trains(model)
+
+
+FAMILIES = {
+    "Llama": ATTENTION,
+    "Qwen3": {**ATTENTION, "head_dim": 16},
+    "Gemma3Text": {**ATTENTION, "head_dim": 16},
+    "Phi3": {**ATTENTION, "pad_token_id": 0},
+    "Mixtral": {**ATTENTION, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {**ATTENTION, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "DeepseekV3": {
+        **ATTENTION, "moe_intermediate_size": 48, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 16, "num_experts_per_tok": 2,
+    },
+    "GPT2": {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4},
+    "Mamba2": {**SMALL, "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("implementation", ("eager", "grouped_mm"))
+def test_models_that_train_are_not_refused(family, implementation):
+    if implementation == "grouped_mm" and not any("experts" in option for option in FAMILIES[family]):
+        return
+    model = language_model(family, implementation, **FAMILIES[family])
+    if family == "GPT2":
+        # Its layers are no `nn.Linear`; the head is.
+        return quantize_(model, FP8)
+    quantize_(model, FP8, filter_fn=linears_and_experts() & skip_lm_head())
+    trains(model)

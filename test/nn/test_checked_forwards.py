@@ -1,0 +1,348 @@
+"""Modules that override forward: the first call in each mode checks that a GEMM with each weight ran."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FP8, NVFP4, both_formats, replace
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import FqnToConfig, quantize_
+
+from torchao_blockwise import MasterWeightTensor, NormLinear, experts, unconvert
+from torchao_blockwise.nn.converted import ConvertedLinear
+from torchao_blockwise.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+X = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+IDS = torch.tensor([3, 1, 2])
+
+
+@torch.library.custom_op("checked_forwards::opaque", mutates_args=())
+def opaque(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.T
+
+
+@opaque.register_fake
+def _(x, weight):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def values(weight: torch.Tensor) -> torch.Tensor:
+    return weight.hp if isinstance(weight, MasterWeightTensor) else weight.dequantize()
+
+
+def scatter(layer, x):
+    return x @ torch.zeros(layer.weight.shape).copy_(layer.weight).T
+
+
+def saved_for_later(layer, x):
+    F.linear(x, layer.weight.detach().sum(0, keepdim=True))
+    return layer.other(x)
+
+
+# What reads the weight and runs no low-precision GEMM with it.
+MISUSES = {
+    "rows": lambda layer, x: (x[:, None] * layer.weight[IDS]).sum(-1),
+    "embedding": lambda layer, x: x + F.embedding(IDS, layer.weight),
+    "sum": lambda layer, x: (x[:, None] * layer.weight).sum(-1),
+    "copy": scatter,
+    "kernel": lambda layer, x: opaque(x, values(layer.weight)),
+    "norm": lambda layer, x: x * layer.weight.norm(),
+    "another_layer": saved_for_later,
+    "unused": lambda layer, x: 2 * x,
+}
+USES = {
+    "super": lambda layer, x: 2 * nn.Linear.forward(layer, x),
+    "cast": lambda layer, x: F.linear(x.bfloat16(), layer.weight.to(torch.bfloat16)),
+    "type_as": lambda layer, x: F.linear(x, layer.weight.type_as(x)) + 1,
+    "scaled": lambda layer, x: F.linear(x, layer.weight * 0.5),
+    "rows": lambda layer, x: F.linear(x, layer.weight) * layer.weight[0].norm(),
+    "checkpoint": lambda layer, x: checkpoint(F.linear, x, layer.weight, use_reentrant=False),
+    "reentrant": lambda layer, x: checkpoint(F.linear, x, layer.weight, use_reentrant=True),
+}
+
+
+def layer_of(forward, config=FP8):
+    """A model of one converted layer with this forward pass, which holds another, `other`."""
+
+    class Own(nn.Linear):
+        def __init__(self):
+            super().__init__(64, 64)
+            self.other = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return forward(self, x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Own())
+    quantize_(model, config)
+    assert type(model[0]).__name__ == "Own" and isinstance(model[0], ConvertedLinear)
+    return model
+
+
+def refusal(mode="training", name="0", weights="weight"):
+    return pytest.raises(
+        NotImplementedError,
+        match=rf"{name}: Own.forward ran no low-precision GEMM with its converted {weights} in {mode}.*"
+        rf"skip_fqns\('{name}'\)",
+    )
+
+
+@pytest.mark.parametrize("mode", ("training", "evaluation"))
+@pytest.mark.parametrize("misuse", MISUSES.values(), ids=MISUSES)
+def test_a_forward_pass_without_a_gemm_is_refused(misuse, mode):
+    model = layer_of(misuse).train(mode == "training")
+    for _ in range(2):
+        with refusal(mode), torch.set_grad_enabled(mode == "training"):
+            model(X)
+
+
+@pytest.mark.parametrize("name", sorted(MISUSES.keys() - {"another_layer"}))
+def test_it_is_refused_where_a_compiler_traces_it(name):
+    """All but a GEMM with another weight: a compiler knows that one runs, and not with which weight."""
+    torch.compiler.reset()
+    model = torch.compile(layer_of(MISUSES[name]), backend="eager")
+    with pytest.raises(Exception, match=r"0: Own\.forward ran no low-precision GEMM with its converted weight in"):
+        model(X)
+
+
+def test_a_lookup_of_quantized_values_is_refused():
+    model = layer_of(MISUSES["kernel"], replace(FP8, master_weights=False))
+    with refusal():
+        model(X)
+
+
+def bare(use, model):
+    """What a converted layer whose class overrides nothing gives for the same forward pass."""
+    layer = nn.Linear(64, 64)
+    layer.load_state_dict({k: v for k, v in model[0].state_dict().items() if not k.startswith("other")})
+    quantize_(layer, model[0].weight.config)
+    return use(layer, X)
+
+
+# A quantized Parameter is not scaled, and has no rows.
+OF_VALUES = {"scaled", "rows"}
+USES_OF_BOTH = [(name, masters) for name in USES for masters in (True, False) if masters or name not in OF_VALUES]
+
+
+@both_formats
+@pytest.mark.parametrize(("name", "masters"), USES_OF_BOTH)
+def test_a_forward_pass_with_one_runs_and_is_checked_once(name, config, masters, monkeypatch):
+    use = USES[name]
+    config = replace(config, master_weights=masters)
+    if config.stochastic_rounding:
+        config = replace(config, stochastic_rounding=False)
+    model = layer_of(use, config)
+    out = model(X)
+    assert_bitwise_equal(out, bare(use, model))
+    out.sum().backward()
+    assert model[0].weight.grad is not None and model[0].checked == {True}
+    with torch.no_grad():
+        model.eval()(X)
+    assert model[0].checked == {True, False}
+    monkeypatch.setattr("torchao_blockwise.nn.converted.multiplied_weights", None)
+    model.train()(X)
+    model.eval()(X)
+
+
+@pytest.mark.parametrize("name", sorted(USES.keys() - {"reentrant"}))
+def test_a_compiled_one_is_one_graph_with_the_same_bits(name):
+    torch.compiler.reset()
+    use = USES[name]
+    model, compiled = layer_of(use), layer_of(use)
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    run = torch.compile(compiled, backend=count, fullgraph=True)
+    for _ in range(2):
+        assert_bitwise_equal(run(X).detach(), model(X).detach())
+    # Eager calls in between do not compile again.
+    compiled(X)
+    run(X)
+    assert len(graphs) == 1
+
+
+def test_products_by_operator_are_refused_where_they_run():
+    model = layer_of(lambda layer, x: x @ layer.weight.T)
+    with pytest.raises(NotImplementedError, match=r"aten\.mm\.default: 0\.weight would be used in high precision"):
+        model(X)
+
+
+def test_layers_with_a_compiled_function_inside():
+    """The graph was compiled for the first layer; the second one runs it, and no compiler traces anything."""
+    product = torch.compile(lambda x, weight: F.linear(x, weight), backend="aot_eager")
+    model = nn.Sequential(*(layer_of(lambda layer, x: product(x, layer.weight))[0] for _ in range(3)))
+    for mode in (True, False):
+        model.train(mode)(X).sum().backward()
+    assert all(layer.checked == {True, False} for layer in model)
+
+
+def test_a_call_without_tokens_decides_nothing():
+    model = layer_of(lambda layer, x: F.linear(x, layer.weight) if len(x) else x.new_empty(0, 64))
+    assert model(X[:0]).shape == (0, 64) and not model[0].checked
+    model(X)
+    assert model[0].checked == {True}
+    with refusal():
+        layer_of(lambda layer, x: layer.weight[IDS] if len(x) else x)(X)
+
+
+def test_another_path_in_evaluation_is_checked_too():
+    def forward(layer, x):
+        if layer.training:
+            return F.linear(x, layer.weight)
+        if not hasattr(layer, "cached"):
+            layer.cached = values(layer.weight).clone()
+        return F.linear(x, layer.cached)
+
+    model = layer_of(forward)
+    model(X).sum().backward()
+    with refusal("evaluation"):
+        model.eval()(X)
+    # A copy of the weight is a weight.
+    layer_of(lambda layer, x: F.linear(x, layer.weight.clone())).eval()(X)
+
+
+def test_threads_are_checked_by_themselves():
+    """While one thread multiplies by the weight, another that does not is refused."""
+    started, done = threading.Event(), threading.Event()
+
+    def forward(layer, x):
+        if threading.current_thread() is not threading.main_thread():
+            started.wait(30)
+            out = F.linear(x, layer.weight)
+            done.set()
+            return out
+        started.set()
+        done.wait(30)
+        return x
+
+    model = layer_of(forward)
+    thread = threading.Thread(target=model, args=(X,))
+    thread.start()
+    with refusal():
+        model(X)
+    thread.join()
+
+
+def test_a_forward_pass_that_raises_leaves_nothing_behind():
+    model = layer_of(lambda layer, x: F.linear(x, layer.weight, None) + x[:, :7])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="must match"):
+            model(X)
+    from torchao_blockwise.nn.observation import _multiplied
+
+    assert _multiplied.records == [] and not model[0].checked
+
+
+class Doubling(nn.Linear):
+    """A class that pickle finds."""
+
+    def forward(self, input: torch.Tensor, *, factor: float = 2.0):
+        return factor * super().forward(input)
+
+
+def test_the_class_is_what_it_was_to_others():
+    model = nn.Sequential(Doubling(64, 64))
+    plain = repr(model[0])
+    quantize_(model, FP8)
+    layer = model[0]
+    assert inspect.signature(layer.forward) == inspect.signature(Doubling(2, 2).forward)
+    assert repr(layer) == plain[:-1] + ", weight in fp8_128x128)" and isinstance(layer, Doubling)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(twin) is type(layer) and isinstance(twin.weight, MasterWeightTensor)
+        assert_bitwise_equal(twin(X, factor=3.0), layer(X, factor=3.0))
+        assert twin.checked == {True}
+    quantize_(model, NVFP4)
+    assert type(model[0]) is type(layer)
+    unconvert(model)
+    assert type(layer) is Doubling and vars(layer).keys() == vars(Doubling(2, 2)).keys()
+
+
+def test_a_fused_norm_leaves_it_its_forward_pass():
+    layer = NormLinear.from_modules(nn.RMSNorm(64), Doubling(64, 64))
+    quantize_(layer, FP8)
+    assert_bitwise_equal(layer(X), layer.linear(layer.norm(X)))
+    assert layer.linear.checked == {True}
+
+
+class Mixture(nn.Module):
+    """Experts and a matrix, multiplied as a test says."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(2, 32, 64)), nn.Parameter(torch.randn(2, 64, 32))
+        self.head, self.run = nn.Parameter(torch.randn(64, 64)), forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+ENDS = torch.tensor([1, 3], dtype=torch.int32)
+
+
+def grouped(x, weight):
+    return F.grouped_mm(x, weight.mT, offs=ENDS)
+
+
+def one_by_one(x, weight):
+    return torch.cat([F.linear(x[:1], weight[0]), F.linear(x[1:], weight[1])])
+
+
+# {name: (forward pass, what it does not multiply by)}
+MIXTURES = {
+    "grouped": (lambda m, x: grouped(grouped(x, m.up), m.down), ""),
+    "grouped_cast": (lambda m, x: grouped(grouped(x.bfloat16(), m.up.bfloat16()), m.down.bfloat16()), ""),
+    "one_by_one": (lambda m, x: one_by_one(one_by_one(x, m.up), m.down), ""),
+    "half": (lambda m, x: grouped(x, m.up) * m.down.norm(), "down"),
+    "half_cast": (lambda m, x: grouped(x.bfloat16(), m.up.bfloat16()) * m.down.norm(), "down"),
+    "unused": (lambda m, x: grouped(x, m.up), "down"),
+    "unused_cast": (lambda m, x: grouped(x.bfloat16(), m.up.bfloat16()), "down"),
+    "unused_experts": (lambda m, x: one_by_one(x, m.up), "down"),
+    "lookup": (lambda m, x: (x[:, None] * m.up[ENDS % 2].sum(0)).sum(-1), "up, down"),
+}
+
+
+# These read values, which quantized Parameters refuse.
+OF_MASTERS = {"half", "half_cast", "lookup"}
+CASES = [(name, masters) for name in MIXTURES for masters in (True, False) if masters or name not in OF_MASTERS]
+
+
+@pytest.mark.parametrize(("name", "masters"), CASES)
+def test_experts(name, masters):
+    forward, missing = MIXTURES[name]
+    model = nn.Sequential(Mixture(forward))
+    quantize_(model, replace(FP8, master_weights=masters), filter_fn=experts())
+    if missing:
+        with pytest.raises(NotImplementedError, match=f"0: Mixture.forward ran .* with its converted {missing} in tr"):
+            model(X)
+    else:
+        model(X).sum().backward()
+        assert model[0].checked == {True} and model[0].down.grad is not None
+    unconvert(model)
+    assert type(model[0]) is Mixture
+
+
+@pytest.mark.parametrize(
+    ("forward", "runs"),
+    ((lambda m, x: F.linear(x, m.head), True), (lambda m, x: x + m.head[IDS], False)),
+    ids=("linear", "lookup"),
+)
+def test_a_matrix_of_no_layer(forward, runs):
+    model = nn.Sequential(Mixture(forward))
+    quantize_(model, FqnToConfig({"0.head": FP8}), filter_fn=None)
+    if runs:
+        model(X).sum().backward()
+        assert isinstance(model[0].head, MasterWeightTensor) and model[0].head.grad is not None
+    else:
+        with pytest.raises(NotImplementedError, match=r"0: Mixture\.forward ran .* with its converted head in"):
+            model(X)
