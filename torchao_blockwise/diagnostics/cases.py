@@ -65,7 +65,7 @@ def cases(device: torch.device) -> list[Case]:
     numbers = torch.Generator().manual_seed(0)
 
     def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*shape, generator=numbers).to(device=device, dtype=dtype)
+        return torch.randn(*shape, generator=numbers, device="cpu").to(device=device, dtype=dtype)
 
     x, dy, w = values(TOKENS, FEATURES_IN), values(TOKENS, FEATURES_OUT), values(FEATURES_OUT, FEATURES_IN)
     experts = values(len(ENDS), FEATURES_OUT, FEATURES_IN)
