@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from torchao_blockwise.formats import BlockFormat, Operand
@@ -19,10 +21,10 @@ def random_tensor(
 ) -> torch.Tensor:
     """Normal values whose rows and columns differ in size by powers of two, so that a wrong scale shows."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator)
+    x = torch.randn(*shape, generator=generator, device="cpu")
     for dim in (-1, -2):
         size = x.shape[dim]
-        exponent = torch.randint(-6, 7, (size,), generator=generator).float()
+        exponent = torch.randint(-6, 7, (size,), generator=generator, device="cpu").float()
         x = x * exponent.exp2().view(-1, *([1] * (-1 - dim)))
     return x.to(device=device, dtype=dtype)
 
@@ -72,4 +74,4 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def sqnr(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Signal to quantization noise, 20 · log10(‖expected‖ / ‖actual - expected‖) dB, in fp64."""
     error = relative_error(actual, expected)
-    return float("inf") if error == 0 else -20 * torch.tensor(error).log10().item()
+    return float("inf") if error == 0 else -20 * math.log10(error)

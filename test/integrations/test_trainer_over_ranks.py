@@ -23,12 +23,14 @@ CASES = [("resumes", wrapper, recipe) for wrapper in ("ddp", "fsdp") for recipe 
 CASES += [("resumes", "fsdp_shards", "fp8")]
 CASES += [("example_resumes", wrapper) for wrapper in ("ddp", "fsdp")]
 
+SLOW = [("compiled", recipe) for recipe in ("fp8", "nvfp4")]
+
 
 @pytest.fixture(scope="module")
 def raised(request, tmp_path_factory) -> list[dict]:
     return spawn(trainer_checks.run, 2, tmp_path_factory.mktemp("trainer"), selected_cases(request))
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids="-".join)
 def test_training(case, raised):
     assert [(of_rank or {}).get(case, "not reached") for of_rank in raised] == [None, None]

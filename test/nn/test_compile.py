@@ -6,6 +6,8 @@ import itertools
 
 import pytest
 import torch
+from every_layer import CONFIGS, every_model, make
+from every_layer import tokens as tokens_of
 from helpers import FP8, Tied, assert_same, both_formats, forward_backward, mlp, recipes_and_variants, replace
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -91,6 +93,18 @@ def test_token_counts_do_not_recompile(config):
             got = (out.detach(), x.grad, *(p.grad for p in model.parameters()))
             assert_same(got, forward_backward(model, tokens(count)))
     assert counter.frame_count == 1
+
+
+@every_model
+@pytest.mark.parametrize("config", ("fp8", "nvfp4"))
+def test_layers_of_a_kind_compile_with_dynamic_shapes(model, config):
+    """`dynamic=True` makes numbers symbolic too that a layer reads: all layers read the same ones."""
+    layers = nn.ModuleList(make(model, CONFIGS[config]) for _ in range(2))
+    run = torch.compile(lambda x: sum(layer(x) for layer in layers), backend="aot_eager", dynamic=True, fullgraph=True)
+    for count in (33, 37):
+        x = tokens_of(model, count)
+        outputs = run(x), sum(layer(x) for layer in layers)
+        assert_same(*(torch.autograd.grad(out.sum(), layers.parameters()) for out in outputs))
 
 
 def test_steps_do_not_recompile_and_are_seen():

@@ -84,13 +84,13 @@ def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
         raise NotImplementedError(_refusal(model, name, reverted))
     experts, rows, _ = shape
     # Two columns, because transformers 5.17 drops a dim of one.
-    numbers = torch.arange(experts * rows).view(experts, rows, 1).repeat(1, 1, 2)
+    numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1).repeat(1, 1, 2)
     parts = []
     for other, x in hugging_face.reverted(model, {name: numbers}).items():
         held = x[..., 0].flatten()
         first = int(held[0]) if held.numel() else 0
         expert, start = divmod(first, rows)
-        is_run = x.shape[-1] == 2 and torch.equal(held, torch.arange(first, first + held.numel()))
+        is_run = x.shape[-1] == 2 and torch.equal(held, torch.arange(first, first + held.numel(), device="cpu"))
         if not is_run or start + held.numel() > rows:
             raise NotImplementedError(_refusal(model, name, reverted))
         parts.append(Part(other, expert, start, start + held.numel()))

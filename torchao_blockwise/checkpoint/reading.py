@@ -119,7 +119,7 @@ def _writing(files: Files, x: torch.Tensor, parts: list[Part]) -> Callable[[], N
 
     def write() -> None:
         if local is not x:
-            values = torch.empty(x.shape, dtype=x.dtype)
+            values = torch.empty(x.shape, dtype=x.dtype, device="cpu")
             into(values)
             target = local.hp if isinstance(local, MasterWeightTensor) else local.detach()
             target.copy_(shard_of(values, x))
@@ -132,7 +132,7 @@ def _writing(files: Files, x: torch.Tensor, parts: list[Part]) -> Callable[[], N
         elif (payload := _payload(files, x, parts)) is not None:
             x.copy_(payload)
         else:
-            values = torch.empty(x.shape, dtype=x.dtype)
+            values = torch.empty(x.shape, dtype=x.dtype, device="cpu")
             into(values)
             x.copy_(values.to(x.device))
 

@@ -41,7 +41,7 @@ def check_layers(device: torch.device) -> Iterator[ProductReport]:
     """
     numbers = torch.Generator().manual_seed(0)
     w, x, dy = (
-        torch.randn(*shape, generator=numbers).to(device)
+        torch.randn(*shape, generator=numbers, device="cpu").to(device)
         for shape in ((FEATURES_OUT, FEATURES_IN), (TOKENS, FEATURES_IN), (TOKENS, FEATURES_OUT))
     )
     plain = {"output": x @ w.mT, "grad_input": dy @ w, "grad_weight": dy.mT @ x}

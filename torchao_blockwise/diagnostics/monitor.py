@@ -232,7 +232,7 @@ class NumericsMonitor:
             rows = steps.as_rows(_compat.local_of(x).detach())
             # No product asks for a config: each recipe brings its own.
             how = Contraction(None, None if ends is None else Groups(ends))  # type: ignore[arg-type]
-            see_gradient = self._see_input(index, rows.to(steps.compute_dtype(rows)), how)
+            see_gradient = self._see_input(index, steps.cast_for_compute(rows), how)
         if out.requires_grad:
             out.register_hook(lambda dy: see_gradient(steps.as_rows(_compat.local_of(dy).detach())))
 

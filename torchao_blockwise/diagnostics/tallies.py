@@ -164,7 +164,7 @@ def tensor_report(
 
 def _value_of(bits: int) -> float:
     """The fp32 value of these bits."""
-    return torch.tensor(bits if abs(bits) < 2**31 else 0, dtype=torch.int32).view(torch.float32).item()
+    return torch.tensor(bits if abs(bits) < 2**31 else 0, dtype=torch.int32, device="cpu").view(torch.float32).item()
 
 
 def _quotient(value: float, by: float) -> float:

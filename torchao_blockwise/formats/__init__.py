@@ -10,6 +10,7 @@ from torchao_blockwise.formats.nvfp4 import (
     NVFP4_16X16,
     four_over_six_scales,
     global_scale_of,
+    largest_scale,
 )
 from torchao_blockwise.formats.random_bits import (
     Draws,
@@ -53,6 +54,7 @@ __all__ = [
     "hadamard_number",
     "hadamard_transform",
     "key_of",
+    "largest_scale",
     "philox",
     "register_format",
 ]

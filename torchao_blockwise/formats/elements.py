@@ -94,9 +94,10 @@ def _e2m1_borders() -> list[float]:
     """The smallest fp32 magnitude of codes 1..7: midpoints, and ties go to the even code."""
     borders = []
     for code, (low, high) in enumerate(pairwise(E2M1_VALUES)):
-        middle = torch.tensor((low + high) / 2)
+        # On the CPU, whatever the default device of the program that imports this.
+        middle, above = torch.tensor([(low + high) / 2, high], device="cpu")
         tie_goes_down = code % 2 == 0
-        borders.append((torch.nextafter(middle, torch.tensor(high)) if tie_goes_down else middle).item())
+        borders.append((torch.nextafter(middle, above) if tie_goes_down else middle).item())
     return borders
 
 

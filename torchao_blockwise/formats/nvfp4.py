@@ -15,6 +15,11 @@ _F32_MAX = torch.finfo(torch.float32).max
 FOUR_OVER_SIX_MAX = 256.0
 
 
+def largest_scale(four_over_six: bool) -> float:
+    """The largest block scale of a tensor, by which its tensor scale is chosen."""
+    return FOUR_OVER_SIX_MAX if four_over_six else E4M3.max
+
+
 def global_scale_of(tensor_amax: torch.Tensor, scale_max: float = E4M3.max) -> torch.Tensor:
     """Decode factor of a tensor: amax / (6 · scale_max); 1 for a zero tensor, NaN where the amax is NaN or Inf."""
     scale = tensor_amax / torch.full_like(tensor_amax, E2M1.max * scale_max)

@@ -49,7 +49,7 @@ def swiglu_experts(
     with _compat.no_torch_function():
         _check(x, gate_up, down, group_ends)
         if len(configs) == 2 and are_plain(x):
-            x, amax_groups = x.to(steps.compute_dtype(x)), (inner_groups, outer_groups)
+            x, amax_groups = steps.cast_for_compute(x), (inner_groups, outer_groups)
             return steps.apply(SwiGLUFunction, x, gate_up, down, None, group_ends, configs, amax_groups, *keys)
     return _by_products(x, gate_up, down, group_ends)
 
@@ -111,7 +111,7 @@ def _check(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_end
 
 def _by_products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_ends: torch.Tensor) -> torch.Tensor:
     """In the precision of the weights; what F.grouped_mm leaves in rows of no group is set to zero, both ways."""
-    x = x.to(steps.compute_dtype(x))
+    x = steps.cast_for_compute(x)
     check_group_ends("swiglu_experts", group_ends, x.shape[0], x.device)
     # On a GPU the values are unknown, and PyTorch's product follows them anywhere.
     group_ends = clamped_ends(group_ends, x.shape[0])

@@ -64,8 +64,7 @@ def _grouped_linear(
 ) -> torch.Tensor:
     """contracts_columns: whether K, the contraction of `output`, is the last dim in which the weight is stored."""
     with _compat.no_torch_function():
-        if x.is_floating_point():
-            x = x.to(steps.compute_dtype(x))
+        x = steps.cast_for_compute(x)
         _check(x, weight, contracts_columns and not isinstance(weight, TransposedWeight))
         key = rounding_key_of(_stored(weight))
         return steps.apply(_GroupedLinear, x, weight, group_ends, contracts_columns, out_dtype, key)

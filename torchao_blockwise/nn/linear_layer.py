@@ -56,8 +56,7 @@ def _linear_of_one(
     """
     # Else each shape, dtype and device that is read of a weight goes through Python, 10 µs a call in all.
     with _compat.no_torch_function():
-        if x.is_floating_point():
-            x = x.to(steps.compute_dtype(x))
+        x = steps.cast_for_compute(x)
         check_linear(x, weight, bias)
         return steps.apply(_Linear, x, weight, bias, config_of(like), split, rounding_key_of(like), places)
 

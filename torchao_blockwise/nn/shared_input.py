@@ -87,11 +87,10 @@ class _Offer:
         """(rowwise copy, the tensors that a layer saves to train its weight, the dtype that was quantized)."""
         self.left -= 1
         if self._taken is None:
-            dtype = steps.compute_dtype(self.x)
-            x = self.x.detach().to(dtype)
+            x = steps.cast_for_compute(self.x.detach())
             save_quantized = self.trained and self.how.config.saves_quantized_activations
             rowwise, columnwise = steps.named(_copies, x, self.how, save_quantized)
-            self._taken = rowwise, columnwise.tensors if save_quantized else (x,), dtype
+            self._taken = rowwise, columnwise.tensors if save_quantized else (x,), x.dtype
         return self._taken
 
 

@@ -24,6 +24,14 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     return x.dtype
 
 
+def cast_for_compute(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the dtype of `compute_dtype`; integers are left for the layer to refuse."""
+    # A cast that changes nothing returns the same tensor, which in a graph of DDP's optimizer then has two names: it
+    # cannot compile a part of the graph that takes one tensor twice.
+    dtype = compute_dtype(x) if x.is_floating_point() else x.dtype
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 class _NoGraph:
     """What stands for the context of an autograd function where there will be no backward."""
 
@@ -132,6 +140,8 @@ def refuse_second_order(layer: str) -> None:
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """`x` [.., K] as [T, K]; K may be 0."""
+    if x.dim() == 2:
+        return x  # and not a second name of it; see `cast_for_compute`
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 

@@ -44,8 +44,7 @@ def swiglu_linear(
         got = f"{gate.dtype} {list(gate.shape)} and {up.dtype} {list(up.shape)}"
         raise ValueError(f"swiglu_linear: gate and up must agree in shape and dtype, got {got}")
     with _compat.no_torch_function():
-        dtype = steps.compute_dtype(gate)
-        gate, up = gate.to(dtype), up.to(dtype)
+        gate, up = steps.cast_for_compute(gate), steps.cast_for_compute(up)
         check_linear(gate, weight, bias)
         return steps.apply(_SwiGLULinear, gate, up, weight, bias)
 
@@ -105,7 +104,7 @@ class SwiGLUMLP(nn.Module):
             gate, up = gate_up(x).chunk(2, -1)
             return swiglu_linear(gate, up, down.weight, down.bias)
         with _compat.no_torch_function():
-            x = x.to(steps.compute_dtype(x))
+            x = steps.cast_for_compute(x)
             check_linear(x, gate_up.weight, None)
             configs = config_of(gate_up.weight), config_of(down.weight)
             return steps.apply(

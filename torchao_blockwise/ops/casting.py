@@ -176,5 +176,5 @@ def _from_one_read(
         amax_bits = amax_bits_of(x, groups, options.scale_per_group, scaled_by)
     else:
         amax_bits = tensor_amax.view(torch.int32)
-    global_scale = global_scale_op(amax_bits, options.scale_max, scaled_by)
+    global_scale = global_scale_op(amax_bits, options.four_over_six, scaled_by)
     return with_global_scale(cast(x, amax_bits, options, *others), global_scale)

@@ -108,7 +108,7 @@ def _new_table(table: list[tuple[int, ...]], device: torch.device) -> torch.Tens
             "a CUDA graph captures a call for a list of tensors that was not seen before; a table of their addresses "
             "must be in device memory first: make the same call once before the capture"
         )
-    tensor = torch.tensor(table, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    tensor = torch.tensor(table, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
     stream = torch.cuda.current_stream(device)
     return _Kept(tensor, stream.cuda_stream, stream.record_event())
 

@@ -1,0 +1,126 @@
+"""What ranks check of compiled models under DistributedDataParallel, whose buckets split the graph."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import ranks
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from every_layer import CONFIGS, make
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
+from torchao.quantization import quantize_
+
+from torchao_blockwise.nn import SwiGLUMLP
+from torchao_blockwise.testing import assert_bitwise_equal, relative_error
+
+# Layers whose input has one reader besides the residual connection: their gradients are summed in eager mode's order.
+LAYERS = ("linear", "two", "norm_linear", "swiglu_mlp", "experts", "grouped")
+TINY = {"bucket_cap_mb": 0.005}
+
+
+class Residual(nn.Module):
+    """Layers with a residual connection around each: where a graph is split, their input has another reader."""
+
+    def __init__(self, layers: list[nn.Module], width: int = 64):
+        super().__init__()
+        self.layers, self.width = nn.ModuleList(layers), width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            out = layer(x)
+            x = x + F.pad(out, (0, self.width - out.shape[1]))
+        return x
+
+
+def small(config: str, layers: tuple[str, ...] = LAYERS) -> Residual:
+    return Residual([make(name, CONFIGS[config]) for name in layers])
+
+
+def large(config: str) -> Residual:
+    """More parameters than the 25 MB of PyTorch's own buckets."""
+    model = Residual([nn.Linear(1024, 1024), SwiGLUMLP(1024, 2048), nn.Linear(1024, 1024)], width=1024)
+    quantize_(model, CONFIGS[config])
+    return model
+
+
+MODELS = {
+    "small": small,
+    "linear": functools.partial(small, layers=("two", "two")),
+    "mixture": functools.partial(small, layers=("swiglu_mlp", "experts")),
+    "large": large,
+}
+OPTIONS = {
+    "tiny_buckets": TINY,
+    "default_buckets": {},
+    "static_graph": {**TINY, "static_graph": True},
+    "unused_parameters": {**TINY, "find_unused_parameters": True},
+    "accumulation": TINY,
+}
+
+
+def one_step(model: nn.Module, wrapped: nn.Module, run: nn.Module) -> list[torch.Tensor]:
+    loss = run(batch(model, 33)).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def accumulated_steps(model: nn.Module, wrapped: nn.Module, run: nn.Module) -> list[torch.Tensor]:
+    """Two steps of two microbatches with as many token counts, and an evaluation before each of them."""
+    optimizer, results = torch.optim.SGD(model.parameters(), lr=1e-3), []
+    for step in range(2):
+        for micro, count in enumerate((33, 40)):
+            x = batch(model, count + step)
+            with torch.no_grad():
+                results.append(run(x).square().mean())
+            with wrapped.no_sync() if micro == 0 else contextlib.nullcontext():
+                loss = run(x).square().mean()
+                loss.backward()
+            results.append(loss.detach())
+        results += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return results
+
+
+def batch(model: Residual, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + count)
+    return torch.randn(count, model.width, generator=generator)
+
+
+def compiles(rank: int, model_name: str, config: str, order: str, backend: str, option: str) -> None:
+    """The losses and gradients of eager mode under DDP: bit for bit, with inductor up to what it rounds otherwise."""
+    torch._dynamo.reset()
+    # PyTorch refuses buckets that are smaller than the first one.
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1000 if "bucket_cap_mb" in OPTIONS[option] else 2**20
+    results, steps = [], accumulated_steps if option == "accumulation" else one_step
+    for counter in (None, CompileCounterWithBackend(backend)):
+        torch.manual_seed(0)
+        model = MODELS[model_name](config)
+
+        def compiled(module, counter=counter):
+            dynamic = True if option == "accumulation" else None
+            return module if counter is None else torch.compile(module, backend=counter, dynamic=dynamic)
+
+        if order == "DDP(compile)":
+            wrapped = run = DistributedDataParallel(compiled(model), **OPTIONS[option])
+        else:
+            wrapped = DistributedDataParallel(model, **OPTIONS[option])
+            run = compiled(wrapped)
+        results.append(steps(model, wrapped, run))
+    assert counter.frame_count > 1, "the buckets split no graph"
+    for expected, got in zip(*results, strict=True):
+        if backend == "inductor":
+            assert relative_error(got, expected) < 1e-3
+        else:
+            assert_bitwise_equal(got, expected)
+
+
+def run(rank: int, count: int, port: int, file: str, cases) -> None:
+    ranks.join(rank, count, port, seconds=180)
+    ranks.run_each({"compiles": compiles}, rank, [("compiles", *case) for case in cases], file)
+    ranks.leave()

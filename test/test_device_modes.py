@@ -1,0 +1,187 @@
+"""A default device changes nothing: every tensor is made on a device that is named."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from every_layer import CONFIGS, MODELS, every_model, tokens
+from helpers import FP8, NVFP4, mlp, replace
+from torch import nn
+from torchao.quantization import quantize_
+
+import torchao_blockwise
+from torchao_blockwise import checkpoint, diagnostics, linears_and_experts, ops, unconvert, weights_unchanged
+from torchao_blockwise.diagnostics import layer_checks
+from torchao_blockwise.formats import NVFP4_1X16
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, sqnr
+
+pytestmark = pytest.mark.usefixtures("no_interpreter")
+
+PACKAGE = Path(torchao_blockwise.__file__).parent
+# Those that PyTorch makes on the default device, among the ones in use here.
+FACTORIES = "arange as_tensor empty empty_strided eye full linspace ones rand randint randn randperm tensor zeros"
+
+
+@contextlib.contextmanager
+def default_device():
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def context():
+    return torch.device("meta")
+
+
+MODES = {"context": context, "default": default_device}
+
+
+@every_model
+@pytest.mark.parametrize("config", ("fp8", "nvfp4"))
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_train_bit_for_bit(model, config, mode):
+    results = []
+    for scope in (contextlib.nullcontext, MODES[mode]):
+        torch.manual_seed(0)
+        make, then = MODELS[model]
+        layer, x, ends = make(), tokens(model), torch.tensor([3, 3, 30], dtype=torch.int32)
+        # Their own forward passes make the ends, on the default device.
+        if model == "experts":
+            layer.forward = lambda x, layer=layer, ends=ends: layer.experts(x, ends)
+        elif model == "grouped":
+            layer.forward = lambda x, layer=layer, ends=ends: F.grouped_mm(x, layer.weight.transpose(-2, -1), offs=ends)
+        with scope():
+            quantize_(layer, CONFIGS[config], filter_fn=linears_and_experts())
+            if then is not None:
+                then(layer)
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+            for _ in range(2):
+                out = layer(x)
+                out.square().mean().backward()
+                results += [out.detach(), *(p.grad.clone() for p in layer.parameters())]
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad(), weights_unchanged(layer):
+                results.append(layer(x))
+    half = len(results) // 2
+    for expected, got in zip(results[:half], results[half:], strict=True):
+        assert_bitwise_equal(got, expected)
+
+
+def converted(config) -> nn.Module:
+    with torch.device("cpu"):
+        model = mlp()
+    quantize_(model, config)
+    return model
+
+
+def exported(config, kind: str, folder: Path):
+    """Files that are exported, and what a model that loads them holds."""
+    model, other = converted(config), converted(config)
+    checkpoint.export(model, folder / "exported", format=kind)
+    checkpoint.load(other, folder / "exported")
+    return [(folder / "exported" / "model.safetensors").read_bytes(), *other.state_dict().values()]
+
+
+def loaded_plain(config, folder: Path):
+    """A plain file in quantized Parameters."""
+    model = unconvert(converted(config))
+    safetensors = pytest.importorskip("safetensors.torch")
+    (folder / "plain").mkdir()
+    safetensors.save_file(model.state_dict(), folder / "plain" / "model.safetensors")
+    other = converted(replace(config, master_weights=False))
+    checkpoint.load(other, folder / "plain")
+    return list(other.state_dict().values())
+
+
+def names_of_experts(folder: Path):
+    """Experts whose parts transformers has in a file each."""
+    transformers = pytest.importorskip("transformers", "5.0")
+    sizes = {"vocab_size": 32, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    quantize_(model, FP8, filter_fn=linears_and_experts())
+    checkpoint.export(model, folder / "exported")
+    return [(folder / "exported" / "model.safetensors").read_bytes()]
+
+
+def monitored(config, folder: Path):
+    model = converted(config)
+    with diagnostics.NumericsMonitor(model, every=1) as monitor:
+        model(random_tensor(24, 64)).square().mean().backward()
+        return [repr(monitor.step())]
+
+
+def rounded(folder: Path):
+    """Random bits by numbers of the host, one of them a tensor, and the transform."""
+    rounding = ops.StochasticRounding(1, 2, torch.tensor(3, device="cpu"))
+    x = random_tensor(33, 64)
+    copies = ops.quantize(x, NVFP4_1X16, columnwise=True, hadamard=True, stochastic=rounding)
+    return [*copies.rowwise.tensors, *copies.columnwise.tensors, repr(sqnr(x, x + 1))]
+
+
+FEATURES = {
+    "export_fp8": lambda folder: exported(FP8, "fp8_block", folder),
+    "export_nvfp4": lambda folder: exported(NVFP4, "nvfp4_compressed_tensors", folder),
+    "load_plain_fp8": lambda folder: loaded_plain(FP8, folder),
+    "load_plain_nvfp4": lambda folder: loaded_plain(NVFP4, folder),
+    "experts": names_of_experts,
+    "monitor_fp8": lambda folder: monitored(FP8, folder),
+    "monitor_nvfp4": lambda folder: monitored(NVFP4, folder),
+    "memory": lambda folder: [repr(diagnostics.memory_report(converted(FP8)))],
+    "doctor": lambda folder: [repr(diagnostics.examine())],
+    "layer_checks": lambda folder: [repr([*layer_checks.check_layers(torch.device("cpu"))])],
+    "rounding": rounded,
+}
+SLOW = ("doctor",)
+
+
+@pytest.mark.parametrize(
+    "feature", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FEATURES]
+)
+def test_features(feature, tmp_path):
+    """Models and inputs are on the CPU, where helpers make them."""
+    results = []
+    for scope in (contextlib.nullcontext, MODES["context"]):
+        folder = tmp_path / scope.__name__
+        folder.mkdir()
+        with scope():
+            results.append(FEATURES[feature](folder))
+    for expected, got in zip(*results, strict=True):
+        if isinstance(got, torch.Tensor):
+            assert_bitwise_equal(got.detach(), expected.detach())
+        else:
+            assert got == expected
+
+
+def test_import():
+    """Under a default device on which nothing can be computed."""
+    program = "import torch; torch.set_default_device('meta'); import torchao_blockwise.diagnostics"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def _without_device(file: Path) -> list[str]:
+    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    return [
+        f"{file.relative_to(PACKAGE)}:{call.lineno}"
+        for call in calls
+        if ast.unparse(call.func) in [f"torch.{name}" for name in FACTORIES.split()]
+        # None is the name of a `**` that may bring it.
+        and not {"device", None} & {keyword.arg for keyword in call.keywords}
+    ]
+
+
+def test_every_tensor_is_made_on_a_device_that_is_named():
+    """Also in what runs on GPUs only."""
+    assert [call for file in PACKAGE.rglob("*.py") for call in _without_device(file)] == []
