@@ -337,7 +337,7 @@ def shard_parameters(kind: type[torch.Tensor], shard_of: Callable[[torch.Tensor,
         self._init_extensions()
 
     @functools.wraps(reset)
-    def watched_reset(self: FSDPParam) -> None:
+    def watched_reset(self: Any) -> None:
         param = getattr(self._module_info.module, self._module_info.param_name)
         if not isinstance(_compat.local_of(param), kind):
             return reset(self)
