@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchao_blockwise import _compat, _versions
-from torchao_blockwise._compat import torch_fsdp, torchao_import, triton_tools
+from torchao_blockwise._compat import torch_fsdp, torchao_import, triton_launcher, triton_tools
 from torchao_blockwise.diagnostics import environment
 from torchao_blockwise.diagnostics.environment import NOTE, PROBLEM, facts, findings
 from torchao_blockwise.ops import backend
@@ -30,6 +30,7 @@ def patch(monkeypatch):
         (_compat, "why_old_triton", lambda: None),
         (backend, "interpreting", lambda: False),
         (environment, "why_another_triton", lambda: None),
+        (triton_launcher, "why_by_triton", lambda: None),
         (triton_tools, "why_no_cache", lambda: None),
         (triton_tools, "ptxas_version", lambda capability: "13.4"),
         (environment, "driver_version", lambda: None),
@@ -63,6 +64,7 @@ CASES = {
     "interpreter": ((backend, "interpreting", lambda: True), GPU, PROBLEM, "unset it to train"),
     "interpreter on a cpu": ((backend, "interpreting", lambda: True), CPU, NOTE, "thousands of times slower"),
     "another triton": ((environment, "why_another_triton", lambda: "built with"), GPU, NOTE, "built with"),
+    "launcher": ((triton_launcher, "why_by_triton", lambda: "Triton 3.99"), GPU, NOTE, "host longer: Triton 3.99"),
     "cache": ((triton_tools, "why_no_cache", lambda: "TRITON_CACHE_DIR"), GPU, NOTE, "TRITON_CACHE_DIR"),
     "ptxas 12.8": ((triton_tools, "ptxas_version", lambda capability: "12.8"), GPU, NOTE, "loses bytes of values"),
     "ptxas 12.9": ((triton_tools, "ptxas_version", lambda capability: "12.9.86"), GPU, NOTE, "min.NaN or max.NaN"),

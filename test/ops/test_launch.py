@@ -289,6 +289,23 @@ def test_the_interpreter_launches_by_itself():
         assert triton_launcher.launching() is None
 
 
+def test_a_fallback_to_tritons_launcher_is_logged_once(monkeypatch, caplog):
+    from torchao_blockwise._compat import triton_launcher
+
+    monkeypatch.setattr(triton, "__version__", "3.99.0")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    cached = triton_launcher.why_by_triton, triton_launcher.launching, triton_launcher._say_once
+    for function in cached:
+        function.cache_clear()
+    try:
+        assert triton_launcher.launching() is triton_launcher.launching() is None
+        (record,) = caplog.records
+        assert "Triton 3.99.0 is not one of the versions whose launchers are known: 3.6" in record.getMessage()
+    finally:
+        for function in cached:
+            function.cache_clear()
+
+
 @pytest.mark.parametrize("x, length, expected", ((0, 16, 0), (1, 16, 1), (16, 16, 1), (17, 16, 2)))
 def test_ceil_div(x, length, expected):
     from torchao_blockwise.ops.launch import ceil_div

@@ -15,7 +15,7 @@ import torch
 
 import torchao_blockwise
 from torchao_blockwise import _compat, _versions
-from torchao_blockwise._compat import torch_fsdp, torchao_import, triton_tools
+from torchao_blockwise._compat import torch_fsdp, torchao_import, triton_launcher, triton_tools
 from torchao_blockwise.ops import backend
 
 PROBLEM, NOTE = "problem", "note"
@@ -104,6 +104,8 @@ def _of_triton(device: torch.device) -> Iterator[Finding]:
         )
     if reason := why_another_triton():
         yield Finding(NOTE, reason)
+    if is_gpu and not backend.interpreting() and (reason := triton_launcher.why_by_triton()):
+        yield Finding(NOTE, f"kernels are launched by Triton's own launcher, which takes the host longer: {reason}")
     if reason := triton_tools.why_no_cache():
         yield Finding(NOTE, reason)
     if is_gpu and not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
