@@ -183,7 +183,7 @@ def built_for(script: str, targets) -> dict[int, list]:
 
 
 # Kernels of which the ptxas of Triton 3.9 (13.4) keeps up to 72 bytes on the stack in some builds, listed in
-# benchmarks/results/builds_sm_90_triton_3_9.md; older ones keep none there.
+# benchmarks/results/builds_sm_90_triton_3_9.md; older ones do so in two builds of all.
 _SPILLED_BY_TRITON_3_9 = (
     "matmul_fp8_kernel",
     "grouped_matmul_fp8_kernel",
