@@ -116,19 +116,25 @@ def _torchtitan(results: Results) -> Iterable[Row]:
 
 
 def _small(results: Results) -> Iterable[Row]:
-    name = "throughput_125m_compiled_nvidia_h200"
-    rows = results.rows(name)
-    recipes = {what: recipe for what, recipe in FUSED.items() if recipe != "fp8_fused"}
-    fast, memory = (_over(rows, recipes, key) for key in ("tokens/s", "peak GiB"))
-    groups = ("products ms", "quantization ms", "other ms")
-    rows = [row | {"kernels ms": sum(row[group] for group in groups)} for row in rows]
-    kernels, host = (_beside_bf16(rows, key) for key in ("kernels ms", "host ms"))
-    what = f"{link('a decoder of 125M parameters', name)}, compiled"
-    yield what, fast, f"ms a step: kernels {kernels}, host {host}", memory
+    """Steps that Python launches, one operation after the other."""
+    whats = {
+        "throughput_1b_compiled": "on an H100, {}, compiled: a decoder of 1.07 billion parameters",
+        "throughput_125m_compiled": "{} of 125 million parameters",
+        "throughput_moe_400m_compiled": "{} of 400 million parameters, a mixture of experts",
+        "throughput_125m": "{} of 125 million parameters, eager",
+        "throughput_moe_400m": "{}, a mixture of experts, eager",
+    }
+    for stem, what in whats.items():
+        name = f"{stem}_nvidia_h100_80gb_hbm3"
+        rows = results.rows(name)
+        fast, memory = (_over(rows, {"": "fp8"}, key) for key in ("tokens/s", "peak GiB"))
+        step, host = (_beside_bf16(rows, key) for key in ("ms a step", "host ms"))
+        first = "steps of `train_llm.py`" if stem == "throughput_1b_compiled" else "the same"
+        yield what.format(link(first, name)), fast, f"ms a step: {step}, of the host {host}", memory
 
 
 def _host(results: Results) -> Iterable[Row]:
-    name, both = "host_time_nvidia_h200", "forward + backward"
+    name, both = "host_time_nvidia_h100_80gb_hbm3", "forward + backward"
     rows = [{"recipe": recipe, **row} for recipe, row in results.load(name)["rows"].items()]
     recipes = FORMATS | {"bf16": "bf16"}
 
@@ -138,7 +144,7 @@ def _host(results: Results) -> Iterable[Row]:
 
     longer = _over(rows, FORMATS, both)
     together, alone = ms(both), ms(f"{both}, in one thread")
-    what = f"{link('host time', name)} of a small linear layer, forward and backward"
+    what = f"on an H100, {link('host time', name)} of a small linear layer, forward and backward"
     yield what, f"its time: {longer}", f"ms: {together}; backward in the same thread: {alone}", MISSING
 
 

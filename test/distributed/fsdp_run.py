@@ -16,14 +16,15 @@ import primary_shard_life_checks as primary_life
 import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS, adamw, blocks, config_of, shard, train
-from helpers import replace
+from helpers import FP8, replace
 from ranks import device, gpus, join, run_in_turn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torchao.quantization import quantize_
 
-from torchao_blockwise import _compat
+from torchao_blockwise import _compat, recommended_layers
 from torchao_blockwise.distributed import collective_watchdog, watch_collectives
+from torchao_blockwise.nn import SwiGLUExperts
 
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
 BOTH = ("fp8", "nvfp4")
@@ -277,13 +278,25 @@ def fail_later(rank: int, ranks: int, port: int, file: str, seconds: float) -> N
     torch.save(message, file)
 
 
+class Experts(torch.nn.Module):
+    """Two experts, of FP8, that share the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = SwiGLUExperts(2, 48, 64)
+        quantize_(self, FP8, filter_fn=recommended_layers(self))
+
+    def forward(self, x):
+        return self.experts(x, torch.tensor([1, 2], dtype=torch.int32, device=x.device))
+
+
 def flatten(rank: int, ranks: int, port: int, file: str, cases: list[tuple]) -> None:
     """Wrap converted models by FSDP1 and run them; leaves (what was raised, where) of each case."""
     join(rank, ranks, port)
     left = {}
     for case in cases:
         name, master_weights, use_orig_params, mixed = case
-        model = blocks(replace(CONFIGS[name], master_weights=master_weights))
+        model = Experts() if name == "experts" else blocks(replace(CONFIGS[name], master_weights=master_weights))
         where = "wrap"
         try:
             policy = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None

@@ -190,6 +190,7 @@ def test_a_quantised_weight_as_strided_is_itself_or_refused(config):
 
 
 FLATTENED = list(itertools.product(("fp8", "nvfp4"), (True, False), (True, False), (True, False)))
+FLATTENED += [("experts", True, use_orig_params, mixed) for use_orig_params in (True, False) for mixed in (True, False)]
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +207,9 @@ def test_fsdp1_is_refused(case, flattened):
         # With flat parameters only, the layer is the first to see that its weight is another tensor.
         assert where == ("forward" if master_weights and not use_orig_params else "wrap")
         assert "torch.distributed.fsdp.fully_shard" in message and "FullyShardedDataParallel" in message
-        assert not master_weights or re.match(r"NotImplementedError: .* the weight of [01]\.up", message), message
+        assert not master_weights or re.match(r"NotImplementedError: .* the weight of ([01]\.up|experts\.)", message), (
+            message
+        )
 
 
 def test_weights_are_flattened_where_no_layer_uses_the_result():

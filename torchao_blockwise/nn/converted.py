@@ -21,7 +21,6 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
-from torchao_blockwise.nn.expert_layer import SwiGLUExperts
 from torchao_blockwise.nn.linear_layer import linear
 from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.nn.observation import multiplied_weights, start_trace, traced_any
@@ -125,7 +124,7 @@ def _warn_replaced(fqn: str) -> None:
 
 
 # Forward passes that run a low-precision GEMM with each weight and read it in no other way: they need no check.
-KNOWN_FORWARDS: set[Callable[..., Any]] = {nn.Linear.forward, ConvertedLinear.forward, SwiGLUExperts.forward}
+KNOWN_FORWARDS: set[Callable[..., Any]] = {nn.Linear.forward, ConvertedLinear.forward}
 
 
 def convert_class(module: nn.Module, fqn: str = "") -> None:
@@ -177,6 +176,8 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
         if self.training in self.checked:
             return base.forward(self, *args, **kwargs)
         weights = _weights_of(self)
+        if not weights:
+            _check_not_flattened(self)
         for name, weight in weights.items():
             # Copies and pickles do not carry it.
             weight.layer = weight.layer or f"{self.fqn}.{name}".lstrip(".")
@@ -196,6 +197,13 @@ def _weights_of(module: nn.Module) -> dict[str, Any]:
     """The converted weights that `module` itself holds, of shards this rank's part."""
     own = {name: _compat.local_of(p) for name, p in _compat.parameters_of(module).items() if p is not None}
     return {name: weight for name, weight in own.items() if is_low_precision(weight)}
+
+
+def _check_not_flattened(module: ConvertedModule) -> None:
+    """Raise NotImplementedError where FSDP1 has put plain tensors in the place of all weights of `module`."""
+    for name, x in vars(module).items():
+        if isinstance(x, torch.Tensor):
+            torch_fsdp.check_not_flattened(x, f"{module.fqn}.{name}".lstrip("."))
 
 
 def _has_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
