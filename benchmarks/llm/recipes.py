@@ -102,9 +102,14 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     layers = conversion_report(model).layers
     converted = [layer for layer in layers if layer.status == "converted"]
     formats = ", ".join(sorted({layer.reason for layer in converted}))
+    linears = {fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+    kinds = {
+        "linear layers": lambda layer: layer.fqn in linears,
+        "weights of experts": lambda layer: len(layer.shape) == 3,
+    }
     words = []
-    for kind, dims in (("linear layers", 2), ("weights of experts", 3)):
-        done, all_of_them = (sum(len(layer.shape) == dims for layer in some) for some in (converted, layers))
+    for kind, is_one in kinds.items():
+        done, all_of_them = (sum(map(is_one, some)) for some in (converted, layers))
         words += [f"{done} of {all_of_them} {kind}"] * (all_of_them > 0)
     return f"{' and '.join(words)} in {formats}" + (f", {fuse(model, fused)}" if fused else "")
 

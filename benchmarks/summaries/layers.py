@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from summaries import experts
-from summaries.cells import MISSING, Results, against, column, each, link, ratio, select, sizes, span, table, tenths
+from summaries.cells import MISSING, Results, against, column, each, link, select, sizes, span, table, tenths
 
 TORCHAO = {"torchao blockwise": "torchao", "tensorwise": "torchao_tensorwise", "rowwise": "torchao_rowwise"}
 FUSED = {"not fused": "fp8", "fused": "fp8_fused", "`round_once`": "fp8_fused_once"}
@@ -16,7 +16,7 @@ Row = tuple[str, str, str, str]
 def layers(results: Results) -> str:
     columns = ("what", "× bf16", "× others in the same run", "peak memory, × bf16")
     parts: tuple[Callable[[Results], Iterable[Row]], ...] = (
-        _linear, _tracker, _models, _experts, _fsdp, _convergence, _torchtitan, _small, _host
+        _linear, _tracker, _models, _experts, _fsdp, _convergence, _torchtitan, _small
     )  # fmt: skip
     return table(columns, (row for part in parts for row in part(results)), left=4)
 
@@ -131,21 +131,6 @@ def _small(results: Results) -> Iterable[Row]:
         step, host = (_beside_bf16(rows, key) for key in ("ms a step", "host ms"))
         first = "steps of `train_llm.py`" if stem == "throughput_1b_compiled" else "the same"
         yield what.format(link(first, name)), fast, f"ms a step: {step}, of the host {host}", memory
-
-
-def _host(results: Results) -> Iterable[Row]:
-    name, both = "host_time_nvidia_h100_80gb_hbm3", "forward + backward"
-    rows = [{"recipe": recipe, **row} for recipe, row in results.load(name)["rows"].items()]
-    recipes = FORMATS | {"bf16": "bf16"}
-
-    def ms(key: str) -> str:
-        spent = {row["recipe"]: row[key] / 1e3 for row in rows if key in row}
-        return each({what: ratio(spent[recipe]) for what, recipe in recipes.items()})
-
-    longer = _over(rows, FORMATS, both)
-    together, alone = ms(both), ms(f"{both}, in one thread")
-    what = f"on an H100, {link('host time', name)} of a small linear layer, forward and backward"
-    yield what, f"its time: {longer}", f"ms: {together}; backward in the same thread: {alone}", MISSING
 
 
 def _over(

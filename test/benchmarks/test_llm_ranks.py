@@ -31,7 +31,8 @@ def run(count: int, *options: str) -> subprocess.CompletedProcess:
 
 def test_two_ranks_train_as_two_microbatches_of_one(tmp_path):
     """The same quantized bits: losses are equal, but for what the norm of gradients is summed up in another order."""
-    options = "--preset", "tiny", "--grad-accumulation", "2", "--recipes", "bf16", "fp8", "nvfp4"
+    # Small updates: losses drift apart from the second one on, and how far depends on the processor.
+    options = "--preset", "tiny", "--lr", "3e-4", "--grad-accumulation", "2", "--recipes", "bf16", "fp8", "nvfp4"
     contents = []
     for count in (1, 2):
         done = run(count, *options, "--out", str(tmp_path / str(count)))

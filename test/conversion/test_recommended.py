@@ -160,7 +160,7 @@ def test_a_head_by_any_name_and_attention_of_pytorch():
         "\n".join(f"{row.fqn}: {row.status}, {row.reason}" for row in rows),
         """\
 patches: converted, fp8_128x128
-encoder.layers.0.self_attn.in_proj_weight: skipped, q, k and v are one Parameter of attention, no nn.Linear's
+encoder.layers.0.self_attn.in_proj_weight: skipped, nn.MultiheadAttention multiplies by it itself, without an nn.Linear
 encoder.layers.0.self_attn.out_proj: skipped, used by nn.MultiheadAttention itself
 encoder.layers.0.linear1: converted, fp8_128x128
 encoder.layers.0.linear2: converted, fp8_128x128

@@ -10,7 +10,6 @@ from torchao_blockwise.formats.nvfp4 import (
     NVFP4_16X16,
     four_over_six_scales,
     global_scale_of,
-    largest_scale,
 )
 from torchao_blockwise.formats.random_bits import (
     Draws,
@@ -54,7 +53,6 @@ __all__ = [
     "hadamard_number",
     "hadamard_transform",
     "key_of",
-    "largest_scale",
     "philox",
     "register_format",
 ]

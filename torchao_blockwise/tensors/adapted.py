@@ -45,7 +45,8 @@ def _merge(func: Operation, weight: torch.Tensor, delta: torch.Tensor, *, alpha:
         layer = getattr(weight, "layer", "") or "a quantized weight"
         raise NotImplementedError(
             f"{func} of {layer}: a plain delta can be added, as LoRA does, only to a weight that was frozen when "
-            "it was converted; train with distributed.MasterWeightOptimizer or master_weights=True, or merge by "
+            "it was converted; to train it, step torchao_blockwise.distributed.MasterWeightOptimizer("
+            "torch.optim.AdamW, model, lr=...), or keep high-precision weights (master_weights=True); to merge, "
             "weight.copy_(weight.dequantize() + delta)"
         )
     return weight.copy_(func(weight.dequantize(), delta, alpha=alpha))

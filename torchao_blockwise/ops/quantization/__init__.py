@@ -16,8 +16,8 @@ from torchao_blockwise.formats import (
     Copies,
     Operand,
     global_scale_of,
-    largest_scale,
 )
+from torchao_blockwise.formats.nvfp4 import largest_scale
 from torchao_blockwise.ops.backend import Backend, Implementation, why_no_encoders, why_no_kernels
 from torchao_blockwise.ops.op import define_op
 from torchao_blockwise.ops.operands import new_copies, why_no_tiles

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import E2M1, largest_scale
+from torchao_blockwise.formats import E2M1
+from torchao_blockwise.formats.nvfp4 import largest_scale
 from torchao_blockwise.ops.device.elements import magnitude_bits, to_f32
 from torchao_blockwise.ops.device.group_blocks import load_block
 from torchao_blockwise.ops.device.groups import amax_of_groups, groups_of
