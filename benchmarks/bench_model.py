@@ -28,7 +28,7 @@ import errors
 import peers
 import torch
 from errors import relative_error
-from kernels import KINDS, OTHER, group_ms, kernels_of, longest, split_of, table
+from kernel_times import KINDS, OTHER, group_ms, kernels_of, longest, split_of, table
 from llm.model import Block, rotary
 from llm.recipes import RECIPES as FUSED
 from llm.recipes import fuse

@@ -31,7 +31,7 @@ import peers
 import torch
 import torch.nn.functional as F
 from experts import Experts, group_ends
-from kernels import kernels_of, longest, split_of
+from kernel_times import kernels_of, longest, split_of
 from layers import OURS, Layer, Work, quantized_bytes
 from torch import nn
 from torchao.quantization import quantize_

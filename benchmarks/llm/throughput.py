@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-import kernels
+import kernel_times
 import torch
 from report import Report
 from timing import Timing, synchronize
@@ -21,7 +21,7 @@ from llm.recipes import convert
 
 COLUMNS = (
     *("recipe", "tokens/s", "x bf16", "ms a step", "spread %", "host ms", "peak GiB"),
-    *(f"{group} ms" for group in (*kernels.GROUPS, kernels.OTHER)),
+    *(f"{group} ms" for group in (*kernel_times.GROUPS, kernel_times.OTHER)),
 )
 # Each model's steps before those that are timed, the last of which gives the memory; steps in a turn; steps for the
 # host's time and for the kernels'.
@@ -125,7 +125,7 @@ def _add_row(recipe: str, run: Run, profile: bool, results: Report) -> None:
     base = next((r for r in results.rows if r["recipe"] == "bf16"), None)
     row["x bf16"] = base["us"] / timing.us if base else None
     if profile:
-        found = kernels.kernels_of(run.step, run.device, _LOOKED_AT)
-        row |= kernels.group_ms(found) | {"kernels": kernels.longest(found)}
-        results.sections.append(kernels.table(recipe, found, timing.us))
+        found = kernel_times.kernels_of(run.step, run.device, _LOOKED_AT)
+        row |= kernel_times.group_ms(found) | {"kernels": kernel_times.longest(found)}
+        results.sections.append(kernel_times.table(recipe, found, timing.us))
     results.add(row)

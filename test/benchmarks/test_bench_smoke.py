@@ -14,14 +14,14 @@ import bench_moe
 import bench_permute
 import bench_quantize
 import experts
-import kernels
+import kernel_times
 import layers
 import pytest
 import report
 import shapes
 import torch
 from experts import ROUTINGS, Experts, group_ends
-from kernels import Kernel
+from kernel_times import Kernel
 from timing import Timing
 from torch import nn
 
@@ -240,7 +240,7 @@ def test_a_model_in_each_mode(smoke):
     ]  # fmt: skip
     assert rows[3]["x bf16"] == pytest.approx(rows[1]["us"] / rows[3]["us"])
     for row in rows:
-        shares = [row[f"{kind} %"] for kind in (*kernels.KINDS, "other")]
+        shares = [row[f"{kind} %"] for kind in (*kernel_times.KINDS, "other")]
         assert sum(shares) == pytest.approx(100) and row["products %"] > 0
         assert row["tokens/s"] == pytest.approx(64 / row["us"] * 1e6) and row["kernels"]
     assert rows[0]["error"] == 0 < rows[2]["error"] < 0.1
@@ -301,30 +301,30 @@ KERNELS = {
 
 @pytest.mark.parametrize(("name", "kind"), KERNELS.items())
 def test_kernels_are_told_apart_by_name(name, kind):
-    shares = kernels.split_of([Kernel(name, 3.0, 1)])
+    shares = kernel_times.split_of([Kernel(name, 3.0, 1)])
     assert [k for k, share in shares.items() if share] == [kind] and shares[kind] == 1.0
 
 
 def test_a_table_says_where_a_step_goes():
     """Groups in order, each with its sum, its longest kernels and the rest in one row; milliseconds are the groups'."""
     matmul = Kernel("matmul", 60.0, 2)
-    small = [Kernel(f"add_{i}", 1.0, 3) for i in range(kernels._ROWS + 2)]
+    small = [Kernel(f"add_{i}", 1.0, 3) for i in range(kernel_times._ROWS + 2)]
     found = [matmul, Kernel("_quantize_fp8_kernel", 26.0, 4), *small]
-    title, _, *rows = kernels.table("fp8", found, 200.0).splitlines()
+    title, _, *rows = kernel_times.table("fp8", found, 200.0).splitlines()
     assert title == "### fp8: 0.20 ms a step, 0.10 ms of them in kernels"
     assert (
         rows[2] == "| **products** | all | 2 | 60.0 | 60.0 |" and rows[3] == "| products | `matmul` | 2 | 60.0 | 60.0 |"
     )
     assert rows[4] == "| **quantization** | all | 4 | 26.0 | 26.0 |"
     assert rows[6] == "| **other** | all | 42 | 14.0 | 14.0 |" and rows[-1] == "| other | 2 more | 6 | 2.0 | 2.0 |"
-    assert len(rows) == 2 + 5 + kernels._ROWS + 1
-    assert kernels.group_ms(found) == {"products ms": 0.06, "quantization ms": 0.026, "other ms": 0.014}
+    assert len(rows) == 2 + 5 + kernel_times._ROWS + 1
+    assert kernel_times.group_ms(found) == {"products ms": 0.06, "quantization ms": 0.026, "other ms": 0.014}
 
 
 def test_kernels_are_those_of_one_step():
     """Calls and times of several steps, divided by them; the longest is first."""
     a, b = torch.randn(64, 64), torch.randn(64, 64)
-    found = {k.name: k for k in kernels.kernels_of(lambda: (a @ b, a @ b, a.exp()), CPU, steps=3)}
+    found = {k.name: k for k in kernel_times.kernels_of(lambda: (a @ b, a @ b, a.exp()), CPU, steps=3)}
     assert (found["aten::mm"].calls, found["aten::exp"].calls) == (2, 1)
     assert [k.us for k in found.values()] == sorted((k.us for k in found.values()), reverse=True)
 
