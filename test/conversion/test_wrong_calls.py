@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import warnings
 
@@ -64,8 +65,8 @@ def test_quantize_takes_a_config_and_no_class(config):
 @every_config
 @pytest.mark.parametrize("is_class", (False, True), ids=("config", "class"))
 def test_quantize_takes_no_config_of_transformers(config, is_class):
-    integration = pytest.importorskip("torchao_blockwise.integrations.transformers")
-    wrong = getattr(integration, CONFIGS[config])
+    pytest.importorskip("transformers")
+    wrong = getattr(importlib.import_module("torchao_blockwise.integrations.transformers"), CONFIGS[config])
     got = ("the class " if is_class else "") + wrong.__name__
     said = rf"^quantize_: config must be a training config, got {got}; write {config.__name__}\(\)$"
     with pytest.raises(TypeError, match=said):
@@ -96,10 +97,8 @@ def test_from_pretrained_takes_its_own_configs(saved, config, is_class):
 
 @every_config
 def test_from_pretrained_takes_no_class_of_its_configs(saved, config):
-    integration = pytest.importorskip("torchao_blockwise.integrations.transformers")
-    import transformers
-
-    wrong = getattr(integration, CONFIGS[config])
+    transformers = pytest.importorskip("transformers")
+    wrong = getattr(importlib.import_module("torchao_blockwise.integrations.transformers"), CONFIGS[config])
     with pytest.raises(AttributeError, match=rf"must be {wrong.__name__}\(\) .*, got the class {wrong.__name__}; "):
         transformers.AutoModelForCausalLM.from_pretrained(saved, quantization_config=wrong)
 
