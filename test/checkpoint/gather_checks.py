@@ -102,13 +102,11 @@ def streams(rank: int, size: int, masters: bool) -> None:
             for layer in (*model, model):
                 fully_shard(layer, mesh=mesh_of(size))
             model(tokens(4, width))
-            # The least of several: gloo's threads may hold what they have sent for a moment longer.
-            folders = [folder / f"{count}_{i}" for i in range(4)]
-            peaks.append(min(peak_of(checkpoint.export, model, made, shard_bytes=width * width) for made in folders))
+            peaks.append(peak_of(checkpoint.export, model, folder / str(count), shard_bytes=width * width))
             if masters:
-                peaks.append(min(peak_of(checkpoint.load, model, made) for made in folders))
+                peaks.append(peak_of(checkpoint.load, model, folder / str(count)))
     finally:
         gathering._BUCKET_BYTES = kept
     few, many = peaks[: len(peaks) // 2], peaks[len(peaks) // 2 :]
-    # Beside a layer's elements, numbers of each layer: scales and amaxes of its blocks.
-    assert all(0 < b <= a + width * width // 10 for a, b in zip(few, many)), peaks
+    # Numbers of each layer, scales and amaxes of its blocks, and one bucket, which gloo's thread may hold a moment longer.
+    assert all(0 < b <= a + width * width + width * width // 10 for a, b in zip(few, many)), peaks
