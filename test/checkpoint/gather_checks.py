@@ -108,5 +108,5 @@ def streams(rank: int, size: int, masters: bool) -> None:
     finally:
         gathering._BUCKET_BYTES = kept
     few, many = peaks[: len(peaks) // 2], peaks[len(peaks) // 2 :]
-    # Numbers of each layer, scales and amaxes of its blocks, and one bucket, which gloo's thread may hold a moment longer.
+    # Numbers of each layer, scales and amaxes of its blocks, and one bucket, which a thread of gloo may hold a while.
     assert all(0 < b <= a + width * width + width * width // 10 for a, b in zip(few, many)), peaks
