@@ -418,3 +418,24 @@ def test_a_quantised_tensor_is_not_tied_to_an_embedding():
     with pytest.raises(ValueError, match=r"lm_head: its weight is shared with another module, Embedding"):
         quantize_(model, config)
     assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_a_class_that_cannot_be_derived_from_is_refused_before_any_change():
+    class Registered(nn.Linear):
+        def __init_subclass__(cls, *, name, **options):
+            super().__init_subclass__(**options)
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight)
+
+    model = nn.Sequential(nn.Linear(32, 32), Registered(32, 32))
+    with pytest.raises(ValueError, match=r"1: no class can be derived from Registered .*'name'"):
+        quantize_(model, FP8)
+    assert not any(isinstance(p, MasterWeightTensor) for p in model.parameters())
+
+
+def test_a_forward_pass_of_one_instance_is_refused():
+    layer = nn.Linear(32, 32)
+    layer.forward = lambda x: (x[:, None] * layer.weight).sum(-1)
+    with pytest.raises(ValueError, match="its forward pass is an attribute of the instance"):
+        quantize_(nn.Sequential(layer), FP8)

@@ -270,3 +270,46 @@ def test_another_model_is_left_alone():
 def test_what_is_no_config(config, got):
     with pytest.raises(TypeError, match=f"recommended_layers: config must be a training config, got {got}"):
         recommended_layers(nn.Linear(8, 8), config)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+
+def blocks(count, kind=nn.ModuleList):
+    made = [Block() for _ in range(count)]
+    return nn.ModuleDict({str(i): block for i, block in enumerate(made)}) if kind is nn.ModuleDict else kind(made)
+
+
+def sequential(count):
+    return nn.Sequential(*(Block() for _ in range(count)))
+
+
+# {what: (a model, the blocks that stay in high precision)}
+TOWERS = {
+    "vision longer": (lambda: nn.ModuleDict({"vision": blocks(32), "text": blocks(8)}), ["vision.27", "text.6"]),
+    "encoder longer": (
+        lambda: nn.ModuleDict({"encoder": blocks(12), "decoder": blocks(6)}),
+        ["encoder.10", "decoder.5"],
+    ),
+    "numbered": (
+        lambda: nn.ModuleDict({"model": nn.ModuleDict({"layers": blocks(7, nn.ModuleDict)})}),
+        ["model.layers.5"],
+    ),
+    "sequential": (lambda: nn.ModuleDict({"body": sequential(7)}), ["body.5"]),
+}
+
+
+@pytest.mark.parametrize(("make", "first_kept"), TOWERS.values(), ids=TOWERS)
+def test_nvfp4_keeps_the_last_blocks_of_every_tower(make, first_kept):
+    model = make()
+    kept = recommended_layers(model, NVFP4)
+    for first in first_kept:
+        tower, _, number = first.rpartition(".")
+        numbers = [int(name) for name, _ in model.get_submodule(tower).named_children()]
+        stay = [n for n in numbers if not kept(model.get_submodule(f"{tower}.{n}.up"), f"{tower}.{n}.up")]
+        assert stay == numbers[int(number) :], tower
+    everything = recommended_layers(model, FP8)
+    assert all(everything(m, fqn) for fqn, m in model.named_modules() if isinstance(m, nn.Linear) and "up" in fqn)

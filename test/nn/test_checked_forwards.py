@@ -298,6 +298,11 @@ def one_by_one(x, weight):
     return torch.cat([F.linear(x[:1], weight[0]), F.linear(x[1:], weight[1])])
 
 
+def halves(x, weight):
+    """By halves of a packed weight that are cast on every use."""
+    return torch.cat([grouped(x.bfloat16(), half.bfloat16()) for half in weight.chunk(2, dim=1)], 1)
+
+
 # {name: (forward pass, what it does not multiply by)}
 MIXTURES = {
     "grouped": (lambda m, x: grouped(grouped(x, m.up), m.down), ""),
@@ -305,15 +310,20 @@ MIXTURES = {
     "one_by_one": (lambda m, x: one_by_one(one_by_one(x, m.up), m.down), ""),
     "half": (lambda m, x: grouped(x, m.up) * m.down.norm(), "down"),
     "half_cast": (lambda m, x: grouped(x.bfloat16(), m.up.bfloat16()) * m.down.norm(), "down"),
-    "unused": (lambda m, x: grouped(x, m.up), "down"),
-    "unused_cast": (lambda m, x: grouped(x.bfloat16(), m.up.bfloat16()), "down"),
-    "unused_experts": (lambda m, x: one_by_one(x, m.up), "down"),
-    "lookup": (lambda m, x: (x[:, None] * m.up[ENDS % 2].sum(0)).sum(-1), "up, down"),
+    "lookup": (lambda m, x: (x[:, None] * m.up[ENDS % 2].sum(0)).sum(-1), "up"),
+    "chunk_cast": (lambda m, x: grouped(halves(x, m.up), m.down.bfloat16()), ""),
+}
+# What a rank does whose experts have no tokens, or a module of which one part is for another kind of input.
+UNUSED = {
+    "down": lambda m, x: grouped(x, m.up),
+    "down_cast": lambda m, x: grouped(x.bfloat16(), m.up.bfloat16()),
+    "down_experts": lambda m, x: one_by_one(x, m.up),
+    "all": lambda m, x: 2 * x,
 }
 
 
-# These read values, which quantized Parameters refuse.
-OF_MASTERS = {"half", "half_cast", "lookup"}
+# These read or cut values, which quantized Parameters refuse.
+OF_MASTERS = {"half", "half_cast", "lookup", "chunk_cast"}
 CASES = [(name, masters) for name in MIXTURES for masters in (True, False) if masters or name not in OF_MASTERS]
 
 
@@ -330,6 +340,71 @@ def test_experts(name, masters):
         assert model[0].checked == {True} and model[0].down.grad is not None
     unconvert(model)
     assert type(model[0]) is Mixture
+
+
+@pytest.mark.parametrize("masters", (True, False))
+@pytest.mark.parametrize("name", UNUSED)
+def test_experts_that_are_not_used_are_not_refused(name, masters):
+    """And are checked by the first call that uses them."""
+    model = nn.Sequential(Mixture(UNUSED[name]))
+    quantize_(model, replace(FP8, master_weights=masters), filter_fn=experts())
+    model(X)
+    assert model[0].checked == frozenset()
+    if masters:
+        model[0].run = MIXTURES["lookup"][0]
+        with pytest.raises(NotImplementedError, match="with its converted up in training"):
+            model(X)
+
+
+def lookup(layer, x):
+    return (x[:, None] * layer.weight).sum(-1)
+
+
+def test_an_empty_argument_hides_no_lookup():
+    class Cached(nn.Linear):
+        def forward(self, x, cache):
+            return lookup(self, x)
+
+    model = nn.Sequential(Cached(64, 64))
+    quantize_(model, FP8)
+    with pytest.raises(NotImplementedError, match="ran no low-precision GEMM"):
+        model[0](X, torch.empty(0))
+
+
+def test_weights_of_one_name_are_told_apart():
+    """Both are called "weight", as each is the root of what was converted; a pickle has no names."""
+    layer = layer_of(lambda layer, x: layer.other(x) + lookup(layer, x))[0]
+    for own in (layer.weight, layer.other.weight):
+        own.layer = "".join(("wei", "ght"))
+    loaded = pickle.loads(pickle.dumps([layer.weight, layer.other.weight]))
+    for weights in ((layer.weight, layer.other.weight), loaded):
+        layer.weight, layer.other.weight = weights
+        with pytest.raises(NotImplementedError, match="ran no low-precision GEMM"):
+            layer(X)
+
+
+def test_a_plain_weight_in_its_place_is_warned_of():
+    model = layer_of(lambda layer, x: F.linear(x, layer.weight.to(x.dtype)))
+    plain = {"0.weight": torch.zeros(64, 64)}
+    with pytest.warns(UserWarning, match="0 was converted to low precision, but its weight was replaced"):
+        torch.func.functional_call(model, plain, (X,))
+
+
+def test_a_later_conversion_is_checked_again():
+    model = nn.Sequential(Mixture(lambda m, x: F.linear(x, m.head)))
+    quantize_(model, FqnToConfig({"0.head": FP8}), filter_fn=None)
+    model(X)
+    model[0].run = lambda m, x: F.linear(x, m.head) + m.up.sum()
+    quantize_(model, FqnToConfig({"0.up": FP8}), filter_fn=None)
+    with pytest.raises(NotImplementedError, match="with its converted up in training"):
+        model(X)
+
+
+def test_an_inner_module_without_tokens_leaves_the_outer_one_traced():
+    torch.compiler.reset()
+    model = layer_of(lambda layer, x: F.linear(x, layer.weight) + layer.inner(x[:0]).sum())
+    model[0].inner = layer_of(lambda layer, x: F.linear(x, layer.weight) if len(x) else x)[0]
+    torch.compile(model, backend="eager", fullgraph=True)(X)
 
 
 @pytest.mark.parametrize(

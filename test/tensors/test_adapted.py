@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
-from helpers import FP8, NVFP4, every_kind
+from helpers import FP8, NVFP4, both_formats, every_kind, replace
+from torch import nn
+from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
@@ -35,3 +39,33 @@ def test_what_is_no_adapter_is_refused(from_hp):
         torch.baddbmm(from_hp(W), B, A)
     with pytest.raises(NotImplementedError, match="its factors are plain tensors"):
         torch.baddbmm(torch.zeros(2, 4, 48), torch.zeros(2, 4, 32), converted(from_hp))
+
+
+def loaded(layer):
+    """As `torch.load` makes it: without the values that it was quantized from."""
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def unfrozen(layer):
+    """Frozen when it was converted, and trained later."""
+    other = nn.Linear(32, 48, bias=False)
+    other.weight.requires_grad_(False)
+    quantize_(other, layer.weight.config)
+    other.weight.requires_grad_(True)
+    return other
+
+
+@both_formats
+@pytest.mark.parametrize("made", (lambda layer: layer, loaded, unfrozen), ids=("converted", "loaded", "unfrozen"))
+def test_small_steps_of_a_weight_that_trains_are_refused(made, config):
+    """Each would be rounded away."""
+    layer = nn.Linear(32, 48, bias=False)
+    quantize_(layer, replace(config, master_weights=False))
+    weight = made(layer).weight
+    assert weight.requires_grad
+    for alias in (weight.data, weight.detach()):
+        with pytest.raises(NotImplementedError, match="MasterWeightOptimizer"):
+            alias.add_(torch.full((48, 32), 1e-5))

@@ -29,7 +29,7 @@ from torchao_blockwise.conversion.recommended import warn_of_plain
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
 from torchao_blockwise.conversion.weights import expert_weights, matrices, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
-from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear, convert_class
+from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear, convert_class, why_no_class
 from torchao_blockwise.nn.grouped_layer import take_products_of_others
 from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.ops import Backend
@@ -71,6 +71,8 @@ def why_not_convertible(
     reason = _why_no_forward(module) if isinstance(module, nn.Linear) else None
     if reason is not None:
         return reason
+    if (reason := why_no_class(module)) is not None:
+        return reason
     weights = weights_of(module, parameter_name)
     if not weights:
         return f"a {type(module).__name__} is not an nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
@@ -97,12 +99,16 @@ def _why_no_forward(module: nn.Linear) -> str | None:
         return "accelerate offloads its weight and puts a plain one in its place on every use; give it a device"
     cls: Any
     for cls in type(module).__mro__:
-        if cls.__module__.startswith(_OTHER_QUANTIZERS) and cls.forward not in KNOWN_FORWARDS:
+        if cls.__module__.startswith(_OTHER_QUANTIZERS) and getattr(cls, "forward", None) not in KNOWN_FORWARDS:
             package = cls.__module__.rpartition(".")[0]
             itself = f"{cls.__name__} of {package} quantizes its weight by itself; make it an nn.Linear, or exclude it"
             return _why_no_codes(module.weight) or itself
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention uses its weight without calling it; exclude it"
+    # accelerate's hooks keep the one that they call.
+    own = vars(module).get("_old_forward", vars(module).get("forward"))
+    if own is not None and getattr(own, "__func__", None) is not type(module).forward:
+        return "its forward pass is an attribute of the instance, not of its class; define it in a class, or exclude it"
     return None
 
 

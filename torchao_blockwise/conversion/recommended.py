@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from torchao_blockwise.conversion.filters import Filter, blocks_of, experts, is_linear, keep_last_blocks, must_be_called
+from torchao_blockwise.conversion.filters import Filter, experts, is_linear, keep_last_blocks, must_be_called
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import NVFP4TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors.config import check_config
@@ -19,7 +19,9 @@ from torchao_blockwise.tensors.config import check_config
 NVFP4_SHARE_KEPT = 0.15
 
 # Parts of names outside of numbered blocks: "lm_head", "heads", "score", "predictions".
-_HEAD = re.compile(r"(.+_)?heads?|output|embed_out|unembed|score|classifier|(.+_)?predictions|pred_layer|fc_out")
+_HEAD = re.compile(
+    r"(?!multi)(.+_)?heads?|output|embed_out|unembed|score|classifier|(.+_)?predictions|pred_layer|fc_out"
+)
 _GATE = re.compile(r"(.+_)?(gate|gating)")
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
@@ -70,14 +72,38 @@ def recommended(
 
 
 def _keep_blocks(model: nn.Module, config: TrainingConfig | None, count: int | float | None) -> Filter:
-    """`keep_last_blocks(model, count)`, also where `model.layers` is a ModuleDict, as torchtitan's."""
+    """Leave out the last `count` blocks of `model`; None: in NVFP4 the last 15 % of every list of blocks."""
+    kept = Filter(lambda module, fqn: None, "keep_last_blocks(0)")
+    if count is None:
+        for blocks in _block_lists(model) if isinstance(config, NVFP4TrainingConfig) else ():
+            kept &= keep_last_blocks(blocks, NVFP4_SHARE_KEPT)
+        return kept
+    # `model.layers` of torchtitan is a ModuleDict.
     layers: Any = getattr(model, "layers", None)
     held = nn.ModuleList(layers.values()) if isinstance(layers, nn.ModuleDict) else model
-    if count is None:
-        _, blocks = blocks_of(held)
-        has_blocks = blocks is not None and len(blocks) > 1
-        count = NVFP4_SHARE_KEPT if isinstance(config, NVFP4TrainingConfig) and has_blocks else 0
-    return keep_last_blocks(held, count) if count else Filter(lambda module, fqn: None, "keep_last_blocks(0)")
+    return keep_last_blocks(held, count) if count else kept
+
+
+def _block_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """The outermost lists of blocks of `model`, one of each tower; without any, each `nn.Sequential` of blocks."""
+    lists = {fqn: m for fqn, m in model.named_modules() if _is_list(m) and "expert" not in fqn}
+    if not lists:
+        lists = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.Sequential) and _holds_blocks(m)}
+    inner = {id(m) for outer in lists.values() for m in outer.modules() if m is not outer}
+    return [nn.ModuleList(m.children()) for m in lists.values() if id(m) not in inner]
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether it is a list of two or more, by number."""
+    if isinstance(module, nn.ModuleDict):
+        return len(module) > 1 and all(name.isdigit() for name in module)
+    return isinstance(module, nn.ModuleList) and len(module) > 1
+
+
+def _holds_blocks(module: nn.Sequential) -> bool:
+    """Whether its entries are blocks, of two or more linear layers each."""
+    linears = [sum(isinstance(m, nn.Linear) for m in block.modules()) for block in module]
+    return len(linears) > 1 and min(linears) > 1
 
 
 def _reasons(model: nn.Module, heads: bool) -> weakref.WeakKeyDictionary[nn.Module, str | None]:

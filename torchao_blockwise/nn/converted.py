@@ -5,7 +5,8 @@ one; tensor parallelism puts a DTensor around it, which would decompose `F.linea
 
 A module with another forward pass keeps it. Its first call in training and its first in evaluation check that a
 low-precision GEMM with each converted weight ran inside: a row lookup or a kernel of the user would read the
-high-precision values. A compiled module is checked when it is traced, where one GEMM with any weight is enough.
+high-precision values. Experts may have no tokens: of these only weights that were read must have run one. A compiled
+module is checked when it is traced, where one GEMM with any weight is enough.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.nn.linear_layer import linear
 from torchao_blockwise.nn.moved_modules import move_whole
-from torchao_blockwise.nn.observation import multiplied_weights, start_trace, traced_any
+from torchao_blockwise.nn.observation import multiplied_weights, traced_gemms
 from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
 from torchao_blockwise.nn.shared_input import SharedInput
 from torchao_blockwise.nn.weights import config_of, is_low_precision
+from torchao_blockwise.tensors.reads import key_of, recorded_reads
 from torchao_blockwise.tensors.unchanged import check_unchanged
 
 
@@ -40,6 +42,7 @@ class ConvertedModule(nn.Module):
     fqn = ""
     converted_from: type = nn.Module
     checked: frozenset[bool] = frozenset()
+    said_replaced = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
@@ -56,7 +59,6 @@ class ConvertedLinear(ConvertedModule, nn.Linear):
     """
 
     shared_input: SharedInput | None = None
-    said_replaced = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
@@ -133,11 +135,23 @@ def convert_class(module: nn.Module, fqn: str = "") -> None:
     It stays an instance of its class, under the same name. One whose forward pass is known to need neither keeps its
     class.
     """
+    # Of a module that was converted before, it knows nothing of the weight that comes now.
+    module.__dict__.pop("checked", None)
     forward: Any = type(module).forward
     if not isinstance(module, ConvertedModule) and (forward is nn.Linear.forward or forward not in KNOWN_FORWARDS):
         own: Any = type(module)
         module.__class__ = _class_of(own)
         module.fqn = fqn  # type: ignore[assignment]
+
+
+def why_no_class(module: nn.Module) -> str | None:
+    """Why `convert_class` cannot derive a class from that of `module`, or None."""
+    try:
+        if not isinstance(module, ConvertedModule):
+            _class_of(type(module))  # type: ignore[arg-type]  # classes are hashable
+    except TypeError as error:
+        return f"no class can be derived from {type(module).__name__} ({error}); exclude it"
+    return None
 
 
 def restore_class(module: ConvertedModule) -> None:
@@ -168,26 +182,33 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
     @functools.wraps(base.forward)
     def forward(self: ConvertedModule, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            start_trace()
+            before = traced_gemms()
             out = base.forward(self, *args, **kwargs)
-            if not traced_any() and _weights_of(self) and not _has_empty(args, kwargs):
+            if traced_gemms() == before and _weights_of(self) and not _has_empty(args, kwargs):
                 _refuse(self, list(_weights_of(self)))
             return out
-        if self.training in self.checked:
-            return base.forward(self, *args, **kwargs)
         weights = _weights_of(self)
         if not weights:
             _check_not_flattened(self)
+            if not (self.said_replaced or _meant):
+                self.said_replaced = True
+                _warn_replaced(self.fqn)
+        if self.training in self.checked:
+            return base.forward(self, *args, **kwargs)
         for name, weight in weights.items():
             # Copies and pickles do not carry it.
             weight.layer = weight.layer or f"{self.fqn}.{name}".lstrip(".")
-        with multiplied_weights() as was_multiplied:
+        with multiplied_weights() as was_multiplied, recorded_reads() as read:
             out = base.forward(self, *args, **kwargs)
         missing = [name for name, weight in weights.items() if not was_multiplied(weight)]
         if not missing and weights:
             self.checked |= {self.training}
-        elif missing and not _has_empty(args, kwargs):
-            _refuse(self, missing)
+        elif missing:
+            # A call without tokens may skip its GEMMs, and experts of one rank may have none.
+            if not isinstance(self, nn.Linear) or _has_empty(args, kwargs):
+                missing = [name for name in missing if key_of(weights[name]) in read]
+            if missing:
+                _refuse(self, missing)
         return out
 
     return forward
@@ -195,7 +216,9 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
 
 def _weights_of(module: nn.Module) -> dict[str, Any]:
     """The converted weights that `module` itself holds, of shards this rank's part."""
-    own = {name: _compat.local_of(p) for name, p in _compat.parameters_of(module).items() if p is not None}
+    # Replicas of `nn.DataParallel` have tensors in the places of Parameters.
+    plain = {name: x for name, x in vars(module).items() if isinstance(x, torch.Tensor)}
+    own = {name: _compat.local_of(p) for name, p in (plain | _compat.parameters_of(module)).items() if p is not None}
     return {name: weight for name, weight in own.items() if is_low_precision(weight)}
 
 

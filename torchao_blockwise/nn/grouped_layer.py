@@ -105,7 +105,9 @@ class _GroupedLinear(torch.autograd.Function):
         if isinstance(stored, MasterWeightTensor):
             # Of a cast copy the weight that it was made of, so that the cast one can go.
             hp, rounded_to = stored.source
-            stored = stored if rounded_to is None else MasterWeightTensor(hp, stored.config)
+            if rounded_to is not None:
+                layer, stored = stored.layer, MasterWeightTensor(hp, stored.config)
+                stored.layer = layer
         needs_weight = ctx.needs_input_grad[1]
         save_quantized = needs_weight and config.saves_quantized_activations
         groups = steps.groups_of(group_ends, x.shape[0], config)

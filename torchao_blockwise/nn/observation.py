@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from torchao_blockwise.nn.weight_products import Contraction
+from torchao_blockwise.tensors.reads import key_of
 
 # What takes the gradient of a layer's output [T, N]; called once in the backward of the pass that it was made in.
 SeesGradient: TypeAlias = Callable[[torch.Tensor], None]
@@ -56,12 +57,12 @@ def seen(weight: Any, x: torch.Tensor | Callable[[], torch.Tensor], how: Contrac
 class _Multiplied(threading.local):
     """records: of each forward pass of this thread that is being checked, the weights that it multiplied by.
 
-    traced: whether a layer was traced since `start_trace`.
+    traced: how many GEMMs were traced, or ran.
     """
 
     def __init__(self) -> None:
         self.records: list[set[Any]] = []
-        self.traced = False
+        self.traced = 0
 
 
 _multiplied = _Multiplied()
@@ -80,26 +81,22 @@ def multiplied_weights() -> Iterator[Callable[[Any], bool]]:
 
 def note_multiplied(weight: Any) -> None:
     """Record a GEMM with `weight`; None where a compiled graph runs one, which does not know whose values they are."""
-    _multiplied.traced = True
+    _multiplied.traced += 1
     for record in _multiplied.records:
         record.update(_keys(weight))
 
 
 def _keys(weight: Any) -> list[Any]:
-    """Keys that a weight shares with its casts, views and multiples: the layer's name, the values that casts read."""
-    layer, hp = getattr(weight, "layer", ""), getattr(weight, "hp", None)
-    return [*([layer] if layer else ()), *(() if hp is None else [id(hp)])] or [None]
+    """Keys that a weight shares with its casts, views and multiples: its own, and the values that casts read."""
+    if weight is None:
+        return [None]
+    hp = getattr(weight, "hp", None)
+    return [key_of(weight), *(() if hp is None else [id(hp)])]
 
 
 @torch.compiler.assume_constant_result
-def start_trace() -> None:
-    """Called while a compiler traces the beginning of a forward pass that is checked."""
-    _multiplied.traced = False
-
-
-@torch.compiler.assume_constant_result
-def traced_any() -> bool:
-    """Whether a low-precision GEMM was traced, or ran, since `start_trace`."""
+def traced_gemms() -> int:
+    """How many low-precision GEMMs were traced, or ran, in this thread."""
     return _multiplied.traced
 
 

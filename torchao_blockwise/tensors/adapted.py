@@ -40,7 +40,9 @@ def _merge(func: Operation, weight: torch.Tensor, delta: torch.Tensor, *, alpha:
 
     Refused where the weight trains: an optimizer's small steps would be rounded away.
     """
-    frozen = isinstance(weight, QuantizedTensor) and weight.original is None and not weight.requires_grad
+    frozen = (
+        isinstance(weight, QuantizedTensor) and weight.original is None and not (weight.trains or weight.requires_grad)
+    )
     if not frozen or isinstance(delta, TorchAOBaseTensor):
         layer = getattr(weight, "layer", "") or "a quantized weight"
         raise NotImplementedError(

@@ -31,6 +31,8 @@ def _map_op(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> Q
         carry_key(x, result, copied=True)
     if func in (aten.detach.default, aten.alias.default):
         result.original = x.original
+        # `weight.data` is of a weight that trains, though it asks for no gradient itself.
+        result.trains = x.trains or x.requires_grad
     return result
 
 

@@ -18,6 +18,7 @@ from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.operations import Result, is_dot, is_sum, is_update, result_of
+from torchao_blockwise.tensors.reads import note_read
 from torchao_blockwise.tensors.rounding import RoundingKeys, carry_key, checked_key
 from torchao_blockwise.tensors.scale_groups import share_group
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
@@ -116,6 +117,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
 
     def dequantize(self) -> torch.Tensor:
         """A copy of the values: what PEFT merges into."""
+        note_read(self)
         return self.hp.clone()
 
     def transposed_view(self) -> MasterWeightTensor:
@@ -232,6 +234,8 @@ class MasterWeightTensor(TorchAOBaseTensor):
             result = Result.PLAIN
         for master in masters:
             _cut_link(master)
+            if result is not Result.WEIGHT:
+                note_read(master)
         if torch.Tag.inplace_view in func.tags and args[0] is first:
             return _change_shape(first, func, plain_args[1:], plain_kwargs)
         with _compat.counting_changes():

@@ -18,6 +18,7 @@ from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operan
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.reads import note_read
 from torchao_blockwise.tensors.rounding import RoundingKeys, carry_key, checked_key
 from torchao_blockwise.tensors.state_values import settle
 
@@ -42,6 +43,8 @@ class QuantizedTensor(TorchAOBaseTensor):
     global_scale: torch.Tensor | None = None
     # Of weights that train; no part of a weight's state.
     original: Original | None = None
+    # Whether it is an alias of a weight that trains, as `weight.data` is.
+    trains: bool = False
     # The layer's name in the model that was converted, for errors.
     layer: str = ""
     # Of formats that round gradients stochastically; see tensors/rounding.py.
@@ -148,6 +151,7 @@ class QuantizedTensor(TorchAOBaseTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """qdata · scale [· global_scale] as a plain tensor [.., N, K] of `dtype`, default the reported dtype."""
+        note_read(self)
         dtype = self.dtype if dtype is None else dtype
         return ops.dequantize(self.operand(), dtype=dtype, columns=self.shape[-1])
 

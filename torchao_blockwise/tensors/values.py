@@ -21,6 +21,7 @@ from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.nvfp4 import NVFP4Tensor
 from torchao_blockwise.tensors.quantized import QuantizedTensor, parts_of
 from torchao_blockwise.tensors.quantized_shard import QuantizedShard
+from torchao_blockwise.tensors.reads import note_read
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 
 # What gives a weight's memory or its values away.
@@ -32,6 +33,7 @@ _QUANTIZED = (BlockwiseFP8Tensor, NVFP4Tensor, QuantizedShard)
 
 @MasterWeightTensor.implements_torch_function(Tensor.data_ptr)
 def _address_of_values(func: Function, types: Types, args: Args, kwargs: Kwargs) -> int:
+    note_read(args[0])
     return args[0].hp.data_ptr()
 
 
@@ -53,6 +55,7 @@ def _storage_of_values(func: Function, types: Types, args: Args, kwargs: Kwargs)
 @MasterWeightTensor.implements_torch_function([Tensor.is_shared, *_READS, *_STATISTICS])
 def _of_values(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Any:
     """As of a plain tensor, which refuses `numpy()` where it requires a gradient."""
+    note_read(args[0])
     weight, *others = args
     return func(weight.hp.detach().requires_grad_(weight.requires_grad), *others, **kwargs)
 
@@ -64,6 +67,7 @@ def _apply_in_python(func: Function, types: Types, args: Args, kwargs: Kwargs) -
 
 
 def _address(func: Function, types: Types, args: Args, kwargs: Kwargs) -> int:
+    note_read(args[0])
     return args[0].qdata.data_ptr()
 
 
