@@ -47,9 +47,9 @@ def written(name: str, text: str):
 INDEX = "model.safetensors.index.json"
 WRONG = {
     "two checkpoints": (copied, r"is in other\.safetensors as well.*remove one"),
-    "index cut": (written(INDEX, '{"weight'), r"index\.json is no JSON .*copy it anew"),
+    "index cut": (written(INDEX, '{"weight'), r"index\.json is not JSON that can be read .*copy it again"),
     "index of nothing": (written(INDEX, "{}"), r"index\.json has no weight_map"),
-    "config cut": (written("config.json", '{"a'), r"config\.json is no JSON"),
+    "config cut": (written("config.json", '{"a'), r"config\.json is not JSON"),
     "config of a list": (written("config.json", "[]"), r"config\.json holds a list, not an object"),
     "quantization of a list": (
         written("config.json", '{"quantization_config": [1]}'),

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ _PLAN = "plan.json"
 _PART = "part"
 # A file that is open is mapped, so that what was read of it stays in memory.
 _OPEN_FILES = 8
+# Sizes are int64 in PyTorch and uint64 in files.
+_LARGEST_DIM = 2**63 - 1
 # What belongs to a tokenizer, in the folder that a model came from.
 _COPIED = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
 
@@ -32,6 +35,24 @@ def safetensors() -> Any:
         return importlib.import_module("safetensors")
     except ImportError as error:
         raise ImportError("checkpoint needs safetensors; pip install safetensors") from error
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of `folder`; raises ValueError where it does not lie there, or is not a file.
+
+    Hugging Face's cache links files of `snapshots/<revision>` to `blobs`, which belong to the folder.
+    """
+    try:
+        home, path = folder.resolve(), (folder / name).resolve()
+        is_file = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{str(folder / name)!r} is not a path of a file ({error}); copy it again") from None
+    blobs = (place.parent / "blobs" for place in home.parents if place.name == "snapshots")
+    if not any(path.is_relative_to(place) for place in (home, *blobs)):
+        raise ValueError(f"{folder / name} leads out of the folder, to {path}; copy that file into the folder")
+    if not is_file:
+        raise ValueError(f"{folder / name} is missing or not a file; copy it again")
+    return path
 
 
 class Folder:
@@ -165,10 +186,15 @@ class Folder:
             (self.path / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def copy_tokenizer(self, source: Path) -> None:
-        """The tokenizer's files of the folder that the model came from."""
+        """The tokenizer's files of the folder that the model came from, except links that lead out of it."""
         for file in (file for pattern in _COPIED for file in sorted(source.glob(pattern))):
+            try:
+                found = inside(source, file.name)
+            except ValueError as reason:
+                warnings.warn(f"export: the tokenizer's {reason}; it is left out", stacklevel=2)
+                continue
             with self.writing():
-                shutil.copyfile(file, self.path / file.name)
+                shutil.copyfile(found, self.path / file.name)
 
     def _flush(self) -> None:
         if self._pending:
@@ -219,8 +245,8 @@ class Files:
         index = self.path / INDEX
         if index.exists():
             where = _object_in(index).get("weight_map")
-            if not isinstance(where, dict):
-                raise ValueError(f"load: {index} has no weight_map, which says what file holds a tensor; copy it anew")
+            if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+                raise ValueError(f"load: {index} has no weight_map from tensors to names of files; copy it again")
             files = sorted(set(where.values()))
         else:
             files = sorted(file.name for file in self.path.glob("*.safetensors"))
@@ -236,18 +262,28 @@ class Files:
                         "folder; remove one"
                     )
                 part = opened.get_slice(name)
-                self._held[name] = _Held(file, str(part.get_dtype()), list(part.get_shape()))
+                self._held[name] = held = _Held(file, str(part.get_dtype()), list(part.get_shape()))
+                if max(held.shape, default=0) > _LARGEST_DIM:
+                    raise ValueError(f"load: {self.where(name)} cannot have shape {held.shape}; copy the file again")
 
     def _opened(self, file: str) -> Any:
         """The file, open; the one that was used least recently is closed for it."""
         opened = self._open.pop(file, None)
         if opened is None:
+            if not file.endswith(".safetensors"):
+                raise ValueError(
+                    f"load: the index names {file!r} in {self.path}, and only *.safetensors are read; take a "
+                    "checkpoint in safetensors"
+                )
             if len(self._open) == _OPEN_FILES:
                 del self._open[next(iter(self._open))]
             try:
-                opened = safetensors().safe_open(str(self.path / file), framework="pt")
+                # It checks sizes and offsets against the file's own size, and maps the file.
+                opened = safetensors().safe_open(str(inside(self.path, file)), framework="pt")
+            except ValueError as reason:
+                raise ValueError(f"load: {reason}") from None
             except Exception as error:
-                raise ValueError(f"load: {self.path / file} cannot be read ({error}); copy it anew") from error
+                raise ValueError(f"load: {self.path / file} cannot be read ({error}); copy it again") from error
         self._open[file] = opened
         return opened
 
@@ -263,14 +299,21 @@ class Files:
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
         """Raise ValueError unless the tensor has this shape."""
         if (got := self.shape(name)) != list(shape):
-            raise ValueError(f"load: {self.where(name)} has shape {got}, the model wants {list(shape)}")
+            raise ValueError(
+                f"load: {self.where(name)} has shape {got}, the model wants {list(shape)}; take this model's files, or "
+                "copy the file again"
+            )
 
     def dtype(self, name: str) -> str:
         """As the files call it, "F8_E4M3" or "BF16"."""
         return self._held[name].dtype
 
     def read(self, name: str) -> torch.Tensor:
-        return self._opened(self._held[name].file).get_tensor(name)
+        try:
+            tensor: torch.Tensor = self._opened(self._held[name].file).get_tensor(name)
+        except Exception as error:
+            raise ValueError(f"load: {self.where(name)} cannot be read ({error}); copy the file again") from error
+        return tensor
 
     def where(self, name: str) -> str:
         """For messages."""
@@ -289,8 +332,8 @@ def _object_in(file: Path) -> dict[str, Any]:
     """What a JSON file holds; raises ValueError unless that is an object."""
     try:
         content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"load: {file} is no JSON ({error}); copy it anew") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"load: {file} is not JSON that can be read ({error}); copy it again") from None
     if not isinstance(content, dict):
         raise ValueError(f"load: {file} holds a {type(content).__name__}, not an object; copy it anew")
     return content

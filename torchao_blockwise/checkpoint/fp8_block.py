@@ -75,9 +75,11 @@ def check(files: Files, name: str, shape: tuple[int, ...]) -> None:
     if scale is None or not is_fp8:
         what = f"is in e4m3 and has no {scale_name(name)}" if is_fp8 else f"has {scale} and is in {files.dtype(name)}"
         raise ValueError(f"load: {files.where(name)} {what}; the files are not whole, copy them anew")
+    if len(shape) < 2:
+        raise ValueError(f"load: {files.where(name)} has shape {list(shape)}, not a matrix; copy the file again")
     grid = list(described(name, shape)[scale_name(name)][1])
-    if files.shape(scale) != grid:
-        raise ValueError(f"load: {files.where(scale)} has shape {files.shape(scale)}, blocks of {BLOCK} want {grid}")
+    if (got := files.shape(scale)) != grid:
+        raise ValueError(f"load: {files.where(scale)} has shape {got}, blocks of {BLOCK} want {grid}; copy it again")
     if files.dtype(scale) not in _SCALES:
         raise ValueError(f"load: {files.where(scale)} is in {files.dtype(scale)}; {', '.join(_SCALES)} are read")
     scales = files.read(scale).float()
