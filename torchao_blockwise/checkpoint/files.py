@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import secrets
 import shutil
 import warnings
@@ -21,6 +22,8 @@ _SINGLE = "model.safetensors"
 _PLAN = "plan.json"
 # What a file is called while it is written.
 _PART = "part"
+_SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+_SHOWN = 3
 # A file that is open is mapped, so that what was read of it stays in memory.
 _OPEN_FILES = 8
 # Sizes are int64 in PyTorch and uint64 in files.
@@ -236,35 +239,53 @@ class _Held(NamedTuple):
 class Files:
     """The tensors of a folder of safetensors files, by name. A few files are open at a time, however many there are.
 
+    They are those that the index lists; without an index those of `model.safetensors`, else of `model-*-of-*`, else of
+    all files. A warning names the files and tensors that are ignored.
     Raises FileNotFoundError for a folder without any, ValueError for files that cannot be read.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory)
         self._open: dict[str, Any] = {}
-        index = self.path / INDEX
-        if index.exists():
-            where = _object_in(index).get("weight_map")
-            if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-                raise ValueError(f"load: {index} has no weight_map from tensors to names of files; copy it again")
-            files = sorted(set(where.values()))
-        else:
-            files = sorted(file.name for file in self.path.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"load: {self.path} has no *.safetensors; give the folder of a checkpoint")
         self._held: dict[str, _Held] = {}
-        for file in files:
-            opened = self._opened(file)
-            for name in opened.keys():  # noqa: SIM118  # it is no dict
-                if name in self._held:
-                    raise ValueError(
-                        f"load: {self.where(name)} is in {file} as well, so that there are two checkpoints in the "
-                        "folder; remove one"
-                    )
-                part = opened.get_slice(name)
-                self._held[name] = held = _Held(file, str(part.get_dtype()), list(part.get_shape()))
-                if max(held.shape, default=0) > _LARGEST_DIM:
-                    raise ValueError(f"load: {self.where(name)} cannot have shape {held.shape}; copy the file again")
+        index, on_disk = self.path / INDEX, sorted(file.name for file in self.path.glob("*.safetensors"))
+        listed: dict[str, str] | None = None
+        if index.exists():
+            listed = _object_in(index).get("weight_map")
+            if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+                raise ValueError(f"load: {index} has no weight_map from tensors to names of files; copy it again")
+        self.files = _canonical(self.path, on_disk) or on_disk if listed is None else sorted(set(listed.values()))
+        if not self.files:
+            raise FileNotFoundError(f"load: {self.path} has no *.safetensors; give the folder of a checkpoint")
+        strays = [file for file in on_disk if file not in self.files]
+        for file in self.files:
+            strays += self._hold(file, listed)
+        for name, file in (listed or {}).items():
+            if name not in self._held:
+                raise ValueError(f"load: {index} has {name} in {file}, which lacks it; copy both again")
+        if strays:
+            shown = ", ".join(strays[:_SHOWN]) + (f" and {len(strays) - _SHOWN} more" if strays[_SHOWN:] else "")
+            why = f"{INDEX} does not list them" if listed is not None else f"the checkpoint is {self.files[0]}"
+            why += ", .." * (listed is None and len(self.files) > 1)
+            warnings.warn(f"load: {self.path}: ignored {shown}, because {why}", stacklevel=2)
+
+    def _hold(self, file: str, listed: dict[str, str] | None) -> list[str]:
+        """Take up the tensors of a file that the index lists there; the names of the others."""
+        opened, others = self._opened(file), []
+        for name in opened.keys():  # noqa: SIM118  # it is no dict
+            if listed is not None and listed.get(name) != file:
+                others += [name] * (name not in listed)
+                continue
+            if name in self._held:
+                raise ValueError(
+                    f"load: {self.where(name)} is in {file} as well, so that there are two checkpoints in the "
+                    "folder; remove one"
+                )
+            part = opened.get_slice(name)
+            self._held[name] = held = _Held(file, str(part.get_dtype()), list(part.get_shape()))
+            if max(held.shape, default=0) > _LARGEST_DIM:
+                raise ValueError(f"load: {self.where(name)} cannot have shape {held.shape}; copy the file again")
+        return others
 
     def _opened(self, file: str) -> Any:
         """The file, open; the one that was used least recently is closed for it."""
@@ -326,6 +347,20 @@ class Files:
         if not isinstance(config, dict):
             raise ValueError(f"load: quantization_config of {file} is a {type(config).__name__}; copy it anew")
         return config
+
+
+def _canonical(folder: Path, names: list[str]) -> list[str]:
+    """The files of a checkpoint without an index, by their names; empty if none has such a name."""
+    if _SINGLE in names:
+        return [_SINGLE]
+    shards = {name: int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
+    counts = set(shards.values())
+    if counts and counts != {len(shards)}:
+        raise ValueError(
+            f"load: {folder} has no {INDEX}, and {len(shards)} files model-*-of-*.safetensors where their names say "
+            f"{' and '.join(map(str, sorted(counts)))}; copy the index and the missing files, or remove other ones"
+        )
+    return list(shards)
 
 
 def _object_in(file: Path) -> dict[str, Any]:

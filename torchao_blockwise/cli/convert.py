@@ -94,7 +94,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
     chosen: Any = FORMATS.get(args.to)
     quantized = [name for name in names if is_quantized.get(name)]
     amaxes = _group_amaxes(files, quantized) if chosen is not None and chosen.FORMAT.has_global_scale else {}
-    sources = [(file.name, file.stat()) for file in sorted(args.input.glob("*.safetensors"))]
+    sources = [(file, (args.input / file).stat()) for file in files.files]
     plan = {
         "from": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in sources],
         "quantized": quantized,
