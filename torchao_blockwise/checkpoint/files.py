@@ -24,6 +24,7 @@ _PLAN = "plan.json"
 _PART = "part"
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _SHOWN = 3
+_SETTINGS = "quantization_config"
 # A file that is open is mapped, so that what was read of it stays in memory.
 _OPEN_FILES = 8
 # Sizes are int64 in PyTorch and uint64 in files.
@@ -341,12 +342,22 @@ class Files:
         return f"{name} in {self.path / self._held[name].file}"
 
     def config(self) -> dict[str, Any]:
-        """`quantization_config`, empty for plain files."""
+        """`quantization_config` of the model or of its language model, empty for plain files."""
         file = self.path / "config.json"
-        config = (_object_in(file).get("quantization_config") or {}) if file.exists() else {}
+        content = _object_in(file) if file.exists() else {}
+        text = content.get("text_config")
+        config = content.get(_SETTINGS) or (text.get(_SETTINGS) if isinstance(text, dict) else None) or {}
         if not isinstance(config, dict):
             raise ValueError(f"load: quantization_config of {file} is a {type(config).__name__}; copy it anew")
         return config
+
+    def plain_config(self) -> dict[str, Any]:
+        """What else config.json holds."""
+        content = _object_in(self.path / "config.json")
+        content.pop(_SETTINGS, None)
+        if isinstance(text := content.get("text_config"), dict):
+            text.pop(_SETTINGS, None)
+        return content
 
 
 def _canonical(folder: Path, names: list[str]) -> list[str]:

@@ -24,14 +24,15 @@ _SHOWN = 3
 _OF_MXFP4 = "_blocks"
 # As files call dtypes.
 _INTEGERS = ("I", "U", "BOOL")
-# Factors of keys and values that an engine keeps quantized: training keeps none.
-_OF_A_CACHE = r"\.(k|v|kv)_scale$"
+# Factors of activations, keys and values that an engine quantizes: training derives its own.
+_OF_AN_ENGINE = r"\.(q|k|v|kv|prob|input|output)_scale$"
 
 
 def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """Load the values of `model`, in place, from files in blockwise FP8 or NVFP4, or plain ones; tensor by tensor.
 
-    FP8: blocks of 128×128, scales in f32 (DeepSeek-V3) or e8m0 (DeepSeek-V4). NVFP4: as
+    FP8: blocks of 128×128, scales in f32 (DeepSeek-V3), e8m0 (DeepSeek-V4), or f32 or bf16 (compressed-tensors); a
+    scale of zero is read where all codes of its block are zeros, as that of a block of zeros. NVFP4: as
     compressed-tensors and NVIDIA's Model Optimizer have it.
     A quantized Parameter takes payload and scales as they are in the files, where these have its blocks: 128×128, or
     in NVFP4 one scale for 16 rows, and one tensor scale for all that the Parameter holds. Else a weight gets the
@@ -68,7 +69,7 @@ def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callab
         name: [Part(name)] if name in there and there.isdisjoint(part.name for part in parts) else parts
         for name, parts in all_parts_on_disk(model, tensors).items()
     }
-    passed_over = hugging_face.passed_over(model) | {_OF_A_CACHE}
+    passed_over = hugging_face.passed_over(model) | {_OF_AN_ENGINE}
     _check_names(files, there, {part.name for parts in wanted.values() for part in parts}, passed_over)
     for name, x in tensors.items():
         for part in wanted[name]:
