@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import FP8, mlp, replace
+from helpers import FP8, FP8_POW2, mlp, replace
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.cli import main
@@ -147,3 +147,64 @@ def test_our_own_plain_checkpoints_are_read(method, tmp_path):
         assert main(["convert", str(tmp_path / source), str(tmp_path / f"{source}-fp8")]) == 0
     got, expected = (tensors_in(tmp_path / f"{source}-fp8") for source in ("ours", "plain"))
     assert got.keys() == expected.keys() and all(digest(got[n]) == digest(x) for n, x in expected.items())
+
+
+# --- scales that are powers of two ------------------------------------------------------------------------------------
+
+WIDE = (384, 640, 256)
+
+
+def with_halves(config, dtype=torch.float32):
+    """A model whose blocks' largest values lie around halves and wholes of what a code holds, in all magnitudes."""
+    model = mlp(replace(config, master_weights=True), WIDE, seed=1, dtype=dtype)
+    peaks = [224 + 8 * i / 6 for i in range(7)] + [448, 464, 231.99, 224.001]
+    n = 0
+    for i in (0, 2):
+        weight = model[i].weight.hp.data
+        for row in range(0, weight.shape[0], 128):
+            for column in range(0, weight.shape[1], 128):
+                block = weight[row : row + 128, column : column + 128]
+                block *= peaks[n % len(peaks)] * 2.0 ** (n % 40 - 25) / block.abs().amax()
+                n += 1
+        weight[:128, :128] = 0
+    return model
+
+
+@pytest.mark.parametrize("loaded", ("fp32", "bf16", "quantized"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("of_fp32", "of_bf16"))
+@pytest.mark.parametrize("config", (FP8, FP8_POW2), ids=("fp32_scales", "powers_of_2"))
+def test_load_and_export_repeat_every_byte(config, dtype, loaded, tmp_path, recwarn):
+    if (config, loaded) == (FP8, "bf16") and dtype == torch.float32:
+        pytest.skip("scales in fp32 of values in fp32 are not made of values in bf16")
+    checkpoint.export(with_halves(config, dtype), tmp_path / "out")
+    before = tensors_in(tmp_path / "out")
+    model = mlp(replace(config, master_weights=loaded != "quantized"), WIDE, dtype=dtype)
+    if loaded == "bf16":
+        model = mlp(config, WIDE, dtype=torch.bfloat16)
+    checkpoint.load(model, tmp_path / "out")
+    checkpoint.export(model, tmp_path / "again")
+    after = tensors_in(tmp_path / "again")
+    for name in before:
+        if not name.endswith("bias"):
+            assert_bitwise_equal(after[name].view(torch.uint8), before[name].view(torch.uint8), name)
+    assert not [w for w in recwarn if "power_of_2_scales" in str(w.message)]
+
+
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@pytest.mark.parametrize(("of_files", "of_model"), ((FP8_POW2, FP8), (FP8, FP8_POW2)), ids=("to_fp32", "to_powers"))
+def test_other_scales_than_the_models_are_named(of_files, of_model, masters, tmp_path):
+    checkpoint.export(with_halves(of_files), tmp_path / "out")
+    model = mlp(replace(of_model, master_weights=masters), WIDE)
+    if not masters and of_files is FP8_POW2:
+        # The bytes are taken over.
+        checkpoint.load(model, tmp_path / "out")
+        checkpoint.export(model, tmp_path / "again")
+        before, after = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "again")
+        assert all(digest(after[name]) == digest(x) for name, x in before.items())
+        return
+    fits = (
+        rf"to keep them convert the model with BlockwiseFP8TrainingConfig\(power_of_2_scales={of_files is FP8_POW2}\)"
+    )
+    with pytest.warns(UserWarning, match=rf"load: scales of 0\.weight in .* are .*; {fits}") as said:
+        checkpoint.load(model, tmp_path / "out")
+    assert len(said) == 1

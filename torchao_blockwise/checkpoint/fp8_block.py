@@ -49,9 +49,12 @@ def scale_in(files: Files, name: str) -> str | None:
     return next((scale for scale in here if scale in files), None)
 
 
-def are_powers_of_2(files: Files, scale: str) -> bool:
-    """Whether the files say so, by the scales' dtype."""
-    return files.dtype(scale) == "F8_E8M0"
+def has_powers_of_2(files: Files, name: str) -> bool:
+    """Whether all scales of a weight are powers of two, except zeros."""
+    scale = scale_in(files, name)
+    assert scale is not None, "it was checked"
+    mantissas = files.read(scale).float().frexp().mantissa
+    return bool(((mantissas == 0.5) | (mantissas == 0)).all())
 
 
 def weights_in(files: Files) -> dict[str, list[str]]:
@@ -96,7 +99,7 @@ def read(files: Files, name: str, dtype: torch.dtype) -> BlockwiseFP8Tensor:
     """What the files have of a weight."""
     scale = scale_in(files, name)
     assert scale is not None, "it was checked"
-    powers_of_2 = are_powers_of_2(files, scale)
+    powers_of_2 = has_powers_of_2(files, name)
     scales = files.read(scale).float()
     # Some tools give a block of zeros no scale.
     of_zeros = ops.quantize(scales.new_zeros(1, 1), FORMAT, power_of_2_scales=powers_of_2).rowwise
@@ -106,9 +109,26 @@ def read(files: Files, name: str, dtype: torch.dtype) -> BlockwiseFP8Tensor:
 
 def _has_values(qdata: torch.Tensor, is_chosen: torch.Tensor) -> bool:
     """Whether any code of these blocks stands for another number than zero, or for NaN."""
-    rows, columns = qdata.shape[-2:]
-    chosen = is_chosen.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
-    return bool((qdata.view(torch.uint8) & 0x7F)[chosen].any())
+    return bool((qdata.view(torch.uint8) & 0x7F)[_over_blocks(is_chosen, qdata.shape)].any())
+
+
+def _over_blocks(grid: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    rows, columns = shape[-2:]
+    return grid.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
+
+
+def above_half(held: BlockwiseFP8Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values` of `held`, whose scales are powers of two, such that they are quantized to its very bytes.
+
+    A block's largest value that was rounded down to 224, half of what a code holds, would get half of the scale. It is
+    moved by one unit in the last place, up to which it is coded as 224 and needs the whole one.
+    """
+    again = ops.quantize(values, FORMAT, power_of_2_scales=True).rowwise
+    assert again is not None
+    is_half = held.qdata.float().abs() == FORMAT.element.max / 2
+    moved = is_half & _over_blocks(again.scale < held.scale, values.shape)
+    bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
+    return (bits + moved.to(bits.dtype)).view(values.dtype)
 
 
 def settings(plain: PlainLayers) -> dict[str, Any]:

@@ -84,14 +84,20 @@ def is_quantized(files: Files, name: str) -> bool:
     return _layout_of(files, name) is not None
 
 
-def plain(held: QuantizedTensor) -> torch.Tensor:
+def has_powers_of_2(files: Files, name: str) -> bool | None:
+    """Whether all scales of a weight in blockwise FP8 are powers of two; None for other weights."""
+    return fp8_block.has_powers_of_2(files, name) if _layout_of(files, name) is fp8_block else None
+
+
+def plain(held: Any) -> torch.Tensor:
     """The values of `held`, in its dtype, such that quantizing them as our weights are gives these values again.
 
     In NVFP4 that is with the tensor scale of the files, which may be that of a larger weight that an engine runs as one
     with this one. Blocks of rows, which our weights do not have, are decoded and no more.
     """
     if not isinstance(held, NVFP4Tensor):
-        return plain_values(held)
+        values = plain_values(held)
+        return fp8_block.above_half(held, values) if held.power_of_2_scales else values
     return plain_values(held, nvfp4_rows.quantized_as(held)) if held.fmt.is_square else held.dequantize()
 
 
