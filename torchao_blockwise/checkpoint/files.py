@@ -352,7 +352,7 @@ class Files:
         return config
 
     def plain_config(self) -> dict[str, Any]:
-        """What else config.json holds."""
+        """Return config.json without quantization settings."""
         content = _object_in(self.path / "config.json")
         content.pop(_SETTINGS, None)
         if isinstance(text := content.get("text_config"), dict):
