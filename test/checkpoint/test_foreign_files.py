@@ -25,7 +25,23 @@ pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
 def copied(folder: Path) -> None:
-    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+    for name in ("one", "other"):
+        shutil.copy(folder / "model.safetensors", folder / f"{name}.safetensors")
+    (folder / "model.safetensors").unlink()
+
+
+def a_shard_lost(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+
+
+def two_sets(folder: Path) -> None:
+    for name in ("1-of-2", "2-of-2", "1-of-1"):
+        shutil.copy(folder / "model.safetensors", folder / f"model-{name}.safetensors")
+    (folder / "model.safetensors").unlink()
+
+
+def indexed(*names: str):
+    return written(INDEX, json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
 
 
 def changed(**tensors):
@@ -47,9 +63,12 @@ def written(name: str, text: str):
 INDEX = "model.safetensors.index.json"
 WRONG = {
     "two checkpoints": (copied, r"is in other\.safetensors as well.*remove one"),
-    "index cut": (written(INDEX, '{"weight'), r"index\.json is no JSON .*copy it anew"),
+    "a shard lost": (a_shard_lost, r"has no model.*index\.json, and 1 files .* their names say 2; copy the index and"),
+    "two sets": (two_sets, r"3 files .* their names say 1 and 2; .*remove other ones"),
+    "index of more": (indexed("0.weight", "9.bias"), r"index\.json has 9\.bias in model\.saf.*, which lacks it; copy"),
+    "index cut": (written(INDEX, '{"weight'), r"index\.json is not JSON that can be read .*copy it again"),
     "index of nothing": (written(INDEX, "{}"), r"index\.json has no weight_map"),
-    "config cut": (written("config.json", '{"a'), r"config\.json is no JSON"),
+    "config cut": (written("config.json", '{"a'), r"config\.json is not JSON"),
     "config of a list": (written("config.json", "[]"), r"config\.json holds a list, not an object"),
     "quantization of a list": (
         written("config.json", '{"quantization_config": [1]}'),
@@ -71,6 +90,46 @@ def test_what_cannot_be_read_is_said_and_changes_nothing(change, message, tmp_pa
         checkpoint.load(model, tmp_path / "out")
     for n, x in model.state_dict().items():
         assert_bitwise_equal(x, before[n], n)
+
+
+def other_files(folder: Path, *names: str) -> None:
+    for name in names:
+        safetensors.save_file({"0.weight": torch.ones(2, 2), "stray": torch.ones(1)}, folder / f"{name}.safetensors")
+
+
+STRAYS = {
+    # name: (tensors of a file, other files, what is ignored)
+    "one file": (10**9, ("consolidated", "adapter_model"), "adapter_model.safetensors, consolidated.safetensors"),
+    "shards": (1, ("consolidated",), "consolidated.safetensors"),
+    "shards next to a file": (1, ("model", "a", "b", "c"), "a.safetensors, b.safetensors, c.safetensors and 1 more"),
+}
+
+
+@pytest.mark.parametrize(("shard_bytes", "others", "ignored"), STRAYS.values(), ids=STRAYS)
+def test_files_that_are_not_the_checkpoint_are_ignored_and_named(shard_bytes, others, ignored, tmp_path):
+    checkpoint.export(mlp(FP8, seed=1), tmp_path / "out", shard_bytes=shard_bytes)
+    other_files(tmp_path / "out", *others)
+    model = mlp(FP8)
+    for without_index in (False, True):
+        if without_index:
+            (tmp_path / "out" / INDEX).unlink(missing_ok=True)
+            (tmp_path / "out" / "model.safetensors").unlink() if "model" in others else None
+            ignored = ignored.replace(" and 1 more", "")
+        with pytest.warns(UserWarning, match=rf"load: .*out: ignored {ignored}, because ") as said:
+            checkpoint.load(model, tmp_path / "out")
+        assert len(said) == 1
+        x = torch.randn(4, 64)
+        assert_bitwise_equal(model(x).detach(), mlp(FP8, seed=1)(x).detach())
+
+
+def test_tensors_that_the_index_does_not_list_are_ignored_and_named(tmp_path):
+    checkpoint.export(mlp(FP8, seed=1), tmp_path / "out")
+    names = tensors_in(tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    safetensors.save_file(names | {"more": torch.ones(1)}, file)
+    indexed(*names)(tmp_path / "out")
+    with pytest.warns(UserWarning, match=r"ignored more, because model\.safetensors\.index\.json does not list them"):
+        checkpoint.load(mlp(FP8), tmp_path / "out")
 
 
 @pytest.mark.parametrize("leads_to", ("folder", "nothing"))

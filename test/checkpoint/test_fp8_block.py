@@ -242,7 +242,7 @@ def test_files_of_others_are_named(tmp_path):
     file = tmp_path / "out" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     (tmp_path / "out" / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .*copy it anew"):
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .*copy it again"):
         checkpoint.load(mlp(FP8), tmp_path / "out")
 
 

@@ -247,5 +247,5 @@ def test_other_files_of_compressed_tensors_are_named(tmp_path):
     (tmp_path / "out" / "config.json").unlink()
     file = tmp_path / "out" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .*copy it anew"):
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .*copy it again"):
         checkpoint.load(mlp(NVFP4, features=FEATURES), tmp_path / "out")

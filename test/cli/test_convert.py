@@ -144,6 +144,17 @@ def test_other_options_start_anew(tmp_path, monkeypatch):
     assert "model.layers.0.mlp.down_proj.weight_scale_inv" not in names
 
 
+def test_stray_files_are_not_copied(tmp_path, capsys):
+    plain("llama", tmp_path / "plain")
+    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "out")]) == 0
+    safetensors.save_file({"layers.0.wq.weight": torch.ones(2, 2)}, tmp_path / "plain" / "consolidated.safetensors")
+    with pytest.warns(UserWarning, match=r"ignored consolidated\.safetensors, because the checkpoint is model\.saf"):
+        assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "again")]) == 0
+    assert tensors_in(tmp_path / "again").keys() == tensors_in(tmp_path / "out").keys()
+    with pytest.warns(UserWarning, match="ignored consolidated"):
+        assert main(["verify", str(tmp_path / "out"), str(tmp_path / "plain")]) == 0
+
+
 def test_layers_are_left_out_by_name(tmp_path):
     plain("llama", tmp_path / "plain")
     assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--skip", "*.down_proj"]) == 0

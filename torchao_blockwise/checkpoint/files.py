@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +22,13 @@ _SINGLE = "model.safetensors"
 _PLAN = "plan.json"
 # What a file is called while it is written.
 _PART = "part"
+_SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+_SHOWN = 3
+_SETTINGS = "quantization_config"
 # A file that is open is mapped, so that what was read of it stays in memory.
 _OPEN_FILES = 8
+# Sizes are int64 in PyTorch and uint64 in files.
+_LARGEST_DIM = 2**63 - 1
 # What belongs to a tokenizer, in the folder that a model came from.
 _COPIED = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
 
@@ -32,6 +39,24 @@ def safetensors() -> Any:
         return importlib.import_module("safetensors")
     except ImportError as error:
         raise ImportError("checkpoint needs safetensors; pip install safetensors") from error
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of `folder`; raises ValueError where it does not lie there, or is not a file.
+
+    Hugging Face's cache links files of `snapshots/<revision>` to `blobs`, which belong to the folder.
+    """
+    try:
+        home, path = folder.resolve(), (folder / name).resolve()
+        is_file = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{str(folder / name)!r} is not a path of a file ({error}); copy it again") from None
+    blobs = (place.parent / "blobs" for place in home.parents if place.name == "snapshots")
+    if not any(path.is_relative_to(place) for place in (home, *blobs)):
+        raise ValueError(f"{folder / name} leads out of the folder, to {path}; copy that file into the folder")
+    if not is_file:
+        raise ValueError(f"{folder / name} is missing or not a file; copy it again")
+    return path
 
 
 class Folder:
@@ -165,10 +190,15 @@ class Folder:
             (self.path / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def copy_tokenizer(self, source: Path) -> None:
-        """The tokenizer's files of the folder that the model came from."""
+        """The tokenizer's files of the folder that the model came from, except links that lead out of it."""
         for file in (file for pattern in _COPIED for file in sorted(source.glob(pattern))):
+            try:
+                found = inside(source, file.name)
+            except ValueError as reason:
+                warnings.warn(f"export: the tokenizer's {reason}; it is left out", stacklevel=2)
+                continue
             with self.writing():
-                shutil.copyfile(file, self.path / file.name)
+                shutil.copyfile(found, self.path / file.name)
 
     def _flush(self) -> None:
         if self._pending:
@@ -210,44 +240,72 @@ class _Held(NamedTuple):
 class Files:
     """The tensors of a folder of safetensors files, by name. A few files are open at a time, however many there are.
 
+    They are those that the index lists; without an index those of `model.safetensors`, else of `model-*-of-*`, else of
+    all files. A warning names the files and tensors that are ignored.
     Raises FileNotFoundError for a folder without any, ValueError for files that cannot be read.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory)
         self._open: dict[str, Any] = {}
-        index = self.path / INDEX
-        if index.exists():
-            where = _object_in(index).get("weight_map")
-            if not isinstance(where, dict):
-                raise ValueError(f"load: {index} has no weight_map, which says what file holds a tensor; copy it anew")
-            files = sorted(set(where.values()))
-        else:
-            files = sorted(file.name for file in self.path.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"load: {self.path} has no *.safetensors; give the folder of a checkpoint")
         self._held: dict[str, _Held] = {}
-        for file in files:
-            opened = self._opened(file)
-            for name in opened.keys():  # noqa: SIM118  # it is no dict
-                if name in self._held:
-                    raise ValueError(
-                        f"load: {self.where(name)} is in {file} as well, so that there are two checkpoints in the "
-                        "folder; remove one"
-                    )
-                part = opened.get_slice(name)
-                self._held[name] = _Held(file, str(part.get_dtype()), list(part.get_shape()))
+        index, on_disk = self.path / INDEX, sorted(file.name for file in self.path.glob("*.safetensors"))
+        listed: dict[str, str] | None = None
+        if index.exists():
+            listed = _object_in(index).get("weight_map")
+            if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+                raise ValueError(f"load: {index} has no weight_map from tensors to names of files; copy it again")
+        self.files = _canonical(self.path, on_disk) or on_disk if listed is None else sorted(set(listed.values()))
+        if not self.files:
+            raise FileNotFoundError(f"load: {self.path} has no *.safetensors; give the folder of a checkpoint")
+        strays = [file for file in on_disk if file not in self.files]
+        for file in self.files:
+            strays += self._hold(file, listed)
+        for name, file in (listed or {}).items():
+            if name not in self._held:
+                raise ValueError(f"load: {index} has {name} in {file}, which lacks it; copy both again")
+        if strays:
+            shown = ", ".join(strays[:_SHOWN]) + (f" and {len(strays) - _SHOWN} more" if strays[_SHOWN:] else "")
+            why = f"{INDEX} does not list them" if listed is not None else f"the checkpoint is {self.files[0]}"
+            why += ", .." * (listed is None and len(self.files) > 1)
+            warnings.warn(f"load: {self.path}: ignored {shown}, because {why}", stacklevel=2)
+
+    def _hold(self, file: str, listed: dict[str, str] | None) -> list[str]:
+        """Take up the tensors of a file that the index lists there; the names of the others."""
+        opened, others = self._opened(file), []
+        for name in opened.keys():  # noqa: SIM118  # it is no dict
+            if listed is not None and listed.get(name) != file:
+                others += [name] * (name not in listed)
+                continue
+            if name in self._held:
+                raise ValueError(
+                    f"load: {self.where(name)} is in {file} as well, so that there are two checkpoints in the "
+                    "folder; remove one"
+                )
+            part = opened.get_slice(name)
+            self._held[name] = held = _Held(file, str(part.get_dtype()), list(part.get_shape()))
+            if max(held.shape, default=0) > _LARGEST_DIM:
+                raise ValueError(f"load: {self.where(name)} cannot have shape {held.shape}; copy the file again")
+        return others
 
     def _opened(self, file: str) -> Any:
         """The file, open; the one that was used least recently is closed for it."""
         opened = self._open.pop(file, None)
         if opened is None:
+            if not file.endswith(".safetensors"):
+                raise ValueError(
+                    f"load: the index names {file!r} in {self.path}, and only *.safetensors are read; take a "
+                    "checkpoint in safetensors"
+                )
             if len(self._open) == _OPEN_FILES:
                 del self._open[next(iter(self._open))]
             try:
-                opened = safetensors().safe_open(str(self.path / file), framework="pt")
+                # It checks sizes and offsets against the file's own size, and maps the file.
+                opened = safetensors().safe_open(str(inside(self.path, file)), framework="pt")
+            except ValueError as reason:
+                raise ValueError(f"load: {reason}") from None
             except Exception as error:
-                raise ValueError(f"load: {self.path / file} cannot be read ({error}); copy it anew") from error
+                raise ValueError(f"load: {self.path / file} cannot be read ({error}); copy it again") from error
         self._open[file] = opened
         return opened
 
@@ -263,34 +321,65 @@ class Files:
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
         """Raise ValueError unless the tensor has this shape."""
         if (got := self.shape(name)) != list(shape):
-            raise ValueError(f"load: {self.where(name)} has shape {got}, the model wants {list(shape)}")
+            raise ValueError(
+                f"load: {self.where(name)} has shape {got}, the model wants {list(shape)}; take this model's files, or "
+                "copy the file again"
+            )
 
     def dtype(self, name: str) -> str:
         """As the files call it, "F8_E4M3" or "BF16"."""
         return self._held[name].dtype
 
     def read(self, name: str) -> torch.Tensor:
-        return self._opened(self._held[name].file).get_tensor(name)
+        try:
+            tensor: torch.Tensor = self._opened(self._held[name].file).get_tensor(name)
+        except Exception as error:
+            raise ValueError(f"load: {self.where(name)} cannot be read ({error}); copy the file again") from error
+        return tensor
 
     def where(self, name: str) -> str:
         """For messages."""
         return f"{name} in {self.path / self._held[name].file}"
 
     def config(self) -> dict[str, Any]:
-        """`quantization_config`, empty for plain files."""
+        """`quantization_config` of the model or of its language model, empty for plain files."""
         file = self.path / "config.json"
-        config = (_object_in(file).get("quantization_config") or {}) if file.exists() else {}
+        content = _object_in(file) if file.exists() else {}
+        text = content.get("text_config")
+        config = content.get(_SETTINGS) or (text.get(_SETTINGS) if isinstance(text, dict) else None) or {}
         if not isinstance(config, dict):
             raise ValueError(f"load: quantization_config of {file} is a {type(config).__name__}; copy it anew")
         return config
+
+    def plain_config(self) -> dict[str, Any]:
+        """Return config.json without quantization settings."""
+        content = _object_in(self.path / "config.json")
+        content.pop(_SETTINGS, None)
+        if isinstance(text := content.get("text_config"), dict):
+            text.pop(_SETTINGS, None)
+        return content
+
+
+def _canonical(folder: Path, names: list[str]) -> list[str]:
+    """The files of a checkpoint without an index, by their names; empty if none has such a name."""
+    if _SINGLE in names:
+        return [_SINGLE]
+    shards = {name: int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
+    counts = set(shards.values())
+    if counts and counts != {len(shards)}:
+        raise ValueError(
+            f"load: {folder} has no {INDEX}, and {len(shards)} files model-*-of-*.safetensors where their names say "
+            f"{' and '.join(map(str, sorted(counts)))}; copy the index and the missing files, or remove other ones"
+        )
+    return list(shards)
 
 
 def _object_in(file: Path) -> dict[str, Any]:
     """What a JSON file holds; raises ValueError unless that is an object."""
     try:
         content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"load: {file} is no JSON ({error}); copy it anew") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"load: {file} is not JSON that can be read ({error}); copy it again") from None
     if not isinstance(content, dict):
         raise ValueError(f"load: {file} holds a {type(content).__name__}, not an object; copy it anew")
     return content

@@ -1,7 +1,7 @@
 """`fp8_block`: the files of DeepSeek-V3, Qwen3-FP8 and others.
 
 `weight` in e4m3 and `weight_scale_inv` in f32 for blocks of 128×128: the payload is multiplied by it, whatever its name
-says. It is our `scale`.
+says. It is our `scale`. compressed-tensors calls it `weight_scale`, in bf16 or f32.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ FORMAT = FP8_128X128
 METHOD = "fp8"
 BLOCK = FORMAT.block[0]
 POWER_OF_2_SCALES = False
+# compressed-tensors' name of FP8.
+COMPRESSED = "float-quantized"
 # As files call the payload's dtype.
 E4M3 = "F8_E4M3"
 _SCALE = "_scale_inv"
@@ -43,13 +45,16 @@ def short_scale_name(name: str) -> str:
 
 def scale_in(files: Files, name: str) -> str | None:
     """The tensor of the files that has the scales of `name`."""
-    here = (scale_name(name), *[short_scale_name(name)] * (files.dtype(name) == E4M3))
+    here = (scale_name(name), *(short_scale_name(name), f"{name}_scale") * (files.dtype(name) == E4M3))
     return next((scale for scale in here if scale in files), None)
 
 
-def are_powers_of_2(files: Files, scale: str) -> bool:
-    """Whether the files say so, by the scales' dtype."""
-    return files.dtype(scale) == "F8_E8M0"
+def has_powers_of_2(files: Files, name: str) -> bool:
+    """Whether all scales of a weight are powers of two, except zeros."""
+    scale = scale_in(files, name)
+    assert scale is not None, "it was checked"
+    mantissas = files.read(scale).float().frexp().mantissa
+    return bool(((mantissas == 0.5) | (mantissas == 0)).all())
 
 
 def weights_in(files: Files) -> dict[str, list[str]]:
@@ -75,22 +80,55 @@ def check(files: Files, name: str, shape: tuple[int, ...]) -> None:
     if scale is None or not is_fp8:
         what = f"is in e4m3 and has no {scale_name(name)}" if is_fp8 else f"has {scale} and is in {files.dtype(name)}"
         raise ValueError(f"load: {files.where(name)} {what}; the files are not whole, copy them anew")
+    if len(shape) < 2:
+        raise ValueError(f"load: {files.where(name)} has shape {list(shape)}, not a matrix; copy the file again")
     grid = list(described(name, shape)[scale_name(name)][1])
-    if files.shape(scale) != grid:
-        raise ValueError(f"load: {files.where(scale)} has shape {files.shape(scale)}, blocks of {BLOCK} want {grid}")
+    if (got := files.shape(scale)) != grid:
+        raise ValueError(f"load: {files.where(scale)} has shape {got}, blocks of {BLOCK} want {grid}; copy it again")
     if files.dtype(scale) not in _SCALES:
         raise ValueError(f"load: {files.where(scale)} is in {files.dtype(scale)}; {', '.join(_SCALES)} are read")
     scales = files.read(scale).float()
-    if not bool((scales > 0).logical_and(scales.isfinite()).all()):
-        raise ValueError(f"load: {files.where(scale)} has scales that are no positive numbers; copy the file anew")
+    is_sound = bool((scales >= 0).logical_and(scales.isfinite()).all())
+    if is_sound and bool((is_zero := scales == 0).any()):
+        is_sound = not _has_values(files.read(name), is_zero)
+    if not is_sound:
+        raise ValueError(f"load: {files.where(scale)} has scales that are no positive numbers; copy the file again")
 
 
 def read(files: Files, name: str, dtype: torch.dtype) -> BlockwiseFP8Tensor:
     """What the files have of a weight."""
     scale = scale_in(files, name)
     assert scale is not None, "it was checked"
-    powers_of_2 = are_powers_of_2(files, scale)
-    return BlockwiseFP8Tensor(files.read(name), files.read(scale).float(), dtype, powers_of_2)
+    powers_of_2 = has_powers_of_2(files, name)
+    scales = files.read(scale).float()
+    # Some tools give a block of zeros no scale.
+    of_zeros = ops.quantize(scales.new_zeros(1, 1), FORMAT, power_of_2_scales=powers_of_2).rowwise
+    assert of_zeros is not None
+    return BlockwiseFP8Tensor(files.read(name), torch.where(scales == 0, of_zeros.scale, scales), dtype, powers_of_2)
+
+
+def _has_values(qdata: torch.Tensor, is_chosen: torch.Tensor) -> bool:
+    """Whether any code of these blocks stands for another number than zero, or for NaN."""
+    return bool((qdata.view(torch.uint8) & 0x7F)[_over_blocks(is_chosen, qdata.shape)].any())
+
+
+def _over_blocks(grid: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    rows, columns = shape[-2:]
+    return grid.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
+
+
+def above_half(held: BlockwiseFP8Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values` of `held`, whose scales are powers of two, such that they are quantized to its very bytes.
+
+    A block's largest value that was rounded down to 224, half of what a code holds, would get half of the scale. It is
+    moved by one unit in the last place, up to which it is coded as 224 and needs the whole one.
+    """
+    again = ops.quantize(values, FORMAT, power_of_2_scales=True).rowwise
+    assert again is not None
+    is_half = held.qdata.float().abs() == FORMAT.element.max / 2
+    moved = is_half & _over_blocks(again.scale < held.scale, values.shape)
+    bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
+    return (bits + moved.to(bits.dtype)).view(values.dtype)
 
 
 def settings(plain: PlainLayers) -> dict[str, Any]:
@@ -106,6 +144,11 @@ def settings(plain: PlainLayers) -> dict[str, Any]:
 
 def why_not_read(config: dict[str, Any]) -> str | None:
     """Why files with this quantization_config are not read, with the remedy, or None."""
+    if config.get("format") == COMPRESSED:
+        for group in config["config_groups"].values():
+            if (got := group["weights"].get("block_structure")) != [BLOCK, BLOCK]:
+                return f"block_structure is {got!r}; files with [{BLOCK}, {BLOCK}] are read"
+        return None
     if list(config.get("weight_block_size") or ()) != [BLOCK, BLOCK]:
         return f"weight_block_size is {config.get('weight_block_size')!r}; files with [{BLOCK}, {BLOCK}] are read"
     return None

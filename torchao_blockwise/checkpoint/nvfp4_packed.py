@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchao_blockwise.checkpoint import nvfp4_rows
+from torchao_blockwise.checkpoint import fp8_block, nvfp4_rows
 from torchao_blockwise.checkpoint.names import Part
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.formats import NVFP4_16X16, Operand
@@ -56,9 +56,12 @@ def settings(plain: PlainLayers) -> dict[str, Any]:
 
 def why_not_read(config: dict[str, Any]) -> str | None:
     """Why files with this quantization_config are not read, with the remedy, or None."""
-    if config.get("format") != _LAYOUT:
-        return f"format is {config.get('format')!r}; of {METHOD}'s files those of {_LAYOUT!r} are read"
-    return None
+    if config.get("format") == _LAYOUT:
+        return None
+    if config.get("format") == fp8_block.COMPRESSED:
+        return fp8_block.why_not_read(config)
+    known = f"{_LAYOUT!r} are read, and blocks of {fp8_block.COMPRESSED!r}"
+    return f"format is {config.get('format')!r}; of {METHOD}'s files those of {known}"
 
 
 def holds(files: Files, name: str) -> bool:

@@ -82,7 +82,7 @@ def quantized_as(x: NVFP4Tensor) -> Callable[[torch.Tensor], NVFP4Tensor]:
 
 def shape(files: Files, payload: str) -> list[int]:
     """Of the values of a weight that has this payload."""
-    *rows, packed = files.shape(payload)
+    *rows, packed = files.shape(payload) or [0]
     return [*rows, E2M1.per_byte * packed]
 
 

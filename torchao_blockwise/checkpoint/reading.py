@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.checkpoint import stored
+from torchao_blockwise.checkpoint import fp8_block, stored
 from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
@@ -24,20 +25,26 @@ _SHOWN = 3
 _OF_MXFP4 = "_blocks"
 # As files call dtypes.
 _INTEGERS = ("I", "U", "BOOL")
-# Factors of keys and values that an engine keeps quantized: training keeps none.
-_OF_A_CACHE = r"\.(k|v|kv)_scale$"
+# Factors of activations, keys and values that an engine quantizes: training derives its own.
+_OF_AN_ENGINE = r"\.(q|k|v|kv|prob|input|output)_scale$"
 
 
 def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """Load the values of `model`, in place, from files in blockwise FP8 or NVFP4, or plain ones; tensor by tensor.
 
-    FP8: blocks of 128×128, scales in f32 (DeepSeek-V3) or e8m0 (DeepSeek-V4). NVFP4: as
+    FP8: blocks of 128×128, scales in f32 (DeepSeek-V3), e8m0 (DeepSeek-V4), or f32 or bf16 (compressed-tensors); a
+    scale of zero is read where all codes of its block are zeros, as that of a block of zeros. NVFP4: as
     compressed-tensors and NVIDIA's Model Optimizer have it.
     A quantized Parameter takes payload and scales as they are in the files, where these have its blocks: 128×128, or
     in NVFP4 one scale for 16 rows, and one tensor scale for all that the Parameter holds. Else a weight gets the
-    values that the files stand for, in its dtype, a master weight such that it is quantized to these bytes again. Names
-    are those that transformers writes. Tied weights may be missing; layers that transformers passes over, as those that
-    predict further tokens, and scales of an engine's cache may be there.
+    values that the files stand for, in its dtype.
+    A load and an `export` in the files' format repeat every byte of files that `export` wrote of this model with this
+    config, whose `power_of_2_scales` is that of the files: a warning names the config that fits. Of files of other
+    tools they repeat those of quantized Parameters, except scales of zero, and of master weights those of blocks whose
+    scale is what their largest value leads to. bf16 and fp16 master weights repeat them as long as they hold the
+    decoded values.
+    Names are those that transformers writes. Tied weights may be missing; layers that transformers passes over, as
+    those that predict further tokens, and scales of activations and of an engine's cache may be there.
     Where FSDP2, tensor or expert parallelism shard the model all ranks call it: each reads the files and keeps its
     shards, one weight at a time.
     Everything is checked before the first value changes, on all ranks.
@@ -68,13 +75,14 @@ def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callab
         name: [Part(name)] if name in there and there.isdisjoint(part.name for part in parts) else parts
         for name, parts in all_parts_on_disk(model, tensors).items()
     }
-    passed_over = hugging_face.passed_over(model) | {_OF_A_CACHE}
+    passed_over = hugging_face.passed_over(model) | {_OF_AN_ENGINE}
     _check_names(files, there, {part.name for parts in wanted.values() for part in parts}, passed_over)
     for name, x in tensors.items():
         for part in wanted[name]:
             stored.check(files, part.name, part.of(torch.empty(x.shape, device="meta")).shape)
             _check_kind(files, part.name, x)
         writes.append(_writing(files, x, wanted[name]))
+    _warn_of_scales(files, tensors, wanted)
     return writes
 
 
@@ -148,7 +156,7 @@ def _payload(files: Files, x: Any, parts: list[Part]) -> QuantizedTensor | None:
     tensor_scale = None
     for part in parts:
         held: Any = stored.quantized(files, part.name, x.dtype)
-        if held is None or _blocks_of(held) != _blocks_of(x):
+        if held is None or held.fmt is not x.fmt or (_rounds_scales(x) and not held.power_of_2_scales):
             return None
         part.of(made.qdata).copy_(held.qdata)
         part.in_blocks(rows).of(made.scale).copy_(held.scale)
@@ -160,6 +168,35 @@ def _payload(files: Files, x: Any, parts: list[Part]) -> QuantizedTensor | None:
     return made
 
 
-def _blocks_of(x: Any) -> tuple[str, bool]:
-    """What must be alike where payload is taken over."""
-    return x.fmt.name, getattr(x, "power_of_2_scales", False)
+def _rounds_scales(x: Any) -> bool:
+    """Whether a weight is quantized with scales that are powers of two."""
+    return bool(getattr(x.config if isinstance(x, MasterWeightTensor) else x, "power_of_2_scales", False))
+
+
+def _warn_of_scales(files: Files, tensors: dict[str, torch.Tensor], wanted: dict[str, list[Part]]) -> None:
+    """Warn where files have scales that are powers of two and the model trains with others, or the reverse."""
+    kinds: dict[tuple[bool, bool], str] = {}
+    for name, x in tensors.items():
+        local: Any = _compat.local_of(x)
+        is_master = isinstance(local, MasterWeightTensor)
+        fmt = local.config.weight_format if is_master else getattr(local, "fmt", None)
+        if fmt is not fp8_block.FORMAT:
+            continue
+        for part in wanted[name]:
+            in_files = stored.has_powers_of_2(files, part.name)
+            # A quantized Parameter takes any scales, if they need not be powers of two.
+            if in_files is not None and (is_master or _rounds_scales(local)):
+                kinds.setdefault((in_files, _rounds_scales(local)), part.name)
+    # All scales of a weight may be powers of two by chance.
+    if (True, False) in kinds and (False, False) not in kinds:
+        name, theirs, option = kinds[True, False], "powers of two", True
+    elif (False, True) in kinds:
+        name, theirs, option = kinds[False, True], "not powers of two", False
+    else:
+        return
+    warnings.warn(
+        f"load: scales of {files.where(name)} are {theirs}, and those that the model trains with are"
+        f"{' not' * option}: GEMMs and exports get other codes than the files have; to keep them convert the model "
+        f"with BlockwiseFP8TrainingConfig(power_of_2_scales={option})",
+        stacklevel=2,
+    )

@@ -13,7 +13,6 @@ exit code: 0 done, 2 wrong arguments or files
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
     chosen: Any = FORMATS.get(args.to)
     quantized = [name for name in names if is_quantized.get(name)]
     amaxes = _group_amaxes(files, quantized) if chosen is not None and chosen.FORMAT.has_global_scale else {}
-    sources = [(file.name, file.stat()) for file in sorted(args.input.glob("*.safetensors"))]
+    sources = [(file, (args.input / file).stat()) for file in files.files]
     plan = {
         "from": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in sources],
         "quantized": quantized,
@@ -122,11 +121,10 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
             for other, value in written:
                 if other not in done:
                     folder.add(other, value)
-        content = json.loads((args.input / "config.json").read_text())
         if chosen is None:
-            folder.write_json("config.json", {key: x for key, x in content.items() if key != "quantization_config"})
+            folder.write_json("config.json", files.plain_config())
         else:
-            write_settings(folder, content, chosen, plain_layers(model))
+            write_settings(folder, files.plain_config(), chosen, plain_layers(model))
         folder.copy_tokenizer(args.input)
     elements = sum(math.prod(stored.shape(files, name)) for name in names)
     return len(quantized), 8 * folder.nbytes / max(1, elements)
