@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,15 @@ from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, nvfp4_modelopt, nvfp4_packed
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import agreed, is_shared, wholes
-from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers, plain_layers, weights_of_embeddings
+from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.plain_layers import (
+    PlainLayers,
+    Written,
+    is_converted,
+    plain_layers,
+    weights_of_embeddings,
+    written,
+)
 from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -61,7 +68,9 @@ def export(
     chosen, shared = _chosen("export", model, format), is_shared(model)
     folder = agreed(shared, lambda: Folder(directory, shard_bytes))
     anew: list[str] = []
-    if tied := [n for n in weights_of_embeddings(model) if _is_quantized(tensors_of(model)[n])]:
+    tensors = tensors_of(model)
+    on_disk = all_parts_on_disk(model, tensors)
+    if tied := [n for n in weights_of_embeddings(model) if is_converted(tensors[n])]:
         warnings.warn(
             f"export: {tied[0]} is an embedding's as well, and engines read these in high precision, so that it is "
             "written in it; leave the layer that shares it unconverted (recommended_layers(model))",
@@ -69,7 +78,7 @@ def export(
         )
     failed: Exception | None = None
     try:
-        for name, x in named_tensors(model, chosen, anew, check_finite):
+        for name, x in named_tensors(model, on_disk, chosen, anew, check_finite):
             # A rank whose disk is full goes on with the others, who wait for its parts, and says so at the end.
             if folder is not None and failed is None:
                 try:
@@ -86,7 +95,7 @@ def export(
         with folder:
             if failed is not None:
                 raise failed
-            _write_others(model, folder, chosen, tokenizer_from)
+            _write_others(model, folder, chosen, tokenizer_from, written(model, tensors, on_disk))
 
     agreed(shared, finish)
     if anew:
@@ -99,11 +108,17 @@ def export(
         )
 
 
-def _write_others(model: nn.Module, folder: Folder, chosen: Any, tokenizer_from: str | os.PathLike[str] | None) -> None:
+def _write_others(
+    model: nn.Module,
+    folder: Folder,
+    chosen: Any,
+    tokenizer_from: str | os.PathLike[str] | None,
+    tensors: Iterator[Written],
+) -> None:
     """What is there beside the tensors: configs, and the tokenizer's files."""
     config = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
-        _write_config(config, folder, chosen, plain_layers(model))
+        _write_config(config, folder, chosen, plain_layers(tensors))
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         with folder.writing():
@@ -121,18 +136,16 @@ class QuantizedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         is_shared(self._model)
-        return named_tensors(self._model, self._chosen, [])
+        on_disk = all_parts_on_disk(self._model, tensors_of(self._model))
+        return named_tensors(self._model, on_disk, self._chosen, [])
 
     def metadata(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """{name: (dtype, shape)} in the order of the tensors, which nobody gathers for it."""
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         tensors = tensors_of(self._model)
-        parts, embeddings = all_parts_on_disk(self._model, tensors), weights_of_embeddings(self._model)
-        for name, held in tensors.items():
-            is_weight = _is_quantized(held) and name not in embeddings
-            for part in parts[name]:
-                shape = tuple(part.of(torch.empty(held.shape, device="meta")).shape)
-                found |= self._chosen.described(part.name, shape) if is_weight else {part.name: (held.dtype, shape)}
+        for x in written(self._model, tensors, all_parts_on_disk(self._model, tensors)):
+            plain = {x.name: (tensors[x.own[0]].dtype, x.shape)}
+            found |= self._chosen.described(x.name, x.shape) if x.is_quantized else plain
         return found
 
 
@@ -194,16 +207,20 @@ def check_finite(name: str, weight: Operand) -> None:
 
 
 def named_tensors(
-    model: nn.Module, chosen: Any, anew: list[str], check: Callable[[str, Operand], None] | None = None
+    model: nn.Module,
+    on_disk: Mapping[str, list[Part]],
+    chosen: Any,
+    anew: list[str],
+    check: Callable[[str, Operand], None] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What the files have, one weight at a time. anew: gets the names of weights that are quantized for the file.
 
+    on_disk: `all_parts_on_disk` of the tensors of `model`.
     check: is called with each weight that is quantized, before parts of it are given.
     """
     has_tensor_scales = chosen.FORMAT.has_global_scale
     amaxes = shared_amaxes(model) if has_tensor_scales else {}
     tensors = tensors_of(model)
-    on_disk = all_parts_on_disk(model, tensors)
     embeddings = weights_of_embeddings(model)
     wanted = (
         (held, name in embeddings or name in amaxes or any(part.cuts(chosen.BLOCK) for part in on_disk[name]))
@@ -229,10 +246,6 @@ def named_tensors(
                 yield from chosen.named(part._replace(expert=None, start=None), own)
             else:
                 yield from chosen.named(part, weight)
-
-
-def _is_quantized(held: torch.Tensor) -> bool:
-    return isinstance(_compat.local_of(held), (MasterWeightTensor, QuantizedTensor))
 
 
 def _values(weight: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint import fp8_block, stored
 from torchao_blockwise.checkpoint.files import Files, Folder
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers, plain_layers
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers, Written, plain_layers, written
 from torchao_blockwise.checkpoint.tensor_scales import storable
 from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, check_finite, write_settings
 from torchao_blockwise.cli.models import meta_model
@@ -110,7 +110,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
             if done.issuperset(described):
                 continue
             x = _values(files, name, torch.float32 if name in weights else torch.bfloat16)
-            written = [(name, x)]
+            outputs = [(name, x)]
             if name in weights:
                 options = {
                     "power_of_2_scales": args.power_of_2_scales,
@@ -118,15 +118,20 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
                 }
                 made = ops.quantize(x, chosen.FORMAT, **options).rowwise
                 check_finite(name, made)
-                written = list(chosen.named(Part(name), made))
-            for other, value in written:
+                outputs = list(chosen.named(Part(name), made))
+            for other, value in outputs:
                 if other not in done:
                     folder.add(other, value)
         content = json.loads((args.input / "config.json").read_text())
         if chosen is None:
             folder.write_json("config.json", {key: x for key, x in content.items() if key != "quantization_config"})
         else:
-            write_settings(folder, content, chosen, plain_layers(model))
+            # Files may have more than the model builds: layers that predict further tokens.
+            own = {x.name: x.own for x in written(model, tensors, parts)}
+            in_files = (
+                Written(name, own.get(name, ()), tuple(stored.shape(files, name)), name in weights) for name in names
+            )
+            write_settings(folder, content, chosen, plain_layers(in_files))
         folder.copy_tokenizer(args.input)
     elements = sum(math.prod(stored.shape(files, name)) for name in names)
     return len(quantized), 8 * folder.nbytes / max(1, elements)
