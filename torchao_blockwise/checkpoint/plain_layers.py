@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk
+from torchao_blockwise._compat import wrappers
+from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.scale_groups import scale_group_name
 
@@ -30,7 +31,7 @@ _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
 def weights_of_embeddings(model: nn.Module) -> set[str]:
     """Parameters that embeddings look values up in, whatever layers share them."""
     own = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {name for name, p in model.named_parameters() if id(p) in own}
+    return {name for name, x in tensors_of(model).items() if id(x) in own}
 
 
 class PlainLayers(NamedTuple):
@@ -75,7 +76,8 @@ def written(
 def tied_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     """{name: the other names of this tensor, in the model and on disk}, where it has some."""
     first = {id(x): name for name, x in tensors.items()}
-    others = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in tensors}
+    named = ((wrappers.own_name(name), p) for name, p in model.named_parameters(remove_duplicate=False))
+    others = {name: p for name, p in named if name not in tensors}
     found: dict[str, list[str]] = {}
     for name, parts in all_parts_on_disk(model, others).items():
         found.setdefault(first[id(others[name])], []).extend((name, *(part.name for part in parts)))

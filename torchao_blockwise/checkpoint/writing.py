@@ -17,7 +17,7 @@ from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, nvfp4_modelopt, nvfp4_packed
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import agreed, is_shared, wholes
-from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of, unwrapped
 from torchao_blockwise.checkpoint.plain_layers import (
     PlainLayers,
     Written,
@@ -46,7 +46,8 @@ def export(
 
     Of a converted weight the payload and scales are the bytes that a layer's product would read now: a master weight
     quantized, a quantized Parameter as it is. All else is written in its dtype. Tensors are named as transformers
-    names them, experts one by one.
+    names them, experts one by one; torch.compile, checkpoint_wrapper, DDP or a module of yours around the model do not
+    change names.
     directory: is made whole or not at all: safetensors files, an index of several, and where `model` has a config its
         config.json with `quantization_config`.
     format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files; "fp8_block_ue8m0", as in DeepSeek-V4's, of
@@ -65,7 +66,8 @@ def export(
     converted weights with NaN or Inf, and for a directory that is the working one or a mount point; FileExistsError
     for one that is not empty; OSError where it cannot be written. On all ranks.
     """
-    chosen, shared = _chosen("export", model, format), is_shared(model)
+    chosen, shared = _chosen("export", unwrapped("export", model), format), is_shared(model)
+    model = unwrapped("export", model)
     folder = agreed(shared, lambda: Folder(directory, shard_bytes))
     anew: list[str] = []
     tensors = tensors_of(model)
@@ -131,11 +133,12 @@ def _write_others(
 class QuantizedWeights:
     """What `quantized_weights` gives: an iterable of (name, tensor), which may be gone through again."""
 
-    def __init__(self, model: nn.Module, chosen: Any) -> None:
-        self._model, self._chosen = model, chosen
+    def __init__(self, given: nn.Module, format: str) -> None:
+        self._given, self._model = given, unwrapped("quantized_weights", given)
+        self._chosen = _chosen("quantized_weights", self._model, format)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        is_shared(self._model)
+        is_shared(self._given)
         on_disk = all_parts_on_disk(self._model, tensors_of(self._model))
         return named_tensors(self._model, on_disk, self._chosen, [])
 
@@ -158,7 +161,7 @@ def quantized_weights(model: nn.Module, format: str = fp8_block.NAME) -> Quantiz
     at values, so that a weight with NaN is given as one.
     Raises ValueError as `export` does.
     """
-    return QuantizedWeights(model, _chosen("quantized_weights", model, format))
+    return QuantizedWeights(model, format)
 
 
 def _chosen(op: str, model: nn.Module, format: str) -> Any:
@@ -168,8 +171,8 @@ def _chosen(op: str, model: nn.Module, format: str) -> Any:
             f"{op}: format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}"
         )
     chosen, found = FORMATS[format], 0
-    for name, parameter in model.named_parameters():
-        weight: Any = _compat.local_of(parameter)
+    for name, x in tensors_of(model).items():
+        weight: Any = _compat.local_of(x)
         if isinstance(weight, (MasterWeightTensor, QuantizedTensor)):
             fmt = weight.fmt if weight.config is None else weight.config.weight_format
             if fmt is not chosen.FORMAT:
