@@ -135,6 +135,31 @@ def test_every_mixture_of_experts(family):
     assert {x.is_quantized for x in in_files if len(x.shape) > 1} == {True, False}
 
 
+UNREAD = {
+    "granitemoe": "block_sparse_moe.input_linear.weight",
+    "jetmoe": "mlp.input_linear.weight",
+    "aria_text": "mlp.experts.fc1.weight",
+    "inkling2_text": "mlp.experts.w13_weight",
+}
+
+
+@pytest.mark.parametrize("family", UNREAD)
+def test_experts_under_names_that_nobody_reads_are_refused(family, tmp_path):
+    model = tiny_mixture(family)
+    quantize_(model, FP8, filter_fn=recommended_layers(model))
+    for call in (checkpoint.quantized_weights, lambda model: checkpoint.export(model, tmp_path / "out")):
+        with pytest.raises(ValueError, match=rf"{re.escape(UNREAD[family])} holds all experts.*skip_fqns\("):
+            call(model)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ("gpt_oss", "llama4_text", "qwen3_moe"))
+def test_experts_of_other_names_are_not(family):
+    model = tiny_mixture(family)
+    quantize_(model, FP8, filter_fn=recommended_layers(model))
+    assert checkpoint.quantized_weights(model).metadata()
+
+
 # Each as {name: (shape, whether it is quantized)}.
 NAMED = {
     "a Parameter among quantized layers": (

@@ -27,6 +27,9 @@ _DIMS_OF_EXPERTS = 3
 # Of path.experts.3.up_proj.weight: path.experts, one layer to engines.
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
 
+# Names of all experts' weights in one tensor, as transformers and vLLM read them quantized.
+_READ = (".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj")
+
 
 def weights_of_embeddings(model: nn.Module) -> set[str]:
     """Parameters that embeddings look values up in, whatever layers share them."""
@@ -71,6 +74,20 @@ def written(
         for part in on_disk[name]:
             shape = part.of(torch.empty(x.shape, device="meta")).shape
             yield Written(part.name, (name, *tied.get(name, ())), tuple(shape), is_quantized)
+
+
+def check_read(op: str, model: nn.Module, tensors: Iterable[Written]) -> None:
+    """Raise ValueError where files of a model of transformers have experts under names that readers do not quantize."""
+    if not hasattr(model, "_tied_weights_keys"):
+        return
+    for x in tensors:
+        if x.is_quantized and len(x.shape) == _DIMS_OF_EXPERTS and not x.name.endswith(_READ):
+            layer = x.own[0].rpartition(".")[0]
+            raise ValueError(
+                f"{op}: {x.name} holds all experts of a layer under a name that readers take for high precision, so "
+                f'that they would load its codes as values; leave it unconverted (skip_fqns("{layer}"); for all '
+                f'layers "*.{layer.rpartition(".")[2]}"; convert: --skip)'
+            )
 
 
 def tied_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:

@@ -21,6 +21,7 @@ from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_
 from torchao_blockwise.checkpoint.plain_layers import (
     PlainLayers,
     Written,
+    check_read,
     is_converted,
     plain_layers,
     weights_of_embeddings,
@@ -63,15 +64,17 @@ def export(
     run as one (q, k and v; gate and up; all experts') where their tensor scales differ: all get the largest one's; and
     weights whose amax is below 3.2e-35, which get the least tensor scale that engines can read.
     Raises ValueError for another format, for a model without weights of that format, for weights of another one, for
+    experts of a layer in one tensor under a name that no reader quantizes (GraniteMoe's input_linear), for
     converted weights with NaN or Inf, and for a directory that is the working one or a mount point; FileExistsError
     for one that is not empty; OSError where it cannot be written. On all ranks.
     """
     chosen, shared = _chosen("export", unwrapped("export", model), format), is_shared(model)
     model = unwrapped("export", model)
-    folder = agreed(shared, lambda: Folder(directory, shard_bytes))
-    anew: list[str] = []
     tensors = tensors_of(model)
     on_disk = all_parts_on_disk(model, tensors)
+    check_read("export", model, written(model, tensors, on_disk))
+    folder = agreed(shared, lambda: Folder(directory, shard_bytes))
+    anew: list[str] = []
     if tied := [n for n in weights_of_embeddings(model) if is_converted(tensors[n])]:
         warnings.warn(
             f"export: {tied[0]} is an embedding's as well, and engines read these in high precision, so that it is "
@@ -136,17 +139,19 @@ class QuantizedWeights:
     def __init__(self, given: nn.Module, format: str) -> None:
         self._given, self._model = given, unwrapped("quantized_weights", given)
         self._chosen = _chosen("quantized_weights", self._model, format)
+        tensors = tensors_of(self._model)
+        self._on_disk = all_parts_on_disk(self._model, tensors)
+        check_read("quantized_weights", self._model, written(self._model, tensors, self._on_disk))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         is_shared(self._given)
-        on_disk = all_parts_on_disk(self._model, tensors_of(self._model))
-        return named_tensors(self._model, on_disk, self._chosen, [])
+        return named_tensors(self._model, self._on_disk, self._chosen, [])
 
     def metadata(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """{name: (dtype, shape)} in the order of the tensors, which nobody gathers for it."""
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         tensors = tensors_of(self._model)
-        for x in written(self._model, tensors, all_parts_on_disk(self._model, tensors)):
+        for x in written(self._model, tensors, self._on_disk):
             plain = {x.name: (tensors[x.own[0]].dtype, x.shape)}
             found |= self._chosen.described(x.name, x.shape) if x.is_quantized else plain
         return found
