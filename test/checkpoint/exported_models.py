@@ -52,3 +52,38 @@ def digest(x: torch.Tensor) -> str:
 def logits(model) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(8)[None]).logits
+
+
+# Every mixture of experts of transformers 5.23 that these options, where its configuration has them, make tiny.
+TINY = SMALL | _LATENT | {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "n_group": 1}
+TINY |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
+TINY |= {
+    "num_experts_per_tok": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TINY_MIXTURES = """
+    afmoe aria_text axk1 axk2 beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5_moe
+    exaone_moe flex_olmo flint glm4_moe glm4_moe_lite glm4v_moe_text glm_moe_dsa gpt_oss granitemoe granitemoe_swa
+    granitemoehybrid granitemoeshared hy_v3 hy_v4 inkling2_text inkling_text jamba jetmoe kolibri1 laguna llama4_text
+    longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text mistral4 mistral_large4_text mixtral
+    muse_spark_text nemotron_h nllb-moe olmoe openai_privacy_filter phimoe qwen2_moe qwen3_5_moe_text qwen3_moe
+    qwen3_next qwen3_vl_moe_text solar_open switch_transformers
+""".split()  # noqa: SIM905
+
+
+def tiny_mixture(family: str):
+    """A model without values."""
+    transformers = pytest.importorskip("transformers", "5.0")
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    has = transformers.AutoConfig.for_model(family)
+    config = transformers.AutoConfig.for_model(family, **{name: x for name, x in TINY.items() if hasattr(has, name)})
+    with torch.device("meta"):
+        try:
+            return transformers.AutoModelForCausalLM.from_config(config)
+        except ValueError:
+            return transformers.AutoModel.from_config(config)

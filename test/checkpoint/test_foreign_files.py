@@ -154,7 +154,7 @@ def test_an_embedding_is_written_in_high_precision(tmp_path):
     assert_bitwise_equal(found[name], model.get_parameter(name).hp.detach())
     assert f"{name}_scale_inv" not in found and found["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
+    assert written["quantization_config"]["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
     weights = checkpoint.quantized_weights(model)
     assert weights.metadata() == {n: (x.dtype, tuple(x.shape)) for n, x in weights}
     other = transformers.AutoModelForCausalLM.from_config(config)

@@ -87,7 +87,7 @@ def test_settings_name_the_layers_that_are_left_out(tmp_path):
     beside = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
     assert settings["quant_method"] == "modelopt"
     assert settings["quant_algo"] == beside["quant_algo"] == "W4A16_NVFP4"
-    assert settings["ignore"] == beside["exclude_modules"] == ["lm_head"]
+    assert settings["ignore"] == beside["exclude_modules"] == ["lm_head", "model.embed_tokens"]
     assert beside["group_size"] == 16 and beside["kv_cache_quant_algo"] is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -10,18 +11,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, mlp
+from helpers import FP8, NVFP4
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import checkpoint, is_linear, keep_last_blocks, linears_and_experts, skip_fqns, skip_lm_head
-from torchao_blockwise.checkpoint.plain_layers import plain_layers
+from torchao_blockwise import (
+    checkpoint,
+    is_linear,
+    keep_last_blocks,
+    linears_and_experts,
+    recommended_layers,
+    skip_fqns,
+    skip_lm_head,
+)
+from torchao_blockwise.checkpoint import stored
+from torchao_blockwise.checkpoint.files import Files
+from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.plain_layers import Written, plain_layers, written
+from torchao_blockwise.checkpoint.writing import FORMATS as FILE_FORMATS
+from torchao_blockwise.cli import main
 from torchao_blockwise.tensors import MasterWeightTensor
 
 sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
-from exported_models import MODELS, language_model
+from exported_models import MODELS, TINY_MIXTURES, language_model, safetensors, tiny_mixture
+from readers import check_names, transformers_skips
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 MIXTURES = ("Qwen3Moe", "Mixtral", "DeepseekV3")
@@ -49,31 +64,124 @@ def settings(model, folder, format="fp8_block") -> dict:
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
-def is_skipped_by_vllm(prefix: str, ignored: list[str]) -> bool:
-    """As quant_utils.is_layer_skipped of vLLM 0.33 does for layers that are not joined, and for experts."""
-    if "experts" in prefix and not prefix.endswith("_proj"):
-        return any(prefix in name for name in ignored if "experts" in name)
-    return prefix in ignored
+def check_folder(folder, format: str) -> dict[bool, int]:
+    """What readers are told of every tensor that lies there. Returns how many are quantized and not."""
+    told = json.loads((folder / "config.json").read_text())["quantization_config"]
+    files = Files(folder)
+    weights = {
+        name: (stored.is_quantized(files, name), len(stored.shape(files, name))) for name in stored.weights_in(files)
+    }
+    check_names(format, told, weights)
+    kinds = [is_quantized for is_quantized, dims in weights.values() if dims > 1]
+    return {kind: kinds.count(kind) for kind in (True, False)}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_all_that_is_not_converted_is_named(name, tmp_path):
-    """As transformers looks for it, and for names of files as vLLM does."""
-    utils = pytest.importorskip("transformers.quantizers.quantizers_utils")
+def test_all_that_is_not_quantized_is_named(name, tmp_path):
+    """Routers are Parameters of transformers' own modules; the last block is not converted."""
     model = partly(name, FP8)
     ignored = settings(model, tmp_path / "out")["modules_to_not_convert"]
-    kinds = {True: 0, False: 0}
+    assert min(check_folder(tmp_path / "out", "fp8_block").values()) > 3
+    # transformers asks by its own names, of tied heads as well.
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if isinstance(module, nn.Linear) or any(p.dim() == 3 for p in own.values()):
             is_converted = any(isinstance(p, MasterWeightTensor) for p in own.values())
-            assert utils.should_convert_module(path, ignored) == is_converted, path
-            assert is_skipped_by_vllm(path, ignored) != is_converted, path
-            kinds[is_converted] += 1
-    assert min(kinds.values()) > 3
+            assert transformers_skips(path, ignored) != is_converted, path
     if name in MIXTURES:
         assert [n for n in ignored if n.endswith("experts") and "shared" not in n] == EXPERTS[name]
-        assert plain_layers(model).experts == EXPERTS[name]
+
+
+FORMATS = {"fp8_block_ue8m0": ["--power-of-2-scales"], "nvfp4_compressed_tensors": [], "nvfp4_modelopt": []}
+
+
+@pytest.mark.parametrize("format", ("fp8_block", *FORMATS))
+def test_convert_names_all_that_it_does_not_quantize(format, tmp_path):
+    """Layers that predict further tokens too, which the model does not build."""
+    model = language_model("DeepseekV3", None)
+    model.save_pretrained(tmp_path / "plain")
+    (file,) = (tmp_path / "plain").glob("*.safetensors")
+    tensors = safetensors.load_file(file)
+    last = {name: x for name, x in tensors.items() if name.startswith("model.layers.1.")}
+    more = {name.replace(".1.", ".2.", 1): x.clone() for name, x in last.items()}
+    more["model.layers.2.eh_proj.weight"] = torch.zeros(192, 384)
+    safetensors.save_file(tensors | more, file, metadata={"format": "pt"})
+    arguments = [str(tmp_path / "plain"), str(tmp_path / "out"), "--to", format, *FORMATS.get(format, ())]
+    assert main(["convert", *arguments]) == 0
+    assert min(check_folder(tmp_path / "out", format).values()) > 3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_format_names_them(name, format, tmp_path):
+    config = dataclasses.replace(FP8, power_of_2_scales=True) if format.startswith("fp8") else NVFP4
+    settings(partly(name, config), tmp_path / "out", format)
+    assert min(check_folder(tmp_path / "out", format).values()) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TINY_MIXTURES)
+def test_every_mixture_of_experts(family):
+    """Under the names of files, and under transformers' own."""
+    model = tiny_mixture(family)
+    quantize_(model, FP8, filter_fn=recommended_layers(model))
+    tensors = tensors_of(model)
+    in_files = [*written(model, tensors, all_parts_on_disk(model, tensors))]
+    plain = plain_layers(in_files)
+    for format, layout in FILE_FORMATS.items():
+        check_names(format, layout.settings(plain), {x.name: (x.is_quantized, len(x.shape)) for x in in_files})
+    own = {x.own[0]: (x.is_quantized, tensors[x.own[0]].dim()) for x in in_files}
+    check_names("fp8_block", FILE_FORMATS["fp8_block"].settings(plain), own)
+    assert {x.is_quantized for x in in_files if len(x.shape) > 1} == {True, False}
+
+
+UNREAD = {
+    "granitemoe": "block_sparse_moe.input_linear.weight",
+    "jetmoe": "mlp.input_linear.weight",
+    "aria_text": "mlp.experts.fc1.weight",
+    "inkling2_text": "mlp.experts.w13_weight",
+}
+
+
+@pytest.mark.parametrize("family", UNREAD)
+def test_experts_under_names_that_nobody_reads_are_refused(family, tmp_path):
+    model = tiny_mixture(family)
+    quantize_(model, FP8, filter_fn=recommended_layers(model))
+    for call in (checkpoint.quantized_weights, lambda model: checkpoint.export(model, tmp_path / "out")):
+        with pytest.raises(ValueError, match=rf"{re.escape(UNREAD[family])} holds all experts.*skip_fqns\("):
+            call(model)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ("gpt_oss", "llama4_text", "qwen3_moe"))
+def test_experts_of_other_names_are_not(family):
+    model = tiny_mixture(family)
+    quantize_(model, FP8, filter_fn=recommended_layers(model))
+    assert checkpoint.quantized_weights(model).metadata()
+
+
+# Each as {name: (shape, whether it is quantized)}.
+NAMED = {
+    "a Parameter among quantized layers": (
+        {"layers.0.mixer.A_log": ((8, 4), False), "layers.0.mixer.in_proj.weight": ((8, 8), True)},
+        ["layers.0.mixer.A_log"],
+    ),
+    "biases of quantized experts": (
+        {"mlp.experts.up_bias": ((4, 8), False), "mlp.experts.up": ((4, 8, 8), True)}, [],
+    ),
+    "a Parameter of a plain module": ({"tower.embed.table": ((8, 8), False)}, ["tower.embed"]),
+    "a Parameter of the model": ({"table": ((8, 8), False), "up.weight": ((8, 8), True)}, ["table"]),
+    "norms": ({"norm.weight": ((8,), False)}, []),
+    "a convolution": ({"conv.weight": ((8, 8, 3), False)}, ["conv"]),
+    "a longer name beside": (
+        {"a.vision.table": ((8, 8), False), "a.vision_proj.weight": ((8, 8), True)}, ["a.vision.table"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tensors", "expected"), NAMED.values(), ids=NAMED)
+def test_names(tensors, expected):
+    assert plain_layers(Written(name, (name,), *x) for name, x in tensors.items()) == (expected, [])
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -105,10 +213,6 @@ def test_whole_models_warn_of_nothing(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         names = settings(model, tmp_path / "out")["modules_to_not_convert"]
-    assert names == ["lm_head", "model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
-
-
-def test_convolutions_are_no_experts():
-    model = nn.ModuleDict({"conv": nn.Conv1d(4, 4, 3), "mlp": mlp(FP8)})
-    assert plain_layers(model) == ([], [])
-    assert torch.is_tensor(model["conv"].weight)
+    routers = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    experts = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert names == ["lm_head", "model.embed_tokens", *routers, *experts]

@@ -13,17 +13,33 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise._compat import hugging_face
+from torchao_blockwise._compat import hugging_face, wrappers
 
 _DIMS_OF_EXPERTS = 3
 
 
+def unwrapped(op: str, model: nn.Module) -> nn.Module:
+    """The model that files are of: `model` without torch.compile, checkpoint_wrapper and DDP around it.
+
+    Of a program's own module around one model of transformers that model, where it has all tensors.
+    Raises ValueError for a model with adapters of PEFT, whose layers no file is of.
+    """
+    if hugging_face.adapters_in(model):
+        raise ValueError(
+            f"{op}: {type(model).__name__} has adapters of PEFT that are not merged, and files have no place for them; "
+            "export what model.merge_and_unload() returns, and load files before PEFT adds adapters"
+        )
+    model = wrappers.wrapped_in(model)
+    inner = wrappers.model_of_transformers_in(model)
+    return inner if inner is not None and len(tensors_of(inner)) == len(tensors_of(model)) else model
+
+
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, each once."""
+    """Parameters and persistent buffers by name, each once; modules that wrap others are not in names."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for path, module in model.named_modules():
         found |= {f"{path}.{name}".lstrip("."): x for name, x in _compat.saved_buffers_of(module).items()}
-    return found
+    return {wrappers.own_name(name): x for name, x in found.items()}
 
 
 class Part(NamedTuple):

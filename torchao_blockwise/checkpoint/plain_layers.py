@@ -1,36 +1,44 @@
-"""What of a model stays in high precision, as files name it: engines take all else for quantized.
+"""The names under which engines and transformers find what files have in high precision.
 
-They look a layer up by its name in the files, transformers by its own; both are given where they differ. All experts
-of a layer are one module to them, whatever Parameters and names it is made of.
+They take all other layers for quantized. So the names come from the tensors that are written, not from the classes of
+modules: a router may be a plain Parameter, and files may have layers that the model does not build. Engines look a
+layer up by its name in the files, transformers by its own; both are given where they differ.
 """
 
 from __future__ import annotations
 
+import bisect
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.checkpoint.names import all_parts_on_disk
-from torchao_blockwise.conversion.weights import expert_weights
+from torchao_blockwise._compat import wrappers
+from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.scale_groups import scale_group_name
 
 _SHOWN = 3
+_DIMS_OF_EXPERTS = 3
+# Of path.experts.3.up_proj.weight: path.experts, one layer to engines.
+_EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
+
+# Names of all experts' weights in one tensor, as transformers and vLLM read them quantized.
+_READ = (".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj")
 
 
 def weights_of_embeddings(model: nn.Module) -> set[str]:
     """Parameters that embeddings look values up in, whatever layers share them."""
     own = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {name for name, p in model.named_parameters() if id(p) in own}
+    return {name for name, x in tensors_of(model).items() if id(x) in own}
 
 
 class PlainLayers(NamedTuple):
-    """Names of linear layers, and of modules of experts."""
+    """Names of layers that have one weight, and of modules of experts."""
 
     linears: list[str]
     experts: list[str]
@@ -40,55 +48,114 @@ class PlainLayers(NamedTuple):
         return [*self.linears, *self.experts]
 
 
-def plain_layers(model: nn.Module) -> PlainLayers:
-    """The linear layers and modules of experts whose weights are not converted.
+class Written(NamedTuple):
+    """A tensor of the files. name: there. own: names in the model, several where it is tied, none of what it lacks."""
 
-    Warns of layers that engines run as one, or of experts of one module, where some are converted and some are not:
-    engines refuse them.
-    """
-    embeddings = {id(model.get_parameter(name)) for name in weights_of_embeddings(model)}
-    linears = {f"{n}.weight": m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    experts = {n: expert_weights(m) for n, m in model.named_modules()}
-    plain = {n: weights for n, weights in experts.items() if weights and not any(map(_is_converted, weights.values()))}
-    of_plain = {f"{module}.{own}".lstrip("."): w for module, weights in plain.items() for own, w in weights.items()}
-    # Single experts of converted modules are many, and nobody asks for their names.
-    parts = all_parts_on_disk(model, linears | of_plain)
-    found = PlainLayers([], [])
-    for name, weight in linears.items():
-        if id(weight) in embeddings or not _is_converted(weight):
-            found.linears.extend(_layers(parts[name][0].name, name))
-    for module, weights in plain.items():
-        on_disk = (_module_of(part.name) for own in weights for part in parts[f"{module}.{own}".lstrip(".")])
-        found.experts.extend(dict.fromkeys((*on_disk, module)))
-    mixed = _mixed((scale_group_name(parts[name][0].name), weight) for name, weight in linears.items())
-    mixed += [n for n, weights in experts.items() if len(set(map(_is_converted, weights.values()))) > 1]
-    if mixed:
-        shown = ", ".join(mixed[:_SHOWN]) + (", .." if len(mixed) > _SHOWN else "")
-        warnings.warn(
-            f"export: engines run {shown} as one and want all of it quantized or nothing, but some weights are not "
-            "converted; convert all (filter_fn), or none",
-            stacklevel=4,
-        )
+    name: str
+    own: tuple[str, ...]
+    shape: tuple[int, ...]
+    is_quantized: bool
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it is an expert's weight, or that of all experts of a layer."""
+        is_whole = len(self.shape) == _DIMS_OF_EXPERTS and min(self.shape) > 1 and not self.name.endswith(".weight")
+        return is_whole or _EXPERTS.match(self.name) is not None
+
+
+def written(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], on_disk: Mapping[str, list[Part]]
+) -> Iterator[Written]:
+    """What `export` writes of the tensors of `model`."""
+    tied = tied_names(model, tensors)
+    embeddings = weights_of_embeddings(model)
+    for name, x in tensors.items():
+        is_quantized = name not in embeddings and is_converted(x)
+        for part in on_disk[name]:
+            shape = part.of(torch.empty(x.shape, device="meta")).shape
+            yield Written(part.name, (name, *tied.get(name, ())), tuple(shape), is_quantized)
+
+
+def check_read(op: str, model: nn.Module, tensors: Iterable[Written]) -> None:
+    """Raise ValueError where files of a model of transformers have experts under names that readers do not quantize."""
+    if not hasattr(model, "_tied_weights_keys"):
+        return
+    for x in tensors:
+        if x.is_quantized and len(x.shape) == _DIMS_OF_EXPERTS and not x.name.endswith(_READ):
+            layer = x.own[0].rpartition(".")[0]
+            raise ValueError(
+                f"{op}: {x.name} holds all experts of a layer under a name that readers take for high precision, so "
+                f'that they would load its codes as values; leave it unconverted (skip_fqns("{layer}"); for all '
+                f'layers "*.{layer.rpartition(".")[2]}"; convert: --skip)'
+            )
+
+
+def tied_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """{name: the other names of this tensor, in the model and on disk}, where it has some."""
+    first = {id(x): name for name, x in tensors.items()}
+    named = ((wrappers.own_name(name), p) for name, p in model.named_parameters(remove_duplicate=False))
+    others = {name: p for name, p in named if name not in tensors}
+    found: dict[str, list[str]] = {}
+    for name, parts in all_parts_on_disk(model, others).items():
+        found.setdefault(first[id(others[name])], []).extend((name, *(part.name for part in parts)))
     return found
 
 
-def _layers(*weights: str) -> list[str]:
-    """The layers of these names of a weight, each once."""
-    return list(dict.fromkeys(name.removesuffix(".weight") for name in weights))
+def plain_layers(tensors: Iterable[Written]) -> PlainLayers:
+    """The layers of all tensors of two or more dims that are not quantized.
+
+    A Parameter that lies among layers that are quantized is named itself, as its module's name would stand for them
+    too. What a quantized layer has beside its weight, as biases of experts, has no name: it is asked about with it.
+    Warns of layers that engines run as one, or of experts of one module, where some are quantized and some are not:
+    engines refuse them.
+    """
+    tensors = [x for x in tensors if len(x.shape) > 1]
+    quantized = sorted({name for x in tensors if x.is_quantized for name in (x.name, *x.own)})
+    quantized_layers = {_layer(name) for name in quantized}
+    linears: set[str] = set()
+    experts: set[str] = set()
+    mixed = _mixed(x for x in tensors if not x.is_of_experts)
+    for x in tensors:
+        for name in () if x.is_quantized else dict.fromkeys((x.name, *x.own)):
+            layer = _layer(name)
+            if layer in quantized_layers:
+                mixed |= {layer: None} if x.is_of_experts else {}
+            elif x.is_of_experts:
+                experts.add(layer)
+            elif name.endswith(".weight") or (layer and not _begins_one_of(quantized, layer)):
+                linears.add(layer)
+            else:
+                linears.add(name)
+    if mixed:
+        shown = ", ".join([*mixed][:_SHOWN]) + (", .." if len(mixed) > _SHOWN else "")
+        warnings.warn(
+            f"export: engines run {shown} as one and want all of it quantized or nothing, but some weights are not "
+            "converted; convert all (filter_fn), or none",
+            stacklevel=6,
+        )
+    return PlainLayers(sorted(linears), sorted(experts))
 
 
-def _mixed(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """The groups that have converted weights and others."""
+def _layer(name: str) -> str:
+    """The module that engines look up for a tensor of this name."""
+    if match := _EXPERTS.match(name):
+        return match[1]
+    return name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0]
+
+
+def _begins_one_of(names: list[str], start: str) -> bool:
+    """Whether one of the sorted names begins so."""
+    i = bisect.bisect_left(names, start)
+    return i < len(names) and names[i].startswith(start)
+
+
+def _mixed(tensors: Iterable[Written]) -> dict[str, None]:
+    """The groups of layers that engines run as one and that have quantized weights and others."""
     seen: dict[str, set[bool]] = {}
-    for group, weight in weights:
-        seen.setdefault(group, set()).add(_is_converted(weight))
-    return [group for group, kinds in seen.items() if len(kinds) > 1]
+    for x in tensors:
+        seen.setdefault(scale_group_name(x.name), set()).add(x.is_quantized)
+    return {group: None for group, kinds in seen.items() if len(kinds) > 1}
 
 
-def _is_converted(weight: torch.Tensor) -> bool:
-    return isinstance(_compat.local_of(weight), (MasterWeightTensor, QuantizedTensor))
-
-
-def _module_of(name: str) -> str:
-    """Of a tensor of experts: `path` of path.3.up_proj.weight and of path.gate_up_proj."""
-    return re.sub(r"(\.\d+)?\.[^.]+(\.weight)?$", "", name)
+def is_converted(x: torch.Tensor) -> bool:
+    return isinstance(_compat.local_of(x), (MasterWeightTensor, QuantizedTensor))

@@ -17,7 +17,7 @@ from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint import fp8_block, stored
 from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
-from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of, unwrapped
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 
 _SHOWN = 3
@@ -52,7 +52,7 @@ def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     numbers, and tensors of a wrong shape; KeyError for names that do not match; NotImplementedError for shards of
     quantized Parameters. On all ranks what the first that fails raises.
     """
-    writes = agreed_by_all(is_shared(model), lambda: _checked(model, directory))
+    writes = agreed_by_all(is_shared(model), lambda: _checked(unwrapped("load", model), directory))
     with torch.no_grad():
         for write in writes:
             write()

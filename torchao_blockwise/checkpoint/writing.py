@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,16 @@ from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, nvfp4_modelopt, nvfp4_packed
 from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import agreed, is_shared, wholes
-from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers, plain_layers, weights_of_embeddings
+from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of, unwrapped
+from torchao_blockwise.checkpoint.plain_layers import (
+    PlainLayers,
+    Written,
+    check_read,
+    is_converted,
+    plain_layers,
+    weights_of_embeddings,
+    written,
+)
 from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -39,7 +47,8 @@ def export(
 
     Of a converted weight the payload and scales are the bytes that a layer's product would read now: a master weight
     quantized, a quantized Parameter as it is. All else is written in its dtype. Tensors are named as transformers
-    names them, experts one by one.
+    names them, experts one by one; torch.compile, checkpoint_wrapper, DDP or a module of yours around the model do not
+    change names.
     directory: is made whole or not at all: safetensors files, an index of several, and where `model` has a config its
         config.json with `quantization_config`.
     format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files; "fp8_block_ue8m0", as in DeepSeek-V4's, of
@@ -55,13 +64,18 @@ def export(
     run as one (q, k and v; gate and up; all experts') where their tensor scales differ: all get the largest one's; and
     weights whose amax is below 3.2e-35, which get the least tensor scale that engines can read.
     Raises ValueError for another format, for a model without weights of that format, for weights of another one, for
+    experts of a layer in one tensor under a name that no reader quantizes (GraniteMoe's input_linear), for
     converted weights with NaN or Inf, and for a directory that is the working one or a mount point; FileExistsError
     for one that is not empty; OSError where it cannot be written. On all ranks.
     """
-    chosen, shared = _chosen("export", model, format), is_shared(model)
+    chosen, shared = _chosen("export", unwrapped("export", model), format), is_shared(model)
+    model = unwrapped("export", model)
+    tensors = tensors_of(model)
+    on_disk = all_parts_on_disk(model, tensors)
+    check_read("export", model, written(model, tensors, on_disk))
     folder = agreed(shared, lambda: Folder(directory, shard_bytes))
     anew: list[str] = []
-    if tied := [n for n in weights_of_embeddings(model) if _is_quantized(tensors_of(model)[n])]:
+    if tied := [n for n in weights_of_embeddings(model) if is_converted(tensors[n])]:
         warnings.warn(
             f"export: {tied[0]} is an embedding's as well, and engines read these in high precision, so that it is "
             "written in it; leave the layer that shares it unconverted (recommended_layers(model))",
@@ -69,7 +83,7 @@ def export(
         )
     failed: Exception | None = None
     try:
-        for name, x in named_tensors(model, chosen, anew, check_finite):
+        for name, x in named_tensors(model, on_disk, chosen, anew, check_finite):
             # A rank whose disk is full goes on with the others, who wait for its parts, and says so at the end.
             if folder is not None and failed is None:
                 try:
@@ -86,7 +100,7 @@ def export(
         with folder:
             if failed is not None:
                 raise failed
-            _write_others(model, folder, chosen, tokenizer_from)
+            _write_others(model, folder, chosen, tokenizer_from, written(model, tensors, on_disk))
 
     agreed(shared, finish)
     if anew:
@@ -99,11 +113,17 @@ def export(
         )
 
 
-def _write_others(model: nn.Module, folder: Folder, chosen: Any, tokenizer_from: str | os.PathLike[str] | None) -> None:
+def _write_others(
+    model: nn.Module,
+    folder: Folder,
+    chosen: Any,
+    tokenizer_from: str | os.PathLike[str] | None,
+    tensors: Iterator[Written],
+) -> None:
     """What is there beside the tensors: configs, and the tokenizer's files."""
     config = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
-        _write_config(config, folder, chosen, plain_layers(model))
+        _write_config(config, folder, chosen, plain_layers(tensors))
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         with folder.writing():
@@ -116,23 +136,24 @@ def _write_others(model: nn.Module, folder: Folder, chosen: Any, tokenizer_from:
 class QuantizedWeights:
     """What `quantized_weights` gives: an iterable of (name, tensor), which may be gone through again."""
 
-    def __init__(self, model: nn.Module, chosen: Any) -> None:
-        self._model, self._chosen = model, chosen
+    def __init__(self, given: nn.Module, format: str) -> None:
+        self._given, self._model = given, unwrapped("quantized_weights", given)
+        self._chosen = _chosen("quantized_weights", self._model, format)
+        tensors = tensors_of(self._model)
+        self._on_disk = all_parts_on_disk(self._model, tensors)
+        check_read("quantized_weights", self._model, written(self._model, tensors, self._on_disk))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        is_shared(self._model)
-        return named_tensors(self._model, self._chosen, [])
+        is_shared(self._given)
+        return named_tensors(self._model, self._on_disk, self._chosen, [])
 
     def metadata(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """{name: (dtype, shape)} in the order of the tensors, which nobody gathers for it."""
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         tensors = tensors_of(self._model)
-        parts, embeddings = all_parts_on_disk(self._model, tensors), weights_of_embeddings(self._model)
-        for name, held in tensors.items():
-            is_weight = _is_quantized(held) and name not in embeddings
-            for part in parts[name]:
-                shape = tuple(part.of(torch.empty(held.shape, device="meta")).shape)
-                found |= self._chosen.described(part.name, shape) if is_weight else {part.name: (held.dtype, shape)}
+        for x in written(self._model, tensors, self._on_disk):
+            plain = {x.name: (tensors[x.own[0]].dtype, x.shape)}
+            found |= self._chosen.described(x.name, x.shape) if x.is_quantized else plain
         return found
 
 
@@ -145,7 +166,7 @@ def quantized_weights(model: nn.Module, format: str = fp8_block.NAME) -> Quantiz
     at values, so that a weight with NaN is given as one.
     Raises ValueError as `export` does.
     """
-    return QuantizedWeights(model, _chosen("quantized_weights", model, format))
+    return QuantizedWeights(model, format)
 
 
 def _chosen(op: str, model: nn.Module, format: str) -> Any:
@@ -155,8 +176,8 @@ def _chosen(op: str, model: nn.Module, format: str) -> Any:
             f"{op}: format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}"
         )
     chosen, found = FORMATS[format], 0
-    for name, parameter in model.named_parameters():
-        weight: Any = _compat.local_of(parameter)
+    for name, x in tensors_of(model).items():
+        weight: Any = _compat.local_of(x)
         if isinstance(weight, (MasterWeightTensor, QuantizedTensor)):
             fmt = weight.fmt if weight.config is None else weight.config.weight_format
             if fmt is not chosen.FORMAT:
@@ -194,16 +215,20 @@ def check_finite(name: str, weight: Operand) -> None:
 
 
 def named_tensors(
-    model: nn.Module, chosen: Any, anew: list[str], check: Callable[[str, Operand], None] | None = None
+    model: nn.Module,
+    on_disk: Mapping[str, list[Part]],
+    chosen: Any,
+    anew: list[str],
+    check: Callable[[str, Operand], None] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What the files have, one weight at a time. anew: gets the names of weights that are quantized for the file.
 
+    on_disk: `all_parts_on_disk` of the tensors of `model`.
     check: is called with each weight that is quantized, before parts of it are given.
     """
     has_tensor_scales = chosen.FORMAT.has_global_scale
     amaxes = shared_amaxes(model) if has_tensor_scales else {}
     tensors = tensors_of(model)
-    on_disk = all_parts_on_disk(model, tensors)
     embeddings = weights_of_embeddings(model)
     wanted = (
         (held, name in embeddings or name in amaxes or any(part.cuts(chosen.BLOCK) for part in on_disk[name]))
@@ -229,10 +254,6 @@ def named_tensors(
                 yield from chosen.named(part._replace(expert=None, start=None), own)
             else:
                 yield from chosen.named(part, weight)
-
-
-def _is_quantized(held: torch.Tensor) -> bool:
-    return isinstance(_compat.local_of(held), (MasterWeightTensor, QuantizedTensor))
 
 
 def _values(weight: Any) -> torch.Tensor:

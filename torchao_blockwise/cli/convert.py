@@ -25,12 +25,12 @@ from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint import fp8_block, stored
 from torchao_blockwise.checkpoint.files import Files, Folder
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers, plain_layers
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers, Written, check_read, plain_layers, written
 from torchao_blockwise.checkpoint.tensor_scales import storable
 from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, check_finite, write_settings
 from torchao_blockwise.cli.models import meta_model
 from torchao_blockwise.cli.terminal import UsageError
-from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
+from torchao_blockwise.tensors import TrainingConfig
 from torchao_blockwise.tensors.scale_groups import scale_group_name
 
 HELP = "quantize a checkpoint on disk for inference engines"
@@ -86,7 +86,9 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
     """(tensors that were quantized, bits an element in the files)."""
     tensors = tensors_of(model)
     parts = all_parts_on_disk(model, tensors)
-    is_quantized = {part.name: isinstance(x, MasterWeightTensor) for name, x in tensors.items() for part in parts[name]}
+    of_model = [*written(model, tensors, parts)]
+    check_read("convert", model, of_model)
+    is_quantized = {x.name: x.is_quantized for x in of_model}
     names = sorted(stored.weights_in(files))
     if missing := sorted({name for name, wanted in is_quantized.items() if wanted}.difference(names)):
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json asks for; copy the files anew")
@@ -109,7 +111,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
             if done.issuperset(described):
                 continue
             x = _values(files, name, torch.float32 if name in weights else torch.bfloat16)
-            written = [(name, x)]
+            outputs = [(name, x)]
             if name in weights:
                 options = {
                     "power_of_2_scales": args.power_of_2_scales,
@@ -117,14 +119,19 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
                 }
                 made = ops.quantize(x, chosen.FORMAT, **options).rowwise
                 check_finite(name, made)
-                written = list(chosen.named(Part(name), made))
-            for other, value in written:
+                outputs = list(chosen.named(Part(name), made))
+            for other, value in outputs:
                 if other not in done:
                     folder.add(other, value)
         if chosen is None:
             folder.write_json("config.json", files.plain_config())
         else:
-            write_settings(folder, files.plain_config(), chosen, plain_layers(model))
+            # Files may have more than the model builds: layers that predict further tokens.
+            own = {x.name: x.own for x in of_model}
+            in_files = (
+                Written(name, own.get(name, ()), tuple(stored.shape(files, name)), name in weights) for name in names
+            )
+            write_settings(folder, files.plain_config(), chosen, plain_layers(in_files))
         folder.copy_tokenizer(args.input)
     elements = sum(math.prod(stored.shape(files, name)) for name in names)
     return len(quantized), 8 * folder.nbytes / max(1, elements)

@@ -1,0 +1,124 @@
+"""Modules around a model, or around a part of it, do not change the names in files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import FP8, NVFP4
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from torchao_blockwise import checkpoint
+from torchao_blockwise.testing import assert_bitwise_equal
+
+sys.path.append(str(Path(__file__).parent))
+pytest.importorskip("safetensors.torch")
+
+from exported_models import language_model, tensors_in
+
+pytestmark = [
+    pytest.mark.usefixtures("no_interpreter"),
+    # Of tensor scales.
+    pytest.mark.filterwarnings("ignore:.*quantized anew"),
+]
+CONFIGS = {"fp8_block": FP8, "nvfp4_compressed_tensors": NVFP4}
+
+
+class Around(nn.Module):
+    """A program's own class."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.backbone = model
+
+
+def parts(wrap, path: str):
+    """`wrap` around each module of this name in the blocks; around the blocks for an empty one."""
+
+    def made(model):
+        layers = model.model.layers
+        for i, layer in enumerate(layers):
+            if path:
+                setattr(layer, path, wrap(getattr(layer, path)))
+            else:
+                layers[i] = wrap(layer)
+        return model
+
+    return made
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def sharded(model):
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+    return torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+
+
+WRAPPERS = {
+    "torch.compile": torch.compile,
+    "torch.compile of blocks": parts(torch.compile, ""),
+    "torch.compile of MLPs": parts(torch.compile, "mlp"),
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "checkpoint_wrapper of blocks": parts(checkpoint_wrapper, ""),
+    "torch.compile of checkpointed blocks": parts(lambda block: torch.compile(checkpoint_wrapper(block)), ""),
+    "a class": Around,
+    "a compiled class around compiled blocks": lambda model: torch.compile(Around(parts(torch.compile, "")(model))),
+    "DDP": nn.parallel.DistributedDataParallel,
+    "a class around DDP": lambda model: Around(nn.parallel.DistributedDataParallel(model)),
+    "torch.compile of FSDP2": lambda model: torch.compile(sharded(model)),
+    "a class around FSDP2": lambda model: Around(sharded(model)),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("format", CONFIGS)
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_names_are_those_of_the_model(wrap, format, tmp_path):
+    """Tied embeddings, and layers that share a tensor scale."""
+    checkpoint.export(language_model("Qwen3", CONFIGS[format]), tmp_path / "bare", format)
+    model = wrap(language_model("Qwen3", CONFIGS[format]))
+    checkpoint.export(model, tmp_path / "out", format)
+    expected, got = tensors_in(tmp_path / "bare"), tensors_in(tmp_path / "out")
+    weights = checkpoint.quantized_weights(model, format)
+    assert got.keys() == expected.keys() == dict(weights).keys() == weights.metadata().keys()
+    for name, x in expected.items():
+        assert_bitwise_equal(got[name].view(torch.uint8), x.view(torch.uint8), name)
+    settings = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("bare", "out")]
+    assert settings[0] == settings[1]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    checkpoint.load(model, tmp_path / "bare")
+    for name, x in weights:
+        assert_bitwise_equal(x.view(torch.uint8), expected[name].view(torch.uint8), name)
+
+
+def test_a_class_with_weights_of_its_own_is_exported_as_it_is():
+    model = Around(language_model("Llama"))
+    model.value = nn.Linear(192, 1)
+    names = checkpoint.quantized_weights(model).metadata()
+    assert "value.weight" in names and "backbone.lm_head.weight" in names
+
+
+def test_adapters_that_are_not_merged():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(language_model("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    for call in (
+        checkpoint.quantized_weights,
+        lambda m: checkpoint.export(m, "out"),
+        lambda m: checkpoint.load(m, "in"),
+    ):
+        for given in (model, model.get_base_model(), torch.compile(model)):
+            with pytest.raises(ValueError, match=r"adapters of PEFT that are not merged.*merge_and_unload"):
+                call(given)
