@@ -76,6 +76,8 @@ def all_parts_on_disk(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
     Whoever asks transformers waits until it has gone through all modules. So it is asked once for all that are not
     experts: what comes back as it was given has got another name at most.
     """
+    if not tensors:
+        return {}
     asked = {name: torch.empty(x.shape, device="meta") for name, x in tensors.items() if x.dim() < _DIMS_OF_EXPERTS}
     names = {id(x): name for name, x in hugging_face.reverted(model, asked).items()}
     return {
