@@ -78,10 +78,10 @@ def remember_given_state_dicts() -> None:
     signature = inspect.signature(save)
 
     @functools.wraps(save)
-    def remembering(*args: Any, **kwargs: Any) -> None:
+    def remembering(*args: Any, **kwargs: Any) -> Any:
         token = _given_state_dict.set(signature.bind(*args, **kwargs).arguments.get("state_dict"))
         try:
-            save(*args, **kwargs)
+            return save(*args, **kwargs)
         finally:
             _given_state_dict.reset(token)
 

@@ -16,6 +16,7 @@ from torchao_blockwise.checkpoint.names import Part
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.formats import FP8_128X128, Operand
 from torchao_blockwise.tensors import BlockwiseFP8Tensor
+from torchao_blockwise.tensors.state_values import over_blocks
 
 if TYPE_CHECKING:
     from torchao_blockwise.checkpoint.files import Files
@@ -109,12 +110,7 @@ def read(files: Files, name: str, dtype: torch.dtype) -> BlockwiseFP8Tensor:
 
 def _has_values(qdata: torch.Tensor, is_chosen: torch.Tensor) -> bool:
     """Whether any code of these blocks stands for another number than zero, or for NaN."""
-    return bool((qdata.view(torch.uint8) & 0x7F)[_over_blocks(is_chosen, qdata.shape)].any())
-
-
-def _over_blocks(grid: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    rows, columns = shape[-2:]
-    return grid.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
+    return bool((qdata.view(torch.uint8) & 0x7F)[over_blocks(is_chosen, qdata.shape, FORMAT)].any())
 
 
 def above_half(held: BlockwiseFP8Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -126,7 +122,7 @@ def above_half(held: BlockwiseFP8Tensor, values: torch.Tensor) -> torch.Tensor:
     again = ops.quantize(values, FORMAT, power_of_2_scales=True).rowwise
     assert again is not None
     is_half = held.qdata.float().abs() == FORMAT.element.max / 2
-    moved = is_half & _over_blocks(again.scale < held.scale, values.shape)
+    moved = is_half & over_blocks(again.scale < held.scale, values.shape, FORMAT)
     bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
     return (bits + moved.to(bits.dtype)).view(values.dtype)
 

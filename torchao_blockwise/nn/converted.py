@@ -44,6 +44,12 @@ class ConvertedModule(nn.Module):
     checked: frozenset[bool] = frozenset()
     said_replaced = False
 
+    def _say_replaced(self) -> None:
+        """Warn once that plain weights are in the places of converted ones, unless that is meant."""
+        if not (self.said_replaced or _meant):
+            self.said_replaced = True
+            _warn_replaced(self.fqn)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
         # A class that another wrapper derived from this one is its own affair.
@@ -70,9 +76,8 @@ class ConvertedLinear(ConvertedModule, nn.Linear):
         torch_fsdp.check_not_flattened(weight, self.fqn or "a converted layer")
         if torch.compiler.is_compiling():
             _warn_replaced(self.fqn)
-        elif not (self.said_replaced or _meant):
-            self.said_replaced = True
-            _warn_replaced(self.fqn)
+        else:
+            self._say_replaced()
         return super().forward(input)
 
     def extra_repr(self) -> str:
@@ -190,9 +195,7 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
         weights = _weights_of(self)
         if not weights:
             _check_not_flattened(self)
-            if not (self.said_replaced or _meant):
-                self.said_replaced = True
-                _warn_replaced(self.fqn)
+            self._say_replaced()
         if self.training in self.checked:
             return base.forward(self, *args, **kwargs)
         for name, weight in weights.items():
@@ -217,16 +220,23 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
 def _weights_of(module: nn.Module) -> dict[str, Any]:
     """The converted weights that `module` itself holds, of shards this rank's part."""
     # Replicas of `nn.DataParallel` have tensors in the places of Parameters.
-    plain = {name: x for name, x in vars(module).items() if isinstance(x, torch.Tensor)}
-    own = {name: _compat.local_of(p) for name, p in (plain | _compat.parameters_of(module)).items() if p is not None}
+    own = {
+        name: _compat.local_of(p)
+        for name, p in (_tensors_in(module) | _compat.parameters_of(module)).items()
+        if p is not None
+    }
     return {name: weight for name, weight in own.items() if is_low_precision(weight)}
 
 
 def _check_not_flattened(module: ConvertedModule) -> None:
     """Raise NotImplementedError where FSDP1 has put plain tensors in the place of all weights of `module`."""
-    for name, x in vars(module).items():
-        if isinstance(x, torch.Tensor):
-            torch_fsdp.check_not_flattened(x, f"{module.fqn}.{name}".lstrip("."))
+    for name, x in _tensors_in(module).items():
+        torch_fsdp.check_not_flattened(x, f"{module.fqn}.{name}".lstrip("."))
+
+
+def _tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that are attributes of `module` without being Parameters or buffers."""
+    return {name: x for name, x in vars(module).items() if isinstance(x, torch.Tensor)}
 
 
 def _has_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchao_blockwise import _compat, ops
+from torchao_blockwise.formats import BlockFormat
 
 if TYPE_CHECKING:
     from torchao_blockwise.tensors.quantized import QuantizedTensor
@@ -65,7 +66,7 @@ def plain_values(x: QuantizedTensor, quantize: Callable[[torch.Tensor], Quantize
         # Integers of the same width count through magnitudes, whatever the sign.
         bits = values.view(_integer(values))
         too_small, too_large = again.scale.float() < x.scale.float(), again.scale.float() > x.scale.float()
-        steps = _over_blocks(x, too_small.to(bits.dtype) - too_large.to(bits.dtype))
+        steps = over_blocks(too_small.to(bits.dtype) - too_large.to(bits.dtype), x.shape, x.fmt)
         values = torch.where(_is_peak(x, values), bits + steps, bits).view(values.dtype)
     return values
 
@@ -74,13 +75,13 @@ def _is_peak(x: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
     """Whether each value is as large as any of its block."""
     flat = values.contiguous().view(-1)
     peaks = ops.partial_block_amax([flat], [0], [values.shape], x.fmt, dtype=values.dtype)
-    return values.float().abs() == _over_blocks(x, peaks.view(torch.float32).view(x.scale.shape))
+    return values.float().abs() == over_blocks(peaks.view(torch.float32).view(x.scale.shape), x.shape, x.fmt)
 
 
-def _over_blocks(x: QuantizedTensor, grid: torch.Tensor) -> torch.Tensor:
-    """A value a block, repeated over its elements: [.., N, K]."""
-    rows, columns = x.fmt.block
-    return grid.repeat_interleave(rows, -2)[..., : x.shape[-2], :].repeat_interleave(columns, -1)[..., : x.shape[-1]]
+def over_blocks(grid: torch.Tensor, shape: torch.Size, fmt: BlockFormat) -> torch.Tensor:
+    """A value of each block, repeated over its elements: `shape` [.., N, K]."""
+    rows, columns = fmt.block
+    return grid.repeat_interleave(rows, -2)[..., : shape[-2], :].repeat_interleave(columns, -1)[..., : shape[-1]]
 
 
 @torch.no_grad()
