@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
+import random
 import re
 import sys
 import warnings
@@ -36,7 +39,7 @@ sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
 from exported_models import MODELS, TINY_MIXTURES, language_model, safetensors, tiny_mixture
-from readers import check_names, transformers_skips
+from readers import asked, check_names, ignored_in, layers_of, of_packages, transformers_skips
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 MIXTURES = ("Qwen3Moe", "Mixtral", "DeepseekV3")
@@ -87,7 +90,7 @@ def test_all_that_is_not_quantized_is_named(name, tmp_path):
         own = dict(module.named_parameters(recurse=False))
         if isinstance(module, nn.Linear) or any(p.dim() == 3 for p in own.values()):
             is_converted = any(isinstance(p, MasterWeightTensor) for p in own.values())
-            assert transformers_skips(path, ignored) != is_converted, path
+            assert transformers_skips(path, ignored, set()) != is_converted, path
     if name in MIXTURES:
         assert [n for n in ignored if n.endswith("experts") and "shared" not in n] == EXPERTS[name]
 
@@ -119,20 +122,57 @@ def test_every_format_names_them(name, format, tmp_path):
     assert min(check_folder(tmp_path / "out", format).values()) > 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", TINY_MIXTURES)
-def test_every_mixture_of_experts(family):
-    """Under the names of files, and under transformers' own."""
+@functools.cache
+def written_of(family: str) -> tuple[list[Written], dict[str, int]]:
+    """(what files of the family have, the dims of its tensors)."""
     model = tiny_mixture(family)
     quantize_(model, FP8, filter_fn=recommended_layers(model))
     tensors = tensors_of(model)
     in_files = [*written(model, tensors, all_parts_on_disk(model, tensors))]
+    return in_files, {name: x.dim() for name, x in tensors.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TINY_MIXTURES)
+def test_every_mixture_of_experts(family):
+    """Under the names of files, and under transformers' own."""
+    in_files, dims = written_of(family)
     plain = plain_layers(in_files)
     for format, layout in FILE_FORMATS.items():
-        check_names(format, layout.settings(plain), {x.name: (x.is_quantized, len(x.shape)) for x in in_files})
-    own = {x.own[0]: (x.is_quantized, tensors[x.own[0]].dim()) for x in in_files}
+        weights = {x.name: (x.is_quantized, len(x.shape)) for x in in_files}
+        check_names(format, layout.settings(plain), weights, packages=True)
+    own = {x.own[0]: (x.is_quantized, dims[x.own[0]]) for x in in_files}
     check_names("fp8_block", FILE_FORMATS["fp8_block"].settings(plain), own)
     assert {x.is_quantized for x in in_files if len(x.shape) > 1} == {True, False}
+
+
+def answer(skips, *args) -> bool | str:
+    try:
+        return skips(*args)
+    except ValueError:
+        return "members of a fused layer differ"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FILE_FORMATS)
+def test_rules_of_the_default_tier_are_those_of_packages(format):
+    """Lists that are wrong get the same answers too: shorter ones, and ones with other names."""
+    packages = of_packages(format)
+    if not any(itself.__name__ == "vllm_itself" for itself in packages):
+        pytest.skip("vLLM's source is not here; CONTRIBUTING.md says how to get it")
+    draw, answers = random.Random(0), set()
+    for family in TINY_MIXTURES:
+        in_files, _ = written_of(family)
+        weights = {x.name: (x.is_quantized, len(x.shape)) for x in in_files}
+        ignored, layers = ignored_in(FILE_FORMATS[format].settings(plain_layers(in_files))), layers_of(weights)
+        lists = [[], ignored, [*ignored, *draw.sample(sorted(layers), 3)]]
+        lists += [[name for name in ignored if draw.random() < 0.7] for _ in range(3)]
+        for (itself, rule), names in itertools.product(packages.items(), lists):
+            for layer in sorted({layer for _, layer, _ in asked(weights)}):
+                got, expected = (answer(skips, layer, names, layers) for skips in (rule, itself))
+                assert got == expected, (itself.__name__, layer, names)
+                answers.add(got)
+    assert len(answers) == 3
 
 
 UNREAD = {
