@@ -2,7 +2,8 @@
 
 IN is a folder with config.json and safetensors files, plain or quantized, OUT a new one. The
 `recommended_layers` are quantized, in NVFP4 those of the last blocks too; --skip leaves out more by name. What IN has
-quantized is decoded first, and with --to plain left so, in bfloat16. One tensor is quantized at a time, and a file is
+quantized is decoded first, and with --to plain left so, in bfloat16; its scales of activations and of an engine's cache
+(input_scale, k_scale) belong to its format and are left out. One tensor is quantized at a time, and a file is
 written when its 5 GB are there; NVFP4 reads each twice, as layers that engines run as one share a tensor scale. OUT is
 made whole or not at all: until then finished files lie beside it, and the same command goes on behind them where it was
 interrupted.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint import fp8_block, stored
 from torchao_blockwise.checkpoint.files import Files, Folder
-from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.names import OF_AN_ENGINE, Part, all_parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers, Written, check_read, plain_layers, written
 from torchao_blockwise.checkpoint.tensor_scales import storable
 from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, check_finite, write_settings
@@ -89,7 +91,8 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
     of_model = [*written(model, tensors, parts)]
     check_read("convert", model, of_model)
     is_quantized = {x.name: x.is_quantized for x in of_model}
-    names = sorted(stored.weights_in(files))
+    there = stored.weights_in(files)
+    names = sorted(name for name in there if name in is_quantized or not re.search(OF_AN_ENGINE, name))
     if missing := sorted({name for name, wanted in is_quantized.items() if wanted}.difference(names)):
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json asks for; copy the files anew")
     chosen: Any = FORMATS.get(args.to)
