@@ -85,13 +85,14 @@ def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callab
 
 
 def _check_kind(files: Files, name: str, x: torch.Tensor) -> None:
-    """Raise ValueError where files have integers, codes of a format that is not known, and the model wants numbers."""
-    if not x.is_floating_point() or stored.is_quantized(files, name):
+    """Raise ValueError where files have integers, codes of an unknown format, for numbers of the model, or reverse."""
+    if stored.is_quantized(files, name):
         return
-    if (dtype := files.dtype(name)).startswith(_INTEGERS):
+    if (dtype := files.dtype(name)).startswith(_INTEGERS) == x.is_floating_point():
+        remedy = "files of such a format are not read, take them dequantized"
         raise ValueError(
-            f"load: {files.where(name)} is in {dtype}, the model wants {x.dtype}; files of such a format are not read, "
-            "take them dequantized"
+            f"load: {files.where(name)} is in {dtype}, the model wants {x.dtype}; "
+            f"{remedy if x.is_floating_point() else 'take files of this model'}"
         )
 
 
