@@ -10,6 +10,7 @@ import __future__
 import ast
 import functools
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ from typing import Any
 
 import pytest
 from torch import nn
+
+from torchao_blockwise.checkpoint import stored
+from torchao_blockwise.checkpoint.files import Files
 
 # As vLLM 0.33 runs them as one, over its models.
 _FUSED = {
@@ -191,6 +195,18 @@ def check_names(format: str, settings: dict, weights: dict[str, tuple[bool, int]
     for name, layer, is_quantized in asked(weights):
         for skips in (*READERS[format], *themselves):
             assert skips(layer, ignored, layers) != is_quantized, (skips.__name__, name)
+
+
+def check_folder(folder: Path, format: str, packages: bool = False) -> dict[bool, int]:
+    """Readers decide rightly about every tensor that lies there. Returns how many are quantized and not."""
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    files = Files(folder)
+    weights = {
+        name: (stored.is_quantized(files, name), len(stored.shape(files, name))) for name in stored.weights_in(files)
+    }
+    check_names(format, settings, weights, packages)
+    kinds = [is_quantized for is_quantized, dims in weights.values() if dims > 1]
+    return {kind: kinds.count(kind) for kind in (True, False)}
 
 
 def layers_of(weights: dict[str, tuple[bool, int]]) -> set[str]:

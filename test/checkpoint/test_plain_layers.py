@@ -27,19 +27,18 @@ from torchao_blockwise import (
     skip_fqns,
     skip_lm_head,
 )
-from torchao_blockwise.checkpoint import stored
-from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.plain_layers import Written, plain_layers, written
 from torchao_blockwise.checkpoint.writing import FORMATS as FILE_FORMATS
 from torchao_blockwise.cli import main
 from torchao_blockwise.tensors import MasterWeightTensor
+from torchao_blockwise.testing import assert_bitwise_equal
 
 sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
 from exported_models import MODELS, TINY_MIXTURES, language_model, safetensors, tiny_mixture
-from readers import asked, check_names, ignored_in, layers_of, of_packages, transformers_skips
+from readers import asked, check_folder, check_names, ignored_in, layers_of, of_packages, transformers_skips
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 MIXTURES = ("Qwen3Moe", "Mixtral", "DeepseekV3")
@@ -65,18 +64,6 @@ def settings(model, folder, format="fp8_block") -> dict:
         warnings.filterwarnings("ignore", message=".*quantized anew.*")
         checkpoint.export(model, folder, format)
     return json.loads((folder / "config.json").read_text())["quantization_config"]
-
-
-def check_folder(folder, format: str) -> dict[bool, int]:
-    """What readers are told of every tensor that lies there. Returns how many are quantized and not."""
-    told = json.loads((folder / "config.json").read_text())["quantization_config"]
-    files = Files(folder)
-    weights = {
-        name: (stored.is_quantized(files, name), len(stored.shape(files, name))) for name in stored.weights_in(files)
-    }
-    check_names(format, told, weights)
-    kinds = [is_quantized for is_quantized, dims in weights.values() if dims > 1]
-    return {kind: kinds.count(kind) for kind in (True, False)}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -256,3 +243,16 @@ def test_whole_models_warn_of_nothing(tmp_path):
     routers = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
     experts = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     assert names == ["lm_head", "model.embed_tokens", *routers, *experts]
+
+
+def test_a_convolution_that_files_have_in_parts(tmp_path):
+    """transformers runs those of q, k and v as one, and writes three."""
+    model = tiny_mixture("bailing_hybrid", "cpu")
+    model.save_pretrained(tmp_path / "plain")
+    (file,) = (tmp_path / "plain").glob("*.safetensors")
+    plain = {name: x for name, x in safetensors.load_file(file).items() if "conv1d" in name}
+    assert {name.rpartition(".attention.")[2] for name in plain} == {f"{x}_conv1d.weight" for x in "qkv"}
+    quantize_(model, FP8, filter_fn=recommended_layers(model))
+    found = dict(checkpoint.quantized_weights(model))
+    for name, x in plain.items():
+        assert_bitwise_equal(found[name], x, name)
