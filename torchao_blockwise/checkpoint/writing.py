@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import agreed, is_shared, wholes
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of, unwrapped
 from torchao_blockwise.checkpoint.plain_layers import (
-    PlainLayers,
     Written,
     check_read,
     is_converted,
     plain_layers,
+    warn_of_fused,
     weights_of_embeddings,
     written,
 )
@@ -100,7 +100,7 @@ def export(
         with folder:
             if failed is not None:
                 raise failed
-            _write_others(model, folder, chosen, tokenizer_from, written(model, tensors, on_disk))
+            _write_others(model, folder, chosen, tokenizer_from, [*written(model, tensors, on_disk)])
 
     agreed(shared, finish)
     if anew:
@@ -118,12 +118,12 @@ def _write_others(
     folder: Folder,
     chosen: Any,
     tokenizer_from: str | os.PathLike[str] | None,
-    tensors: Iterator[Written],
+    tensors: Sequence[Written],
 ) -> None:
     """What is there beside the tensors: configs, and the tokenizer's files."""
     config = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
-        _write_config(config, folder, chosen, plain_layers(tensors))
+        _write_config(config, folder, chosen, tensors)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         with folder.writing():
@@ -277,14 +277,19 @@ def _quantized_anew(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_
     return made
 
 
-def _write_config(config: Any, folder: Folder, chosen: Any, plain: PlainLayers) -> None:
+def _write_config(config: Any, folder: Folder, chosen: Any, tensors: Sequence[Written]) -> None:
     with folder.writing():
         config.save_pretrained(folder.path)
-    write_settings(folder, json.loads((folder.path / "config.json").read_text()), chosen, plain)
+    write_settings(folder, json.loads((folder.path / "config.json").read_text()), chosen, tensors)
 
 
-def write_settings(folder: Folder, config: dict[str, Any], chosen: Any, plain: PlainLayers) -> None:
-    """config.json with what engines must know of the format, and what else of files they ask for."""
+def write_settings(folder: Folder, config: dict[str, Any], chosen: Any, tensors: Sequence[Written]) -> None:
+    """config.json with what engines must know of the format, and what else of files they ask for.
+
+    tensors: all of the files. Warns of those that engines refuse.
+    """
+    warn_of_fused(tensors, None if chosen.FORMAT.has_global_scale else chosen.BLOCK)
+    plain = plain_layers(tensors)
     folder.write_json("config.json", config | {"quantization_config": chosen.settings(plain)})
     if hasattr(chosen, "other_files"):
         for name, content in chosen.other_files(plain).items():

@@ -25,13 +25,13 @@ from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint import fp8_block, stored
 from torchao_blockwise.checkpoint.files import Files, Folder
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers, Written, check_read, plain_layers, written
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers, Written, check_read, written
 from torchao_blockwise.checkpoint.tensor_scales import storable
 from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, check_finite, write_settings
 from torchao_blockwise.cli.models import meta_model
 from torchao_blockwise.cli.terminal import UsageError
 from torchao_blockwise.tensors import TrainingConfig
-from torchao_blockwise.tensors.scale_groups import scale_group_name
+from torchao_blockwise.tensors.scale_groups import fused_layers
 
 HELP = "quantize a checkpoint on disk for inference engines"
 PLAIN = "plain"
@@ -94,7 +94,8 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json asks for; copy the files anew")
     chosen: Any = FORMATS.get(args.to)
     quantized = [name for name in names if is_quantized.get(name)]
-    amaxes = _group_amaxes(files, quantized) if chosen is not None and chosen.FORMAT.has_global_scale else {}
+    fused = fused_layers(quantized)
+    amaxes = _group_amaxes(files, fused) if chosen is not None and chosen.FORMAT.has_global_scale else {}
     sources = [(file, (args.input / file).stat()) for file in files.files]
     plan = {
         "from": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in sources],
@@ -113,10 +114,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
             x = _values(files, name, torch.float32 if name in weights else torch.bfloat16)
             outputs = [(name, x)]
             if name in weights:
-                options = {
-                    "power_of_2_scales": args.power_of_2_scales,
-                    "tensor_amax": amaxes.get(scale_group_name(name)),
-                }
+                options = {"power_of_2_scales": args.power_of_2_scales, "tensor_amax": amaxes.get(fused[name])}
                 made = ops.quantize(x, chosen.FORMAT, **options).rowwise
                 check_finite(name, made)
                 outputs = list(chosen.named(Part(name), made))
@@ -128,10 +126,10 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
         else:
             # Files may have more than the model builds: layers that predict further tokens.
             own = {x.name: x.own for x in of_model}
-            in_files = (
+            in_files = [
                 Written(name, own.get(name, ()), tuple(stored.shape(files, name)), name in weights) for name in names
-            )
-            write_settings(folder, files.plain_config(), chosen, plain_layers(in_files))
+            ]
+            write_settings(folder, files.plain_config(), chosen, in_files)
         folder.copy_tokenizer(args.input)
     elements = sum(math.prod(stored.shape(files, name)) for name in names)
     return len(quantized), 8 * folder.nbytes / max(1, elements)
@@ -144,11 +142,11 @@ def _values(files: Files, name: str, dtype: torch.dtype) -> torch.Tensor:
     return files.read(name) if held is None else held.dequantize()
 
 
-def _group_amaxes(files: Files, names: list[str]) -> dict[str, torch.Tensor]:
-    """The largest amax of each group of layers that engines run as one."""
+def _group_amaxes(files: Files, fused: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The largest amax of each group of layers that engines run as one. fused: {name of a weight: its group}."""
     largest: dict[str, torch.Tensor] = {}
-    for name in _shown(names):
-        amax, group = _values(files, name, torch.float32).abs().amax().float(), scale_group_name(name)
+    for name in _shown([*fused]):
+        amax, group = _values(files, name, torch.float32).abs().amax().float(), fused[name]
         # Not by Python's max, which loses a NaN.
         largest[group] = torch.maximum(amax, largest.get(group, amax))
     return {group: storable(amax) for group, amax in largest.items()}
