@@ -168,8 +168,27 @@ def warn_of_fused(tensors: Sequence[Written], block: int | None) -> None:
         layers = (_layer((*x.own, x.name)[0]) for x in tensors if fused[x.name] in ragged)
         patterns = ", ".join(dict.fromkeys(f'"{_NUMBER.sub(".*", layer)}"' for layer in layers))
         warnings.warn(
-            f"export: vLLM runs {groups} as one and refuses files where the rows of all but the last are no multiple "
-            f"of {block}; leave these layers unconverted (skip_fqns({patterns}); convert: --skip)",
+            f"export: vLLM fuses {groups} and refuses files where the rows of all but the last are no multiple of "
+            f"{block}; leave these layers unconverted (skip_fqns({patterns}); convert: --skip)",
+            stacklevel=8,
+        )
+
+
+def warn_of_ragged(tensors: Iterable[Written], block: int) -> None:
+    """Warn of weights whose blocks transformers' dequantizing reader takes for others.
+
+    It takes rows divided by rows of scales for the height of a block. That is `block` where it divides the rows, and of
+    no account where there is one row of scales; else its values are wrong, or it raises. So with columns.
+    Source: transformers 5.23, integrations/finegrained_fp8.py, `Fp8Dequantize`.
+    """
+    quantized = sorted(x for x in tensors if x.is_quantized)
+    ragged = [x for x in quantized if any(n > block and n % block for n in x.shape[-2:])]
+    if ragged:
+        names = _first([f"{x.name} {list(x.shape)}" for x in ragged])
+        warnings.warn(
+            "export: where transformers dequantizes files, as it does without an FP8 GPU, it raises or loads wrong "
+            f"values for {names}: it reads dims above {block} only if they are multiples of it; use checkpoint.load "
+            "there, or leave these layers unconverted",
             stacklevel=8,
         )
 

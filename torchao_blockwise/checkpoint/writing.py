@@ -24,6 +24,7 @@ from torchao_blockwise.checkpoint.plain_layers import (
     is_converted,
     plain_layers,
     warn_of_fused,
+    warn_of_ragged,
     weights_of_embeddings,
     written,
 )
@@ -286,9 +287,13 @@ def _write_config(config: Any, folder: Folder, chosen: Any, tensors: Sequence[Wr
 def write_settings(folder: Folder, config: dict[str, Any], chosen: Any, tensors: Sequence[Written]) -> None:
     """config.json with what engines must know of the format, and what else of files they ask for.
 
-    tensors: all of the files. Warns of those that engines refuse.
+    tensors: all of the files. Warns of those that engines refuse or transformers misreads.
     """
-    warn_of_fused(tensors, None if chosen.FORMAT.has_global_scale else chosen.BLOCK)
+    # NVFP4's files have scales for each row.
+    block = None if chosen.FORMAT.has_global_scale else chosen.BLOCK
+    warn_of_fused(tensors, block)
+    if block is not None:
+        warn_of_ragged(tensors, block)
     plain = plain_layers(tensors)
     folder.write_json("config.json", config | {"quantization_config": chosen.settings(plain)})
     if hasattr(chosen, "other_files"):
