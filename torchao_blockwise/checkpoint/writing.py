@@ -124,7 +124,11 @@ def _write_others(
     """What is there beside the tensors: configs, and the tokenizer's files."""
     config = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
-        _write_config(config, folder, chosen, tensors)
+        with folder.writing():
+            config.save_pretrained(folder.path)
+        written_config = json.loads((folder.path / "config.json").read_text())
+        weights = [_compat.local_of(x) for x in tensors_of(model).values() if is_converted(x)]
+        write_settings(folder, written_config, chosen, tensors, all(map(_has_power_of_2_scales, weights)))
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         with folder.writing():
@@ -278,16 +282,13 @@ def _quantized_anew(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_
     return made
 
 
-def _write_config(config: Any, folder: Folder, chosen: Any, tensors: Sequence[Written]) -> None:
-    with folder.writing():
-        config.save_pretrained(folder.path)
-    write_settings(folder, json.loads((folder.path / "config.json").read_text()), chosen, tensors)
-
-
-def write_settings(folder: Folder, config: dict[str, Any], chosen: Any, tensors: Sequence[Written]) -> None:
+def write_settings(
+    folder: Folder, config: dict[str, Any], chosen: Any, tensors: Sequence[Written], power_of_2_scales: bool
+) -> None:
     """config.json with what engines must know of the format, and what else of files they ask for.
 
     tensors: all of the files. Warns of those that engines refuse or transformers misreads.
+    power_of_2_scales: whether all quantized weights have them.
     """
     # NVFP4's files have scales for each row.
     block = None if chosen.FORMAT.has_global_scale else chosen.BLOCK
@@ -295,7 +296,8 @@ def write_settings(folder: Folder, config: dict[str, Any], chosen: Any, tensors:
     if block is not None:
         warn_of_ragged(tensors, block)
     plain = plain_layers(tensors)
-    folder.write_json("config.json", config | {"quantization_config": chosen.settings(plain)})
+    settings = chosen.settings(plain) | (fp8_block.SCALE_FMT if power_of_2_scales else {})
+    folder.write_json("config.json", config | {"quantization_config": settings})
     if hasattr(chosen, "other_files"):
         for name, content in chosen.other_files(plain).items():
             folder.write_json(name, content)

@@ -22,7 +22,7 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion, ops
-from torchao_blockwise.checkpoint import fp8_block, stored
+from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, stored
 from torchao_blockwise.checkpoint.files import Files, Folder
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers, Written, check_read, written
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         quantize_(model, _config(args), filter_fn=chosen & conversion.skip_fqns(*args.skip) if args.skip else chosen)
     try:
         files = Files(args.input)
-        _check_format(files, args.to)
+        _check_format(files, args.to, args.power_of_2_scales)
         quantized, bits = _convert(args, model, files)
     except (OSError, ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from None
@@ -72,13 +72,17 @@ def _config(args: argparse.Namespace) -> TrainingConfig:
     return conversion.NVFP4TrainingConfig()
 
 
-def _check_format(files: Files, to: str) -> None:
+def _check_format(files: Files, to: str, power_of_2_scales: bool) -> None:
     """Raise UsageError for files that are in this format, ValueError for those that are not read."""
     config = files.config()
     if config and (reason := stored.why_not_read(config)) is not None:
         raise ValueError(f"{files.path}: {reason}")
     wanted = {} if to == PLAIN else FORMATS[to].settings(PlainLayers([], []))
-    if [config.get(key) for key in _KIND] == [wanted.get(key) for key in _KIND]:
+    wanted = wanted | (fp8_block.SCALE_FMT if power_of_2_scales else {})
+    # Both formats with powers of two say so, and one has them in a byte.
+    in_bytes = any(files.dtype(name) == "F8_E8M0" for name in files.names())
+    is_alike = to == PLAIN or in_bytes == (to == fp8_block_ue8m0.NAME)
+    if is_alike and [config.get(key) for key in _KIND] == [wanted.get(key) for key in _KIND]:
         raise UsageError(f"{files.path} is in {to} already, as its config.json says; give others, or another --to")
 
 
@@ -129,7 +133,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
             in_files = [
                 Written(name, own.get(name, ()), tuple(stored.shape(files, name)), name in weights) for name in names
             ]
-            write_settings(folder, files.plain_config(), chosen, in_files)
+            write_settings(folder, files.plain_config(), chosen, in_files, args.power_of_2_scales)
         folder.copy_tokenizer(args.input)
     elements = sum(math.prod(stored.shape(files, name)) for name in names)
     return len(quantized), 8 * folder.nbytes / max(1, elements)
