@@ -235,7 +235,7 @@ def test_where_engines_want_all_or_nothing_a_warning_says_so(tmp_path):
 
 
 def test_whole_models_warn_of_nothing(tmp_path):
-    model = language_model("Qwen3Moe", None)
+    model = language_model("Qwen3Moe", None, hidden_size=256, head_dim=64)
     quantize_(model, FP8, filter_fn=is_linear() & skip_lm_head())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

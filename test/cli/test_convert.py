@@ -134,7 +134,7 @@ def test_a_disk_that_is_full_at_the_end_costs_one_file(tmp_path, monkeypatch, ca
 def test_other_options_start_anew(tmp_path, monkeypatch):
     plain("llama", tmp_path / "plain")
     command = ["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--shard-gb", "0.0001"]
-    monkeypatch.setattr(convert, "plain_layers", lambda model: 1 / 0)
+    monkeypatch.setattr(convert, "write_settings", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(command)
     monkeypatch.undo()

@@ -20,7 +20,7 @@ from torchao_blockwise.formats import NVFP4_16X16
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
-from torchao_blockwise.tensors.scale_groups import ScaleGroup, group_in, scale_group_name
+from torchao_blockwise.tensors.scale_groups import ScaleGroup, fused_layers, group_in
 
 # Its tensor scale is the least normal number.
 _LEAST = NVFP4_16X16.element.max * NVFP4_16X16.scale_max * torch.finfo(torch.float32).smallest_normal
@@ -49,7 +49,7 @@ def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
         return {}
     own = _amax_bits(list(weights.values()))
     trained = _largest_of(own, [_trained_with(model, name) or name for name in weights])
-    wanted = storable(_largest_of(trained, [scale_group_name(name) for name in weights]).view(torch.float32))
+    wanted = storable(_largest_of(trained, [*fused_layers(weights).values()]).view(torch.float32))
     # What is gathered in high precision is quantized by itself.
     alone = torch.tensor([travels_in_high_precision(held) for held in weights.values()], device=own.device)
     others = (wanted.view(torch.int32) != torch.where(alone, own, trained)).tolist()
