@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABCMeta
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -29,10 +30,28 @@ if TYPE_CHECKING:
 QUANTIZED = "quantized"
 
 
+# Options of earlier versions: what they were by default, and what to do instead of another value.
+REMOVED: dict[str, tuple[Any, str]] = {}
+
+
+def without_removed(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` without those that are gone, which files have at their defaults.
+
+    Raises ValueError, with the replacement, for another value of one.
+    """
+    for option, (default, instead) in REMOVED.items():
+        if options.get(option, default) != default:
+            raise ValueError(f"{name}: {option}={options[option]!r} is gone; {instead}")
+    return {option: value for option, value in options.items() if option not in REMOVED}
+
+
 class ConfigClass(ABCMeta):
-    """The class of configs' classes: a class that is passed where a config belongs gets an error that says so."""
+    """The class of configs' classes: drops options that are gone, and refuses a class where a config belongs."""
 
     in_transformers: str
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        return super().__call__(*args, **without_removed(cls.__name__, options))
 
     @property
     def quant_method(cls) -> NoReturn:
@@ -108,6 +127,7 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
         """What loads and copies set: fields, checked as those of a new config; those of other versions are left out."""
         if not isinstance(state, dict):
             raise TypeError(f"{type(self).__name__}: its state must be a dict of fields, got {type(state).__name__}")
+        without_removed(type(self).__name__, state)
         for field in fields(self):
             if field.name in state:
                 object.__setattr__(self, field.name, state[field.name])
