@@ -30,7 +30,6 @@ FP8, FP8_POW2, NVFP4 = (
     NVFP4Config(hadamard=False, stochastic_rounding=False),
 )
 HADAMARD, STOCHASTIC, FULL = NVFP4Config(stochastic_rounding=False), NVFP4Config(hadamard=False), NVFP4Config(seed=7)
-FOUR_OVER_SIX = NVFP4Config(seed=7, four_over_six=True)
 # Of what tests call their layers.
 SCALE_GROUPS = NVFP4Config(seed=7, scale_groups=(("up", "gate_up", "down"),))
 PER_EXPERT = NVFP4Config(seed=7, scale_per_expert=True)

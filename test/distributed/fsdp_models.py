@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from helpers import FOUR_OVER_SIX, FULL, PER_EXPERT, RECIPES, SCALE_GROUPS, replace
+from helpers import FULL, PER_EXPERT, RECIPES, SCALE_GROUPS, replace
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +19,6 @@ from torchao_blockwise.testing import assert_bitwise_equal
 # The same bits as Triton's interpreter, many times faster.
 _ALL = RECIPES | {
     "nvfp4_full": FULL,
-    "nvfp4_four_over_six": FOUR_OVER_SIX,
     "nvfp4_scale_groups": SCALE_GROUPS,
     "nvfp4_per_expert": PER_EXPERT,
     # Without draws, which differ from pass to pass.

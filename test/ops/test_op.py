@@ -50,7 +50,7 @@ SCHEMAS = {
     "options": (
         CastOptions,
         "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, "
-        "bool four_over_six, bool scale_per_group",
+        "bool scale_per_group",
     ),
     "place": (Place, "SymInt operand, SymInt row, SymInt column, SymInt grid"),
     "norm": (Norm, "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, ScalarType dtype"),
@@ -61,7 +61,7 @@ SCHEMAS = {
     "recipe": (
         Recipe,
         "str activation_format, str weight_format, bool power_of_2_scales, SymInt hadamard_number, "
-        "bool four_over_six, bool scale_per_expert, bool transposed, str backend",
+        "bool scale_per_expert, bool transposed, str backend",
     ),
     "weight": (
         WeightValues,

@@ -54,7 +54,6 @@ OPTIONS = {
         "seed": {"seed": 2**63 + 1},
         "no_hadamard": {"hadamard": False},
         "signs": {"hadamard": SIGNS},
-        "four_over_six": {"four_over_six": True},
         "scale_groups": {"scale_groups": True},
         "named_groups": {"scale_groups": [["q_proj", "k_proj"]]},
         "per_expert": {"scale_per_expert": True},
@@ -63,7 +62,7 @@ OPTIONS = {
 # Models that are saved whole, by recipe, with the names in OPTIONS.
 MODELS = {
     "fp8": ("defaults", "quantized", "power_of_2"),
-    "nvfp4": ("defaults", "quantized", "per_expert", "four_over_six", "scale_groups"),
+    "nvfp4": ("defaults", "quantized", "per_expert", "scale_groups"),
 }
 FORMATS = {
     "fp8_block": ("fp8", {}),
@@ -186,7 +185,7 @@ def write_models(folder: Path) -> dict:
     for recipe, names in MODELS.items():
         for name in names:
             # What is refused needs no experts.
-            make = attention if name in ("four_over_six", "scale_groups") else model
+            make = attention if name == "scale_groups" else model
             layers = make(recipe, OPTIONS[recipe][name])
             drawn(layers)
             torch.save(layers, folder / f"model-{recipe}-{name}.pt")

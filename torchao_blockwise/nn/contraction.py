@@ -38,8 +38,8 @@ def cast_options(config: TrainingConfig | Recipe, rowwise: bool, columnwise: boo
     """How a layer of this config quantizes an activation or its gradient."""
     hadamard = config.hadamard_number if columnwise else 0
     power_of_2 = config.power_of_2_scales
-    rounding = config.four_over_six, config.scale_per_expert
-    return CastOptions(config.activation_format, rowwise, columnwise, power_of_2, True, hadamard, *rounding)
+    per_group = config.scale_per_expert
+    return CastOptions(config.activation_format, rowwise, columnwise, power_of_2, True, hadamard, per_group)
 
 
 def operand_of(tensors: Sequence[torch.Tensor], config: TrainingConfig) -> Operand:
@@ -203,7 +203,6 @@ def _recipe(how: Contraction) -> Recipe:
         config.weight_format,
         config.power_of_2_scales,
         config.hadamard_number,
-        config.four_over_six,
         config.scale_per_expert,
         how.transposed,
         get_backend(config.backend),

@@ -32,7 +32,6 @@ class Recipe(NamedTuple):
     weight_format: BlockFormat
     power_of_2_scales: bool
     hadamard_number: int
-    four_over_six: bool
     scale_per_expert: bool
     transposed: bool
     backend: Backend

@@ -31,7 +31,9 @@ QUANTIZED = "quantized"
 
 
 # Options of earlier versions: what they were by default, and what to do instead of another value.
-REMOVED: dict[str, tuple[Any, str]] = {}
+REMOVED: dict[str, tuple[Any, str]] = {
+    "four_over_six": (False, "leave it out: each block has the scale by which its largest value becomes 6"),
+}
 
 
 def without_removed(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +84,6 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
     power_of_2_scales: ClassVar[bool] = False
     stochastic_rounding: ClassVar[bool] = False
     seed: ClassVar[int] = 0
-    four_over_six: ClassVar[bool] = False
     scale_groups: ClassVar[bool | tuple[tuple[str, ...], ...]] = False
     scale_per_expert: ClassVar[bool] = False
 
@@ -108,13 +109,7 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
         if self.save_activations not in (QUANTIZED, "high_precision"):
             wanted = f"{QUANTIZED!r} or 'high_precision'"
             raise ValueError(f"{name}: save_activations must be {wanted}, got {self.save_activations!r}")
-        for field in (
-            "master_weights",
-            "power_of_2_scales",
-            "stochastic_rounding",
-            "four_over_six",
-            "scale_per_expert",
-        ):
+        for field in ("master_weights", "power_of_2_scales", "stochastic_rounding", "scale_per_expert"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{name}: {field} must be True or False, got {getattr(self, field)!r}")
         if self.out_dtype not in (None, *HIGH_PRECISION_DTYPES):
@@ -190,9 +185,6 @@ class NVFP4TrainingConfig(TrainingConfig):
         them to nearest, as all else. Bits belong to the element: they are the same on any device, compiled or not, and
         for any split of the tensors over ranks. `recipe_state(model)` has what a run must remember to resume.
     seed: of these bits, 64 bits; give each data-parallel rank another.
-    four_over_six: each block of 16 of an activation and of its gradient takes of two scales the one with the smaller
-        error: its largest value becomes 6, or 4, between which e2m1 has nothing. Weights, whose blocks are square, do
-        not. It costs a second rounding of each copy, and no bytes.
     scale_groups: weights that inference engines run as one (q, k and v; gate and up; those of all experts) share one
         tensor scale while they train, so that they are served as they trained. True for the names that such weights
         have in common models, or tuples of the last parts of names, as (("to_q", "to_k"),); False (default) for a scale
@@ -209,7 +201,7 @@ class NVFP4TrainingConfig(TrainingConfig):
     whole batch, or for the tokens of an expert: what a token is quantized to depends on the tokens beside it.
 
     Raises ValueError or TypeError for a value that cannot work.
-    Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149); Four Over Six (arXiv 2512.02010).
+    Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).
     """
 
     weight_format: ClassVar[BlockFormat] = NVFP4_16X16
@@ -220,7 +212,6 @@ class NVFP4TrainingConfig(TrainingConfig):
     hadamard: bool | tuple[int, ...] = True
     stochastic_rounding: bool = True  # type: ignore[misc]  # a constant in formats that have no choice
     seed: int = 0  # type: ignore[misc]
-    four_over_six: bool = False  # type: ignore[misc]
     scale_groups: bool | tuple[tuple[str, ...], ...] = False  # type: ignore[misc]
     scale_per_expert: bool = False  # type: ignore[misc]
 
