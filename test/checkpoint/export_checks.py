@@ -218,7 +218,7 @@ def spreads_and_shards_experts(rank: int, size: int, dim: int, format: str) -> N
     config = NVFP4 if format.startswith("nvfp4") else FP8
     mesh = DeviceMesh(device().type, torch.arange(size, device="cpu").view(2, -1), mesh_dim_names=("data", "experts"))
     everywhere, policy = mesh_of(size), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    # torchtitan 0.3 gives both meshes to one call, where FSDP2 takes two (PyTorch 2.12); 0.2 calls it for each.
+    # torchtitan gives both meshes to one call, where FSDP2 takes two (PyTorch 2.12).
     by_one_call = dim == 1 and hasattr(fsdp_common, "ShardPlacementResult")
 
     def made(seed: int) -> nn.Module:
