@@ -54,15 +54,13 @@ OPTIONS = {
         "seed": {"seed": 2**63 + 1},
         "no_hadamard": {"hadamard": False},
         "signs": {"hadamard": SIGNS},
-        "scale_groups": {"scale_groups": True},
-        "named_groups": {"scale_groups": [["q_proj", "k_proj"]]},
         "per_expert": {"scale_per_expert": True},
     },
 }
 # Models that are saved whole, by recipe, with the names in OPTIONS.
 MODELS = {
     "fp8": ("defaults", "quantized", "power_of_2"),
-    "nvfp4": ("defaults", "quantized", "per_expert", "scale_groups"),
+    "nvfp4": ("defaults", "quantized", "per_expert"),
 }
 FORMATS = {
     "fp8_block": ("fp8", {}),
@@ -184,15 +182,10 @@ def write_models(folder: Path) -> dict:
     found = {}
     for recipe, names in MODELS.items():
         for name in names:
-            # What is refused needs no experts.
-            make = attention if name == "scale_groups" else model
-            layers = make(recipe, OPTIONS[recipe][name])
+            layers = model(recipe, OPTIONS[recipe][name])
             drawn(layers)
             torch.save(layers, folder / f"model-{recipe}-{name}.pt")
             found[f"model-{recipe}-{name}"] = digests(state_of(layers))
-    layers = attention("nvfp4", {"scale_groups": True}, master_weights=False)
-    torch.save(layers, folder / "model-nvfp4-scale_groups_quantized.pt")
-    found["model-nvfp4-scale_groups_quantized"] = digests(state_of(layers))
     return found
 
 

@@ -33,6 +33,7 @@ QUANTIZED = "quantized"
 # Options of earlier versions: what they were by default, and what to do instead of another value.
 REMOVED: dict[str, tuple[Any, str]] = {
     "four_over_six": (False, "leave it out: each block has the scale by which its largest value becomes 6"),
+    "scale_groups": (False, "leave it out: checkpoint.export gives layers that engines fuse one tensor scale"),
 }
 
 
@@ -84,7 +85,6 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
     power_of_2_scales: ClassVar[bool] = False
     stochastic_rounding: ClassVar[bool] = False
     seed: ClassVar[int] = 0
-    scale_groups: ClassVar[bool | tuple[tuple[str, ...], ...]] = False
     scale_per_expert: ClassVar[bool] = False
 
     save_activations: str = QUANTIZED
@@ -185,12 +185,6 @@ class NVFP4TrainingConfig(TrainingConfig):
         them to nearest, as all else. Bits belong to the element: they are the same on any device, compiled or not, and
         for any split of the tensors over ranks. `recipe_state(model)` has what a run must remember to resume.
     seed: of these bits, 64 bits; give each data-parallel rank another.
-    scale_groups: weights that inference engines run as one (q, k and v; gate and up; those of all experts) share one
-        tensor scale while they train, so that they are served as they trained. True for the names that such weights
-        have in common models, or tuples of the last parts of names, as (("to_q", "to_k"),); False (default) for a scale
-        a weight. A product that reads a weight then reads the others too, for their amax; `weights_unchanged` and
-        FSDP2, which quantize once, do so once. A quantized Parameter into which values are loaded has their own scale
-        until the optimizer casts its masters again: load the optimizer's states last.
     scale_per_expert: each expert of a weight [E, N, K], and the tokens of each expert, have their own tensor scale.
         An expert's bits then depend on its own values and tokens alone: under expert parallelism they are those of one
         device, activations' too, and ranks exchange no amax for them. False (default): one for all of them. Layers
@@ -212,17 +206,10 @@ class NVFP4TrainingConfig(TrainingConfig):
     hadamard: bool | tuple[int, ...] = True
     stochastic_rounding: bool = True  # type: ignore[misc]  # a constant in formats that have no choice
     seed: int = 0  # type: ignore[misc]
-    scale_groups: bool | tuple[tuple[str, ...], ...] = False  # type: ignore[misc]
     scale_per_expert: bool = False  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "scale_groups", _checked_groups(type(self).__name__, self.scale_groups))
-        if self.scale_groups and self.scale_per_expert:
-            raise ValueError(
-                f"{type(self).__name__}: scale_groups gives weights one tensor scale, those of all experts too, and "
-                "scale_per_expert each expert its own; take one of them"
-            )
         if not isinstance(self.hadamard, bool):
             # So that a list is one too.
             object.__setattr__(self, "hadamard", tuple(self.hadamard))
@@ -236,22 +223,6 @@ class NVFP4TrainingConfig(TrainingConfig):
     @property
     def hadamard_number(self) -> int:
         return hadamard_number(self.hadamard)
-
-
-def _checked_groups(name: str, groups: Any) -> bool | tuple[tuple[str, ...], ...]:
-    """What `scale_groups` says, lists as tuples."""
-    if isinstance(groups, bool):
-        return groups
-    are_lists = isinstance(groups, (tuple, list)) and all(isinstance(group, (tuple, list)) for group in groups)
-    names = [part for group in groups for part in group] if are_lists else [None]
-    if not names or not all(isinstance(part, str) and part and "." not in part for part in names):
-        raise ValueError(
-            f"{name}: scale_groups must be True, False or tuples of the last parts of weights' names, such as "
-            f'(("q_proj", "k_proj", "v_proj"),), got {groups!r}'
-        )
-    if len(set(names)) < len(names):
-        raise ValueError(f"{name}: scale_groups must name each weight once, got {groups!r}")
-    return tuple(tuple(group) for group in groups)
 
 
 _compat.allow_config_module(__name__)
