@@ -28,7 +28,6 @@ NAMES_IN_COMPAT = (
     "torch.autograd.grad_mode._unsafe_preserve_version_counter",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     "torch.distributed.distributed_c10d._get_default_store",
-    "torch.distributed.distributed_c10d._new_process_group_helper",
     "torch.distributed.distributed_c10d._world",
     "torch.distributed.ProcessGroup._get_backend",
     "torch._C._distributed_c10d.Backend.Options._timeout",

@@ -15,10 +15,10 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, linears_and_experts, skip_fqns, skip_lm_head
+from torchao_blockwise.checkpoint.fused_layers import fused_layers
 from torchao_blockwise.checkpoint.plain_layers import Written, warn_of_fused
 from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
 from torchao_blockwise.cli import main
-from torchao_blockwise.tensors.scale_groups import fused_layers
 
 sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")

@@ -28,19 +28,19 @@ from torchao_blockwise.nn import SwiGLUExperts
 
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
 BOTH = ("fp8", "nvfp4")
-FULL, FOUR_OVER_SIX, GROUPS = "nvfp4_full", "nvfp4_four_over_six", "nvfp4_scale_groups"
+FULL = "nvfp4_full"
 # How values are rounded, and activations and gradients scaled: ranks exchange nothing for these, however many they are.
-OF_ELEMENTS = ("fp8_pow2", FULL, FOUR_OVER_SIX)
+OF_ELEMENTS = ("fp8_pow2", FULL)
 PER_EXPERT, PER_EXPERT_NEAREST = "nvfp4_per_expert", "nvfp4_per_expert_nearest"
 # (check, mesh sizes, configs)
 CHECKS = (
     (checks.gathers_exactly_at_any_split, (1, 2, 3, 4), BOTH),
     (checks.gathers_special_values, (3,), EVERY),
-    (checks.trains_as_unsharded, (1, 2, 3, 4), (*BOTH, GROUPS)),
+    (checks.trains_as_unsharded, (1, 2, 3, 4), BOTH),
     (checks.trains_as_unsharded, (3,), OF_ELEMENTS),
     (checks.trains_in_one_group, (4,), BOTH),
     (checks.gives_ranks_seeds_of_their_own, (2,), (FULL,)),
-    (checks.shards_columns, (1, 4), (*EVERY, GROUPS)),
+    (checks.shards_columns, (1, 4), EVERY),
     (checks.reshards_after_forward, (4,), BOTH),
     (checks.reshards_to_fewer_ranks, (4,), ("fp8",)),
     (checks.offloads, (2,), (*BOTH, FULL)),
@@ -52,7 +52,7 @@ CHECKS = (
     (checks.ties_embeddings, (1, 2), BOTH),
     (checks.checkpoints_activations, (2,), (*BOTH, FULL)),
     (checks.clips_and_steps, (2,), BOTH),
-    (checks.compiles_blocks, (2,), (*BOTH, FULL, GROUPS)),
+    (checks.compiles_blocks, (2,), (*BOTH, FULL)),
     (life.starts_on_meta, (4,), ("fp8", FULL)),
     (life.loads, (3,), BOTH),
     (life.follows_changes_by_hand, (1, 4), BOTH),
@@ -71,7 +71,7 @@ CHECKS = (
     (life.synchronises_by_hand, (1, 4), BOTH),
     (life.gathers_few_bytes, (3, 4), BOTH),
     (checks.asks_no_store, (2,), BOTH),
-    (checks.shards_hybrid, ((2, 2),), (*BOTH, GROUPS)),
+    (checks.shards_hybrid, ((2, 2),), BOTH),
     (life.replicates_and_groups, (2,), ("fp8",)),
     (life.gathers_by_redistribution, (2,), ("fp8",)),
     (life.checks_forward_passes, (1, 2), BOTH),
@@ -91,7 +91,7 @@ PRIMARY_CHECKS = (
     (primary.gathers_exactly_at_any_split, (1, 3, 4), BOTH),
     (primary.keeps_dtypes_of_gradients, (2,), BOTH),
     (primary.trains_long, (1, 2, 4), BOTH),
-    (primary.trains_in_many_ways, (2,), (*BOTH, FULL, FOUR_OVER_SIX, GROUPS)),
+    (primary.trains_in_many_ways, (2,), (*BOTH, FULL)),
     (primary.accumulates, (2,), (*BOTH, FULL)),
     (primary.compiles_blocks, (2,), ("fp8",)),
     (primary.gathers_few_bytes, (3, 4), BOTH),
@@ -111,14 +111,14 @@ PRIMARY_CHECKS = (
     (primary.shards_hybrid, ((2, 2),), BOTH),
 )
 EXPERT_CHECKS = (
-    (experts.computes_as_one_device, (1, 2, 3, 4), (*BOTH, GROUPS, PER_EXPERT)),
-    (experts.computes_as_one_device, (3,), ("fp8_pow2", FOUR_OVER_SIX)),
+    (experts.computes_as_one_device, (1, 2, 3, 4), (*BOTH, PER_EXPERT)),
+    (experts.computes_as_one_device, (3,), ("fp8_pow2", FULL)),
     (experts.exchanges_no_amaxes, (2,), (PER_EXPERT,)),
     (experts.compiles, (2,), (*BOTH, FULL, PER_EXPERT)),
     (experts.keeps_copies_in_a_scope, (2,), (*BOTH, PER_EXPERT)),
-    (experts.shards_experts, (1, 3, 4), (*BOTH, FULL, FOUR_OVER_SIX, GROUPS, PER_EXPERT)),
+    (experts.shards_experts, (1, 3, 4), (*BOTH, FULL, PER_EXPERT)),
     (experts.trains_sharded_experts, (2, 4), (*BOTH, PER_EXPERT_NEAREST)),
-    (experts.spreads_and_shards, ((2, 2),), (*BOTH, GROUPS, PER_EXPERT_NEAREST)),
+    (experts.spreads_and_shards, ((2, 2),), (*BOTH, PER_EXPERT_NEAREST)),
     (experts.saves_whole_experts, (3,), BOTH),
     (experts.refuses_other_modules, (2,), ("fp8",)),
 )

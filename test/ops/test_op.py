@@ -49,7 +49,7 @@ SCHEMAS = {
     "options": (
         CastOptions,
         "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, "
-        "bool four_over_six, bool scale_per_group",
+        "bool scale_per_group",
     ),
     "place": (Place, "SymInt operand, SymInt row, SymInt column, SymInt grid"),
     "norm": (Norm, "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, ScalarType dtype"),

@@ -18,9 +18,9 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import wrappers
+from torchao_blockwise.checkpoint.fused_layers import fused_layers
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
-from torchao_blockwise.tensors.scale_groups import fused_layers
 
 _SHOWN = 3
 _DIMS_OF_EXPERTS = 3

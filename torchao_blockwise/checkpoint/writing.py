@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -108,10 +109,8 @@ def export(
         why = "begin inside of a block of the Parameter that they are a part of"
         if chosen.FORMAT.has_global_scale:
             why += ", or are run by engines as one with others of another tensor scale, or are too small for one,"
-        warnings.warn(
-            f"export: {len(anew)} weights {why} and are quantized anew: {anew[0]}, ..",
-            stacklevel=2,
-        )
+        names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in anew))
+        warnings.warn(f"export: {len(anew)} weights {why} and are quantized anew: {names}", stacklevel=2)
 
 
 def _write_others(

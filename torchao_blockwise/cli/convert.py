@@ -26,6 +26,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, stored
 from torchao_blockwise.checkpoint.files import Files, Folder
+from torchao_blockwise.checkpoint.fused_layers import fused_layers
 from torchao_blockwise.checkpoint.names import OF_AN_ENGINE, Part, all_parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers, Written, check_read, written
 from torchao_blockwise.checkpoint.tensor_scales import storable
@@ -33,7 +34,6 @@ from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, check_fin
 from torchao_blockwise.cli.models import meta_model
 from torchao_blockwise.cli.terminal import UsageError
 from torchao_blockwise.tensors import TrainingConfig
-from torchao_blockwise.tensors.scale_groups import fused_layers
 
 HELP = "quantize a checkpoint on disk for inference engines"
 PLAIN = "plain"

@@ -50,7 +50,7 @@ from torchao_blockwise.nn.gemms import GemmSpec, quantize
 from torchao_blockwise.nn.layer import cast_for_compute
 from torchao_blockwise.nn.observation import SeesGradient, observe
 from torchao_blockwise.tensors import TrainingConfig
-from torchao_blockwise.tensors.weight_operands import weight_amax
+from torchao_blockwise.tensors.weight_operands import amax_over
 
 
 class NumericsMonitor:
@@ -216,7 +216,7 @@ class NumericsMonitor:
         if not config.weight_format.has_global_scale or (config.scale_per_expert and values.dim() > 2):
             # Ranks hold whole experts, which have scales of their own.
             return None
-        return weight_amax(values, values, over)
+        return amax_over(values, over)
 
     def _see(self, weight: Any, x: torch.Tensor, spec: GemmSpec) -> SeesGradient | None:
         index = self._index.find(weight)

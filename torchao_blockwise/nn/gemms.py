@@ -67,7 +67,6 @@ def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> Cas
         power_of_2_scales=config.power_of_2_scales,
         padded=True,
         hadamard=config.hadamard_number if columnwise else 0,
-        four_over_six=config.four_over_six,
         scale_per_group=config.scale_per_expert,
     )
 
