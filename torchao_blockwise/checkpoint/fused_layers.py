@@ -1,4 +1,4 @@
-"""Layers that inference engines fuse, and that share one tensor scale in NVFP4: q, k and v; gate and up; all experts'."""
+"""Layers that inference engines fuse, and that share one tensor scale in NVFP4: q, k and v; gate and up; experts."""
 
 from __future__ import annotations
 
