@@ -58,7 +58,7 @@ def test_experts_are_seven_operations():
     ends = torch.tensor([10, 33], dtype=torch.int32)
     forward, backward = operations(layer.experts, torch.randn(33, 64, dtype=torch.bfloat16), ends)
     assert forward == {"quantized_output": 1, "swiglu_quantize": 1, "master_matmul": 1}
-    assert backward == {"grouped_quantize": 1, "gradients": 2, "swiglu_backward_quantize": 1}
+    assert backward == {"quantize_both": 1, "gradients": 2, "swiglu_backward_quantize": 1}
 
 
 def weight_parts(config, quantized: bool, transposed: bool, groups: int) -> tuple[list, list]:

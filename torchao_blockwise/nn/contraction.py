@@ -28,8 +28,8 @@ from torchao_blockwise.nn.weight_products import (
     weight_product,
 )
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
-from torchao_blockwise.ops.op import define_op, show_inside
 from torchao_blockwise.ops.operands import new_copies, tensor_scales_shape
+from torchao_blockwise.ops.registry import Operation, groups, operand
 from torchao_blockwise.tensors import QuantizedTensor, TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over
 
@@ -237,11 +237,7 @@ def _compute_output(
     return [out, *_present(copy)]
 
 
-@define_op(
-    (Implementation(Backend.AUTO, _compute_output),),
-    flops=lambda x, weight, *_: product_flops(x.shape[0], _shape_of(weight)),
-)
-def quantized_output_op(
+def _output_fake(
     x: torch.Tensor,
     weight: WeightValues,
     bias: torch.Tensor | None,
@@ -261,9 +257,25 @@ def quantized_output_op(
     return [out, copy.qdata, copy.scale, *(scales if fmt.has_global_scale else [])]
 
 
+_WEIGHT = "Tensor values, Tensor? scale, Tensor? global_scale, str format_name, SymInt columns, ScalarType? rounded_to"
+_RECIPE = (
+    "str activation_format, str weight_format, bool power_of_2_scales, SymInt hadamard_number, bool four_over_six, "
+    "bool scale_per_expert, bool transposed, str backend"
+)
+
+quantized_output_op = Operation(
+    f"quantized_output(Tensor x, {_WEIGHT}, Tensor? bias, {groups('Tensor?')}, bool columnwise, {_RECIPE}, "
+    "ScalarType out_dtype) -> Tensor[]",
+    takes=(None, WeightValues, None, Groups, None, Recipe, None),
+    table=[Implementation(Backend.AUTO, _compute_output)],
+    fake=_output_fake,
+    flops=lambda x, weight, *_: product_flops(x.shape[0], _shape_of(weight)),
+)
+
+
 # Policies of selective checkpointing save or drop an operation's results together. They see the two that it is made of,
 # so that the product can be saved, and the columnwise copy, a byte an element of every layer's input, be made again.
-show_inside(quantized_output_op, checkpoint_modes.MODES, _compute_output)
+quantized_output_op.show_inside(checkpoint_modes.MODES, _compute_output)
 
 
 def _compute_gradients(
@@ -290,11 +302,7 @@ def _gradients_flops(
     return products * product_flops(tokens, _shape_of(weight))
 
 
-@define_op(
-    (Implementation(Backend.AUTO, _compute_gradients),),
-    flops=_gradients_flops,
-)
-def gradients_op(
+def _gradients_fake(
     weight: WeightValues,
     dy_rowwise: Operand | None,
     dy_columnwise: Operand | None,
@@ -314,6 +322,18 @@ def gradients_op(
     return grads
 
 
+_OPERANDS = ", ".join(operand(name, "Tensor?") for name in ("dy_rowwise", "dy_columnwise", "x_columnwise"))
+
+gradients_op = Operation(
+    f"gradients({_WEIGHT}, {_OPERANDS}, SymInt tokens, {groups('Tensor?')}, {_RECIPE}, ScalarType input_dtype, "
+    "ScalarType weight_dtype) -> Tensor[]",
+    takes=(WeightValues, Operand, Operand, Operand, None, Groups, Recipe, None, None),
+    table=[Implementation(Backend.AUTO, _compute_gradients)],
+    fake=_gradients_fake,
+    flops=_gradients_flops,
+)
+
+
 def _compute_grad_weight(
     a: Operand, b: Operand, groups: Groups | None, tokens: int, out_dtype: torch.dtype, products_by: Backend
 ) -> torch.Tensor:
@@ -322,16 +342,22 @@ def _compute_grad_weight(
     return ops.grouped_matmul(a, b, groups, along="k", out_dtype=out_dtype, backend=products_by)
 
 
-# Of the products' own operations none knows how many tokens are padding, nor so how many operations these do.
-@define_op(
-    (Implementation(Backend.AUTO, _compute_grad_weight),),
-    flops=lambda a, b, groups, tokens, *_: product_flops(tokens, (a.qdata.shape[0], b.qdata.shape[0])),
-)
-def grad_weight_op(
+def _grad_weight_fake(
     a: Operand, b: Operand, groups: Groups | None, tokens: int, out_dtype: torch.dtype, products_by: Backend
 ) -> torch.Tensor:
     shape = a.qdata.shape[0], b.qdata.shape[0]
     return a.qdata.new_empty(shape if groups is None else (groups.ends.shape[0], *shape), dtype=out_dtype)
+
+
+# Of the products' own operations none knows how many tokens are padding, nor so how many operations these do.
+grad_weight_op = Operation(
+    f"grad_weight({operand('a')}, {operand('b')}, {groups('Tensor?')}, SymInt tokens, ScalarType out_dtype, "
+    "str products_by) -> Tensor",
+    takes=(Operand, Operand, Groups, None, None, Backend),
+    table=[Implementation(Backend.AUTO, _compute_grad_weight)],
+    fake=_grad_weight_fake,
+    flops=lambda a, b, groups, tokens, *_: product_flops(tokens, (a.qdata.shape[0], b.qdata.shape[0])),
+)
 
 
 def _shape_of(weight: WeightValues) -> tuple[int, ...]:

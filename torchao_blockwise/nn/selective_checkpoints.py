@@ -7,13 +7,12 @@ from torchao_blockwise.nn.contraction import quantized_output_op
 from torchao_blockwise.nn.weight_products import master_matmul_op
 from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
 from torchao_blockwise.ops.gemm.plain import matmul_op
-from torchao_blockwise.ops.groups.quantization import grouped_amax_bits_op
-from torchao_blockwise.ops.quantization import matrix_amax_bits_op, tensor_amax_bits_op
+from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
 
 _PRODUCTS = (master_matmul_op, matmul_op, grouped_matmul_op)
 # Four bytes, for which a whole tensor is read.
-_AMAXES = (tensor_amax_bits_op, matrix_amax_bits_op, grouped_amax_bits_op, hadamard_amax_bits_op)
+_AMAXES = (tensor_amax_bits_op, hadamard_amax_bits_op)
 
 
 def sac_save_list() -> list[Operation]:
@@ -26,4 +25,4 @@ def sac_save_list() -> list[Operation]:
     modes meet quantizing and multiplying as one operation.
     """
     ops = (*_PRODUCTS, quantized_output_op, *_AMAXES)
-    return [op.overload for op in ops]  # type: ignore[attr-defined]
+    return [op.overload for op in ops]

@@ -15,7 +15,7 @@ from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat, Groups, Operand
 from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
-from torchao_blockwise.ops.op import define_op, travels
+from torchao_blockwise.ops.registry import Operation, by_name, groups, operand
 from torchao_blockwise.tensors import (
     MasterWeightTensor,
     QuantizedTensor,
@@ -24,7 +24,7 @@ from torchao_blockwise.tensors import (
 from torchao_blockwise.tensors.weight_operands import weight_operand
 
 
-@travels
+@by_name(activation_format=BlockFormat, weight_format=BlockFormat, backend=Backend)
 class Recipe(NamedTuple):
     """What of a config, and of how a weight lies, decides products, as a compiled graph says it."""
 
@@ -55,7 +55,6 @@ class Contraction(NamedTuple):
     transposed: bool = False
 
 
-@travels
 class WeightValues(NamedTuple):
     """What products read of a weight.
 
@@ -174,25 +173,17 @@ def product_flops(tokens: int, weight: Sequence[int]) -> int:
 # One operation from the master's values to the product: the quantized copy is never a value of a compiled graph, which
 # could hold it from forward to backward, and a scope that keeps it is asked when the graph runs. It serves experts too:
 # checkpoint policies name one operation.
-@define_op(
-    (Implementation(Backend.AUTO, master_matmul),),
+master_matmul_op = Operation(
+    f"master_matmul({operand('a')}, Tensor hp, str fmt, bool power_of_2_scales, bool scale_per_group, bool columnwise, "
+    f"str amax_groups, ScalarType? rounded_to, ScalarType out_dtype, Tensor? bias, {groups('Tensor?')}, "
+    "str products_by) -> Tensor",
+    takes=(Operand, None, BlockFormat, *[None] * 7, Groups, Backend),
+    table=[Implementation(Backend.AUTO, master_matmul)],
+    fake=lambda a, hp, fmt, power_of_2_scales, scale_per_group, columnwise, amax_groups, rounded_to, out_dtype, *_: (
+        a.qdata.new_empty((a.qdata.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
+    ),
     flops=lambda a, hp, *_: product_flops(a.qdata.shape[0], hp.shape),
 )
-def master_matmul_op(
-    a: Operand,
-    hp: torch.Tensor,
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
-    scale_per_group: bool,
-    columnwise: bool,
-    amax_groups: str,
-    rounded_to: torch.dtype | None,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    groups: Groups | None,
-    products_by: Backend,
-) -> torch.Tensor:
-    return a.qdata.new_empty((a.qdata.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
 
 
 def transposed_matmul(
@@ -204,16 +195,11 @@ def transposed_matmul(
 
 # One operation in graphs, for the same reason: PyTorch's partitioner would as soon hold the transposed copy as the
 # payload, and would not see that the payload changed.
-@define_op(
-    (Implementation(Backend.AUTO, transposed_matmul),),
+transposed_matmul_op = Operation(
+    f"transposed_matmul({operand('a')}, {operand('weight')}, SymInt columns, ScalarType out_dtype, "
+    f"{groups('Tensor?')}, str products_by) -> Tensor",
+    takes=(Operand, Operand, None, None, Groups, Backend),
+    table=[Implementation(Backend.AUTO, transposed_matmul)],
+    fake=lambda a, weight, columns, out_dtype, *_: a.qdata.new_empty((a.qdata.shape[0], columns), dtype=out_dtype),
     flops=lambda a, weight, columns, *_: product_flops(a.qdata.shape[0], (weight.qdata.shape[-2], columns)),
 )
-def transposed_matmul_op(
-    a: Operand,
-    weight: Operand,
-    columns: int,
-    out_dtype: torch.dtype,
-    groups: Groups | None,
-    products_by: Backend,
-) -> torch.Tensor:
-    return a.qdata.new_empty((a.qdata.shape[0], columns), dtype=out_dtype)

@@ -176,7 +176,7 @@ def share_group(hp: torch.Tensor, copy: torch.Tensor) -> None:
 def shared_amax_bits(group: ScaleGroup, values: torch.Tensor) -> torch.Tensor:
     """The amax of a group, of which `values` are, or are rounded from, a member's; the bits of |fp32|, int32 []."""
     members = [*group.values()]
-    bits = [tensor_amax_bits_op(x, ops.Backend.AUTO).to(values.device) for x in members]
+    bits = [tensor_amax_bits_op(x, None, False, ops.Backend.AUTO).to(values.device) for x in members]
     largest = torch.stack(bits).amax()
     if any(values is x for x in members):
         return largest
