@@ -17,6 +17,7 @@ from torchao_blockwise.formats import (
     HADAMARD_SIZE,
     HIGH_PRECISION_DTYPES,
     NVFP4_1X16,
+    BlockFormat,
     CastOptions,
     Copies,
     Groups,
@@ -43,12 +44,13 @@ def copies_of(tensors: Sequence[torch.Tensor], options: CastOptions, scale: torc
     )
 
 
-def check_operand(op: str, name: str, x: object) -> None:
-    """Raise TypeError unless `x` is a quantized operand, ValueError for a format that is not registered."""
+def check_operand(op: str, name: str, x: object) -> BlockFormat:
+    """The format of `x`; raises TypeError unless it is an operand, ValueError for a format that is not registered."""
     if not isinstance(x, Operand):
         raise TypeError(f"{op}: {name} must be a result of quantize, got {type(x).__name__}; quantize it first")
     if x.format_name not in FORMATS:
         raise ValueError(f"{op}: {name} has no format {x.format_name!r}; the formats are {', '.join(FORMATS)}")
+    return FORMATS[x.format_name]
 
 
 def check_dtype(op: str, x: torch.Tensor, name: str = "x") -> None:

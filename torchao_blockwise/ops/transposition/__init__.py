@@ -27,8 +27,7 @@ def transpose(x: Operand, *, columns: int | None = None, backend: Backend | str 
 
 def check_transposable(op: str, name: str, x: Operand, columns: int | None) -> int:
     """The number of columns that `x` holds; raises as `transpose` does."""
-    check_operand(op, name, x)
-    fmt = x.format
+    fmt = check_operand(op, name, x)
     if not fmt.is_square:
         raise ValueError(
             f"{op}: {name} in {fmt.name} has blocks of {fmt.block[0]}x{fmt.block[1]}, a transpose would need other "

@@ -94,11 +94,9 @@ def count_change(out: torch.Tensor) -> None:
 
 def check_operands(op: str, a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
     """Raise TypeError or ValueError unless the two can be multiplied, whatever their shapes are."""
-    check_operand(op, "a", a)
-    check_operand(op, "b", b)
+    a_fmt, b_fmt = check_operand(op, "a", a), check_operand(op, "b", b)
     if out_dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    a_fmt, b_fmt = a.format, b.format
     if a_fmt.element is not b_fmt.element or a_fmt.block[1] != b_fmt.block[1]:
         raise ValueError(
             f"{op}: {a.format_name} · {b.format_name} differ in element or block length along the contraction"
@@ -168,9 +166,10 @@ def _first(
     docs/design.md says what they cost.
     """
     capability = compute_capability(a.qdata.device)
-    if a.format.element is E2M1 and (0, 0) < capability < (10, 0):
+    element = a.format.element
+    if element is E2M1 and (0, 0) < capability < (10, 0):
         return Backend.TRITON if a.qdata.shape[0] <= _DECODED_ROWS else None
-    if capability != (9, 0) or a.format.element is not E4M3:
+    if capability != (9, 0) or element is not E4M3:
         return None
     if b.format.block[0] > 1:
         return Backend.DEEP_GEMM if deepgemm.pays(a, b, out_dtype, bias) else Backend.GLUON
