@@ -44,7 +44,7 @@ def page(tmp_path, monkeypatch, machine):
     monkeypatch.syspath_prepend(tmp_path)
     before = dict(FORMATS)
     tables = [(op.table, list(op.table)) for op in (quantize_op, matmul_op, add_matmul_op)]
-    monkeypatch.setattr(backend_module, "_BY_NAME", dict(backend_module._BY_NAME))
+    monkeypatch.setattr(backend_module, "BACKENDS", dict(backend_module._BY_NAME))
     machine.warns_anew()
     backend_module._place.cache_clear()
     yield importlib.import_module

@@ -23,10 +23,10 @@ from torchao_blockwise.formats import (
     Groups,
     Operand,
 )
-from torchao_blockwise.ops import op as op_module
+from torchao_blockwise.ops import registry
 from torchao_blockwise.ops.backend import Backend
-from torchao_blockwise.ops.op import Changed, ChangedList, without_grad
-from torchao_blockwise.testing import assert_bitwise_equal
+from torchao_blockwise.ops.operands import without_grad
+from torchao_blockwise.ops.registry import OPTIONS, groups, operand
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,7 @@ def double(define):
     def run(x, y, times):
         return x * times + (0 if y is None else y)
 
-    arguments = {"x": torch.Tensor, "y": torch.Tensor | None, "times": int, "return": torch.Tensor}
-    return define(arguments, lambda x, y, times: torch.empty_like(x), run)
+    return define("Tensor x, Tensor? y, int times", "Tensor", run, fake=lambda x, y, times: torch.empty_like(x))
 
 
 def test_no_gradient_is_asked_of_operations():
@@ -119,8 +118,8 @@ def test_compilers_see_the_operation(double, fresh_dynamo):
     assert double.overload in targets
 
 
-@pytest.mark.parametrize("groups", (None, Groups(ENDS), Groups(ENDS, ENDS + 1)), ids=("none", "ends", "tables"))
-def test_whole_values_are_compiled(groups, define, fresh_dynamo):
+@pytest.mark.parametrize("of_groups", (None, Groups(ENDS), Groups(ENDS, ENDS + 1)), ids=("none", "ends", "tables"))
+def test_whole_values_are_compiled(of_groups, define, fresh_dynamo):
     """Taken apart and put together in one graph, without a break; inputs of it are tensors alone."""
 
     def fake(x, groups, options):
@@ -130,17 +129,15 @@ def test_whole_values_are_compiled(groups, define, fresh_dynamo):
         factor = options.padded + (0 if groups is None else sum(t.sum() for t in groups if t is not None))
         return Copies(x._replace(qdata=x.qdata.clone(), scale=(x.scale.float() * factor).to(x.scale.dtype)), None)
 
-    op = define({"x": Operand, "groups": Groups | None, "options": CastOptions, "return": Operand}, fake, run)
+    arguments = f"{operand('x')}, {groups('Tensor?')}, {OPTIONS}, str backend"
+    op = define(arguments, "Tensor[]", run, takes=(Operand, Groups, CastOptions), fake=fake)
 
-    def both(x, groups):
-        options = CastOptions(FORMATS[x.format_name], padded=True)
-        return op(x, groups, options).rowwise
+    def both(x, of_groups):
+        return op(x, of_groups, CastOptions(FORMATS[x.format_name], padded=True), Backend.AUTO)
 
     for x in (OPERAND, WITH_GLOBAL):
         compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
-        got, expected = compiled(x, groups), both(x, groups)
-        assert_bitwise_equal(got.qdata, expected.qdata)
-        assert_bitwise_equal(got.scale, expected.scale)
+        assert_same(compiled(x, of_groups), both(x, of_groups))
 
 
 def test_a_trace_holds_the_operation(double):
@@ -151,37 +148,37 @@ def test_a_trace_holds_the_operation(double):
     assert double.overload.name() in str(graph)
 
 
-@pytest.mark.parametrize("annotation", (Changed, ChangedList), ids=("a tensor", "a list"))
-def test_operations_change_their_arguments(annotation, define):
-    op = define({"y": torch.Tensor, "x": annotation}, run=lambda y, x: [t.add_(1) for t in x])
+@pytest.mark.parametrize("argument", ("Tensor(a!) x", "Tensor(a!)[] x"), ids=("a tensor", "a list"))
+def test_operations_change_their_arguments(argument, define):
+    op = define(f"Tensor y, {argument}", run=lambda y, x: [t.add_(1) for t in x] and None)
     x = torch.zeros(3, 3)
-    assert op(X, x if annotation is Changed else [x]) is None
+    assert op(X, [x] if "[]" in argument else x) is None
     assert x.tolist() == [[1, 1, 1]] * 3
 
 
 # --- sharding rules ---------------------------------------------------------------------------------------------------
 
 
-def test_rules_are_of_whole_values(define, monkeypatch):
-    """Whole specs in, placements of whole values out; None stands for all parts of a value."""
+def test_rules_are_of_values(define, monkeypatch):
+    """Values with specs in, placements of the tensors out; None is filled in for what is no tensor."""
     from torch.distributed.tensor import Replicate, Shard
 
     rules, seen = {}, []
-    monkeypatch.setattr(op_module._compat, "register_sharding", rules.__setitem__)
+    monkeypatch.setattr(registry._compat, "register_sharding", rules.__setitem__)
 
-    def rule(x, a, groups, backend):
-        seen.append((x, a, groups, backend))
+    def rule(*values):
+        seen.append(values)
         return [
-            ([Replicate()], [Replicate(), Operand(Replicate(), Replicate(), None, None), None, None]),
-            ([Shard(0)], [Shard(0), Operand(Shard(0), Shard(1), Replicate(), None), None, None]),
+            ([Replicate()], [Replicate(), Replicate(), Replicate(), None, Replicate(), None]),
+            ([Shard(0)], [Shard(0), Shard(0), Shard(1), Replicate(), Replicate(), None]),
         ]
 
-    arguments = {"x": torch.Tensor, "a": Operand, "groups": Groups, "backend": Backend, "return": torch.Tensor}
-    op = define(arguments, sharding=rule)
+    arguments = f"Tensor x, {operand('a')}, int n, {groups()}, str backend"
+    op = define(arguments, "Tensor", takes=(None, Operand, None, Groups), sharding=rule)
     # A spec is whatever PyTorch gives in a tensor's place.
-    answer = rules[op.overload]("spec", *WITH_GLOBAL, ENDS, None, "triton")
-    assert_same(list(seen[0]), ["spec", WITH_GLOBAL, Groups(ENDS), Backend.TRITON])
+    answer = rules[op.overload]("spec", *WITH_GLOBAL, 3, ENDS, None, "triton")
+    assert_same(list(seen[0]), ["spec", WITH_GLOBAL, 3, Groups(ENDS)])
     assert answer == [
-        ([Replicate()], [Replicate(), Replicate(), Replicate(), None, None, None, None, None]),
-        ([Shard(0)], [Shard(0), Shard(0), Shard(1), Replicate(), None, None, None, None]),
+        ([Replicate()], [Replicate(), Replicate(), Replicate(), None, None, None, Replicate(), None, None]),
+        ([Shard(0)], [Shard(0), Shard(0), Shard(1), Replicate(), None, None, Replicate(), None, None]),
     ]
