@@ -122,7 +122,7 @@ def _write_others(
     tensors: Sequence[Written],
 ) -> None:
     """What is there beside the tensors: configs, and the tokenizer's files."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         with folder.writing():
             config.save_pretrained(folder.path)
