@@ -11,7 +11,7 @@ import torch
 from helpers import FP8, FP8_POW2, mlp, replace
 from torchao.quantization import quantize_
 
-from torchao_blockwise import checkpoint, skip_fqns, skip_lm_head
+from torchao_blockwise import checkpoint, is_linear, skip_fqns, skip_lm_head
 from torchao_blockwise.cli import main
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -109,7 +109,8 @@ def test_files_in_fp32_say_that_scales_are_powers_of_two(kind, masters, tmp_path
         model = language_model("Llama", None)
         if kind == "some":
             quantize_(model, replace(FP8_POW2, master_weights=masters), filter_fn=skip_fqns("*.mlp.*") & skip_lm_head())
-        quantize_(model, config, filter_fn=skip_lm_head() if kind != "some" else lambda m, fqn: ".mlp." in fqn)
+        others = is_linear() & (lambda m, fqn: ".mlp." in fqn) if kind == "some" else skip_lm_head()
+        quantize_(model, config, filter_fn=others)
         return model
 
     checkpoint.export(made(), tmp_path / "out")
