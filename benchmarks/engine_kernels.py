@@ -1,8 +1,8 @@
 """How far a forward pass of training and one by inference engines' own kernels lie apart, from the files of an export.
 
-Layers and a small Llama, trained for a few steps on text, are written by `checkpoint.export`, as `fp8_block` or, with
-scales that are powers of 2, as `fp8_block_ue8m0`. Engines' kernels (engines.py: Triton's, unmodified, from an engine's
-source files) get the files' tensors, and the same bf16 input as this package's forward pass:
+Layers and a small Llama, trained for a few steps on text, are written by `checkpoint.export`, as `fp8_block`, with
+scales in fp32 that are powers of 2 or not. Engines' kernels (engines.py: Triton's, unmodified, from an engine's source
+files) get the files' tensors, and the same bf16 input as this package's forward pass:
 
     codes, scales        of activations that differ
     output, ‖·‖          ‖ours − theirs‖ / ‖theirs‖ of layers' outputs in bf16
@@ -50,7 +50,6 @@ from torchao_blockwise import BlockwiseFP8TrainingConfig, checkpoint
 DIFFERENCES = ("codes, ppm", "scales, ppm", "output, ‖·‖", "outputs, %", "product, ‖·‖")
 MODEL = ("training", "engine", *DIFFERENCES, "KL, nats", "top tokens, ppm")
 LAYERS = ("training", "engine", "layer", *DIFFERENCES)
-FORMATS = {False: "fp8_block", True: "fp8_block_ue8m0"}
 SCALES = {False: "fp32 scales", True: "powers of 2"}
 Stored = tuple[torch.Tensor, torch.Tensor]
 
@@ -122,14 +121,14 @@ class EngineLinear(nn.Module):
         return out.view(*x.shape[:-1], -1)
 
 
-def exported(model: nn.Module, powers: bool) -> dict[str, Stored]:
+def exported(model: nn.Module) -> dict[str, Stored]:
     """{layer: (weight, scales)} of the files that `export` writes, on the model's device."""
     device = next(model.parameters()).device
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "exported")
-        checkpoint.export(model, path, format=FORMATS[powers])
+        checkpoint.export(model, path)
         tensors = {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
-    suffix = ".scale" if powers else ".weight_scale_inv"
+    suffix = ".weight_scale_inv"
     layers = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
     return {name: (tensors[f"{name}.weight"].to(device), tensors[name + suffix].to(device)) for name in layers}
 
@@ -187,7 +186,7 @@ def measure_layers(report: Report, engines: Sequence[Engine], layers: Sequence[S
         linear = {f"{n}x{k}": nn.Linear(k, n, bias=False) for _, n, k in layers}
         model = nn.ModuleDict(linear).to(report.device, torch.bfloat16)
         quantize_(model, BlockwiseFP8TrainingConfig(power_of_2_scales=powers))
-        stored = exported(model, powers)
+        stored = exported(model)
         for case in cases(engines, powers):
             if case.powers == powers or len(case.engine.modes) == 1:
                 for shape in layers:
@@ -199,7 +198,7 @@ def measure_model(report: Report, engines: Sequence[Engine], args: argparse.Name
     text = corpus.held_out[:, :-1].long().to(report.device)
     for powers in (False, True):
         model = trained(args, BlockwiseFP8TrainingConfig(power_of_2_scales=powers), corpus, report.device)
-        stored = exported(model, powers)
+        stored = exported(model)
         for case in cases(engines, powers):
             measure(report, "model", case, model_row, model, stored, text)
 
