@@ -128,6 +128,7 @@ class Operation:
         arguments = _compat.schema_of(self.overload).arguments
         self._takes_backend = arguments[-1].name == "backend"
         self._returns_list = self.schema.endswith("Tensor[]")
+        self._returns_nothing = self.schema.endswith("()")
         self._place_values(len(arguments))
         _library.impl(defined, functools.partial(self._apply, None), "CompositeExplicitAutograd")
         fake = functools.partial(self._apply, self._checked_fake)
@@ -200,6 +201,8 @@ class Operation:
             return tensors
         if type(result) is Operand:
             return result[:2]
+        if self._returns_nothing:
+            return None
         return [x for x in result if x is not None] if self._returns_list else result
 
     def _checked_fake(self, *values: Any) -> Any:
