@@ -19,10 +19,10 @@ if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from fsdp_models import CONFIGS, adamw, batch, blocks, masters_of, quantized, shard, shared_amaxes, train
-from fsdp_run import come_late, fail_later, flatten, go_wrong
 from helpers import FP8, NVFP4, mlp, weight
 from ranks import spawn
 from torch.distributed.device_mesh import DeviceMesh
+from wrong_ranks import come_late, fail_later, flatten, go_wrong
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 from torchao_blockwise._compat import torch_fsdp
