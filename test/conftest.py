@@ -103,7 +103,7 @@ def pytest_collection_finish():
 
 
 def _mark_products(items) -> None:
-    """Mark tests of combined options slow, but for some in which every value of every option is seen.
+    """Mark tests of combined options slow, except some that have every value of every option.
 
     And every pair of values of two options that make few pairs, such as formats and backends.
     """

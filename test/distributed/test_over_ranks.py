@@ -1,4 +1,4 @@
-"""FSDP2, tensor and expert parallelism, ZeRO and DDP: the bits of one device, in processes of their own."""
+"""FSDP2, tensor and expert parallelism, ZeRO and DDP over ranks: bitwise identical to one device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def case_id(case) -> str:
 
 @pytest.fixture(scope="module")
 def raised(request, tmp_path_factory) -> list[dict]:
-    """What each rank raised in each selected case."""
+    """Return, of each rank, what it raised in each selected case."""
     left: list[dict] = [{} for _ in range(4)]
     for processes in (2, 4):
         cases = [case for case in selected_cases(request) if case[1] == processes]
