@@ -22,8 +22,9 @@ from pathlib import Path
 import pytest
 import torch
 
-# Tests share test/helpers.py, in spawned processes too.
-sys.path.append(str(Path(__file__).parent))
+# Tests share modules of this folder and of those in it, in spawned processes too.
+_HERE = Path(__file__).parent
+sys.path += map(str, (_HERE, *sorted(folder for folder in _HERE.iterdir() if folder.is_dir())))
 
 if not torch.cuda.is_available():
     # Before anything imports Triton, which reads it once.

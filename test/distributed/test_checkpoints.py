@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parent))
-
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
-
 import torch.distributed.checkpoint as dcp
 from checkpoint_checks import DEATHS, assert_plain_and_equal, die_while_saving, state_of
 from fsdp_models import CONFIGS, batch, blocks, masters_of, shard, train

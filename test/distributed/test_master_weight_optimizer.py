@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.optim import lr_scheduler
-
-sys.path.append(str(Path(__file__).parent))
-
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
-
 from fsdp_models import CONFIGS
 from helpers import both_formats, mlp, replace
 from primary_weight_models import adamw, assert_holds_masters, batch, net, primary, quantized, train
+from torch import nn
+from torch.optim import lr_scheduler
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor

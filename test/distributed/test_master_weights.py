@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-
-sys.path.append(str(Path(__file__).parent))
-
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
-
 from master_weight_checks import Weights, check_scales, codes
 from shard_cases import framed
+from torch import nn
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat
 from torchao_blockwise.distributed import (

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parent))
-
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
-
 from primary_weight_checks import go_wrong
 from ranks import spawn
 

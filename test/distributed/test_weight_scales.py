@@ -5,22 +5,14 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-sys.path.append(str(Path(__file__).parent))
-
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
-
 from fsdp_models import CONFIGS, adamw, batch, blocks, masters_of, quantized, shard, shared_amaxes, train
 from helpers import FP8, NVFP4, mlp, weight
 from ranks import spawn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from wrong_ranks import come_late, fail_later, flatten, go_wrong
 

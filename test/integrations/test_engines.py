@@ -11,19 +11,16 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import FP8, NVFP4, mlp
+from sglang_updates import Updates
 from torch import nn
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.integrations import sglang, vllm
 from torchao_blockwise.testing import assert_bitwise_equal
-
-sys.path.append(str(Path(__file__).parent))
-from sglang_updates import Updates
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parent))
 
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)

@@ -1,13 +1,11 @@
 """NVFP4 for Blackwell, built without one: FP4 instructions in machine code, no spills, scales moved 16 bytes wide."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-sys.path.append(str(Path(__file__).parent))
 import kernel_builds
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,6 @@ All builds, for each GPU, are slow: the files of `MODULES`.
 """
 
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from torchao_blockwise import _compat
 
 pytest.importorskip("triton")
 
-sys.path.append(str(Path(__file__).parent))
 import kernel_builds
 
 MODULES = ["kernel_builds", "grouped_kernel_builds", "fused_kernel_builds", "permute_builds", "randomization_builds"]

@@ -5,9 +5,6 @@ Which tensors they take: test_gluon_tiles.py. Their bits without a GPU: test_com
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -219,7 +216,6 @@ gpu_shapes = pytest.mark.parametrize(
 
 def special_inputs(rows, width, dtype):
     """`inputs_of` with NaN, Inf, -0, zeros, subnormals and the largest number in each."""
-    sys.path.append(str(Path(__file__).parent))
     from test_compiled_kernels import special_input
 
     if rows == 1:

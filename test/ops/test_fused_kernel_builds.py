@@ -1,14 +1,12 @@
 """Kernels that quantize what they compute, built for the GPUs they are for, by kernel_builds.py: no GPU."""
 
 import functools
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-sys.path.append(str(Path(__file__).parent))
 import kernel_builds
 
 pytestmark = pytest.mark.slow

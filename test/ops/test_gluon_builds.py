@@ -1,7 +1,6 @@
 """The Hopper kernels of products, plain and grouped, built by kernel_builds.py: no GPU."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from torchao_blockwise import _compat
 if not _compat.has_gluon():
     pytest.skip("needs Gluon, which Triton has from 3.6 on", allow_module_level=True)
 
-sys.path.append(str(Path(__file__).parent))
 import kernel_builds
 
 pytestmark = pytest.mark.slow

@@ -1,14 +1,12 @@
 """Grouped products and tables of groups, built for the GPUs they are for, by kernel_builds.py: no GPU."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-sys.path.append(str(Path(__file__).parent))
 import kernel_builds
 
 pytestmark = pytest.mark.slow

@@ -1,14 +1,12 @@
 """Every Triton kernel compiles for the GPUs it is for: no spills, the right instructions, few builds. Needs no GPU."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-sys.path.append(str(Path(__file__).parent))
 import kernel_builds
 from kernel_builds import TARGETS
 

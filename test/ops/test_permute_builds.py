@@ -1,13 +1,11 @@
 """The kernels of permute, built for the GPUs they are for, by kernel_builds.py: no GPU."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-sys.path.append(str(Path(__file__).parent))
 import kernel_builds
 
 pytestmark = pytest.mark.slow

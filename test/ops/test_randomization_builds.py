@@ -1,13 +1,11 @@
 """Kernels of transformed and stochastically rounded copies compile for GPUs: no spills, few builds. Needs no GPU."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-sys.path.append(str(Path(__file__).parent))
 import kernel_builds
 
 pytestmark = pytest.mark.slow
