@@ -19,7 +19,8 @@ from torchao_blockwise.tensors import QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-every_config = pytest.mark.parametrize("config", (*CONFIGS, "mixed"))
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name not in ("fp8", "nvfp4")]
+every_config = pytest.mark.parametrize("config", ("fp8", "nvfp4", "mixed", *SLOW))
 both = pytest.mark.parametrize("config", ("fp8", "nvfp4"))
 
 

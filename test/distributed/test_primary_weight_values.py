@@ -24,7 +24,8 @@ from torchao_blockwise.testing import assert_bitwise_equal
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 # Weights that share a tensor scale are not what each of them is by itself.
 SCALE_GROUPS = "nvfp4_scale_groups"
-every_config = pytest.mark.parametrize("config", (*(name for name in CONFIGS if name != SCALE_GROUPS), "mixed"))
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name not in ("fp8", "nvfp4", SCALE_GROUPS)]
+every_config = pytest.mark.parametrize("config", ("fp8", "nvfp4", "mixed", *SLOW))
 both = pytest.mark.parametrize("config", ("fp8", "nvfp4"))
 
 
