@@ -2,7 +2,7 @@
 
 For each shape: rowwise, columnwise, both, a weight in square blocks, and the transpose that makes its columnwise copy;
 in NVFP4 also the columnwise copy of the random Hadamard transform ("transformed"), and both copies of a gradient,
-rounded stochastically, the columnwise one transformed ("gradient"), these and both copies with four over six.
+rounded stochastically, the columnwise one transformed ("gradient").
 Checks first that bits are the reference's. Bytes that must move: the input read once (twice where the scale of the
 tensor must be known first), the payload and scales written. Floor: those over the copy bandwidth measured here.
 Writes benchmarks/results/quantize_<device>.json, .md and .png.
@@ -29,8 +29,7 @@ from report import Report
 from torchao_blockwise import ops
 from torchao_blockwise.formats import CastOptions, Draws, StochasticRounding, hadamard_number, key_of
 
-FOUR_OVER_SIX = ("both, 4/6", "gradient, 4/6")
-NVFP4_ONLY = ("transformed", "gradient", *FOUR_OVER_SIX)
+NVFP4_ONLY = ("transformed", "gradient")
 CASES = ("rowwise", "columnwise", "both", "weight", "transpose", *NVFP4_ONLY)
 PEERS = ("torchao", "torchao rhs")
 COLUMNS = ("case", "shape", "by", "us", "spread %", "MiB", "TB/s", "roofline us", "of roofline")
@@ -58,7 +57,7 @@ def job(case: str, rows: int, columns: int, recipe: str, device: torch.device, w
             return ops.transpose(x, columns=columns, backend=backend)
         number = hadamard_number(case.startswith(("transformed", "gradient")))
         # Padded, as layers ask for it.
-        options = CastOptions(fmt, not alone, with_columns, False, True, number, case in FOUR_OVER_SIX)
+        options = CastOptions(fmt, not alone, with_columns, False, True, number)
         return ops.quantize_by(x, options, draws=None if key is None else Draws(key), backend=backend)
 
     def check(out, inputs, peer):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from summaries import convergence, experts, graphs, joules, kernels, layers, sharding, torchtitan
+from summaries import convergence, experts, graphs, joules, kernels, layers, sharding
 from summaries.cells import Results
 from summaries.pages import filled, pages
 from summaries.sources import footnote
@@ -41,7 +41,6 @@ TABLES = {
     "moe_memory": Table(experts.memory, (experts.RUN, experts.PEERS)),
     "moe_peers": Table(experts.peers, (experts.PEERS,)),
     "moe_speed": Table(experts.speed, (experts.RUN,)),
-    "torchtitan": Table(torchtitan.trainer),
 }
 
 

@@ -30,9 +30,6 @@ FP8, FP8_POW2, NVFP4 = (
     NVFP4Config(hadamard=False, stochastic_rounding=False),
 )
 HADAMARD, STOCHASTIC, FULL = NVFP4Config(stochastic_rounding=False), NVFP4Config(hadamard=False), NVFP4Config(seed=7)
-FOUR_OVER_SIX = NVFP4Config(seed=7, four_over_six=True)
-# Of what tests call their layers.
-SCALE_GROUPS = NVFP4Config(seed=7, scale_groups=(("up", "gate_up", "down"),))
 PER_EXPERT = NVFP4Config(seed=7, scale_per_expert=True)
 RECIPES = {"fp8": FP8, "fp8_pow2": FP8_POW2, "nvfp4": NVFP4}
 every_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)

@@ -44,7 +44,6 @@ def test_pages_show_results():
         "summary_moe_memory",
         "summary_moe_peers",
         "summary_moe_speed",
-        "summary_torchtitan",
         "train_llm_moe_tiny_cpu",
         "weight_bytes",
     }

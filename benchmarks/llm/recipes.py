@@ -16,7 +16,7 @@ class Recipe(NamedTuple):
 
     precision: "bf16", "bf16_perturbed", "fp8", "fp8_power_of_2", "fp8_parameters", "fp8_keep_last",
         "fp8_keep_first_and_last", "nvfp4", "nvfp4_hadamard", "nvfp4_stochastic", "nvfp4_full", "nvfp4_full_15_percent",
-        "nvfp4_full_four_over_six", "nvfp4_full_parameters", or one of `llm.ablation`, which are for diagnosis alone.
+        "nvfp4_full_parameters", or one of `llm.ablation`, which are for diagnosis alone.
     fused: "inputs", where layers that read one input share its quantization;
     "once", where SwiGLU quantizes what it computes as well; or "".
     """
@@ -41,7 +41,6 @@ RECIPES = {
     "nvfp4_stochastic": Recipe("nvfp4_stochastic"),
     "nvfp4_full": Recipe("nvfp4_full"),
     "nvfp4_full_15_percent": Recipe("nvfp4_full_15_percent"),
-    "nvfp4_full_four_over_six": Recipe("nvfp4_full_four_over_six"),
     "nvfp4_full_parameters": Recipe("nvfp4_full_parameters"),
     "nvfp4_fused": Recipe("nvfp4", "inputs"),
 }
@@ -58,7 +57,7 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     fp8: DeepSeek-V3's blockwise FP8; keep: the last block, or the first one too, is kept in high precision; faked: see
     `llm.ablation`. nvfp4: the last block is kept in high precision as well; hadamard transforms the operands of
     grad_weight, stochastic rounds gradients so, by bits of `seed`, full does both. 15_percent: so many of the blocks
-    are kept, the last ones. four_over_six: blocks of activations choose between two scales. parameters: the Parameters
+    are kept, the last ones. parameters: the Parameters
     are the quantized weights, and the optimizer alone has masters. The head and the routers always keep high precision.
     A model that was ablated is made plain first.
     Raises UsageError for an ablation of a mixture of experts.
@@ -94,7 +93,6 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
         config = NVFP4TrainingConfig(
             hadamard="hadamard" in parts or "full" in parts,
             stochastic_rounding="stochastic" in parts or "full" in parts,
-            four_over_six=precision.endswith("_four_over_six"),
             master_weights=has_masters,
             seed=seed,
         )

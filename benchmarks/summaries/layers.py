@@ -16,7 +16,7 @@ Row = tuple[str, str, str, str]
 def layers(results: Results) -> str:
     columns = ("what", "× bf16", "× others in the same run", "peak memory, × bf16")
     parts: tuple[Callable[[Results], Iterable[Row]], ...] = (
-        _linear, _tracker, _models, _experts, _fsdp, _convergence, _torchtitan, _small
+        _linear, _tracker, _models, _experts, _fsdp, _convergence, _small
     )  # fmt: skip
     return table(columns, (row for part in parts for row in part(results)), left=4)
 
@@ -97,22 +97,6 @@ def _convergence(results: Results) -> Iterable[Row]:
     parameters, steps = written["config"]["parameters"] / 1e9, written["config"]["steps"]
     what = link(f"a decoder of {parameters:.2f} billion parameters", name)
     yield f"{what}, {steps} steps on text, compiled", fast, MISSING, memory
-
-
-def _torchtitan(results: Results) -> Iterable[Row]:
-    six, eight, four = (
-        f"torchtitan_{what}_nvidia_h200" for what in ("llama_6_layers", "llama_8_layers_2_gpus", "deepseek_4_layers")
-    )
-    trainer = f"torchtitan's own trainer, {results.load(six)['arguments']['steps']} steps, compiled"
-    whats = {
-        six: f"{trainer}: {link('six layers of Llama 3 8B', six)}, head of 128,256 included",
-        eight: f"{link('eight layers', eight)}, FSDP2 on two",
-        four: link("four layers of DeepSeek-V3 16B", four),
-    }
-    for name, what in whats.items():
-        rows = results.rows(name)
-        fast, memory = (_over(rows, {"": "fp8"}, key) for key in ("tokens/s", "peak GiB"))
-        yield what, fast, each({"rowwise": _over(rows, {"": "fp8"}, "tokens/s", "torchao_rowwise")}), memory
 
 
 def _small(results: Results) -> Iterable[Row]:

@@ -19,7 +19,7 @@ INTEGRATIONS = {
     "integrations.transformers": ("BlockwiseFP8Config", "NVFP4Config", "UnchangedWeights", "Numerics", "RecipeState"),
     "integrations.lightning": ("BlockwisePrecision", "UnchangedWeights", "Numerics"),
     "integrations.vllm": ("weight_source",),
-    "integrations.sglang": ("update_weights", "connect", "Connection", "Server"),
+    "integrations.sglang": ("update_weights",),
     "integrations.torchtitan": ("fp8", "nvfp4", "selective_ac", "BlockwiseConverter"),
 }
 

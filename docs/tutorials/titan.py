@@ -87,5 +87,5 @@ print("fp8: ", [f"{loss:.3f}" for loss in train(model)])
 print("fp32:", [f"{loss:.3f}" for loss in train(build(None))])
 
 # %%
-# Checkpoints hold plain tensors, so a run may be converted when it resumes, or no longer be. The options, what has run
-# on several ranks, and torchtitan 0.2 are in :doc:`/integrations`.
+# Checkpoints hold plain tensors, so a run may be converted when it resumes, or no longer be. The options, and what has
+# run on several ranks, are in :doc:`/integrations`.

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from export_tools import FEATURES, attention, compare, folder_of_all, mesh_of, plain, rounded, tokens
 from exported_models import tensors_in
-from gather_checks import Gathers
 from helpers import FP8, NVFP4, mlp, replace
 from operands_read import OperandsRead, assert_files_hold
 from ranks import device
@@ -47,30 +46,6 @@ def shards_nvfp4(rank: int, size: int, masters: bool) -> None:
         fully_shard(layer, mesh=mesh_of(size))
     model(tokens(4, features[0]))
     compare(model, mlp(config, features=features), "nvfp4_compressed_tensors")
-
-
-def shards_scale_groups(rank: int, size: int) -> None:
-    """Weights that share a tensor scale while they train are gathered in 4 bits, all of them."""
-    config = replace(NVFP4, scale_groups=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*quantized anew")
-        model, policy = attention(config), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        fully_shard(model, mesh=mesh_of(size), mp_policy=policy)
-        compare(model, attention(config).bfloat16(), "nvfp4_compressed_tensors")
-        with Gathers() as gathers:
-            list(checkpoint.quantized_weights(model, "nvfp4_compressed_tensors"))
-        least = 4 * 144 * 208 // 2
-        assert least <= gathers.nbytes < 1.05 * least, (gathers.nbytes, least)
-
-
-def splits_scale_groups(rank: int, size: int) -> None:
-    """Under tensor parallelism they are gathered in high precision, and quantized again as they trained."""
-    config = replace(NVFP4, scale_groups=(("q_proj", "k_proj", "v_proj", "o_proj"),))
-    model = attention(config)
-    parallelize_module(model, mesh_of(size), {f"{name}_proj": ColwiseParallel() for name in "qkvo"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        compare(model, attention(config), "nvfp4_compressed_tensors")
 
 
 def joins_sharded_nvfp4(rank: int, size: int) -> None:
@@ -218,7 +193,7 @@ def spreads_and_shards_experts(rank: int, size: int, dim: int, format: str) -> N
     config = NVFP4 if format.startswith("nvfp4") else FP8
     mesh = DeviceMesh(device().type, torch.arange(size, device="cpu").view(2, -1), mesh_dim_names=("data", "experts"))
     everywhere, policy = mesh_of(size), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    # torchtitan 0.3 gives both meshes to one call, where FSDP2 takes two (PyTorch 2.12); 0.2 calls it for each.
+    # torchtitan gives both meshes to one call, where FSDP2 takes two (PyTorch 2.12).
     by_one_call = dim == 1 and hasattr(fsdp_common, "ShardPlacementResult")
 
     def made(seed: int) -> nn.Module:

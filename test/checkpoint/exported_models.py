@@ -66,23 +66,34 @@ TINY |= {
     "eos_token_id": 2,
 }
 TINY_MIXTURES = """
-    afmoe aria_text axk1 axk2 beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5_moe
-    exaone_moe flex_olmo flint glm4_moe glm4_moe_lite glm4v_moe_text glm_moe_dsa gpt_oss granitemoe granitemoe_swa
-    granitemoehybrid granitemoeshared hy_v3 hy_v4 inkling2_text inkling_text jamba jetmoe kolibri1 laguna llama4_text
-    longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text mistral4 mistral_large4_text mixtral
-    muse_spark_text nemotron_h nllb-moe olmoe openai_privacy_filter phimoe qwen2_moe qwen3_5_moe_text qwen3_moe
-    qwen3_next qwen3_vl_moe_text solar_open switch_transformers
+    afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4
+    dots1 dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint gemma4_text glm4_moe glm4_moe_lite glm4v_moe_text
+    glm5_next_text glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3
+    hy_v4 inkling2_text inkling_text jamba jetmoe kimi_linear kolibri1 laguna llama4_text longcat_flash mellum
+    mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text mistral4 mistral_large4_text mixtral muse_spark_text nemotron_h
+    nllb-moe olmoe openai_privacy_filter phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen3_vl_moe_text
+    solar_open switch_transformers zaya
 """.split()  # noqa: SIM905
+# What these take only so; a configuration may have other values for some layers, and says so where it is asked.
+_ALSO = {
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2, "vocab_size_per_layer_input": 64},
+    "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0},
+    "zaya": {"num_experts_per_tok": 1},
+}
 
 
-def tiny_mixture(family: str):
-    """A model without values."""
+def tiny_mixture(family: str, device: str = "meta"):
+    """A model without values, on meta, or with random ones."""
     transformers = pytest.importorskip("transformers", "5.0")
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    has = transformers.AutoConfig.for_model(family)
-    config = transformers.AutoConfig.for_model(family, **{name: x for name, x in TINY.items() if hasattr(has, name)})
-    with torch.device("meta"):
+    default = transformers.AutoConfig.for_model(family)
+    has = {*dir(default), *default.attribute_map}
+    options = {name: x for name, x in (TINY | _ALSO.get(family, {})).items() if name in has}
+    config = transformers.AutoConfig.for_model(family, **options)
+    torch.manual_seed(0)
+    with torch.device(device):
         try:
             return transformers.AutoModelForCausalLM.from_config(config)
         except ValueError:

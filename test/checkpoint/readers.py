@@ -1,83 +1,228 @@
-"""How transformers and engines decide, by the names in config.json, which layers of files are quantized."""
+"""How transformers and engines decide, by the names in config.json, which layers of files are quantized.
+
+The rules of engines are written down here. `of_packages` takes the functions themselves from the packages that are
+there, and the slow tier asks both.
+"""
 
 from __future__ import annotations
+import __future__
 
+import ast
+import functools
+import importlib.util
+import json
+import os
 import re
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
 
-# As vLLM 0.33 runs them as one, over all of its models.
+from torchao_blockwise.checkpoint import stored
+from torchao_blockwise.checkpoint.files import Files
+
+# As vLLM 0.33 runs them as one, over its models.
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
+# (layer, names in config.json, all layers of the files) -> whether the layer is read in high precision.
+Skips = Callable[[str, list[str], set[str]], bool]
 
 
-def transformers_skips(layer: str, ignored: list[str]) -> bool:
+def transformers_skips(layer: str, ignored: list[str], layers: set[str]) -> bool:
     utils = pytest.importorskip("transformers.quantizers.quantizers_utils")
     return not utils.should_convert_module(layer, ignored)
 
 
-def vllm_skips(layer: str, ignored: list[str]) -> bool:
+def vllm_skips(layer: str, ignored: list[str], layers: set[str]) -> bool:
     """`is_layer_skipped` of vLLM 0.33, which is asked about fused layers and modules of experts."""
-    layer = _as_engines_build_it(layer)
-    path, _, last = layer.rpartition(".")
-    if last in _FUSED:
-        # A member may not exist: vLLM builds what files have.
-        return any(f"{path}.{part}" in ignored for part in _FUSED[last])
+    layer, members = _as_engines_build_it(layer, layers)
+    if members:
+        return layer in ignored or _all_or_none(member in ignored for member in members)
     if "experts" in layer:
         return any(layer in name for name in ignored if "experts" in name)
     return layer in ignored
 
 
-def modelopt_skips(layer: str, ignored: list[str]) -> bool:
-    """`is_layer_excluded` of vLLM 0.33: exact names, what begins with them or contains them, and wildcards."""
-    layer = _as_engines_build_it(layer)
-    return vllm_skips(layer, ignored) or any(name in layer or fnmatch(layer, name) for name in ignored)
+def modelopt_skips(layer: str, ignored: list[str], layers: set[str]) -> bool:
+    """`is_layer_excluded` of vLLM 0.33: exact names, what contains them, and wildcards."""
+    built, _ = _as_engines_build_it(layer, layers)
+    return vllm_skips(layer, ignored, layers) or any(name in built or fnmatch(built, name) for name in ignored)
 
 
-def compressed_tensors_skips(layer: str, ignored: list[str]) -> bool:
-    """`match_name` of compressed-tensors 0.20, which vLLM asks about single experts too."""
+def compressed_tensors_skips(layer: str, ignored: list[str], layers: set[str]) -> bool:
+    """`match_name` of compressed-tensors 0.20."""
     return any(
         re.match(name.removeprefix("re:"), layer) is not None if name.startswith("re:") else layer == name
         for name in ignored
     )
 
 
-def _as_engines_build_it(layer: str) -> str:
+def vllm_skips_compressed(layer: str, ignored: list[str], layers: set[str]) -> bool:
+    """`should_ignore_layer` of vLLM 0.33, which is asked about fused layers and single experts."""
+    built, members = (layer, []) if _EXPERTS.match(layer) else _fused(layer, layers)
+    if members and not compressed_tensors_skips(built, ignored, layers):
+        return _all_or_none(compressed_tensors_skips(member, ignored, layers) for member in members)
+    return compressed_tensors_skips(built, ignored, layers)
+
+
+def _as_engines_build_it(layer: str, layers: set[str]) -> tuple[str, list[str]]:
+    """(the layer that engines run it in, its members where it is fused). Only members that files have are built."""
     if match := _EXPERTS.match(layer):
-        return match[1]
-    path, _, last = layer.rpartition(".")
-    return next((f"{path}.{fused}" for fused, parts in _FUSED.items() if last in parts), layer)
+        return match[1], []
+    return _fused(layer, layers)
 
 
-READERS = {
-    "fp8_block": (transformers_skips, vllm_skips),
-    "fp8_block_ue8m0": (transformers_skips, vllm_skips),
-    "nvfp4_compressed_tensors": (compressed_tensors_skips,),
+def _fused(layer: str, layers: set[str]) -> tuple[str, list[str]]:
+    path, dot, last = layer.rpartition(".")
+    fused = next((fused for fused, parts in _FUSED.items() if last in parts), None)
+    if fused is None:
+        return layer, []
+    members = [f"{path}{dot}{part}" for part in _FUSED[fused]]
+    return f"{path}{dot}{fused}", [member for member in members if member in layers or member == layer]
+
+
+def _all_or_none(skipped: Iterator[bool]) -> bool:
+    (answer,) = set(skipped)
+    return answer
+
+
+_OF_FP8 = (transformers_skips, vllm_skips)
+READERS: dict[str, tuple[Skips, ...]] = {
+    "fp8_block": _OF_FP8,
+    "fp8_block_ue8m0": _OF_FP8,
+    "nvfp4_compressed_tensors": (compressed_tensors_skips, vllm_skips_compressed),
     "nvfp4_modelopt": (modelopt_skips,),
 }
+
+
+# --- the functions of packages ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def of_packages(format: str) -> dict[Skips, Skips]:
+    """{a function of a package that reads `format`: the rule here that says the same}, of packages that are there."""
+    compressed = format == "nvfp4_compressed_tensors"
+    found: dict[Skips, Skips] = {}
+    if (source := vllm_source()) is not None:
+        rules = {"fp8": vllm_skips, "nvfp4_modelopt": modelopt_skips, "nvfp4_compressed": vllm_skips_compressed}
+        rule = next(rule for start, rule in rules.items() if format.startswith(start))
+        found[_of_vllm(source / "model_executor/layers/quantization", rule)] = rule
+    if compressed and importlib.util.find_spec("compressed_tensors") is not None:
+        found[_of_compressed_tensors()] = compressed_tensors_skips
+    return found
+
+
+def vllm_source() -> Path | None:
+    """The folder `vllm` of its source, without an import: that of $VLLM_SOURCE, or of the installed package."""
+    if given := os.environ.get("VLLM_SOURCE"):
+        return Path(given)
+    spec = importlib.util.find_spec("vllm")
+    return Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None
+
+
+def _functions(file: Path, *names: str, **globals_: Any) -> dict[str, Any]:
+    """Functions and methods of a file of vLLM, of which no import is run: those need its compiled parts."""
+    found = [x for x in ast.walk(ast.parse(file.read_text())) if isinstance(x, ast.FunctionDef) and x.name in names]
+    # The first of a name: methods of classes that others inherit from come first.
+    chosen = list({x.name: x for x in reversed(found)}.values())
+    assert len(chosen) == len(names), (file, names)
+    globals_ |= {"re": re, "fnmatch": fnmatch, "MappingProxyType": MappingProxyType}
+    flags = __future__.annotations.compiler_flag
+    exec(compile(ast.Module(chosen, []), str(file), "exec", flags), globals_)
+    return globals_
+
+
+def _of_vllm(folder: Path, rule: Skips) -> Skips:
+    def mapping(layer: str, layers: set[str]) -> tuple[str, dict[str, list[str]]]:
+        is_single = rule is vllm_skips_compressed and _EXPERTS.match(layer)
+        built, members = (layer, []) if is_single else _as_engines_build_it(layer, layers)
+        return built, {built.rpartition(".")[2]: [x.rpartition(".")[2] for x in members]} if members else {}
+
+    names = _functions(folder / "utils/quant_utils.py", "is_layer_skipped")
+    if rule is modelopt_skips:
+        names = _functions(folder / "modelopt.py", "is_layer_excluded", is_layer_skipped=names["is_layer_skipped"])
+    elif rule is vllm_skips_compressed:
+        names = _functions(folder / "utils/config_utils.py", "find_matching_patterns", "is_equal_or_regex_match")
+        names = _functions(folder / "compressed_tensors/utils.py", "should_ignore_layer", **names)
+
+    def vllm_itself(layer: str, ignored: list[str], layers: set[str]) -> bool:
+        built, fused = mapping(layer, layers)
+        if rule is modelopt_skips:
+            config = SimpleNamespace(exclude_modules=ignored, packed_modules_mapping=fused)
+            return names["is_layer_excluded"](config, built)
+        function = names["is_layer_skipped" if rule is vllm_skips else "should_ignore_layer"]
+        return function(built, ignored, fused)
+
+    return vllm_itself
+
+
+def _of_compressed_tensors() -> Skips:
+    from compressed_tensors.utils.match import is_match
+
+    linear = nn.Linear(1, 1)
+
+    def compressed_tensors_itself(layer: str, ignored: list[str], layers: set[str]) -> bool:
+        return not is_match(layer, linear, ["Linear"], ignored)
+
+    return compressed_tensors_itself
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def ignored_in(settings: dict) -> list[str]:
     return settings.get("modules_to_not_convert", settings.get("ignore"))
 
 
-def check_names(format: str, settings: dict, weights: dict[str, tuple[bool, int]]) -> None:
-    """Readers skip each layer that is not quantized, and no other one. weights: {name: (is quantized, dims)}."""
-    ignored = ignored_in(settings)
+def check_names(format: str, settings: dict, weights: dict[str, tuple[bool, int]], packages: bool = False) -> None:
+    """Readers skip each layer that is not quantized, and no other one. weights: {name: (is quantized, dims)}.
+
+    packages: ask the functions of the packages that are there as well, and have the rules here answer like them.
+    """
+    ignored, layers = ignored_in(settings), layers_of(weights)
+    themselves = of_packages(format) if packages else {}
+    for name, layer, is_quantized in asked(weights):
+        for skips in (*READERS[format], *themselves):
+            assert skips(layer, ignored, layers) != is_quantized, (skips.__name__, name)
+
+
+def check_folder(folder: Path, format: str, packages: bool = False) -> dict[bool, int]:
+    """Readers decide rightly about every tensor that lies there. Returns how many are quantized and not."""
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    files = Files(folder)
+    weights = {
+        name: (stored.is_quantized(files, name), len(stored.shape(files, name))) for name in stored.weights_in(files)
+    }
+    check_names(format, settings, weights, packages)
+    kinds = [is_quantized for is_quantized, dims in weights.values() if dims > 1]
+    return {kind: kinds.count(kind) for kind in (True, False)}
+
+
+def layers_of(weights: dict[str, tuple[bool, int]]) -> set[str]:
+    return {_layer(name) for name in weights}
+
+
+def asked(weights: dict[str, tuple[bool, int]]) -> Iterator[tuple[str, str, bool]]:
+    """(name of a tensor, the layer that readers ask about, whether it is quantized)."""
     quantized = {_layer(name) for name, (is_quantized, _) in weights.items() if is_quantized}
     for name, (is_quantized, dims) in weights.items():
         layer = _layer(name)
         # What a quantized layer has beside its weight is read with it.
         if dims > 1 and (is_quantized or layer not in quantized):
             # A Parameter that lies among quantized layers is not a layer.
-            asked = layer if not any(other.startswith(layer) for other in quantized - {layer}) else name
-            for skips in READERS[format]:
-                assert skips(asked.removesuffix(".weight"), ignored) != is_quantized, (skips.__name__, name)
+            is_layer = not any(other.startswith(layer) for other in quantized - {layer})
+            yield name, (layer if is_layer else name).removesuffix(".weight"), is_quantized
 
 
 def _layer(name: str) -> str:

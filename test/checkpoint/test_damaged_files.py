@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, mlp
+from helpers import FP8, NVFP4, mlp, replace
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -147,6 +148,85 @@ def test_damaged_files_are_refused_or_read_in_bounds(format, tmp_path):
 @pytest.mark.parametrize("format", CONFIGS)
 def test_thousands_of_damaged_files(format, tmp_path):
     check_damaged(tmp_path, format, range(150, 1200))
+
+
+# --- one bad tensor among good ones -----------------------------------------------------------------------------------
+
+
+def _cut(file: Path, name: str) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _changed(change):
+    def damage(file: Path, name: str) -> None:
+        safetensors.save_file({name: change(safetensors.load_file(file)[name]).contiguous()}, file)
+
+    return damage
+
+
+def _renamed(file: Path, name: str) -> None:
+    safetensors.save_file({f"{name}_of_another": safetensors.load_file(file)[name]}, file)
+
+
+BAD = {
+    "missing file": lambda file, name: file.unlink(),
+    "empty file": lambda file, name: file.write_bytes(b""),
+    "cut": _cut,
+    "foreign": lambda file, name: file.write_bytes(b"PK\x03\x04" * 99),
+    "missing tensor": _renamed,
+    "one row more": _changed(lambda x: torch.cat((x.reshape(-1), x.reshape(-1)[:1]))),
+    "another dim": _changed(lambda x: x[None, None]),
+    "no elements": _changed(lambda x: x.reshape(-1)[:0]),
+    "integers": _changed(lambda x: torch.zeros(x.shape, dtype=torch.int32)),
+    "e5m2": _changed(lambda x: x.float().to(torch.float8_e5m2)),
+    "complex": _changed(lambda x: x.float().to(torch.complex64)),
+}
+
+
+def check_bad(folder: Path, format: str, masters: bool, last: bool) -> None:
+    """The message names the file or tensor that is bad, and the model does not change. last: only one is, the last."""
+    checkpoint.export(mlp(CONFIGS[format], seed=1), folder, format, shard_bytes=1)
+    where = json.loads((folder / INDEX).read_text())["weight_map"]
+    assert len(set(where.values())) == len(where)
+    model = mlp(replace(CONFIGS[format], master_weights=masters))
+    before = {n: x.clone() for n, x in model.state_dict().items()}
+    for (name, file), (kind, damage) in itertools.product([*where.items()][-last:], BAD.items()):
+        whole = (folder / file).read_bytes()
+        damage(folder / file, name)
+        with pytest.raises((ValueError, KeyError)) as refused:
+            checkpoint.load(model, folder)
+        said = str(refused.value)
+        assert str(folder) in said and (name in said or file in said) and "; " in said, (kind, name, said)
+        for n, x in model.state_dict().items():
+            assert_bitwise_equal(x, before[n], f"{kind}: {n}")
+        (folder / file).write_bytes(whole)
+    checkpoint.load(model, folder)
+    assert_bitwise_equal(model[2].bias, mlp(seed=1)[2].bias)
+
+
+@pytest.mark.parametrize("format", CONFIGS)
+def test_one_bad_tensor_loads_nothing(format, tmp_path):
+    check_bad(tmp_path / "out", format, masters=True, last=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@pytest.mark.parametrize("format", CONFIGS)
+def test_any_bad_tensor_loads_nothing(format, masters, tmp_path):
+    check_bad(tmp_path / "out", format, masters, last=False)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_numbers_in_the_place_of_integers_are_refused(dtype, tmp_path):
+    """Counters of a model would be cut to integers."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    tensors = {name: x.clone() for name, x in model.state_dict().items()}
+    tensors["0.num_batches_tracked"] = torch.tensor(1.5, dtype=dtype)
+    tensors["0.bias"] = torch.ones(4)
+    safetensors.save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match=r"0\.num_batches_tracked in .* is in B?F\d+, the model wants torch\.int64; "):
+        checkpoint.load(model, tmp_path)
+    assert not model[0].bias.any()
 
 
 # --- places -----------------------------------------------------------------------------------------------------------

@@ -36,8 +36,6 @@ CASES = [
         for format in ("fp8_block", "nvfp4_compressed_tensors")
     ),
     *(("streams", size, masters) for size in (2, 3) for masters in (True, False)),
-    ("shards_scale_groups", 2),
-    ("splits_scale_groups", 3),
     ("splits", 2),
     *(("splits_shards", 4, format) for format in ("fp8_block", "nvfp4_compressed_tensors")),
     ("spreads_experts", 2),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,14 @@ import torch
 from helpers import FP8, FP8_POW2, NVFP4, mlp, replace
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, checkpoint, linears_and_experts, skip_lm_head
+from torchao_blockwise import (
+    BlockwiseFP8Tensor,
+    MasterWeightTensor,
+    checkpoint,
+    is_linear,
+    linears_and_experts,
+    skip_lm_head,
+)
 from torchao_blockwise.testing import assert_bitwise_equal
 
 sys.path.append(str(Path(__file__).parent))
@@ -89,6 +98,44 @@ def test_transformers_loads_it(name, tmp_path):
             weight = ours.weight.quantized()
             decoded = checkpoint.fp8_block.values(weight.qdata, weight.scale, torch.float32)
             torch.testing.assert_close(loaded.get_submodule(layer).weight.detach(), decoded, rtol=0.01, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", (64, 128, 160, 192, 200, 256, 320, 576))
+def test_a_warning_says_where_transformers_misreads(width, tmp_path):
+    """It does where it raises, or where values differ: of gate and up [width, 128], and of down [128, width]."""
+    transformers = pytest.importorskip("transformers", "5.20")
+    options = {"hidden_size": 128, "head_dim": 32, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SMALL | options | {"intermediate_size": width})))
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)][:-1]
+    for layer in layers:
+        # No two blocks have the same scale.
+        layer.weight.data *= torch.linspace(1, 9, layer.weight.numel()).view_as(layer.weight)
+    quantize_(model, FP8, filter_fn=is_linear() & skip_lm_head())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        checkpoint.export(model, tmp_path / "out")
+    warned = [str(w.message) for w in found if "where transformers dequantizes" in str(w.message)]
+    try:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out",
+            quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
+            dtype=torch.float32,
+        )
+        wrong = []
+        for name, weight in model.named_parameters():
+            if isinstance(weight, MasterWeightTensor):
+                operand = weight.quantized()
+                decoded = checkpoint.fp8_block.values(operand.qdata, operand.scale, torch.float32)
+                if not torch.allclose(loaded.get_parameter(name).detach(), decoded, rtol=0.01, atol=1e-6):
+                    wrong.append(name)
+    except (RuntimeError, ValueError):
+        wrong = ["raises"]
+    assert bool(warned) == bool(wrong), (wrong, warned)
+    if warned:
+        names = re.findall(r"mlp\.(\w+)\.weight (\[.*?\])", warned[0])
+        up = f"[{width}, 128]"
+        assert names == [("down_proj", f"[128, {width}]"), ("gate_proj", up), ("up_proj", up)]
+        assert "q_proj" not in warned[0]
 
 
 def test_a_cut_block_is_quantized_anew(tmp_path):

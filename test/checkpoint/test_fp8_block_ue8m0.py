@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import FP8, FP8_POW2, mlp, replace
+from torchao.quantization import quantize_
 
-from torchao_blockwise import checkpoint
+from torchao_blockwise import checkpoint, skip_fqns, skip_lm_head
 from torchao_blockwise.cli import main
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -96,6 +97,33 @@ def test_engines_that_quantize_weights_again_keep_their_values(tmp_path):
             changed[format, i] = (quantized_again(codes, scale) != values).float().mean().item()
     assert changed["fp8_block_ue8m0", 0] == changed["fp8_block_ue8m0", 2] == 0
     assert min(changed["fp8_block", 0], changed["fp8_block", 2]) > 0.5
+
+
+@masters_or_not
+@pytest.mark.parametrize("kind", ("all", "some", "none"))
+def test_files_in_fp32_say_that_scales_are_powers_of_two(kind, masters, tmp_path):
+    """Where all are. They are loaded and exported to the same bytes."""
+    config = replace(FP8_POW2 if kind == "all" else FP8, master_weights=masters)
+
+    def made():
+        model = language_model("Llama", None)
+        if kind == "some":
+            quantize_(model, replace(FP8_POW2, master_weights=masters), filter_fn=skip_fqns("*.mlp.*") & skip_lm_head())
+        quantize_(model, config, filter_fn=skip_lm_head() if kind != "some" else lambda m, fqn: ".mlp." in fqn)
+        return model
+
+    checkpoint.export(made(), tmp_path / "out")
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings.get("scale_fmt") == ("ue8m0" if kind == "all" else None)
+    assert {name for name in tensors_in(tmp_path / "out") if name.endswith("scale")} == set()
+    again = made()
+    with torch.no_grad():
+        for p in again.parameters():
+            p.copy_(torch.ones(p.shape))
+    checkpoint.load(again, tmp_path / "out")
+    checkpoint.export(again, tmp_path / "again")
+    for file in (tmp_path / "out").iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
 
 def test_other_scales_are_refused(tmp_path):

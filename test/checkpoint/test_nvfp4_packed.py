@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,11 +13,11 @@ import torch
 from helpers import NVFP4, mlp, replace
 from torchao.quantization import quantize_
 
-from torchao_blockwise import MasterWeightTensor, checkpoint, linears_and_experts, ops, skip_lm_head
+from torchao_blockwise import MasterWeightTensor, NVFP4Tensor, checkpoint, linears_and_experts, ops, skip_lm_head
 from torchao_blockwise.checkpoint import nvfp4_packed
+from torchao_blockwise.checkpoint.fused_layers import fused_layers
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.formats import E2M1, NVFP4_16X16
-from torchao_blockwise.tensors.scale_groups import scale_group_name
 from torchao_blockwise.testing import assert_bitwise_equal
 
 sys.path.append(str(Path(__file__).parent))
@@ -59,83 +60,44 @@ def test_files_have_the_bytes_that_products_read(masters, tmp_path):
         torch.testing.assert_close(decoded(found, str(i)), values, rtol=3e-7, atol=0)
 
 
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 @pytest.mark.parametrize("name", ("Llama", "Qwen3Moe", "DeepseekV3"))
-def test_layers_that_engines_join_have_one_tensor_scale(name, tmp_path):
-    """That of the largest amax; their payload is what quantizing with it gives."""
-    model = language_model(name, NVFP4)
-    with pytest.warns(UserWarning, match="engines as one with others of another tensor scale, or .* quantized anew"):
+def test_layers_that_engines_join_have_one_tensor_scale(name, masters, tmp_path):
+    """That of the largest amax; the payload is what quantizing with it gives: masters, or what Parameters decode to."""
+    model = language_model(name, replace(NVFP4, master_weights=masters))
+    with pytest.warns(UserWarning, match="engines as one with others of another .* quantized anew: ") as warned:
         found = export(model, tmp_path / "out")
+    (message,) = (str(w.message) for w in warned if "quantized anew" in str(w.message))
     amaxes: dict[str, torch.Tensor] = {}
-    weights = {n: p for n, p in model.named_parameters() if isinstance(p, MasterWeightTensor)}
-    for n, p in weights.items():
-        amaxes[scale_group_name(n)] = torch.maximum(
-            amaxes.get(scale_group_name(n), torch.zeros(())), p.hp.detach().abs().amax()
-        )
+    kind = MasterWeightTensor if masters else NVFP4Tensor
+    weights = {n: p for n, p in model.named_parameters() if isinstance(p, kind)}
+    own = {
+        n: p.hp.detach().abs().amax() if masters else p.global_scale * (E2M1.max * NVFP4_16X16.scale_max)
+        for n, p in weights.items()
+    }
+    fused = fused_layers(own)
+    for n, amax in own.items():
+        amaxes[fused[n]] = torch.maximum(amaxes.get(fused[n], torch.zeros(())), amax)
     assert len(amaxes) < len(weights)
     checked = 0
     for n, p in weights.items():
         if f"{n}_packed" not in found:
             continue  # experts of one Parameter
-        wanted = ops.quantize(p.hp.detach(), NVFP4_16X16, tensor_amax=amaxes[scale_group_name(n)]).rowwise
+        amax = amaxes[fused[n]]
+        wanted = p.operand() if not masters and amax == own[n] else None
+        if wanted is None:
+            values = p.hp.detach() if masters else p.dequantize()
+            wanted = ops.quantize(values, NVFP4_16X16, tensor_amax=amax).rowwise
         assert digest(found[f"{n}_packed"]) == digest(wanted.qdata)
         assert_bitwise_equal(found[f"{n}_global_scale"], wanted.global_scale.reciprocal().reshape(1))
+        assert amax == own[n] or re.sub(r"\.\d+\b", ".*", n) in message
         checked += 1
     assert checked
-    for n, scale in found.items():
-        if n.endswith("weight_global_scale"):
-            alike = {scale_group_name(n.removesuffix("_global_scale")): scale}
-            for other, theirs in found.items():
-                if other.endswith("_global_scale") and scale_group_name(other.removesuffix("_global_scale")) in alike:
-                    assert_bitwise_equal(theirs, scale, other)
+    scales: dict[str, torch.Tensor] = {}
+    for n, group in fused_layers(n.removesuffix("_global_scale") for n in found if n.endswith("_global_scale")).items():
+        assert_bitwise_equal(found[f"{n}_global_scale"], scales.setdefault(group, found[f"{n}_global_scale"]), n)
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert settings["format"] == "nvfp4-pack-quantized" and "lm_head" in settings["ignore"]
-
-
-@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
-@pytest.mark.parametrize("name", ("Llama", "Qwen3Moe", "DeepseekV3"))
-def test_weights_that_shared_a_scale_in_training_go_out_as_they_trained(name, masters, tmp_path, recwarn):
-    """None is quantized anew; engines find one tensor scale in what they join."""
-    model = language_model(name, replace(NVFP4, master_weights=masters, scale_groups=True))
-    found = export(model, tmp_path / "out")
-    assert not [w for w in recwarn if "quantized anew" in str(w.message)]
-    scales: dict[str, set[float]] = {}
-    for n, p in model.named_parameters():
-        if f"{n}_packed" not in found:
-            continue  # experts of one Parameter, and what is not converted
-        operand = p.quantized() if masters else p.operand()
-        assert digest(found[f"{n}_packed"]) == digest(operand.qdata)
-        assert_bitwise_equal(found[f"{n}_scale"].view(torch.uint8)[::16], operand.scale.view(torch.uint8))
-        assert_bitwise_equal(found[f"{n}_global_scale"], operand.global_scale.reciprocal().reshape(1))
-        scales.setdefault(scale_group_name(n), set()).add(operand.global_scale.item())
-    assert any("+" in n for n in scales) and all(len(of_group) == 1 for of_group in scales.values())
-
-
-def test_groups_of_ones_own_go_out_as_they_trained(tmp_path):
-    """With others than engines join: the scale of all, whoever has the largest amax."""
-    model = language_model("Llama", replace(NVFP4, scale_groups=(("q_proj", "k_proj", "v_proj", "o_proj"),)))
-    with torch.no_grad():
-        model.model.layers[0].self_attn.o_proj.weight.mul_(8)
-    with pytest.warns(UserWarning, match="2 weights .* quantized anew: model.layers.0.mlp"):
-        found = export(model, tmp_path / "out")
-    for n, p in model.named_parameters():
-        if "self_attn" in n and n.endswith("proj.weight"):
-            assert digest(found[f"{n}_packed"]) == digest(p.quantized().qdata)
-
-
-@pytest.mark.parametrize(
-    "names",
-    (
-        ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.v_proj.weight"],
-        ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"],
-        ["l.0.mlp.experts.0.gate_proj.weight", "l.0.mlp.experts.17.up_proj.weight"],
-        ["l.0.mlp.experts.0.down_proj.weight", "l.0.mlp.experts.1.down_proj.weight"],
-    ),
-    ids=lambda names: names[0],
-)
-def test_what_engines_join(names):
-    assert len({scale_group_name(name) for name in names}) == 1
-    assert scale_group_name(names[0]) != scale_group_name(names[0].replace(".0.", ".1.", 1))
-    assert scale_group_name("l.0.self_attn.o_proj.weight") == "l.0.self_attn.o_proj.weight"
 
 
 def test_equal_scales_are_left_alone(tmp_path, recwarn):

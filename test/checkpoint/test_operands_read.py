@@ -72,12 +72,6 @@ def test_of_experts(config, masters, device, tmp_path):
     check(model, "fp8_block", tmp_path / "out", *tokens(device))
 
 
-def test_of_experts_that_share_a_tensor_scale(device, tmp_path):
-    """Engines run all experts' weights with one: `scale_groups`, or they are quantized anew."""
-    model = experts_of(replace(NVFP4, scale_groups=True), device)
-    check(model, "nvfp4_compressed_tensors", tmp_path / "out", *tokens(device))
-
-
 def test_other_bytes_are_seen(device, tmp_path):
     model = mlp(FP8, features=FEATURES).to(device)
     with OperandsRead() as products, torch.no_grad():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
+import random
 import re
 import sys
 import warnings
@@ -24,19 +27,18 @@ from torchao_blockwise import (
     skip_fqns,
     skip_lm_head,
 )
-from torchao_blockwise.checkpoint import stored
-from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
 from torchao_blockwise.checkpoint.plain_layers import Written, plain_layers, written
 from torchao_blockwise.checkpoint.writing import FORMATS as FILE_FORMATS
 from torchao_blockwise.cli import main
 from torchao_blockwise.tensors import MasterWeightTensor
+from torchao_blockwise.testing import assert_bitwise_equal
 
 sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
 from exported_models import MODELS, TINY_MIXTURES, language_model, safetensors, tiny_mixture
-from readers import check_names, transformers_skips
+from readers import asked, check_folder, check_names, ignored_in, layers_of, of_packages, transformers_skips
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 MIXTURES = ("Qwen3Moe", "Mixtral", "DeepseekV3")
@@ -64,18 +66,6 @@ def settings(model, folder, format="fp8_block") -> dict:
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
-def check_folder(folder, format: str) -> dict[bool, int]:
-    """What readers are told of every tensor that lies there. Returns how many are quantized and not."""
-    told = json.loads((folder / "config.json").read_text())["quantization_config"]
-    files = Files(folder)
-    weights = {
-        name: (stored.is_quantized(files, name), len(stored.shape(files, name))) for name in stored.weights_in(files)
-    }
-    check_names(format, told, weights)
-    kinds = [is_quantized for is_quantized, dims in weights.values() if dims > 1]
-    return {kind: kinds.count(kind) for kind in (True, False)}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_all_that_is_not_quantized_is_named(name, tmp_path):
     """Routers are Parameters of transformers' own modules; the last block is not converted."""
@@ -87,7 +77,7 @@ def test_all_that_is_not_quantized_is_named(name, tmp_path):
         own = dict(module.named_parameters(recurse=False))
         if isinstance(module, nn.Linear) or any(p.dim() == 3 for p in own.values()):
             is_converted = any(isinstance(p, MasterWeightTensor) for p in own.values())
-            assert transformers_skips(path, ignored) != is_converted, path
+            assert transformers_skips(path, ignored, set()) != is_converted, path
     if name in MIXTURES:
         assert [n for n in ignored if n.endswith("experts") and "shared" not in n] == EXPERTS[name]
 
@@ -119,20 +109,57 @@ def test_every_format_names_them(name, format, tmp_path):
     assert min(check_folder(tmp_path / "out", format).values()) > 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", TINY_MIXTURES)
-def test_every_mixture_of_experts(family):
-    """Under the names of files, and under transformers' own."""
+@functools.cache
+def written_of(family: str) -> tuple[list[Written], dict[str, int]]:
+    """(what files of the family have, the dims of its tensors)."""
     model = tiny_mixture(family)
     quantize_(model, FP8, filter_fn=recommended_layers(model))
     tensors = tensors_of(model)
     in_files = [*written(model, tensors, all_parts_on_disk(model, tensors))]
+    return in_files, {name: x.dim() for name, x in tensors.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TINY_MIXTURES)
+def test_every_mixture_of_experts(family):
+    """Under the names of files, and under transformers' own."""
+    in_files, dims = written_of(family)
     plain = plain_layers(in_files)
     for format, layout in FILE_FORMATS.items():
-        check_names(format, layout.settings(plain), {x.name: (x.is_quantized, len(x.shape)) for x in in_files})
-    own = {x.own[0]: (x.is_quantized, tensors[x.own[0]].dim()) for x in in_files}
+        weights = {x.name: (x.is_quantized, len(x.shape)) for x in in_files}
+        check_names(format, layout.settings(plain), weights, packages=True)
+    own = {x.own[0]: (x.is_quantized, dims[x.own[0]]) for x in in_files}
     check_names("fp8_block", FILE_FORMATS["fp8_block"].settings(plain), own)
     assert {x.is_quantized for x in in_files if len(x.shape) > 1} == {True, False}
+
+
+def answer(skips, *args) -> bool | str:
+    try:
+        return skips(*args)
+    except ValueError:
+        return "members of a fused layer differ"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FILE_FORMATS)
+def test_rules_of_the_default_tier_are_those_of_packages(format):
+    """Lists that are wrong get the same answers too: shorter ones, and ones with other names."""
+    packages = of_packages(format)
+    if not any(itself.__name__ == "vllm_itself" for itself in packages):
+        pytest.skip("vLLM's source is not here; CONTRIBUTING.md says how to get it")
+    draw, answers = random.Random(0), set()
+    for family in TINY_MIXTURES:
+        in_files, _ = written_of(family)
+        weights = {x.name: (x.is_quantized, len(x.shape)) for x in in_files}
+        ignored, layers = ignored_in(FILE_FORMATS[format].settings(plain_layers(in_files))), layers_of(weights)
+        lists = [[], ignored, [*ignored, *draw.sample(sorted(layers), 3)]]
+        lists += [[name for name in ignored if draw.random() < 0.7] for _ in range(3)]
+        for (itself, rule), names in itertools.product(packages.items(), lists):
+            for layer in sorted({layer for _, layer, _ in asked(weights)}):
+                got, expected = (answer(skips, layer, names, layers) for skips in (rule, itself))
+                assert got == expected, (itself.__name__, layer, names)
+                answers.add(got)
+    assert len(answers) == 3
 
 
 UNREAD = {
@@ -208,7 +235,7 @@ def test_where_engines_want_all_or_nothing_a_warning_says_so(tmp_path):
 
 
 def test_whole_models_warn_of_nothing(tmp_path):
-    model = language_model("Qwen3Moe", None)
+    model = language_model("Qwen3Moe", None, hidden_size=256, head_dim=64)
     quantize_(model, FP8, filter_fn=is_linear() & skip_lm_head())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -216,3 +243,16 @@ def test_whole_models_warn_of_nothing(tmp_path):
     routers = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
     experts = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     assert names == ["lm_head", "model.embed_tokens", *routers, *experts]
+
+
+def test_a_convolution_that_files_have_in_parts(tmp_path):
+    """transformers runs those of q, k and v as one, and writes three."""
+    model = tiny_mixture("bailing_hybrid", "cpu")
+    model.save_pretrained(tmp_path / "plain")
+    (file,) = (tmp_path / "plain").glob("*.safetensors")
+    plain = {name: x for name, x in safetensors.load_file(file).items() if "conv1d" in name}
+    assert {name.rpartition(".attention.")[2] for name in plain} == {f"{x}_conv1d.weight" for x in "qkv"}
+    quantize_(model, FP8, filter_fn=recommended_layers(model))
+    found = dict(checkpoint.quantized_weights(model))
+    for name, x in plain.items():
+        assert_bitwise_equal(found[name], x, name)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import FP8, FP8_POW2, mlp, replace
+from helpers import FP8, FP8_POW2, NVFP4, mlp, replace
 
 from torchao_blockwise import checkpoint
+from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.cli import main
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -208,3 +209,53 @@ def test_other_scales_than_the_models_are_named(of_files, of_model, masters, tmp
     with pytest.warns(UserWarning, match=rf"load: scales of 0\.weight in .* are .*; {fits}") as said:
         checkpoint.load(model, tmp_path / "out")
     assert len(said) == 1
+
+
+# --- groups of compressed-tensors with a format each ------------------------------------------------------------------
+
+
+def mixed(**formats: str) -> dict:
+    groups = {name: compressed()["config_groups"]["group_0"] | {"format": x} for name, x in formats.items()}
+    return compressed(format="mixed-precision") | {"config_groups": groups}
+
+
+@pytest.mark.parametrize("key", ("quantization_config", "compression_config"))
+@pytest.mark.parametrize("nested", (False, True), ids=("", "text_config"))
+def test_layers_of_two_formats_are_read(nested, key, tmp_path):
+    """The first in NVFP4, the other in blocks of FP8."""
+    features = (64, 160, 32)
+    checkpoint.export(mlp(FP8, features, seed=1), tmp_path / "fp8")
+    checkpoint.export(mlp(NVFP4, features, seed=1), tmp_path / "nvfp4", "nvfp4_compressed_tensors")
+    found = tensors_in(tmp_path / "fp8")
+    found = {name: x for name, x in found.items() if name.startswith("2.")}
+    found["2.weight_scale"] = found.pop("2.weight_scale_inv")
+    found |= {name: x for name, x in tensors_in(tmp_path / "nvfp4").items() if name.startswith("0.")}
+    settings = {key: mixed(first="nvfp4-pack-quantized", second="float-quantized")}
+    saved(tmp_path / "other", found, {"text_config": settings} if nested else settings)
+    model, alike = mlp(None, features), {"fp8": mlp(None, features), "nvfp4": mlp(None, features)}
+    checkpoint.load(model, tmp_path / "other")
+    for name, other in alike.items():
+        checkpoint.load(other, tmp_path / name)
+    assert_bitwise_equal(model[0].weight, alike["nvfp4"][0].weight)
+    assert_bitwise_equal(model[2].weight, alike["fp8"][2].weight)
+    plain = Files(tmp_path / "other").plain_config()
+    assert plain == ({"text_config": {}} if nested else {})
+
+
+MIXED = {
+    "one is of integers": (
+        mixed(first="float-quantized", second="pack-quantized"),
+        r"second of 'mixed-precision': format is 'pack-quantized'; of compressed-tensors's files those of ",
+    ),
+    "one has no format": (mixed(first="float-quantized", second=None), r"second of 'mixed-precision': format is None"),
+    "one is mixed": (mixed(first="mixed-precision"), r"first of 'mixed-precision': format is 'mixed-precision'"),
+}
+
+
+@pytest.mark.parametrize("key", ("quantization_config", "compression_config"))
+@pytest.mark.parametrize(("settings", "message"), MIXED.values(), ids=MIXED)
+def test_a_group_of_another_format_is_refused_by_name(settings, message, key, tmp_path):
+    checkpoint.export(mlp(FP8, seed=1), tmp_path / "out")
+    saved(tmp_path / "other", tensors_in(tmp_path / "out"), {key: settings})
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(mlp(FP8), tmp_path / "other")

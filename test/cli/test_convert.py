@@ -134,7 +134,7 @@ def test_a_disk_that_is_full_at_the_end_costs_one_file(tmp_path, monkeypatch, ca
 def test_other_options_start_anew(tmp_path, monkeypatch):
     plain("llama", tmp_path / "plain")
     command = ["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--shard-gb", "0.0001"]
-    monkeypatch.setattr(convert, "plain_layers", lambda model: 1 / 0)
+    monkeypatch.setattr(convert, "write_settings", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(command)
     monkeypatch.undo()
@@ -153,6 +153,44 @@ def test_stray_files_are_not_copied(tmp_path, capsys):
     assert tensors_in(tmp_path / "again").keys() == tensors_in(tmp_path / "out").keys()
     with pytest.warns(UserWarning, match="ignored consolidated"):
         assert main(["verify", str(tmp_path / "out"), str(tmp_path / "plain")]) == 0
+
+
+SCALES_OF_AN_ENGINE = ("input_scale", "output_scale", "k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale")
+
+
+@pytest.mark.parametrize("to", ("plain", "nvfp4_modelopt"))
+def test_scales_of_an_engine_are_of_no_model(to, tmp_path, capsys):
+    """`convert` leaves them out, `verify` and `load` do not miss them."""
+    plain("llama", tmp_path / "plain")
+    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "fp8")]) == 0
+    file = tmp_path / "fp8" / "model.safetensors"
+    more = {f"model.layers.0.self_attn.{name}": torch.ones(()) for name in SCALES_OF_AN_ENGINE}
+    without = safetensors.load_file(file)
+    safetensors.save_file(without | more, file, metadata={"format": "pt"})
+    assert main(["convert", str(tmp_path / "fp8"), str(tmp_path / "out"), "--to", to]) == 0
+    assert not tensors_in(tmp_path / "out").keys() & more.keys()
+    for pair in (("fp8", "plain"), ("plain", "fp8"), ("fp8", "fp8")):
+        assert main(["verify", *(str(tmp_path / folder) for folder in pair)]) == 0
+    checkpoint.load(transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()), tmp_path / "fp8")
+    # Other names that are left over are still said.
+    safetensors.save_file(without | {"model.layers.0.self_attn.x_scale": torch.ones(())}, file)
+    assert main(["verify", str(tmp_path / "fp8"), str(tmp_path / "plain")]) == 1
+
+
+def test_experts_under_names_that_nobody_reads_are_refused(tmp_path, capsys):
+    """With --skip they are copied."""
+    options = SIZES | {"num_local_experts": 2, "num_experts_per_tok": 1}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.GraniteMoeConfig(**options))
+    model.save_pretrained(tmp_path / "plain")
+    command = ["convert", str(tmp_path / "plain"), str(tmp_path / "out")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "input_linear.weight holds all experts of a layer under a name that readers take for high" in error
+    assert "convert: --skip" in error and not (tmp_path / "out").exists()
+    assert main([*command, "--skip", "*.experts"]) == 0
+    found = tensors_in(tmp_path / "out")
+    assert found["model.layers.0.block_sparse_moe.input_linear.weight"].dtype == torch.float32
+    assert found["model.layers.0.self_attn.o_proj.weight"].dtype == torch.float8_e4m3fn
 
 
 def test_layers_are_left_out_by_name(tmp_path):

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from helpers import FP8, RECIPES, Tied, mlp, replace, saved_and_loaded
 from torchao.quantization import quantize_
 
+from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor
 from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.tensors.state_values import plain_values
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -68,6 +69,23 @@ def test_blocks_of_zeros_nan_and_inf(config, values):
         model[0].weight[:16, :16] = values
     quantize_(model, config)
     assert_bitwise_equal(model.state_dict()["0.weight"], model[0].weight.dequantize())
+
+
+@pytest.mark.parametrize("scale", (0.0, 2**-9, 3.0, 448.0), ids=str)
+@pytest.mark.parametrize("sign", (0, 0x88), ids=("zeros", "minus_zeros"))
+@pytest.mark.parametrize(("cls", "mask"), ((BlockwiseFP8Tensor, 0xBF), (NVFP4Tensor, 0xEE)), ids=("fp8", "nvfp4"))
+def test_blocks_of_zeros_with_scales_of_other_tools(cls, mask, sign, scale):
+    """They stay zeros where the largest values of others, which lack the largest code, are moved by a step."""
+    weight = cls.from_hp(torch.randn(160, 200, generator=torch.Generator().manual_seed(0)))
+    rows, columns = weight.fmt.block
+    codes = weight.qdata.view(torch.uint8)
+    codes[rows:] &= mask
+    # Two codes a byte in NVFP4.
+    codes[:rows, : columns // weight.fmt.element.per_byte] = sign if cls is NVFP4Tensor else sign & 0x80
+    weight.scale[0, 0] = scale
+    decoded, values = weight.dequantize(), plain_values(weight)
+    assert not torch.equal(values, decoded) and values.isfinite().all()
+    assert_bitwise_equal(values[:rows, :columns], decoded[:rows, :columns])
 
 
 @pytest.mark.parametrize("config", (FP8, *QUANTIZED.values()), ids=("fp8_masters", *QUANTIZED))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from helpers import FOUR_OVER_SIX, FULL, PER_EXPERT, RECIPES, SCALE_GROUPS, replace
+from helpers import FULL, PER_EXPERT, RECIPES, replace
 from ranks import device
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -13,14 +13,11 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, ops
 from torchao_blockwise.distributed import sync_weight_scales
-from torchao_blockwise.tensors.scale_groups import scale_group_name
 from torchao_blockwise.testing import assert_bitwise_equal
 
 # The same bits as Triton's interpreter, many times faster.
 _ALL = RECIPES | {
     "nvfp4_full": FULL,
-    "nvfp4_four_over_six": FOUR_OVER_SIX,
-    "nvfp4_scale_groups": SCALE_GROUPS,
     "nvfp4_per_expert": PER_EXPERT,
     # Without draws, which differ from pass to pass.
     "nvfp4_per_expert_nearest": replace(PER_EXPERT, stochastic_rounding=False),
@@ -83,21 +80,13 @@ def gathered(parameter) -> torch.Tensor:
     return torch.cat(parts, dim).view(parameter.shape)
 
 
-def quantized(hp: torch.Tensor, config, tensor_amax=None):
+def quantized(hp: torch.Tensor, config):
     options = {"power_of_2_scales": config.power_of_2_scales, "scale_per_group": config.scale_per_expert}
-    return ops.quantize(hp, config.weight_format, **options, tensor_amax=tensor_amax, backend="reference").rowwise
+    return ops.quantize(hp, config.weight_format, **options, backend="reference").rowwise
 
 
-def shared_amaxes(wholes: dict[str, torch.Tensor], config, dtype=None) -> dict[str, torch.Tensor]:
-    """Of each weight the largest amax of those that share its tensor scale; of no others."""
-    names = {name: scale_group_name(name, config.scale_groups) for name in wholes}
-    amaxes = {name: hp.to(dtype or hp.dtype).abs().amax().float() for name, hp in wholes.items()}
-    of_groups = {key: torch.stack([amaxes[n] for n in names if names[n] == key]).amax() for key in names.values()}
-    return {name: of_groups[key] for name, key in names.items() if key != name}
-
-
-def assert_is_quantized(weight, hp: torch.Tensor, config, name: str, tensor_amax=None) -> None:
-    expected = quantized(hp, config, tensor_amax)
+def assert_is_quantized(weight, hp: torch.Tensor, config, name: str) -> None:
+    expected = quantized(hp, config)
     assert type(weight) is (NVFP4Tensor if config.weight_format.has_global_scale else BlockwiseFP8Tensor), type(weight)
     assert weight.dtype == hp.dtype and weight.shape == hp.shape and weight.config == config
     for part in ("qdata", "scale", "global_scale"):
@@ -109,7 +98,6 @@ def assert_gathers_exactly(model, config, dtype=None) -> None:
     """Every quantized weight of every FSDP2 module equals the whole weight quantized, bit for bit."""
     wholes = {name: gathered(p) for name, p in masters_of(model).items()}
     assert wholes
-    amaxes = shared_amaxes(wholes, config, dtype)
     sync_weight_scales(model)
     for prefix, module in model.named_modules():
         if hasattr(module, "unshard"):
@@ -117,7 +105,7 @@ def assert_gathers_exactly(model, config, dtype=None) -> None:
             for name, weight in module.named_parameters(prefix=prefix):
                 if name in wholes and not hasattr(weight, "placements"):
                     hp = wholes.pop(name)
-                    assert_is_quantized(weight, hp.to(dtype or hp.dtype), config, name, amaxes.get(name))
+                    assert_is_quantized(weight, hp.to(dtype or hp.dtype), config, name)
             module.reshard()
     assert not wholes, f"never gathered: {list(wholes)}"
 

@@ -17,19 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
 BOTH = ("fp8", "nvfp4")
-FULL, FOUR_OVER_SIX, GROUPS = "nvfp4_full", "nvfp4_four_over_six", "nvfp4_scale_groups"
+FULL = "nvfp4_full"
 # How values are rounded, and activations and gradients scaled: ranks exchange nothing for these, however many they are.
-OF_ELEMENTS = ("fp8_pow2", FULL, FOUR_OVER_SIX)
+OF_ELEMENTS = ("fp8_pow2", FULL)
 PER_EXPERT, PER_EXPERT_NEAREST = "nvfp4_per_expert", "nvfp4_per_expert_nearest"
 # (check, mesh sizes, configs)
 FSDP_CHECKS = (
     (checks.gathers_exactly_at_any_split, (1, 2, 3, 4), BOTH),
     (checks.gathers_special_values, (3,), EVERY),
-    (checks.trains_as_unsharded, (1, 2, 3, 4), (*BOTH, GROUPS)),
+    (checks.trains_as_unsharded, (1, 2, 3, 4), BOTH),
     (checks.trains_as_unsharded, (3,), OF_ELEMENTS),
     (checks.trains_in_one_group, (4,), BOTH),
     (checks.gives_ranks_seeds_of_their_own, (2,), (FULL,)),
-    (checks.shards_columns, (1, 4), (*EVERY, GROUPS)),
+    (checks.shards_columns, (1, 4), EVERY),
     (checks.reshards_after_forward, (4,), BOTH),
     (checks.reshards_to_fewer_ranks, (4,), ("fp8",)),
     (checks.offloads, (2,), (*BOTH, FULL)),
@@ -41,7 +41,7 @@ FSDP_CHECKS = (
     (checks.ties_embeddings, (1, 2), BOTH),
     (checks.checkpoints_activations, (2,), (*BOTH, FULL)),
     (checks.clips_and_steps, (2,), BOTH),
-    (checks.compiles_blocks, (2,), (*BOTH, FULL, GROUPS)),
+    (checks.compiles_blocks, (2,), (*BOTH, FULL)),
     (life.starts_on_meta, (4,), ("fp8", FULL)),
     (life.loads, (3,), BOTH),
     (life.follows_changes_by_hand, (1, 4), BOTH),
@@ -60,7 +60,7 @@ FSDP_CHECKS = (
     (life.synchronises_by_hand, (1, 4), BOTH),
     (life.gathers_few_bytes, (3, 4), BOTH),
     (checks.asks_no_store, (2,), BOTH),
-    (checks.shards_hybrid, ((2, 2),), (*BOTH, GROUPS)),
+    (checks.shards_hybrid, ((2, 2),), BOTH),
     (life.replicates_and_groups, (2,), ("fp8",)),
     (life.gathers_by_redistribution, (2,), ("fp8",)),
     (life.checks_forward_passes, (1, 2), BOTH),
@@ -80,7 +80,7 @@ PRIMARY_CHECKS = (
     (primary.gathers_exactly_at_any_split, (1, 3, 4), BOTH),
     (primary.keeps_dtypes_of_gradients, (2,), BOTH),
     (primary.trains_long, (1, 2, 4), BOTH),
-    (primary.trains_in_many_ways, (2,), (*BOTH, FULL, FOUR_OVER_SIX, GROUPS)),
+    (primary.trains_in_many_ways, (2,), (*BOTH, FULL)),
     (primary.accumulates, (2,), (*BOTH, FULL)),
     (primary.compiles_blocks, (2,), ("fp8",)),
     (primary.gathers_few_bytes, (3, 4), BOTH),
@@ -100,14 +100,14 @@ PRIMARY_CHECKS = (
     (primary.shards_hybrid, ((2, 2),), BOTH),
 )
 EXPERT_CHECKS = (
-    (experts.computes_as_one_device, (1, 2, 3, 4), (*BOTH, GROUPS, PER_EXPERT)),
-    (experts.computes_as_one_device, (3,), ("fp8_pow2", FOUR_OVER_SIX)),
+    (experts.computes_as_one_device, (1, 2, 3, 4), (*BOTH, PER_EXPERT)),
+    (experts.computes_as_one_device, (3,), ("fp8_pow2", FULL)),
     (experts.exchanges_no_amaxes, (2,), (PER_EXPERT,)),
     (experts.compiles, (2,), (*BOTH, FULL, PER_EXPERT)),
     (experts.keeps_copies_in_a_scope, (2,), (*BOTH, PER_EXPERT)),
-    (experts.shards_experts, (1, 3, 4), (*BOTH, FULL, FOUR_OVER_SIX, GROUPS, PER_EXPERT)),
+    (experts.shards_experts, (1, 3, 4), (*BOTH, FULL, PER_EXPERT)),
     (experts.trains_sharded_experts, (2, 4), (*BOTH, PER_EXPERT_NEAREST)),
-    (experts.spreads_and_shards, ((2, 2),), (*BOTH, GROUPS, PER_EXPERT_NEAREST)),
+    (experts.spreads_and_shards, ((2, 2),), (*BOTH, PER_EXPERT_NEAREST)),
     (experts.saves_whole_experts, (3,), BOTH),
     (experts.refuses_other_modules, (2,), ("fp8",)),
 )
@@ -115,15 +115,15 @@ TENSOR_PARALLEL_CHECKS = (
     (tensor_parallel.colwise, (2, 4), tuple(CONFIGS)),
     (tensor_parallel.rowwise, (2, 4), tuple(CONFIGS)),
     (tensor_parallel.computes_in_low_precision, (2, 4), BOTH),
-    (tensor_parallel.sequence_parallel, (2, 4), (*BOTH, FULL, FOUR_OVER_SIX, GROUPS)),
+    (tensor_parallel.sequence_parallel, (2, 4), (*BOTH, FULL)),
     (tensor_parallel.prepares_module_output, (2,), BOTH),
     (tensor_parallel.loss_in_parallel, (2, 4), BOTH),
     (tensor_parallel.splits_tokens_alone, (2, 4), (*BOTH, FULL)),
     (tensor_parallel.redistributes_what_lies_otherwise, (2,), BOTH),
     (tensor_parallel.takes_any_tokens, (1, 2), BOTH),
     (tensor_parallel.leaves_frozen_parts, (2,), BOTH),
-    (tensor_parallel_life.trains, (2, 4), (*BOTH, GROUPS)),
-    (tensor_parallel_life.trains, (2,), (FULL, FOUR_OVER_SIX)),
+    (tensor_parallel_life.trains, (2, 4), BOTH),
+    (tensor_parallel_life.trains, (2,), (FULL,)),
     (tensor_parallel_life.keeps_copies_in_a_scope, (2,), BOTH),
     (tensor_parallel_life.trains_in_mixed_precision, (2,), BOTH),
     (tensor_parallel_life.checkpoints_activations, (2,), (*BOTH, FULL)),
@@ -136,11 +136,10 @@ TENSOR_PARALLEL_CHECKS = (
     (tensor_parallel_life.is_copied_and_reported, (2,), BOTH),
     (tensor_parallel_life.refuses_cut_blocks, (2, 4), BOTH),
     (tensor_parallel_life.refuses_what_it_cannot_place, (2,), BOTH),
-    (tensor_parallel_life.refuses_scale_groups_that_ranks_split_in_part, (2,), (GROUPS,)),
-    (tensor_parallel_life.compiles, (2,), (*BOTH, FULL, GROUPS)),
+    (tensor_parallel_life.compiles, (2,), (*BOTH, FULL)),
     (tensor_parallel_life.compiles_quantized_weights, (2,), BOTH),
     (tensor_parallel_life.checks_forward_passes, (2,), BOTH),
-    (tensor_parallel_life.shards_in_two_dims, ((2, 2),), (*CONFIGS, GROUPS)),
+    (tensor_parallel_life.shards_in_two_dims, ((2, 2),), tuple(CONFIGS)),
 )
 ALL = FSDP_CHECKS + CHECKPOINT_CHECKS + PRIMARY_CHECKS + EXPERT_CHECKS + TENSOR_PARALLEL_CHECKS
 BY_NAME = {f"{check.__module__}.{check.__name__}": check for check, _, _ in ALL}

@@ -10,7 +10,6 @@ from fsdp_models import (
     assert_is_quantized,
     blocks,
     shard,
-    shared_amaxes,
     train,
 )
 from helpers import replace
@@ -44,14 +43,13 @@ def shards_of(model) -> dict[str, nn.Parameter]:
 def assert_gathers(model, wholes: dict[str, torch.Tensor], config, dtype=None) -> None:
     """Every quantized weight of every FSDP2 module is that of `wholes`, quantized whole, bit for bit."""
     config, left = replace(config, master_weights=False), dict(wholes)
-    amaxes = shared_amaxes(wholes, config, dtype)
     for prefix, module in model.named_modules():
         if hasattr(module, "unshard"):
             module.unshard()
             for name, weight in module.named_parameters(prefix=prefix):
                 if name in left and not hasattr(weight, "placements"):
                     hp = left.pop(name)
-                    assert_is_quantized(weight, hp.to(dtype or hp.dtype), config, name, amaxes.get(name))
+                    assert_is_quantized(weight, hp.to(dtype or hp.dtype), config, name)
             module.reshard()
     assert not left, f"never gathered: {list(left)}"
 

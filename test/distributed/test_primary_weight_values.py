@@ -22,9 +22,7 @@ from torchao_blockwise.tensors.state_values import plain_values
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-# Weights that share a tensor scale are not what each of them is by itself.
-SCALE_GROUPS = "nvfp4_scale_groups"
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name not in ("fp8", "nvfp4", SCALE_GROUPS)]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name not in ("fp8", "nvfp4")]
 every_config = pytest.mark.parametrize("config", ("fp8", "nvfp4", "mixed", *SLOW))
 both = pytest.mark.parametrize("config", ("fp8", "nvfp4"))
 
@@ -211,25 +209,6 @@ def test_a_run_goes_on_from_a_checkpoint(config, order):
     load_recipe_state(other, state["recipe"])
     assert_holds_masters(resumed, other)
     assert train(other, resumed, 4, first=4) == expected
-
-
-@pytest.mark.parametrize("with_model", (True, False))
-def test_weights_that_share_a_scale_go_on_from_masters(with_model):
-    """Masters, loaded last, are cast together; values that are loaded into a weight alone have their own scale."""
-    model, _ = primary(SCALE_GROUPS)
-    optimizer = adamw(model)
-    train(model, optimizer, 4)
-    state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    recipe = recipe_state(model)
-    expected = train(model, optimizer, 4, first=4)
-    other, _ = primary(SCALE_GROUPS, seed=3)
-    resumed = adamw(other)
-    rest = {n: v for n, v in state["model"].items() if with_model or other.get_parameter(n) not in resumed._of}
-    other.load_state_dict(rest, strict=False)
-    resumed.load_state_dict(state["optimizer"])
-    load_recipe_state(other, recipe)
-    assert train(other, resumed, 4, first=4) == expected
-    assert other.up.weight.global_scale == other.down.weight.global_scale
 
 
 def test_masters_of_a_checkpoint_outdo_values_that_were_loaded_before():

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import FP8, NVFP4, mlp
-from sglang_updates import Updates
 from torch import nn
 
 from torchao_blockwise import checkpoint
@@ -157,12 +156,23 @@ class EngineOfBefore:
         return True, "Success"
 
 
-class Engine(Updates, EngineOfBefore):
-    """Of SGLang 0.5.23; what its HTTP adapter answers is a dict."""
+class Engine(EngineOfBefore):
+    """Of SGLang 0.5.23, which takes weights only between begin and end; its HTTP adapter answers with a dict."""
+
+    is_open, updates = False, 0
+
+    def begin_weight_update(self, selector="all"):
+        if self.is_open:
+            return False, "a weight-update session is already open; call end_weight_update() first"
+        self.is_open = True
+        return True, "Success"
 
     def end_weight_update(self):
-        done, message = super().end_weight_update()
-        return {"success": done, "message": message}
+        if not self.is_open:
+            message = "no weight-update session is open; call begin_weight_update() first"
+            return {"success": False, "message": message}
+        self.is_open, self.updates = False, self.updates + 1
+        return {"success": True, "message": "Success"}
 
     def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
         if not self.is_open:

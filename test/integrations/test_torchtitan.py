@@ -81,8 +81,3 @@ def raised(request, tmp_path_factory) -> dict:
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)], ids=case_id)
 def test_training(case, raised):
     assert raised[case] == [None] * case[0]
-
-
-def test_the_module_for_0_2_says_what_0_3_has():
-    with pytest.raises(ImportError, match=r"needs torchtitan 0\.2.*with 0\.3 use --override\.imports"):
-        import torchao_blockwise.integrations.torchtitan_0_2  # noqa: F401

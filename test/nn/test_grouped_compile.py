@@ -195,13 +195,13 @@ def test_the_operation_on_payloads(config, grouped):
     ends = torch.tensor([2, 2, 9], dtype=torch.int32) if grouped else None
     a = ops.quantize(torch.randn(9, 40), config.activation_format, backend="reference").rowwise
     b = ops.quantize(hp, config.weight_format, backend="reference").rowwise
-    arguments = (*a, *b, 70, torch.float32, ends, None, "reference")
+    arguments = (*a, *b, 70, True, torch.float32, None, ends, None, "reference")
     transposed = ops.transpose(b, columns=70, backend="reference")
     if grouped:
         wanted = ops.grouped_matmul(a, transposed, ends, out_dtype=torch.float32, backend="reference")
     else:
         wanted = ops.matmul(a, transposed, out_dtype=torch.float32, backend="reference")
-    op = torch.ops.torchao_blockwise.transposed_matmul.default
+    op = torch.ops.torchao_blockwise.quantized_matmul.default
     assert_bitwise_equal(op(*arguments), wanted)
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(op, arguments, test_utils=tests)

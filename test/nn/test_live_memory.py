@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import NamedTuple
 
 import pytest
@@ -15,13 +14,10 @@ from torchao.quantization import quantize_
 from torchao_blockwise import NormLinear
 from torchao_blockwise.conversion import linears_and_experts
 from torchao_blockwise.nn import SwiGLUExperts, SwiGLUMLP, grouped_linear, swiglu_linear
-from torchao_blockwise.nn.contraction import weight_comes_first
-from torchao_blockwise.nn.sharded_linear import AmaxGroups
-from torchao_blockwise.nn.weight_products import Contraction
+from torchao_blockwise.nn.activations import NormInput
+from torchao_blockwise.nn.gemms import AmaxGroups, GemmSpec, weight_comes_first
 from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size
-
-norm_linear = importlib.import_module("torchao_blockwise.nn.norm_linear")
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -144,11 +140,9 @@ def expected(step: list[Op], mode: str, size: dict[str, int]) -> list[tuple[str,
 
 def watched(call, inputs: list[torch.Tensor], dy: torch.Tensor) -> list[tuple[str, int]]:
     """The same of a step of `call`, as it runs; y is held to its end, as by the caller of `backward`."""
-    norm_backward = norm_linear.norm_backward
+    norm_backward = NormInput.backward
     with LiveMemory() as memory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            norm_linear, "norm_backward", lambda *args: (memory.note("norm_backward"), norm_backward(*args))[1]
-        )
+        patch.setattr(NormInput, "backward", lambda *args: (memory.note("norm_backward"), norm_backward(*args))[1])
         y = call(*inputs)
         memory.note("between")
         y.backward(dy)
@@ -215,9 +209,9 @@ def test_nothing_lives_longer_than_it_must(step, call_of, inputs, k, n, experts,
 
 
 def test_linear_multiplies_first_what_leaves_less():
-    def weight_first(tokens, n, **how):
-        return weight_comes_first(torch.empty(tokens, n, device="meta"), Contraction(FP8, **how))
+    def weight_first(tokens, n, **options):
+        return weight_comes_first(torch.empty(tokens, n, device="meta"), GemmSpec(None, FP8, **options))
 
     assert weight_first(513, 512) and not weight_first(512, 512)
     # Ranks that exchange amaxes take one order.
-    assert not weight_first(513, 512, split=AmaxGroups(weight="0"))
+    assert not weight_first(513, 512, amax_groups=AmaxGroups(weight="0"))

@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchao.quantization import quantize_
 
 from torchao_blockwise.formats import Copies
-from torchao_blockwise.nn import SwiGLUMLP, contraction, linear_layer, swiglu_layer
+from torchao_blockwise.nn import SwiGLUMLP, gemms, swiglu_layer
+from torchao_blockwise.nn import layer as layer_module
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.tensors import quantized, weight_operands
 
@@ -122,14 +123,14 @@ def test_a_step_leaves_only_parameters_and_gradients(config):
     assert sum(storages.values()) == sum(g.nbytes for g in grads)
 
 
-def recorded(monkeypatch, module, name, refs) -> None:
+def recorded(monkeypatch, module, name, refs, key="") -> None:
     """Have what `module.name` makes, a tensor or copies of one, in `refs`: {name: references to its storages}."""
     real = getattr(module, name)
 
     def record(*args, **kwargs):
         result = real(*args, **kwargs)
         tensors = [copy.qdata for copy in result if copy is not None] if isinstance(result, Copies) else [result]
-        refs.setdefault(name, []).extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
+        refs.setdefault(key or name, []).extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
         return result
 
     monkeypatch.setattr(module, name, record)
@@ -150,8 +151,8 @@ def seen_alive(monkeypatch, module, name, refs, seen) -> None:
 def test_copies_of_gradients_die_with_their_product(config, monkeypatch):
     layer, refs, seen = converted(config), {}, []
     y = layer(torch.randn(30, 384, dtype=torch.bfloat16, requires_grad=True))
-    recorded(monkeypatch, linear_layer, "quantize", refs)
-    seen_alive(monkeypatch, contraction, "grad_weight", refs, seen)
+    recorded(monkeypatch, layer_module, "quantize", refs)
+    seen_alive(monkeypatch, gemms, "grad_weight", refs, seen)
     y.sum().backward()
     # Of dy's two copies the columnwise one.
     assert seen == [("grad_weight", {"quantize": 1})]
@@ -160,22 +161,21 @@ def test_copies_of_gradients_die_with_their_product(config, monkeypatch):
 def test_copies_in_a_gated_mlp_die_with_their_products(monkeypatch):
     layer, refs, seen = SwiGLUMLP(64, 128).bfloat16(), {}, []
     quantize_(layer, FP8)
-    for module in (contraction, swiglu_layer):
-        recorded(monkeypatch, module, "output", refs)
+    recorded(monkeypatch, swiglu_layer, "weight_gemm", refs)
     y = layer(torch.randn(30, 64, dtype=torch.bfloat16, requires_grad=True))
     recorded(monkeypatch, swiglu_layer, "quantize", refs)
-    recorded(monkeypatch, contraction, "grad_input", refs)
+    recorded(monkeypatch, gemms, "weight_gemm", refs, "grad_input")
     seen_alive(monkeypatch, swiglu_layer.ops, "swiglu_backward_quantize", refs, seen)
     recorded(monkeypatch, swiglu_layer.ops, "swiglu_backward_quantize", refs)
-    seen_alive(monkeypatch, contraction, "grad_weight", refs, seen)
+    seen_alive(monkeypatch, gemms, "grad_weight", refs, seen)
     y.sum().backward()
     assert seen == [
         # (gate | up) and y are there.
-        ("grad_weight", {"output": 2, "quantize": 2}),
+        ("grad_weight", {"weight_gemm": 2, "quantize": 2}),
         # dy's copies are gone, dh is there.
-        ("swiglu_backward_quantize", {"output": 2, "quantize": 0, "grad_input": 1}),
+        ("swiglu_backward_quantize", {"weight_gemm": 2, "quantize": 0, "grad_input": 1}),
         # (gate | up), dh and the gradients' rowwise copy are gone; dx and the columnwise copy are there.
-        ("grad_weight", {"output": 1, "quantize": 0, "grad_input": 1, "swiglu_backward_quantize": 1}),
+        ("grad_weight", {"weight_gemm": 1, "quantize": 0, "grad_input": 1, "swiglu_backward_quantize": 1}),
     ]
 
 

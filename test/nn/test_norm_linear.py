@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, NormLinear, ops
-from torchao_blockwise.nn import norm_linear
+from torchao_blockwise.nn.activations import NormInput
 from torchao_blockwise.ops.padding import padded_size
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
 
@@ -58,9 +58,8 @@ def by_hand(layer, x, dy, config, dtype=None):
     y = ops.normalize(x2d, statistics, norm.weight, norm_bias, dtype=dtype).view(x.shape)
     out, dy_of_y, grad_weight, grad_bias = linear_by_hand(y, linear.weight.hp, linear.bias, dy, config)
     needs = [True, norm.weight is not None, norm_bias is not None]
-    grads = norm_linear.norm_backward(
-        dy_of_y.reshape(x2d.shape), x2d, *statistics, norm.weight, norm_bias, needs
-    )  # fmt: skip
+    prepared = x2d, *statistics, norm.weight, norm_bias
+    grads = NormInput.backward(dy_of_y.reshape(x2d.shape), prepared, None, needs)
     named = {"out": out, "x": grads[0].view(x.shape), "norm.weight": grads[1], "norm.bias": grads[2]}
     named |= {"linear.weight": grad_weight, "linear.bias": grad_bias}
     return {name: t.detach() for name, t in named.items() if t is not None}
@@ -129,13 +128,12 @@ def test_the_output_is_that_of_the_modules(kind):
 @kinds
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=lambda d: str(d)[6:])
 def test_the_gradient_of_the_norm_is_pytorchs(dtype, kind, device):
-    """norm_backward against autograd through F.rms_norm and F.layer_norm in fp64."""
+    """Against autograd through F.rms_norm and F.layer_norm in fp64."""
     x, dy = tokens(33, 96, dtype=dtype, device=device), tokens(33, 96, dtype=dtype, seed=7, device=device)
     weight, bias = (tokens(1, 96, dtype=dtype, seed=s, device=device)[0] for s in (1, 2))
     statistics = ops.norm_statistics(x, kind, EPS)
-    got = norm_linear.norm_backward(
-        dy, x, *statistics, weight, bias if kind == "layer" else None, [True, True, kind == "layer"]
-    )
+    prepared = x, *statistics, weight, bias if kind == "layer" else None
+    got = NormInput.backward(dy, prepared, None, [True, True, kind == "layer"])
     leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
     if kind == "rms":
         F.rms_norm(leaves[0], (96,), leaves[1], EPS).backward(dy.double())

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 ENDS = torch.tensor([3, 8], dtype=torch.int32)
 LAYERS = {
-    "linear_layer": (lambda: nn.Linear(32, 32), (), ("forward", "backward")),
-    "swiglu_layer": (lambda: SwiGLUMLP(32, 48), (), ("mlp_forward", "mlp_backward")),
-    "experts": (lambda: SwiGLUExperts(2, 32, 48), (ENDS,), ("mlp_forward", "mlp_backward")),
+    "linear": (lambda: nn.Linear(32, 32), ()),
+    "SwiGLUMLP": (lambda: SwiGLUMLP(32, 48), ()),
+    "swiglu_experts": (lambda: SwiGLUExperts(2, 32, 48), (ENDS,)),
 }
 
 
@@ -38,21 +38,21 @@ def converted(kind: str, config) -> nn.Module:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_passes_have_names(kind):
-    _, rest, passes = LAYERS[kind]
-    module = "swiglu_layer" if kind == "experts" else kind
-    assert names_of_a_step(converted(kind, FP8), *rest) == [f"torchao_blockwise.{module}.{name}" for name in passes]
+    _, rest = LAYERS[kind]
+    expected = [f"torchao_blockwise.{kind}.{name}" for name in ("forward", "backward")]
+    assert names_of_a_step(converted(kind, FP8), *rest) == expected
 
 
 @both_formats
 def test_a_pass_that_adds_to_main_grad_has_a_name(config):
-    layer = converted("linear_layer", config)
+    layer = converted("linear", config)
     layer.weight.main_grad = torch.zeros(32, 32)
-    assert names_of_a_step(layer)[-1] == "torchao_blockwise.linear_layer.backward"
+    assert names_of_a_step(layer)[-1] == "torchao_blockwise.linear.backward"
     assert layer.weight.main_grad.any()
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_profiler_breaks_no_compiled_graph():
-    model = torch.compile(converted("linear_layer", FP8), backend="aot_eager", fullgraph=True)
+    model = torch.compile(converted("linear", FP8), backend="aot_eager", fullgraph=True)
     # A compiled graph has operations, whose names profiles show anyway.
     assert names_of_a_step(model) == []

@@ -21,7 +21,7 @@ def saved_by_graphs(model, x) -> tuple[int, int, list]:
 
     def count(graph, inputs):
         names = [node.target.overloadpacket for node in graph.graph.nodes if hasattr(node.target, "overloadpacket")]
-        counts.append(sum(names.count(op) for op in (OPS.quantize_both, OPS.quantize, OPS.quantized_output)))
+        counts.append(sum(names.count(op) for op in (OPS.quantize_both, OPS.quantize)))
         return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
 
     results = forward_backward(torch.compile(model, backend=aot_autograd(fw_compiler=count), fullgraph=True), x)

@@ -19,7 +19,6 @@ from torchao_blockwise.formats import (
     Operand,
     Place,
 )
-from torchao_blockwise.nn.weight_products import Recipe, WeightValues
 from torchao_blockwise.ops import op as op_module
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.fused.norm.values import Norm
@@ -50,22 +49,13 @@ SCHEMAS = {
     "options": (
         CastOptions,
         "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, "
-        "bool four_over_six, bool scale_per_group",
+        "bool scale_per_group",
     ),
     "place": (Place, "SymInt operand, SymInt row, SymInt column, SymInt grid"),
     "norm": (Norm, "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, ScalarType dtype"),
     "shards": (
         Shards,
         "Tensor[] tensors, SymInt[] starts, SymInt[] shapes, SymInt[] first_blocks, ScalarType dtype, str fmt",
-    ),
-    "recipe": (
-        Recipe,
-        "str activation_format, str weight_format, bool power_of_2_scales, SymInt hadamard_number, "
-        "bool four_over_six, bool scale_per_expert, bool transposed, str backend",
-    ),
-    "weight": (
-        WeightValues,
-        "Tensor values, Tensor? scale, Tensor? global_scale, str format_name, SymInt columns, ScalarType? rounded_to",
     ),
 }
 

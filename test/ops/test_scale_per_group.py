@@ -33,10 +33,9 @@ backends = pytest.mark.parametrize("backend", ("reference", "triton"))
 ROUNDING = StochasticRounding(2**63 + 5, 2**32 - 1, 7)
 HOW = {
     "nearest": {},
-    "four over six": {"four_over_six": True},
     "hadamard": {"hadamard": True},
     "stochastic": {"stochastic": ROUNDING},
-    "all": {"hadamard": True, "stochastic": ROUNDING, "four_over_six": True},
+    "all": {"hadamard": True, "stochastic": ROUNDING},
 }
 how = pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 # In the interpreter each of many groups takes a second.

@@ -27,7 +27,7 @@ def test_defaults():
     )
     assert_expected_inline(
         repr(NVFP4TrainingConfig()),
-        """NVFP4TrainingConfig(stochastic_rounding=True, seed=0, four_over_six=False, scale_groups=False, scale_per_expert=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None, hadamard=True)""",  # noqa: E501
+        """NVFP4TrainingConfig(stochastic_rounding=True, seed=0, scale_per_expert=False, save_activations='quantized', master_weights=True, backend=<Backend.AUTO: 'auto'>, out_dtype=None, hadamard=True)""",  # noqa: E501
     )
 
 

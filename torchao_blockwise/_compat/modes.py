@@ -9,7 +9,14 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["TorchDispatchMode", "is_profiling", "is_traceable_wrapper_subclass", "storage_of", "without_modes"]
+__all__ = [
+    "TorchDispatchMode",
+    "is_dispatch_watched",
+    "is_profiling",
+    "is_traceable_wrapper_subclass",
+    "storage_of",
+    "without_modes",
+]
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -28,3 +35,8 @@ def storage_of(x: torch.Tensor) -> int:
 def is_profiling() -> bool:
     """Whether one of PyTorch's profilers runs."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+def is_dispatch_watched() -> bool:
+    """Whether a dispatch mode sees every operation: selective checkpointing, a counter of FLOPs, fake tensors."""
+    return torch._C._len_torch_dispatch_stack() > 0

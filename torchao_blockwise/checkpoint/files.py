@@ -24,7 +24,8 @@ _PLAN = "plan.json"
 _PART = "part"
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _SHOWN = 3
-_SETTINGS = "quantization_config"
+# The second is what compressed-tensors called it at first.
+_SETTINGS = ("quantization_config", "compression_config")
 # A file that is open is mapped, so that what was read of it stays in memory.
 _OPEN_FILES = 8
 # Sizes are int64 in PyTorch and uint64 in files.
@@ -345,18 +346,18 @@ class Files:
         """`quantization_config` of the model or of its language model, empty for plain files."""
         file = self.path / "config.json"
         content = _object_in(file) if file.exists() else {}
-        text = content.get("text_config")
-        config = content.get(_SETTINGS) or (text.get(_SETTINGS) if isinstance(text, dict) else None) or {}
+        found = (part[key] for part in _parts_of(content) for key in _SETTINGS if part.get(key))
+        config = next(found, {})
         if not isinstance(config, dict):
-            raise ValueError(f"load: quantization_config of {file} is a {type(config).__name__}; copy it anew")
+            raise ValueError(f"load: {_SETTINGS[0]} of {file} is a {type(config).__name__}; copy it again")
         return config
 
     def plain_config(self) -> dict[str, Any]:
         """Return config.json without quantization settings."""
         content = _object_in(self.path / "config.json")
-        content.pop(_SETTINGS, None)
-        if isinstance(text := content.get("text_config"), dict):
-            text.pop(_SETTINGS, None)
+        for part in _parts_of(content):
+            for key in _SETTINGS:
+                part.pop(key, None)
         return content
 
 
@@ -372,6 +373,12 @@ def _canonical(folder: Path, names: list[str]) -> list[str]:
             f"{' and '.join(map(str, sorted(counts)))}; copy the index and the missing files, or remove other ones"
         )
     return list(shards)
+
+
+def _parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """What may have quantization settings: a model's config, and that of its language model."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
 
 
 def _object_in(file: Path) -> dict[str, Any]:

@@ -26,6 +26,9 @@ FORMAT = FP8_128X128
 METHOD = "fp8"
 BLOCK = FORMAT.block[0]
 POWER_OF_2_SCALES = False
+# Of `quantization_config`, where all scales are powers of two: vLLM 0.33 and SGLang 0.5.23 then round those of
+# activations to powers of two as well.
+SCALE_FMT = {"scale_fmt": "ue8m0"}
 # compressed-tensors' name of FP8.
 COMPRESSED = "float-quantized"
 # As files call the payload's dtype.

@@ -25,7 +25,7 @@ BLOCK = fp8_block.BLOCK
 
 def settings(plain: PlainLayers) -> dict[str, Any]:
     """`quantization_config` of a config.json."""
-    return fp8_block.settings(plain) | {"scale_fmt": "ue8m0"}
+    return fp8_block.settings(plain) | fp8_block.SCALE_FMT
 
 
 def described(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

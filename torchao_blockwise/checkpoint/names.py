@@ -16,6 +16,9 @@ from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face, wrappers
 
 _DIMS_OF_EXPERTS = 3
+# Scales of activations, keys and values that an engine quantizes. They are no part of a model, and training derives its
+# own: where a model has no such name, `load`, `convert` and `verify` ignore them.
+OF_AN_ENGINE = r"\.(q|k|v|kv|prob|input|output)_scale$"
 
 
 def unwrapped(op: str, model: nn.Module) -> nn.Module:
@@ -109,6 +112,10 @@ def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
         first = int(held[0]) if held.numel() else 0
         expert, start = divmod(first, rows)
         is_run = x.shape[-1] == 2 and torch.equal(held, torch.arange(first, first + held.numel(), device="cpu"))
+        # A depthwise convolution has one row a channel, and no blocks.
+        if is_run and rows == 1 and x.dim() == len(shape):
+            parts.append(Part(other, None, first, first + held.numel()))
+            continue
         if not is_run or start + held.numel() > rows:
             raise NotImplementedError(_refusal(model, name, reverted))
         parts.append(Part(other, expert, start, start + held.numel()))

@@ -29,6 +29,8 @@ METHOD = "compressed-tensors"
 POWER_OF_2_SCALES = False
 BLOCK = FORMAT.block[0]
 _LAYOUT = "nvfp4-pack-quantized"
+# Each group has its own format.
+_MIXED = "mixed-precision"
 _PARTS = ("_packed", "_scale", "_global_scale")
 
 
@@ -56,6 +58,17 @@ def settings(plain: PlainLayers) -> dict[str, Any]:
 
 def why_not_read(config: dict[str, Any]) -> str | None:
     """Why files with this quantization_config are not read, with the remedy, or None."""
+    if config.get("format") != _MIXED:
+        return _why_not_of(config)
+    groups = config["config_groups"].items()
+    reasons = (
+        (name, _why_not_of({"format": group.get("format"), "config_groups": {name: group}})) for name, group in groups
+    )
+    return next((f"{name} of {_MIXED!r}: {reason}" for name, reason in reasons if reason is not None), None)
+
+
+def _why_not_of(config: dict[str, Any]) -> str | None:
+    """`why_not_read` of files that have one format."""
     if config.get("format") == _LAYOUT:
         return None
     if config.get("format") == fp8_block.COMPRESSED:

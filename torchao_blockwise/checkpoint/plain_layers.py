@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,14 +18,15 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import wrappers
+from torchao_blockwise.checkpoint.fused_layers import fused_layers
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
-from torchao_blockwise.tensors.scale_groups import scale_group_name
 
 _SHOWN = 3
 _DIMS_OF_EXPERTS = 3
 # Of path.experts.3.up_proj.weight: path.experts, one layer to engines.
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
+_NUMBER = re.compile(r"\.\d+\b")
 
 # Names of all experts' weights in one tensor, as transformers and vLLM read them quantized.
 _READ = (".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj")
@@ -106,33 +107,23 @@ def plain_layers(tensors: Iterable[Written]) -> PlainLayers:
 
     A Parameter that lies among layers that are quantized is named itself, as its module's name would stand for them
     too. What a quantized layer has beside its weight, as biases of experts, has no name: it is asked about with it.
-    Warns of layers that engines run as one, or of experts of one module, where some are quantized and some are not:
-    engines refuse them.
     """
     tensors = [x for x in tensors if len(x.shape) > 1]
     quantized = sorted({name for x in tensors if x.is_quantized for name in (x.name, *x.own)})
     quantized_layers = {_layer(name) for name in quantized}
     linears: set[str] = set()
     experts: set[str] = set()
-    mixed = _mixed(x for x in tensors if not x.is_of_experts)
     for x in tensors:
         for name in () if x.is_quantized else dict.fromkeys((x.name, *x.own)):
             layer = _layer(name)
             if layer in quantized_layers:
-                mixed |= {layer: None} if x.is_of_experts else {}
-            elif x.is_of_experts:
+                continue
+            if x.is_of_experts:
                 experts.add(layer)
             elif name.endswith(".weight") or (layer and not _begins_one_of(quantized, layer)):
                 linears.add(layer)
             else:
                 linears.add(name)
-    if mixed:
-        shown = ", ".join([*mixed][:_SHOWN]) + (", .." if len(mixed) > _SHOWN else "")
-        warnings.warn(
-            f"export: engines run {shown} as one and want all of it quantized or nothing, but some weights are not "
-            "converted; convert all (filter_fn), or none",
-            stacklevel=6,
-        )
     return PlainLayers(sorted(linears), sorted(experts))
 
 
@@ -149,12 +140,61 @@ def _begins_one_of(names: list[str], start: str) -> bool:
     return i < len(names) and names[i].startswith(start)
 
 
-def _mixed(tensors: Iterable[Written]) -> dict[str, None]:
-    """The groups of layers that engines run as one and that have quantized weights and others."""
-    seen: dict[str, set[bool]] = {}
+def warn_of_fused(tensors: Sequence[Written], block: int | None) -> None:
+    """Warn of layers that engines run as one, and of experts of one module, which engines refuse.
+
+    They do where some are quantized and some are not, and where the rows of another than the last are no multiple of
+    `block`; None where each row has its own scales.
+    """
+    tensors = sorted(x for x in tensors if len(x.shape) > 1)
+    fused = fused_layers(x.name for x in tensors)
+    kinds: dict[str, set[bool]] = {}
+    ragged: dict[str, int] = {}
     for x in tensors:
-        seen.setdefault(scale_group_name(x.name), set()).add(x.is_quantized)
-    return {group: None for group, kinds in seen.items() if len(kinds) > 1}
+        group = fused[x.name]
+        kinds.setdefault(_layer(x.name) if x.is_of_experts else group, set()).add(x.is_quantized)
+        *followed, _ = group.rpartition(".")[2].split("+")
+        last = x.name.removesuffix(".weight").rpartition(".")[2]
+        if block is not None and x.is_quantized and last in followed and x.shape[-2] % block:
+            ragged.setdefault(group, x.shape[-2])
+    if mixed := [group for group, found in kinds.items() if len(found) > 1]:
+        warnings.warn(
+            f"export: engines run {_first(mixed)} as one and want all of it quantized or nothing, but some weights are "
+            "not converted; convert all (filter_fn), or none",
+            stacklevel=7,
+        )
+    if ragged:
+        groups = _first([f"{group} ({rows} rows)" for group, rows in ragged.items()])
+        layers = (_layer((*x.own, x.name)[0]) for x in tensors if fused[x.name] in ragged)
+        patterns = ", ".join(dict.fromkeys(f'"{_NUMBER.sub(".*", layer)}"' for layer in layers))
+        warnings.warn(
+            f"export: vLLM fuses {groups} and refuses files where the rows of all but the last are no multiple of "
+            f"{block}; leave these layers unconverted (skip_fqns({patterns}); convert: --skip)",
+            stacklevel=7,
+        )
+
+
+def warn_of_ragged(tensors: Iterable[Written], block: int) -> None:
+    """Warn of weights whose blocks transformers' dequantizing reader takes for others.
+
+    It takes rows divided by rows of scales for the height of a block. That is `block` where it divides the rows, and of
+    no account where there is one row of scales; else its values are wrong, or it raises. So with columns.
+    Source: transformers 5.23, integrations/finegrained_fp8.py, `Fp8Dequantize`.
+    """
+    quantized = sorted(x for x in tensors if x.is_quantized)
+    ragged = [x for x in quantized if any(n > block and n % block for n in x.shape[-2:])]
+    if ragged:
+        names = _first([f"{x.name} {list(x.shape)}" for x in ragged])
+        warnings.warn(
+            "export: where transformers dequantizes files, as it does without an FP8 GPU, it raises or loads wrong "
+            f"values for {names}: it reads dims above {block} only if they are multiples of it; use checkpoint.load "
+            "there, or leave these layers unconverted",
+            stacklevel=7,
+        )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", .." if len(names) > _SHOWN else "")
 
 
 def is_converted(x: torch.Tensor) -> bool:

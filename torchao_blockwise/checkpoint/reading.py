@@ -17,7 +17,7 @@ from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint import fp8_block, stored
 from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
-from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of, unwrapped
+from torchao_blockwise.checkpoint.names import OF_AN_ENGINE, Part, all_parts_on_disk, tensors_of, unwrapped
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 
 _SHOWN = 3
@@ -25,8 +25,6 @@ _SHOWN = 3
 _OF_MXFP4 = "_blocks"
 # As files call dtypes.
 _INTEGERS = ("I", "U", "BOOL")
-# Factors of activations, keys and values that an engine quantizes: training derives its own.
-_OF_AN_ENGINE = r"\.(q|k|v|kv|prob|input|output)_scale$"
 
 
 def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -75,7 +73,7 @@ def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callab
         name: [Part(name)] if name in there and there.isdisjoint(part.name for part in parts) else parts
         for name, parts in all_parts_on_disk(model, tensors).items()
     }
-    passed_over = hugging_face.passed_over(model) | {_OF_AN_ENGINE}
+    passed_over = hugging_face.passed_over(model) | {OF_AN_ENGINE}
     _check_names(files, there, {part.name for parts in wanted.values() for part in parts}, passed_over)
     for name, x in tensors.items():
         for part in wanted[name]:
@@ -87,13 +85,14 @@ def _checked(model: nn.Module, directory: str | os.PathLike[str]) -> list[Callab
 
 
 def _check_kind(files: Files, name: str, x: torch.Tensor) -> None:
-    """Raise ValueError where files have integers, codes of a format that is not known, and the model wants numbers."""
-    if not x.is_floating_point() or stored.is_quantized(files, name):
+    """Raise ValueError where files have integers, codes of an unknown format, for numbers of the model, or reverse."""
+    if stored.is_quantized(files, name):
         return
-    if (dtype := files.dtype(name)).startswith(_INTEGERS):
+    if (dtype := files.dtype(name)).startswith(_INTEGERS) == x.is_floating_point():
+        remedy = "files of such a format are not read, take them dequantized"
         raise ValueError(
-            f"load: {files.where(name)} is in {dtype}, the model wants {x.dtype}; files of such a format are not read, "
-            "take them dequantized"
+            f"load: {files.where(name)} is in {dtype}, the model wants {x.dtype}; "
+            f"{remedy if x.is_floating_point() else 'take files of this model'}"
         )
 
 

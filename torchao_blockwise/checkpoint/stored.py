@@ -19,7 +19,7 @@ _LAYOUTS: tuple[Any, ...] = (fp8_block, nvfp4_packed, nvfp4_modelopt)
 _RECIPES = ("blockwise_fp8", "blockwise_nvfp4")
 # Numbers, and codes that a layout reads, as files call dtypes.
 _DTYPES = re.compile(r"F64|F32|F16|BF16|F8_E4M3|F8_E8M0|[IU]\d+|BOOL")
-TAKE_PLAIN = "take plain ones, or what transformers dequantizes (dequantize=True of its config) and saves"
+TAKE_PLAIN = "take plain ones, in bfloat16"
 # Three bits of mantissa; 5, between 4 and 6.
 _ROUNDING = {E4M3: 2**-4, E2M1: 1 / 5}
 

@@ -1,8 +1,7 @@
-"""Tensor scales of layers that inference engines run as one: q, k and v; gate and up; all experts'.
+"""Tensor scales of layers that inference engines fuse: q, k and v; gate and up; all experts'.
 
-An engine concatenates their weights and keeps one tensor scale. Training gives them one with `scale_groups`; where it
-gave them several, those without the largest amax are quantized for the file with it. So are weights too small for a
-tensor scale that engines can read.
+An engine concatenates their weights and keeps one tensor scale. Each trained with its own, so that those without the
+largest amax are quantized for the file with it. So are weights too small for a tensor scale that engines can read.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.checkpoint.gathering import travels_in_high_precision
+from torchao_blockwise.checkpoint.fused_layers import fused_layers
 from torchao_blockwise.checkpoint.names import tensors_of
 from torchao_blockwise.formats import NVFP4_16X16
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
-from torchao_blockwise.tensors.scale_groups import ScaleGroup, group_in, scale_group_name
 
 # Its tensor scale is the least normal number.
 _LEAST = NVFP4_16X16.element.max * NVFP4_16X16.scale_max * torch.finfo(torch.float32).smallest_normal
@@ -48,22 +46,13 @@ def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
     if not weights:
         return {}
     own = _amax_bits(list(weights.values()))
-    trained = _largest_of(own, [_trained_with(model, name) or name for name in weights])
-    wanted = storable(_largest_of(trained, [scale_group_name(name) for name in weights]).view(torch.float32))
-    # What is gathered in high precision is quantized by itself.
-    alone = torch.tensor([travels_in_high_precision(held) for held in weights.values()], device=own.device)
-    others = (wanted.view(torch.int32) != torch.where(alone, own, trained)).tolist()
+    wanted = storable(_largest_of(own, [*fused_layers(weights).values()]).view(torch.float32))
+    others = (wanted.view(torch.int32) != own).tolist()
     return {
         name: amax.to(held.device)
         for (name, held), amax, other in zip(weights.items(), wanted.unbind(), others, strict=True)
         if other
     }
-
-
-def _trained_with(model: nn.Module, name: str) -> ScaleGroup | None:
-    """The weights that share the tensor scale of the Parameter of this name while they train."""
-    path, _, last = name.rpartition(".")
-    return group_in(model.get_submodule(path), last)
 
 
 def _largest_of(bits: torch.Tensor, groups: Sequence[Hashable]) -> torch.Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from torchao_blockwise.checkpoint.files import Folder
 from torchao_blockwise.checkpoint.gathering import agreed, is_shared, wholes
 from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of, unwrapped
 from torchao_blockwise.checkpoint.plain_layers import (
-    PlainLayers,
     Written,
     check_read,
     is_converted,
     plain_layers,
+    warn_of_fused,
+    warn_of_ragged,
     weights_of_embeddings,
     written,
 )
@@ -100,17 +102,15 @@ def export(
         with folder:
             if failed is not None:
                 raise failed
-            _write_others(model, folder, chosen, tokenizer_from, written(model, tensors, on_disk))
+            _write_others(model, folder, chosen, tokenizer_from, [*written(model, tensors, on_disk)])
 
     agreed(shared, finish)
     if anew:
         why = "begin inside of a block of the Parameter that they are a part of"
         if chosen.FORMAT.has_global_scale:
             why += ", or are run by engines as one with others of another tensor scale, or are too small for one,"
-        warnings.warn(
-            f"export: {len(anew)} weights {why} and are quantized anew: {anew[0]}, ..",
-            stacklevel=2,
-        )
+        names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in anew))
+        warnings.warn(f"export: {len(anew)} weights {why} and are quantized anew: {names}", stacklevel=2)
 
 
 def _write_others(
@@ -118,12 +118,16 @@ def _write_others(
     folder: Folder,
     chosen: Any,
     tokenizer_from: str | os.PathLike[str] | None,
-    tensors: Iterator[Written],
+    tensors: Sequence[Written],
 ) -> None:
     """What is there beside the tensors: configs, and the tokenizer's files."""
     config = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
-        _write_config(config, folder, chosen, plain_layers(tensors))
+        with folder.writing():
+            config.save_pretrained(folder.path)
+        written_config = json.loads((folder.path / "config.json").read_text())
+        weights = [_compat.local_of(x) for x in tensors_of(model).values() if is_converted(x)]
+        write_settings(folder, written_config, chosen, tensors, all(map(_has_power_of_2_scales, weights)))
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         with folder.writing():
@@ -277,15 +281,22 @@ def _quantized_anew(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_
     return made
 
 
-def _write_config(config: Any, folder: Folder, chosen: Any, plain: PlainLayers) -> None:
-    with folder.writing():
-        config.save_pretrained(folder.path)
-    write_settings(folder, json.loads((folder.path / "config.json").read_text()), chosen, plain)
+def write_settings(
+    folder: Folder, config: dict[str, Any], chosen: Any, tensors: Sequence[Written], power_of_2_scales: bool
+) -> None:
+    """config.json with what engines must know of the format, and what else of files they ask for.
 
-
-def write_settings(folder: Folder, config: dict[str, Any], chosen: Any, plain: PlainLayers) -> None:
-    """config.json with what engines must know of the format, and what else of files they ask for."""
-    folder.write_json("config.json", config | {"quantization_config": chosen.settings(plain)})
+    tensors: all of the files. Warns of those that engines refuse or transformers misreads.
+    power_of_2_scales: whether all quantized weights have them.
+    """
+    # NVFP4's files have scales for each row.
+    block = None if chosen.FORMAT.has_global_scale else chosen.BLOCK
+    warn_of_fused(tensors, block)
+    if block is not None:
+        warn_of_ragged(tensors, block)
+    plain = plain_layers(tensors)
+    settings = chosen.settings(plain) | (fp8_block.SCALE_FMT if power_of_2_scales else {})
+    folder.write_json("config.json", config | {"quantization_config": settings})
     if hasattr(chosen, "other_files"):
         for name, content in chosen.other_files(plain).items():
             folder.write_json(name, content)

@@ -2,7 +2,8 @@
 
 IN is a folder with config.json and safetensors files, plain or quantized, OUT a new one. The
 `recommended_layers` are quantized, in NVFP4 those of the last blocks too; --skip leaves out more by name. What IN has
-quantized is decoded first, and with --to plain left so, in bfloat16. One tensor is quantized at a time, and a file is
+quantized is decoded first, and with --to plain left so, in bfloat16; its scales of activations and of an engine's cache
+(input_scale, k_scale) belong to its format and are left out. One tensor is quantized at a time, and a file is
 written when its 5 GB are there; NVFP4 reads each twice, as layers that engines run as one share a tensor scale. OUT is
 made whole or not at all: until then finished files lie beside it, and the same command goes on behind them where it was
 interrupted.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,16 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion, ops
-from torchao_blockwise.checkpoint import fp8_block, stored
+from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0, stored
 from torchao_blockwise.checkpoint.files import Files, Folder
-from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers, Written, check_read, plain_layers, written
+from torchao_blockwise.checkpoint.fused_layers import fused_layers
+from torchao_blockwise.checkpoint.names import OF_AN_ENGINE, Part, all_parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers, Written, check_read, written
 from torchao_blockwise.checkpoint.tensor_scales import storable
 from torchao_blockwise.checkpoint.writing import FORMATS, SHARD_BYTES, check_finite, write_settings
 from torchao_blockwise.cli.models import meta_model
 from torchao_blockwise.cli.terminal import UsageError
 from torchao_blockwise.tensors import TrainingConfig
-from torchao_blockwise.tensors.scale_groups import scale_group_name
 
 HELP = "quantize a checkpoint on disk for inference engines"
 PLAIN = "plain"
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         quantize_(model, _config(args), filter_fn=chosen & conversion.skip_fqns(*args.skip) if args.skip else chosen)
     try:
         files = Files(args.input)
-        _check_format(files, args.to)
+        _check_format(files, args.to, args.power_of_2_scales)
         quantized, bits = _convert(args, model, files)
     except (OSError, ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from None
@@ -72,13 +74,17 @@ def _config(args: argparse.Namespace) -> TrainingConfig:
     return conversion.NVFP4TrainingConfig()
 
 
-def _check_format(files: Files, to: str) -> None:
+def _check_format(files: Files, to: str, power_of_2_scales: bool) -> None:
     """Raise UsageError for files that are in this format, ValueError for those that are not read."""
     config = files.config()
     if config and (reason := stored.why_not_read(config)) is not None:
         raise ValueError(f"{files.path}: {reason}")
     wanted = {} if to == PLAIN else FORMATS[to].settings(PlainLayers([], []))
-    if [config.get(key) for key in _KIND] == [wanted.get(key) for key in _KIND]:
+    wanted = wanted | (fp8_block.SCALE_FMT if power_of_2_scales else {})
+    # Both formats with powers of two say so, and one has them in a byte.
+    in_bytes = any(files.dtype(name) == "F8_E8M0" for name in files.names())
+    is_alike = to == PLAIN or in_bytes == (to == fp8_block_ue8m0.NAME)
+    if is_alike and [config.get(key) for key in _KIND] == [wanted.get(key) for key in _KIND]:
         raise UsageError(f"{files.path} is in {to} already, as its config.json says; give others, or another --to")
 
 
@@ -89,12 +95,14 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
     of_model = [*written(model, tensors, parts)]
     check_read("convert", model, of_model)
     is_quantized = {x.name: x.is_quantized for x in of_model}
-    names = sorted(stored.weights_in(files))
+    there = stored.weights_in(files)
+    names = sorted(name for name in there if name in is_quantized or not re.search(OF_AN_ENGINE, name))
     if missing := sorted({name for name, wanted in is_quantized.items() if wanted}.difference(names)):
         raise ValueError(f"{args.input} has no {missing[0]}, which its config.json asks for; copy the files anew")
     chosen: Any = FORMATS.get(args.to)
     quantized = [name for name in names if is_quantized.get(name)]
-    amaxes = _group_amaxes(files, quantized) if chosen is not None and chosen.FORMAT.has_global_scale else {}
+    fused = fused_layers(quantized)
+    amaxes = _group_amaxes(files, fused) if chosen is not None and chosen.FORMAT.has_global_scale else {}
     sources = [(file, (args.input / file).stat()) for file in files.files]
     plan = {
         "from": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in sources],
@@ -113,10 +121,7 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
             x = _values(files, name, torch.float32 if name in weights else torch.bfloat16)
             outputs = [(name, x)]
             if name in weights:
-                options = {
-                    "power_of_2_scales": args.power_of_2_scales,
-                    "tensor_amax": amaxes.get(scale_group_name(name)),
-                }
+                options = {"power_of_2_scales": args.power_of_2_scales, "tensor_amax": amaxes.get(fused[name])}
                 made = ops.quantize(x, chosen.FORMAT, **options).rowwise
                 check_finite(name, made)
                 outputs = list(chosen.named(Part(name), made))
@@ -128,10 +133,10 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
         else:
             # Files may have more than the model builds: layers that predict further tokens.
             own = {x.name: x.own for x in of_model}
-            in_files = (
+            in_files = [
                 Written(name, own.get(name, ()), tuple(stored.shape(files, name)), name in weights) for name in names
-            )
-            write_settings(folder, files.plain_config(), chosen, plain_layers(in_files))
+            ]
+            write_settings(folder, files.plain_config(), chosen, in_files, args.power_of_2_scales)
         folder.copy_tokenizer(args.input)
     elements = sum(math.prod(stored.shape(files, name)) for name in names)
     return len(quantized), 8 * folder.nbytes / max(1, elements)
@@ -144,11 +149,11 @@ def _values(files: Files, name: str, dtype: torch.dtype) -> torch.Tensor:
     return files.read(name) if held is None else held.dequantize()
 
 
-def _group_amaxes(files: Files, names: list[str]) -> dict[str, torch.Tensor]:
-    """The largest amax of each group of layers that engines run as one."""
+def _group_amaxes(files: Files, fused: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The largest amax of each group of layers that engines run as one. fused: {name of a weight: its group}."""
     largest: dict[str, torch.Tensor] = {}
-    for name in _shown(names):
-        amax, group = _values(files, name, torch.float32).abs().amax().float(), scale_group_name(name)
+    for name in _shown([*fused]):
+        amax, group = _values(files, name, torch.float32).abs().amax().float(), fused[name]
         # Not by Python's max, which loses a NaN.
         largest[group] = torch.maximum(amax, largest.get(group, amax))
     return {group: storable(amax) for group, amax in largest.items()}

@@ -3,6 +3,8 @@
 B may be a JSON file {name: checksum} as well, of what `checkpoint.checksums` gave of the tensors that A should have:
 these are compared byte by byte.
 
+Scales of activations and of an engine's cache (input_scale, k_scale) may be in only one of them.
+
 The last line is PASS, or FAIL and how many differences there are.
 
 exit code: 0 the same names, shapes and values within the quantization's error, 1 not, 2 wrong arguments
@@ -12,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import torch
 
 from torchao_blockwise.checkpoint import checksums, stored
 from torchao_blockwise.checkpoint.files import Files
+from torchao_blockwise.checkpoint.names import OF_AN_ENGINE
 from torchao_blockwise.cli.terminal import UsageError
 
 HELP = "compare two checkpoints on disk"
@@ -69,7 +73,11 @@ def _by_values(first: Files, second: Files, allowed: float | None) -> list[str]:
     """What differs, as sentences."""
     same, close, largest = 0, 0, 0.0
     of_both = [stored.weights_in(files) for files in (first, second)]
-    problems = _missing(second.path, of_both[0] - of_both[1]) + _missing(first.path, of_both[1] - of_both[0])
+    only_first, only_second = (
+        {name for name in names - others if not re.search(OF_AN_ENGINE, name)}
+        for names, others in (of_both, of_both[::-1])
+    )
+    problems = _missing(second.path, only_first) + _missing(first.path, only_second)
     for name in sorted(of_both[0] & of_both[1]):
         shapes = [stored.shape(files, name) for files in (first, second)]
         if shapes[0] != shapes[1]:

@@ -47,14 +47,7 @@ _READERS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("transformers.models.deepseek_v3", "DeepseekV3MLP"): (_GATE_UP,),
     ("torchtitan.models.common", "QKVLinear"): (_W_QKV,),
     ("torchtitan.models.common", "FeedForward"): (_W13,),
-    # Before torchtitan 0.3 each model had its own.
-    ("torchtitan.models.llama3", "Attention"): (_W_QKV,),
-    ("torchtitan.models.llama3", "FeedForward"): (_W13,),
-    ("torchtitan.models.qwen3", "Attention"): (_W_QKV,),
-    ("torchtitan.models.qwen3", "FeedForward"): (_W13,),
     ("torchtitan.models.deepseek_v3", "Attention"): _W_LATENT,
-    ("torchtitan.models.deepseek_v3", "FeedForward"): (_W13,),
-    ("torchtitan.models.moe", "FeedForward"): (_W13,),
 }
 _ALIKE = tuple(dict.fromkeys(names for ways in _READERS.values() for names in ways))
 

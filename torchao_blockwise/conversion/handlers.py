@@ -33,7 +33,6 @@ from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear, conv
 from torchao_blockwise.nn.grouped_layer import take_products_of_others
 from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     BlockwiseFP8TrainingConfig,
@@ -46,7 +45,6 @@ from torchao_blockwise.tensors import (
 from torchao_blockwise.tensors.config import ConfigClass, check_config
 from torchao_blockwise.tensors.original import Original
 from torchao_blockwise.tensors.rounding import RoundingKeys
-from torchao_blockwise.tensors.scale_groups import leave_group, scale_group_name
 
 # Packages whose subclasses of `nn.Linear` quantize by themselves.
 _OTHER_QUANTIZERS = "torchao.", "torch.ao.", "bitsandbytes.", "transformers.integrations."
@@ -212,23 +210,17 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     tell_lora_how_to_merge()
     if not isinstance(module, nn.Linear):
         take_products_of_others()
-    if targets and not config.master_weights:
-        index.shared_amaxes = _amaxes_of_groups(targets, config, parameter_name, index)
     if id(module) in left_out:
         return module
     for name, weight in weights_of(module, parameter_name).items():
         assert weight is not None, "checked before"
         holders = index.holders_of(weight)
         fqn = f"{index.name_of(module)}.{name}".lstrip(".")
-        shared_by = scale_group_name(fqn, config.scale_groups)
         if not _trains_by(weight, config):
-            swap(weight, _converted(weight, config, index.shared_amaxes.get(shared_by)))
+            swap(weight, _converted(weight, config))
             if config.stochastic_rounding:
                 RoundingKeys.of_weight(config.seed, index.number_of(weight)).attach(weight)
         weight.layer = fqn  # type: ignore[attr-defined]  # ours by now
-        leave_group(module, name)
-        if shared_by != fqn:
-            index.scale_group(shared_by).join(module, name)
         for holder in holders:
             keep_state_dicts_plain(holder)
             if isinstance(holder, nn.Linear) or holder is module:
@@ -291,30 +283,13 @@ def _check(
         )
 
 
-def _amaxes_of_groups(
-    targets: list[tuple[str, nn.Module]], config: TrainingConfig, parameter_name: str | None, index: ModelIndex
-) -> dict[str, torch.Tensor]:
-    """The largest amax of the weights that will share a tensor scale, by what they have in common."""
-    amaxes: dict[str, torch.Tensor] = {}
-    for fqn, module in targets:
-        for name, weight in weights_of(module, parameter_name).items():
-            own = f"{fqn}.{name}".lstrip(".")
-            shared_by = scale_group_name(own, config.scale_groups)
-            if shared_by != own and weight is not None and not _trains_by(weight, config):
-                bits = tensor_amax_bits_op(weight.detach(), Backend.AUTO)
-                known = amaxes.get(shared_by, bits)
-                amaxes[shared_by] = torch.maximum(known, bits.to(known.device))
-    return {name: bits.view(torch.float32) for name, bits in amaxes.items()}
-
-
-def _converted(weight: nn.Parameter, config: TrainingConfig, shared_amax: torch.Tensor | None) -> torch.Tensor:
+def _converted(weight: nn.Parameter, config: TrainingConfig) -> torch.Tensor:
     hp = weight.hp if isinstance(weight, MasterWeightTensor) else weight.detach()
     if config.master_weights:
         return MasterWeightTensor(hp, config)
     if config.weight_format is FP8_128X128:
         return BlockwiseFP8Tensor.from_hp(hp, power_of_2_scales=config.power_of_2_scales, config=config)
-    amax = None if shared_amax is None else shared_amax.to(hp.device)
-    return NVFP4Tensor.from_hp(hp, block_size=config.weight_format.block, config=config, tensor_amax=amax)
+    return NVFP4Tensor.from_hp(hp, block_size=config.weight_format.block, config=config)
 
 
 def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:

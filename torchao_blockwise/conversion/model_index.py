@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 
-import torch
 from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face
-from torchao_blockwise.tensors.scale_groups import ScaleGroup, groups_in
 
 
 class ModelIndex:
@@ -27,12 +25,6 @@ class ModelIndex:
             self._names[id(module)] = name
             for held in {id(p) for p in _compat.parameters_of(module).values() if p is not None}:
                 self._holders.setdefault(held, []).append(name)
-        # By what a group's weights have in common; of the conversions before, too.
-        self._scale_groups: dict[str, ScaleGroup] = {}
-        for module in model.modules():
-            self._scale_groups.update({group.name: group for group in groups_in(module).values()})
-        # What tensor scales of quantized Parameters come from, by the same; of one call.
-        self.shared_amaxes: dict[str, torch.Tensor] = {}
         # Of modules; they are left out.
         self.adapters = {id(module) for module in hugging_face.adapters_in(model)}
         self._numbers = {id(p): number for number, p in enumerate(model.parameters())}
@@ -46,10 +38,6 @@ class ModelIndex:
     def number_of(self, weight: nn.Parameter) -> int:
         """Its number among the model's Parameters, each of which counts once."""
         return self._numbers[id(weight)]
-
-    def scale_group(self, name: str) -> ScaleGroup:
-        """The group of the weights that have this in common, made where there is none yet."""
-        return self._scale_groups.setdefault(name, ScaleGroup(name))
 
     def holders_of(self, weight: nn.Parameter) -> list[nn.Module]:
         """The modules that hold this very Parameter."""

@@ -11,7 +11,6 @@ from torchao_blockwise.conversion.state_dicts import keep_state_dicts_no_longer
 from torchao_blockwise.nn.converted import ConvertedModule, restore_class
 from torchao_blockwise.nn.fused_modules import FusedModule, restore_module
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
-from torchao_blockwise.tensors.scale_groups import groups_in, leave_group
 from torchao_blockwise.tensors.state_values import plain_values
 
 _FSDP: tuple[type, ...] = ()
@@ -48,8 +47,6 @@ def unconvert(model: nn.Module) -> nn.Module:
         swap(p, _plain(p))
     for module in model.modules():
         keep_state_dicts_no_longer(module)
-        for name in groups_in(module):
-            leave_group(module, name)
         if isinstance(module, FusedModule):
             restore_module(module)
         if isinstance(module, ConvertedModule):

@@ -102,7 +102,7 @@ def _cast_cases(x: torch.Tensor, w: torch.Tensor, fmt: BlockFormat, weight_fmt: 
     if fmt.has_global_scale:
         found += [
             Case(quantization.tensor_amax_bits_op, fmt.name, (x,)),
-            Case(quantization.global_scale_op, fmt.name, (_amax_bits(x, fmt), False)),
+            Case(quantization.global_scale_op, fmt.name, (_amax_bits(x, fmt),)),
             *_randomized_cases(x, None, fmt),
         ]
     return found
@@ -126,14 +126,6 @@ def _randomized_cases(x: torch.Tensor, groups: Groups | None, fmt: BlockFormat) 
             randomization.randomized_quantize_op,
             f"{fmt.name} columnwise{in_groups}",
             (x, bits, columnwise, groups, key, Place(operand=1)),
-        ),
-        *(
-            Case(
-                randomization.randomized_quantize_op,
-                f"{fmt.name}{' columnwise' * options.columnwise}, four over six{in_groups}",
-                (x, bits, options._replace(four_over_six=True), groups, key, Place(operand=int(options.columnwise))),
-            )
-            for options in (rowwise, columnwise)
         ),
     ]
 
@@ -208,7 +200,7 @@ def _scaled_group_cases(
     return [
         Case(grouped_quantization.grouped_amax_bits_op, name, (x, ends, True)),
         Case(quantization.matrix_amax_bits_op, weight_fmt.name, (experts,)),
-        Case(quantization.global_scale_op, name, (each.view(torch.int32), False)),
+        Case(quantization.global_scale_op, name, (each.view(torch.int32),)),
         Case(quantization.quantize_op, f"{weight_fmt.name} of experts, a scale each", weight),
         Case(grouped_quantization.grouped_quantize_op, name, (x, each.view(torch.int32), options, groups)),
         *(

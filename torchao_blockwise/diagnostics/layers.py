@@ -14,7 +14,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.weights import expert_weights
-from torchao_blockwise.nn.sharded_linear import WHOLE, AmaxGroups
+from torchao_blockwise.nn.gemms import WHOLE, AmaxGroups
 from torchao_blockwise.nn.weights import WEIGHTS, config_of
 from torchao_blockwise.tensors import (
     BlockwiseFP8TrainingConfig,

@@ -11,7 +11,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise._compat.modes import TorchDispatchMode, is_traceable_wrapper_subclass, storage_of
 from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.formats import Groups, Operand, get_format
-from torchao_blockwise.nn import weight_products
+from torchao_blockwise.nn import gemms
 from torchao_blockwise.ops import get_backend
 from torchao_blockwise.ops.op import NAMESPACE
 
@@ -91,18 +91,20 @@ def _master_matmul(qdata: Any, scale: Any, global_scale: Any, name: str, hp: Any
     """The operation's implementation, of what a mode sees of its arguments."""
     *recipe, bias, ends, tables, backend = rest
     a, groups = Operand(qdata, scale, global_scale, name), None if ends is None else Groups(ends, tables)
-    product: Any = weight_products.master_matmul
+    product: Any = gemms.master_matmul
     return product(a, hp, get_format(fmt), *recipe, bias, groups, get_backend(backend))
 
 
-def _transposed_matmul(*args: Any) -> torch.Tensor:
+def _quantized_matmul(*args: Any) -> torch.Tensor:
     """Likewise."""
-    a, weight, (columns, dtype, ends, tables, backend) = Operand(*args[:4]), Operand(*args[4:8]), args[8:]
+    a, weight = Operand(*args[:4]), Operand(*args[4:8])
+    *options, ends, tables, backend = args[8:]
     groups = None if ends is None else Groups(ends, tables)
-    return weight_products.transposed_matmul(a, weight, columns, dtype, groups, get_backend(backend))
+    product: Any = gemms.quantized_matmul
+    return product(a, weight, *options, groups, get_backend(backend))
 
 
 _PRODUCTS = {
     torch.ops.torchao_blockwise.master_matmul.default: _master_matmul,
-    torch.ops.torchao_blockwise.transposed_matmul.default: _transposed_matmul,
+    torch.ops.torchao_blockwise.quantized_matmul.default: _quantized_matmul,
 }

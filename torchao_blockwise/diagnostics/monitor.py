@@ -45,12 +45,12 @@ from torchao_blockwise.diagnostics.tallies import Tallies
 from torchao_blockwise.diagnostics.unconverted import watch_products
 from torchao_blockwise.diagnostics.writers import Writer, Writers
 from torchao_blockwise.formats import Groups
-from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.contraction import quantize
+from torchao_blockwise.nn.activations import as_rows
+from torchao_blockwise.nn.gemms import GemmSpec, quantize
+from torchao_blockwise.nn.layer import cast_for_compute
 from torchao_blockwise.nn.observation import SeesGradient, observe
-from torchao_blockwise.nn.weight_products import Contraction
 from torchao_blockwise.tensors import TrainingConfig
-from torchao_blockwise.tensors.weight_operands import weight_amax
+from torchao_blockwise.tensors.weight_operands import amax_over
 
 
 class NumericsMonitor:
@@ -216,47 +216,47 @@ class NumericsMonitor:
         if not config.weight_format.has_global_scale or (config.scale_per_expert and values.dim() > 2):
             # Ranks hold whole experts, which have scales of their own.
             return None
-        return weight_amax(values, values, over)
+        return amax_over(values, over)
 
-    def _see(self, weight: Any, x: torch.Tensor, how: Contraction) -> SeesGradient | None:
+    def _see(self, weight: Any, x: torch.Tensor, spec: GemmSpec) -> SeesGradient | None:
         index = self._index.find(weight)
         if index is None or not self._layers[index].module.training:
             return None
-        return self._see_input(index, x, how)
+        return self._see_input(index, x, spec)
 
     def _see_product(self, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor | None, out: torch.Tensor) -> None:
         index = self._index.find(_compat.local_of(weight))
         if index is None or self._layers[index].config is not None or not self._layers[index].module.training:
             return
         with torch.no_grad():
-            rows = steps.as_rows(_compat.local_of(x).detach())
+            rows = as_rows(_compat.local_of(x).detach())
             # No product asks for a config: each recipe brings its own.
-            how = Contraction(None, None if ends is None else Groups(ends))  # type: ignore[arg-type]
-            see_gradient = self._see_input(index, steps.cast_for_compute(rows), how)
+            spec = GemmSpec(None if ends is None else Groups(ends), None)  # type: ignore[arg-type]
+            see_gradient = self._see_input(index, cast_for_compute(rows), spec)
         if out.requires_grad:
-            out.register_hook(lambda dy: see_gradient(steps.as_rows(_compat.local_of(dy).detach())))
+            out.register_hook(lambda dy: see_gradient(as_rows(_compat.local_of(dy).detach())))
 
-    def _see_input(self, index: int, x: torch.Tensor, how: Contraction) -> SeesGradient:
+    def _see_input(self, index: int, x: torch.Tensor, spec: GemmSpec) -> SeesGradient:
         """Count x [T, K], and return what counts the gradient of the same pass."""
         layer = self._layers[index]
         place = Place.of(layer.weight)
-        recipes, seed = self._recipes_of(how.config), 3 * self._tallies.index(layer.name)
+        recipes, seed = self._recipes_of(spec.config), 3 * self._tallies.index(layer.name)
         # Activation checkpointing computes a layer once more, in backward, and it was counted before.
         counts = place.counts_x and not _compat.in_backward()
         with without_modes(), _compat.no_torch_function():
             kinds = X_ROWWISE, X_COLUMNWISE
-            tokens = self._count(layer.name, kinds, x, recipes, how, place.split.x, counts)
-            projected = statistics.project(x, seed, place.first[1] if how.groups is None else 0)
+            tokens = self._count(layer.name, kinds, x, recipes, spec, place.split.x, counts)
+            projected = statistics.project(x, seed, place.first[1] if spec.groups is None else 0)
 
         def see_gradient(dy: torch.Tensor) -> None:
             if self._armed is None:
                 return
             with torch.no_grad(), without_modes(), _compat.no_torch_function():
                 over, kinds = place.split.grad_output, (DY_ROWWISE, DY_COLUMNWISE)
-                of_dy = self._count(layer.name, kinds, dy, recipes, how, over, place.counts_gradient)
+                of_dy = self._count(layer.name, kinds, dy, recipes, spec, over, place.counts_gradient)
                 first = place.first[0]
-                other = statistics.project(dy, seed + 1, first if how.groups is None else 0)
-                probes = statistics.gradient_probes(projected, other, how.groups, seed + 2, first)
+                other = statistics.project(dy, seed + 1, first if spec.groups is None else 0)
+                probes = statistics.gradient_probes(projected, other, spec.groups, seed + 2, first)
                 noise = {name: statistics.gradient_noise(tokens[name], of_dy[name]) for name in recipes}
                 self._tallies.add_gradient(layer.name, probes, noise)
 
@@ -268,7 +268,7 @@ class NumericsMonitor:
         kinds: Sequence[Any],
         x: torch.Tensor,
         recipes: dict[str, TrainingConfig],
-        how: Contraction,
+        spec: GemmSpec,
         over: str,
         counts: bool,
     ) -> dict[str, statistics.TokenSquares]:
@@ -276,10 +276,10 @@ class NumericsMonitor:
         orders, tokens = (self._next(), self._next()), {}
         for name, config in recipes.items():
             # Tables of groups are made for one size of blocks.
-            groups = None if how.groups is None else how.groups if config is how.config else Groups(how.groups.ends)
-            by = Contraction(untransformed(config), groups)
+            groups = None if spec.groups is None else spec.groups if config is spec.config else Groups(spec.groups.ends)
+            by = GemmSpec(groups, untransformed(config))
             split = over if config.activation_format.has_global_scale else ""
-            copies = quantize(x, by, rowwise=True, columnwise=True, over=split)
+            copies = quantize(x, by, rowwise=True, columnwise=True, amax_groups=split)
             for kind, copy, order in zip(kinds, copies, orders):
                 found, tokens[name] = statistics.tally(
                     x, copy, order, columnwise=kind.direction == "columnwise", groups=groups

@@ -34,7 +34,6 @@ from torchao_blockwise.ops.shards.partial_cast import (
     partial_cast_,
     whole_block_cast_,
 )
-from torchao_blockwise.tensors.scale_groups import ScaleGroup
 
 
 class Recipe(NamedTuple):
@@ -56,11 +55,10 @@ class Part(NamedTuple):
         where other ranks have them all.
     start: index in the flat weight of the first value, or, if `dim` is not 0, its index in that dim.
     target: contiguous bytes of the payload, as `partial_cast_` writes them by `into`; may be None without values.
-    scale: an entry a block of the whole weight, contiguous; with one more, of no meaning, where other
-        tensors share the global scale: for their amax.
+    scale: an entry a block of the whole weight, contiguous; with `split_groups` one more, of no meaning: for the amax
+        of the whole tensor.
     global_scale: f32 of one element, or of one for each matrix [N, K] of the weight.
     split_groups: groups of ranks over which tensor parallelism has split the tensor that has the global scale.
-    scale_group: the weights that share the global scale.
     """
 
     recipe: Recipe
@@ -73,7 +71,6 @@ class Part(NamedTuple):
     global_scale: torch.Tensor | None
     dim: int = 0
     split_groups: tuple[dist.ProcessGroup, ...] = ()
-    scale_group: ScaleGroup | None = None
 
 
 # A part, and where its weight's blocks begin in the buffers of all blocks.
@@ -228,7 +225,7 @@ def _block(part: Part) -> int:
 
 
 def _reduce_tensor_amaxes(placed: Sequence[_Placed], bits: torch.Tensor) -> None:
-    """Give each weight that shares its global scale the amax of all that do, as that of its one more block."""
+    """Give each part of a tensor that tensor parallelism has split the tensor's amax, as that of its one more block."""
     by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for part, first in placed:
         for group in part.split_groups:
@@ -237,13 +234,4 @@ def _reduce_tensor_amaxes(placed: Sequence[_Placed], bits: torch.Tensor) -> None
         amaxes = torch.stack([of_weight.amax() for of_weight in blocks])
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
         for of_weight, amax in zip(blocks, amaxes.unbind()):
-            of_weight[-1].copy_(amax)
-    members: dict[ScaleGroup, list[torch.Tensor]] = {}
-    for part, first in placed:
-        if part.scale_group is not None:
-            members.setdefault(part.scale_group, []).append(bits[first : first + part.scale.numel()])
-    for scale_group, blocks in members.items():
-        scale_group.check_together(len(blocks))
-        amax = torch.stack([of_weight.amax() for of_weight in blocks]).amax()
-        for of_weight in blocks:
             of_weight[-1].copy_(amax)

@@ -18,7 +18,6 @@ from torchao_blockwise.distributed.cast import Part, Recipe, cast_parts
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.ops.shards import flat
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
-from torchao_blockwise.tensors.scale_groups import ScaleGroup, groups_by_weight
 
 
 def cast_master_weights_to_fp8(
@@ -125,23 +124,16 @@ def write_masters(
                 raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.whole_shape)}) {reason}")
         if targets is None:
             targets, into = [w.qdata for w in weights], flat.WHOLE
-        groups = groups_by_weight()
         parts = [
-            _part(w, master, start or 0, target, into, groups.get(id(w)))
+            Part(_recipe(w), tuple(w.whole_shape), master, start or 0, target, into, w.scale, w.global_scale)
             for w, master, start, target in zip(weights, masters, starts, targets)
         ]
         if group is not None:
             # The buffer of amaxes means the same on all ranks only if their weights are the same.
-            layout = [(part.recipe, part.shape, part.scale_group and part.scale_group.name) for part in parts]
-            entries = (
-                f"weight {i} ({recipe}, shape {list(shape)}{f', shares the scale of {shared}' if shared else ''})"
-                for i, (recipe, shape, shared) in enumerate(layout)
-            )
+            layout = [(part.recipe, part.shape) for part in parts]
+            entries = (f"weight {i} ({recipe}, shape {list(shape)})" for i, (recipe, shape) in enumerate(layout))
             check_same_once(name, group, tuple(layout), entries)
         cast_parts(parts, group, name, f"reduce the amaxes of {len(weights)} weights")
-        for w, part in zip(weights, parts):
-            if part.scale is not w.scale:
-                w.scale.copy_(part.scale[:-1].view(w.scale.shape))
         written = [
             *weights,
             *(w.scale for w in weights),
@@ -150,20 +142,6 @@ def write_masters(
         written += [part.global_scale for part in parts if part.global_scale is not None]
         # Autograd must see that values which it saved are gone; kernels do not count what they write.
         torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
-
-
-def _part(
-    w: QuantizedTensor,
-    master: torch.Tensor | None,
-    start: int,
-    target: torch.Tensor | None,
-    into: str,
-    scale_group: ScaleGroup | None,
-) -> Part:
-    # One more for the amax of the others that share its tensor scale.
-    scale = w.scale if scale_group is None else w.scale.new_empty(w.scale.numel() + 1)
-    shape = tuple(w.whole_shape)
-    return Part(_recipe(w), shape, master, start, target, into, scale, w.global_scale, scale_group=scale_group)
 
 
 def _recipe(w: QuantizedTensor) -> Recipe:

@@ -5,10 +5,8 @@ from torchao_blockwise.formats.elements import E2M1, E2M1_VALUES, E4M3, HIGH_PRE
 from torchao_blockwise.formats.fp8 import FP8_1X128, FP8_128X128
 from torchao_blockwise.formats.hadamard import DEFAULT_SIGNS, HADAMARD_SIZE, hadamard_number, hadamard_transform
 from torchao_blockwise.formats.nvfp4 import (
-    FOUR_OVER_SIX_MAX,
     NVFP4_1X16,
     NVFP4_16X16,
-    four_over_six_scales,
     global_scale_of,
 )
 from torchao_blockwise.formats.random_bits import (
@@ -28,7 +26,6 @@ __all__ = [
     "E2M1_VALUES",
     "E4M3",
     "FORMATS",
-    "FOUR_OVER_SIX_MAX",
     "FP8_1X128",
     "FP8_128X128",
     "HADAMARD_SIZE",
@@ -47,7 +44,6 @@ __all__ = [
     "StochasticRounding",
     "block_bytes",
     "draws_of",
-    "four_over_six_scales",
     "get_format",
     "global_scale_of",
     "hadamard_number",

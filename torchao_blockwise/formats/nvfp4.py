@@ -11,18 +11,11 @@ from torchao_blockwise.formats.block_format import BlockFormat, Scales, register
 from torchao_blockwise.formats.elements import E2M1, E4M3
 
 _F32_MAX = torch.finfo(torch.float32).max
-# Four over six: the largest block scale that maps to 6, so that one 1.5 times as large can be stored too.
-FOUR_OVER_SIX_MAX = 256.0
 
 
-def largest_scale(four_over_six: bool) -> float:
-    """The largest block scale of a tensor, by which its tensor scale is chosen."""
-    return FOUR_OVER_SIX_MAX if four_over_six else E4M3.max
-
-
-def global_scale_of(tensor_amax: torch.Tensor, scale_max: float = E4M3.max) -> torch.Tensor:
-    """Decode factor of a tensor: amax / (6 · scale_max); 1 for a zero tensor, NaN where the amax is NaN or Inf."""
-    scale = tensor_amax / torch.full_like(tensor_amax, E2M1.max * scale_max)
+def global_scale_of(tensor_amax: torch.Tensor) -> torch.Tensor:
+    """Decode factor of a tensor: amax / (6 · 448); 1 for a zero tensor, NaN where the amax is NaN or Inf."""
+    scale = tensor_amax / torch.full_like(tensor_amax, E2M1.max * E4M3.max)
     scale = torch.where(tensor_amax == 0, torch.ones_like(scale), scale)
     return scale.masked_fill(~tensor_amax.isfinite(), float("nan"))
 
@@ -30,25 +23,16 @@ def global_scale_of(tensor_amax: torch.Tensor, scale_max: float = E4M3.max) -> t
 def _nvfp4_scales(block_amax: torch.Tensor, tensor_amax: torch.Tensor | None, power_of_2_scales: bool) -> Scales:
     """With S = 2688 / amax(tensor): scale = e4m3(amax(block) · S / 6), encode = 1 / (scale / S)."""
     assert tensor_amax is not None and not power_of_2_scales
-    return _scales(block_amax, tensor_amax, E4M3.max)
-
-
-def four_over_six_scales(block_amax: torch.Tensor, tensor_amax: torch.Tensor) -> tuple[Scales, Scales]:
-    """The scales by which a block's largest value becomes 6, and those, 1.5 times as large, by which it becomes 4."""
-    return tuple(_scales(block_amax, tensor_amax, FOUR_OVER_SIX_MAX, enlarged) for enlarged in (1.0, 1.5))  # type: ignore[return-value]
-
-
-def _scales(block_amax: torch.Tensor, tensor_amax: torch.Tensor, scale_max: float, enlarged: float = 1.0) -> Scales:
     one = torch.ones_like(tensor_amax)
-    tensor_encode = (torch.full_like(tensor_amax, E2M1.max * scale_max) / tensor_amax).clamp(max=_F32_MAX)
+    tensor_encode = (torch.full_like(tensor_amax, E2M1.max * E4M3.max) / tensor_amax).clamp(max=_F32_MAX)
     tensor_encode = torch.where(tensor_amax > 0, tensor_encode, one)
     sixth = one / torch.full_like(one, E2M1.max)
-    scale = E4M3.encode(block_amax * (tensor_encode * sixth) * enlarged)
+    scale = E4M3.encode(block_amax * (tensor_encode * sixth))
     decoded = scale.float()
     encode = torch.ones_like(decoded) / (decoded * (one / tensor_encode))
     # A block scale of zero (or NaN) leaves the sign and saturates: the largest factor stands for "divide by zero".
     encode = torch.where(decoded > 0, encode.clamp(max=_F32_MAX), torch.full_like(encode, _F32_MAX))
-    return Scales(encode, scale, global_scale_of(tensor_amax, scale_max))
+    return Scales(encode, scale, global_scale_of(tensor_amax))
 
 
 NVFP4_1X16 = register_format(

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from torchao_blockwise.formats.block_format import FORMATS, BlockFormat
-from torchao_blockwise.formats.nvfp4 import FOUR_OVER_SIX_MAX
 
 
 class Operand(NamedTuple):
@@ -54,7 +53,6 @@ class CastOptions(NamedTuple):
         such copies, to which they add nothing. Without it, rows that are no such multiple cost a copy.
     hadamard: NVFP4 only; the columnwise copy is that of the transform which `formats.hadamard_number` gives the number
         of; 0 for none. It is whole chunks of 16 tokens wide, the last one filled with zeros, and so is not `padded`.
-    four_over_six: NVFP4 in 1×16 only; each block takes of two scales the one with the smaller error.
     scale_per_group: NVFP4 only; each group of tokens has a tensor scale of its own, and so has, without groups, each
         matrix [M, K] of a tensor [.., M, K]. Else the whole tensor has one.
     """
@@ -65,13 +63,7 @@ class CastOptions(NamedTuple):
     power_of_2_scales: bool = False
     padded: bool = False
     hadamard: int = 0
-    four_over_six: bool = False
     scale_per_group: bool = False
-
-    @property
-    def scale_max(self) -> float:
-        """The scale of a block that holds the tensor's largest value, if that becomes the element's largest."""
-        return FOUR_OVER_SIX_MAX if self.four_over_six else self.fmt.scale_max
 
 
 class Groups(NamedTuple):

@@ -23,6 +23,7 @@ from torchao_blockwise.conversion import (
 from torchao_blockwise.conversion.recommended import recommended
 from torchao_blockwise.integrations.recipes import RECIPES, convert, nearest
 from torchao_blockwise.tensors import TrainingConfig
+from torchao_blockwise.tensors.config import without_removed
 
 # Trainers make values after the conversion, and their optimizers step Parameters in high precision.
 _NOT_OPTIONS = {"master_weights"}
@@ -101,6 +102,7 @@ class Options:
         """
         if format not in RECIPES:
             raise ValueError(nearest("format", format, RECIPES))
+        given = without_removed(format, given)
         of_selection = {f.name: f for f in fields(Selection)}
         of_recipe = {f.name for f in fields(RECIPES[format])} - _NOT_OPTIONS
         for name in given:

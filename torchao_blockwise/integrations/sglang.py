@@ -1,9 +1,6 @@
-"""SGLang: the quantized weights of a model in training, sent to an engine in buckets.
+"""SGLang: the quantized weights of a model in training, sent in buckets to an engine on the GPUs of this host.
 
-    update_weights(engine, model)  # an engine on the GPUs of this host
-
-    connection = connect([(Server("http://host:30000"), 8)], address)  # engines anywhere, and the ranks of each
-    update_weights(connection, model)
+    update_weights(engine, model)
 
 Source of the interface: SGLang 0.5.23, srt/entrypoints/EngineBase.py (`begin_weight_update`,
 `update_weights_from_tensor`, `end_weight_update`) and http_server_engine.py; engines before it know no begin and end.
@@ -18,9 +15,8 @@ import torch
 from torch import nn
 
 from torchao_blockwise.checkpoint import quantized_weights
-from torchao_blockwise.integrations.sglang_group import Connection, Server, connect, refusal_in
 
-__all__ = ["Connection", "Server", "connect", "update_weights"]
+__all__ = ["update_weights"]
 
 BUCKET_BYTES = 512 * 2**20
 _OF_TWO_STEPS = "its weights are now of two steps, so send them again before it generates"
@@ -32,10 +28,9 @@ def update_weights(
     """Send `checkpoint.quantized_weights` of `model` to an SGLang engine; returns the bytes of its tensors.
 
     engine: has `update_weights_from_tensor(named_tensors, load_format=None, flush_cache=True)`, as `sglang.Engine` and
-        its HTTP adapter do for tensors of this host's GPUs, or what `connect` gives, for engines anywhere; None on
-        ranks that have none. All ranks that share the model call this, and gather in lockstep. One that has
-        `begin_weight_update` and `end_weight_update` is told by them: between the two it holds weights as files have
-        them, and at the end it lays them out for its kernels.
+        its HTTP adapter do for tensors of this host's GPUs; None on ranks that have none. All ranks that share the
+        model call this, and gather in lockstep. One that has `begin_weight_update` and `end_weight_update` is told by
+        them: between the two it holds weights as files have them, and at the end it lays them out for its kernels.
     bucket_bytes: of a call, so of what is held beside the model; a larger tensor goes alone. The last call alone lets
         the engine drop what it has cached.
     Raises RuntimeError where the engine refuses or fails: it then holds weights of two steps, until the next update.
@@ -88,7 +83,7 @@ def _failed(what: str, now: str, call: Callable[..., Any], options: dict[str, An
     """Why an engine did not do it, or None."""
     cause = None
     try:
-        refusal = refusal_in(call(**(options or {})))
+        refusal = _refusal_in(call(**(options or {})))
     except Exception as error:
         refusal, cause = f"{type(error).__name__}: {error}", error
     if refusal is None:
@@ -96,3 +91,11 @@ def _failed(what: str, now: str, call: Callable[..., Any], options: dict[str, An
     failed = RuntimeError(f"update_weights: the engine refused {what} ({refusal}); {now}")
     failed.__cause__ = cause
     return failed
+
+
+def _refusal_in(answer: Any) -> str | None:
+    """What an engine says against it, or None: `Engine` gives (done, message), its HTTP adapter a dict of these."""
+    if isinstance(answer, dict):
+        answer = answer.get("success", True), answer.get("message", "")
+    done, message = answer if isinstance(answer, tuple) else (True, "")
+    return None if done else str(message)

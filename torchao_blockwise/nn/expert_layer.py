@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchao_blockwise import _compat
-from torchao_blockwise.nn import steps
+from torchao_blockwise.nn.layer import cast_for_compute
 from torchao_blockwise.nn.sharded_linear import own_part
-from torchao_blockwise.nn.swiglu_layer import SwiGLUFunction
+from torchao_blockwise.nn.swiglu_layer import run_mlp
 from torchao_blockwise.nn.weights import WEIGHTS, are_plain, check_square_blocks, config_of, rounding_key_of
 from torchao_blockwise.ops.groups.ends import check_group_ends, clamped_ends
 from torchao_blockwise.ops.operands import check_dtype
@@ -49,8 +49,10 @@ def swiglu_experts(
     with _compat.no_torch_function():
         _check(x, gate_up, down, group_ends)
         if len(configs) == 2 and are_plain(x):
-            x, amax_groups = steps.cast_for_compute(x), (inner_groups, outer_groups)
-            return steps.apply(SwiGLUFunction, x, gate_up, down, None, group_ends, configs, amax_groups, *keys)
+            amax_groups = inner_groups, outer_groups
+            return run_mlp(
+                "swiglu_experts", cast_for_compute(x), gate_up, down, None, configs, amax_groups, keys, group_ends
+            )
     return _by_products(x, gate_up, down, group_ends)
 
 
@@ -111,7 +113,7 @@ def _check(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_end
 
 def _by_products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, group_ends: torch.Tensor) -> torch.Tensor:
     """In the precision of the weights; what F.grouped_mm leaves in rows of no group is set to zero, both ways."""
-    x = steps.cast_for_compute(x)
+    x = cast_for_compute(x)
     check_group_ends("swiglu_experts", group_ends, x.shape[0], x.device)
     # On a GPU the values are unknown, and PyTorch's product follows them anywhere.
     group_ends = clamped_ends(group_ends, x.shape[0])

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from torchao_blockwise import _compat, ops
-from torchao_blockwise.formats import Draws, Operand
-from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.contraction import gradients, quantize, quantized_output
-from torchao_blockwise.nn.observation import seen
-from torchao_blockwise.nn.weight_products import Contraction
+from torchao_blockwise import _compat
+from torchao_blockwise.nn.activations import GroupedInput
+from torchao_blockwise.nn.gemms import GemmSpec
+from torchao_blockwise.nn.layer import cast_for_compute, run_layer
 from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, config_of, rounding_key_of
 from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.tensors import (
@@ -64,10 +62,13 @@ def _grouped_linear(
 ) -> torch.Tensor:
     """contracts_columns: whether K, the contraction of `output`, is the last dim in which the weight is stored."""
     with _compat.no_torch_function():
-        x = steps.cast_for_compute(x)
-        _check(x, weight, contracts_columns and not isinstance(weight, TransposedWeight))
-        key = rounding_key_of(_stored(weight))
-        return steps.apply(_GroupedLinear, x, weight, group_ends, contracts_columns, out_dtype, key)
+        x, stored = cast_for_compute(x), _stored(weight)
+        _check(x, weight, contracts_columns and stored is weight)
+        config = config_of(stored)
+        out_dtype = out_dtype or config.out_dtype or x.dtype
+        spec = GemmSpec(None, config, x.dtype, out_dtype, transposed=not contracts_columns)
+        key = rounding_key_of(stored)
+        return run_layer("grouped_linear", GroupedInput, spec, weight, None, key, (x,), group_ends=group_ends)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> None:
@@ -87,85 +88,6 @@ def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> No
 def _stored(weight: torch.Tensor) -> torch.Tensor:
     """The weight as it lies in memory."""
     return weight.weight if isinstance(weight, TransposedWeight) else weight
-
-
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group_ends: torch.Tensor,
-        contracts_columns: bool,
-        out_dtype: torch.dtype,
-        rounding_key: torch.Tensor | None,
-    ) -> torch.Tensor:
-        stored = _stored(weight)
-        config, hp, rounded_to = config_of(stored), stored, None
-        if isinstance(stored, MasterWeightTensor):
-            # Of a cast copy the weight that it was made of, so that the cast one can go.
-            hp, rounded_to = stored.source
-            if rounded_to is not None:
-                layer, stored = stored.layer, MasterWeightTensor(hp, stored.config)
-                stored.layer = layer
-        needs_weight = ctx.needs_input_grad[1]
-        save_quantized = needs_weight and config.saves_quantized_activations
-        groups = steps.groups_of(group_ends, x.shape[0], config)
-        assert groups is not None
-        how = Contraction(config, groups, rounded_to=rounded_to, transposed=not contracts_columns)
-        dtype = out_dtype or config.out_dtype or x.dtype
-        out, columnwise = steps.named(_forward, stored, x, how, dtype, save_quantized)
-        saved_x = columnwise.tensors if save_quantized else (x,) if needs_weight else ()
-        saved_weight = stored if rounded_to is None else hp
-        steps.save_for_backward(ctx, (saved_weight,), *groups, rounding_key, *saved_x)
-        ctx.config, ctx.rounded_to, ctx.contracts_columns = config, rounded_to, contracts_columns
-        ctx.dtypes, ctx.is_transposed = (x.dtype, weight.dtype), isinstance(weight, TransposedWeight)
-        ctx.seen = seen(stored, x, how)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        steps.refuse_second_order("grouped_linear")
-        if ctx.seen is not None:
-            ctx.seen(grad_output)
-        config, rounded_to = ctx.config, ctx.rounded_to
-        weight, group_ends, tables, rounding_key, saved_x = steps.take_saved(ctx, 4)
-        groups = steps.saved_groups(group_ends, tables)
-        how = Contraction(config, groups, rounded_to=rounded_to, transposed=not ctx.contracts_columns)
-        weight = weight if rounded_to is None else MasterWeightTensor(weight, config)
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        draws = ops.draws_for(rounding_key, grad_output) if needs_x or needs_weight else None
-        args = saved_x, how, (needs_x, needs_weight), ctx.dtypes, draws
-        grad_x, grad_weight = steps.named(_backward, weight, grad_output, *args)
-        if grad_weight is not None and ctx.is_transposed:
-            grad_weight = grad_weight.transpose(-2, -1)
-        return grad_x, grad_weight, None, None, None, None
-
-
-def _forward(
-    weight: torch.Tensor, x: torch.Tensor, how: Contraction, dtype: torch.dtype, save_quantized: bool
-) -> tuple[torch.Tensor, Operand | None]:
-    """(x · wᵀ, the columnwise copy of x or None)."""
-    return quantized_output(x, weight, how, dtype, columnwise=save_quantized)
-
-
-def _backward(
-    weight: torch.Tensor,
-    grad_output: torch.Tensor,
-    saved_x: list[Any],
-    how: Contraction,
-    needs: tuple[bool, ...],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    draws: Draws | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(grad_input, grad_weight), those that are needed."""
-
-    def anew(x: torch.Tensor) -> Operand:
-        return quantize(x, how, rowwise=False, columnwise=True).columnwise
-
-    dy = [*quantize(grad_output, how, rowwise=needs[0], columnwise=needs[1], draws=draws)]
-    x_columnwise = steps.columnwise_of(saved_x, how.config, anew)
-    return gradients(dy, x_columnwise, grad_output.shape[0], weight, how, dtypes, weight_first=False)
 
 
 def _take(functions: list[Any]) -> None:

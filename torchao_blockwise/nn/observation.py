@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
-from torchao_blockwise.nn.weight_products import Contraction
 from torchao_blockwise.tensors.reads import key_of
+
+if TYPE_CHECKING:
+    from torchao_blockwise.nn.gemms import GemmSpec
 
 # What takes the gradient of a layer's output [T, N]; called once in the backward of the pass that it was made in.
 SeesGradient: TypeAlias = Callable[[torch.Tensor], None]
@@ -24,8 +26,8 @@ SeesGradient: TypeAlias = Callable[[torch.Tensor], None]
 class Observer(Protocol):
     """What `observe` takes."""
 
-    def __call__(self, weight: Any, x: torch.Tensor, how: Contraction) -> SeesGradient | None:
-        """x: [T, K] as it is quantized for the product with `weight`, by `how`."""
+    def __call__(self, weight: Any, x: torch.Tensor, spec: GemmSpec) -> SeesGradient | None:
+        """x: [T, K] as it is quantized for the product with `weight`, by `spec`."""
 
 
 _observer: Observer | None = None
@@ -38,10 +40,10 @@ def observe(observer: Observer | None) -> Observer | None:
     return before
 
 
-def seen(weight: Any, x: torch.Tensor | Callable[[], torch.Tensor], how: Contraction) -> SeesGradient | None:
-    """Tell the observer of `x` [.., K], or of what `x()` gives, where a fused layer has it nowhere in memory.
+def observe_gemm(weight: Any, values: Callable[[], torch.Tensor], spec: GemmSpec) -> SeesGradient | None:
+    """Tell the observer of a GEMM with `weight`, whose activation `values` computes in high precision, [T, K].
 
-    Returns what is to see the gradient, None where nobody looks.
+    Returns what is to see the gradient, None where nobody observes.
     """
     if torch.compiler.is_compiling():
         _note_traced()
@@ -50,8 +52,7 @@ def seen(weight: Any, x: torch.Tensor | Callable[[], torch.Tensor], how: Contrac
     if _observer is None:
         return None
     with torch.no_grad():
-        values = x if isinstance(x, torch.Tensor) else x()
-        return _observer(weight, values.detach().flatten(0, -2) if values.dim() > 1 else values.detach()[None], how)
+        return _observer(weight, values().detach(), spec)
 
 
 class _Multiplied(threading.local):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchao_blockwise import ops
-from torchao_blockwise.nn import steps
+from torchao_blockwise.nn.layer import refuse_second_order
 
 
 def permute(x: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,7 +33,7 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_tokens: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
-        steps.refuse_second_order("permute")
+        refuse_second_order("permute")
         (source,) = ctx.saved_tensors
         return ops.unpermute(grad_tokens, source, ctx.top_k), None, None
 
@@ -50,7 +50,7 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        steps.refuse_second_order("unpermute")
+        refuse_second_order("unpermute")
         source, weights, y = ctx.saved_tensors
         grad_y, grad_weights = ops.unpermute_backward(grad_output, y, source, ctx.top_k, weights)
         return (

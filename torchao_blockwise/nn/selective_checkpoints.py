@@ -1,17 +1,16 @@
-"""What selective activation checkpointing of layers here saves: products, and next to nothing else."""
+"""The operations that selective activation checkpointing should save."""
 
 from __future__ import annotations
 
 from torchao_blockwise._compat.torch_types import Operation
-from torchao_blockwise.nn.contraction import quantized_output_op
-from torchao_blockwise.nn.weight_products import master_matmul_op
+from torchao_blockwise.nn.gemms import master_matmul_op, quantized_matmul_op
 from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
 from torchao_blockwise.ops.gemm.plain import matmul_op
 from torchao_blockwise.ops.groups.quantization import grouped_amax_bits_op
 from torchao_blockwise.ops.quantization import matrix_amax_bits_op, tensor_amax_bits_op
 from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
 
-_PRODUCTS = (master_matmul_op, matmul_op, grouped_matmul_op)
+_PRODUCTS = (master_matmul_op, quantized_matmul_op, matmul_op, grouped_matmul_op)
 # Four bytes, for which a whole tensor is read.
 _AMAXES = (tensor_amax_bits_op, matrix_amax_bits_op, grouped_amax_bits_op, hadamard_amax_bits_op)
 
@@ -21,9 +20,7 @@ def sac_save_list() -> list[Operation]:
 
     Products of `output` of all layers, dense and of experts, and in NVFP4 the largest value of each tensor and of its
     transform. Quantized copies are not among them: they are made again, as norms and activations are.
-    A new list, for `torch.utils.checkpoint.create_selective_checkpoint_contexts`, by itself or beside PyTorch's own.
-    Eager and compiled. What a policy must not take apart is in the list too: passes over graphs that know no policy's
-    modes meet quantizing and multiplying as one operation.
+    A new list, for `torch.utils.checkpoint.create_selective_checkpoint_contexts`, by itself or with PyTorch's.
+    Eager and compiled.
     """
-    ops = (*_PRODUCTS, quantized_output_op, *_AMAXES)
-    return [op.overload for op in ops]  # type: ignore[attr-defined]
+    return [op.overload for op in (*_PRODUCTS, *_AMAXES)]  # type: ignore[attr-defined]

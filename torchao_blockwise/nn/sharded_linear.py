@@ -18,6 +18,7 @@ import torch
 
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.nn.gemms import WHOLE, AmaxGroups
 from torchao_blockwise.nn.places import places_of
 from torchao_blockwise.nn.weights import config_of
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -26,17 +27,6 @@ from torchao_blockwise.tensors.weight_operands import group_names
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
-
-
-class AmaxGroups(NamedTuple):
-    """The process groups over which each tensor is split, as `amax_over` takes them."""
-
-    x: str = ""
-    weight: str = ""
-    grad_output: str = ""
-
-
-WHOLE = AmaxGroups()
 
 
 def sharded_linear(linear: Callable[..., Any], x: DTensor, weight: Any, bias: DTensor | None = None) -> torch.Tensor:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import Copies, Operand
-from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.contraction import output, quantize
-from torchao_blockwise.nn.linear_layer import linear, linear_gradients
-from torchao_blockwise.nn.observation import seen
-from torchao_blockwise.nn.weight_products import Contraction, Readable
+from torchao_blockwise.formats import Copies
+from torchao_blockwise.nn.activations import Input, as_rows
+from torchao_blockwise.nn.gemms import GemmSpec, quantize
+from torchao_blockwise.nn.layer import cast_for_compute, profiled, run_layer
+from torchao_blockwise.nn.linear_layer import linear
 from torchao_blockwise.nn.weights import Weight, check_linear, config_of, rounding_key_of
+from torchao_blockwise.tensors import TrainingConfig
 
 
 class SharedInput:
@@ -40,7 +40,7 @@ class SharedInput:
         # Else each thing that is read of a weight goes through Python.
         with _compat.no_torch_function():
             trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-        offered = _Offer(self, x, Contraction(config_of(weights[0])), len(weights), trained)
+        offered = _Offer(self, x, config_of(weights[0]), len(weights), trained)
         if torch.compiler.is_compiling():
             carrier = x.view_as(x)
             carrier.offered_input = offered  # type: ignore[attr-defined]
@@ -59,13 +59,13 @@ class SharedInput:
         if offered is None:
             return linear(x, weight, bias)
         with _compat.no_torch_function():
-            # Of the input itself, not of a view of it: so gradients of all who read it are summed in the same order.
+            # The input itself, not a view of it: so gradients of all its readers are summed in the same order.
             x = offered.x
             check_linear(x, weight, bias)
-            copies = offered.take()
+            spec, copies = offered.take()
             if offered.left == 0:
                 self.withdraw()
-            return steps.apply(_LinearOfCopies, x, weight, bias, offered.how, copies, rounding_key_of(weight))
+            return run_layer("linear", Input, spec, weight, bias, rounding_key_of(weight), (x,), copies=copies)
 
     def _offer_of(self, x: torch.Tensor) -> _Offer | None:
         """The offer whose input `x` is, or None."""
@@ -77,56 +77,22 @@ class SharedInput:
 
 
 class _Offer:
-    """An input of so many layers, and its copies as soon as the first of them asks."""
+    """An input of several layers, and its copies as soon as the first of them asks."""
 
-    def __init__(self, to: SharedInput, x: torch.Tensor, how: Contraction, layers: int, trained: bool) -> None:
-        self.to, self.x, self.how, self.left, self.trained = to, x, how, layers, trained
-        self._taken: tuple[Any, ...] | None = None
+    def __init__(self, to: SharedInput, x: torch.Tensor, config: TrainingConfig, layers: int, trained: bool) -> None:
+        self.to, self.x, self.config, self.left, self.trained = to, x, config, layers, trained
+        self._taken: tuple[GemmSpec, Copies] | None = None
 
-    def take(self) -> tuple[Any, ...]:
-        """(rowwise copy, the tensors that a layer saves to train its weight, the dtype that was quantized)."""
+    def take(self) -> tuple[GemmSpec, Copies]:
+        """The spec of the layers, and the copies; the columnwise one is there if a layer saves it."""
         self.left -= 1
         if self._taken is None:
-            x = steps.cast_for_compute(self.x.detach())
-            save_quantized = self.trained and self.how.config.saves_quantized_activations
-            rowwise, columnwise = steps.named(_copies, x, self.how, save_quantized)
-            self._taken = rowwise, columnwise.tensors if save_quantized else (x,), x.dtype
+            x, config = cast_for_compute(self.x.detach()), self.config
+            spec = GemmSpec(None, config, x.dtype, config.out_dtype or x.dtype)
+            columnwise = self.trained and config.saves_quantized_activations
+            self._taken = spec, profiled("shared_input", quantize_shared, as_rows(x), spec, columnwise)
         return self._taken
 
 
-class _LinearOfCopies(torch.autograd.Function):
-    """`linear` of an input that is quantized already; backward is the same."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        how: Contraction,
-        copies: tuple[Any, ...],
-        rounding_key: torch.Tensor | None,
-    ) -> torch.Tensor:
-        rowwise, saved_x, dtype = copies
-        out = steps.named(_forward, weight, x, rowwise, bias, how, how.config.out_dtype or dtype)
-        steps.save_for_backward(ctx, (weight,), rounding_key, *(saved_x if ctx.needs_input_grad[1] else ()))
-        ctx.how, ctx.x_shape, ctx.dtypes, ctx.x_dtype = how, x.shape, (dtype, weight.dtype), x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.places = None
-        ctx.seen = seen(weight, lambda: x.to(dtype), how)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        grad_x, grad_weight, grad_bias = linear_gradients(ctx, grad_output)
-        return None if grad_x is None else grad_x.to(ctx.x_dtype), grad_weight, grad_bias, None, None, None
-
-
-def _copies(x: torch.Tensor, how: Contraction, columnwise: bool) -> Copies:
-    return quantize(steps.as_rows(x), how, rowwise=True, columnwise=columnwise)
-
-
-def _forward(
-    weight: Readable, x: torch.Tensor, rowwise: Operand, bias: torch.Tensor | None, how: Contraction, dtype: torch.dtype
-) -> torch.Tensor:
-    return steps.as_shape_of(output(rowwise, weight, how, dtype, bias), x)
+def quantize_shared(x: torch.Tensor, spec: GemmSpec, columnwise: bool) -> Copies:
+    return quantize(x, spec, rowwise=True, columnwise=columnwise)

@@ -7,7 +7,7 @@ SwiGLUMLP       x → gate_up → h → down; backward computes the gradient of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.formats import Copies, Draws, Groups, Operand
-from torchao_blockwise.nn import steps
-from torchao_blockwise.nn.contraction import cast_options, grad_input, gradients, output, quantize, quantized_output
-from torchao_blockwise.nn.observation import seen
-from torchao_blockwise.nn.sharded_linear import AmaxGroups
-from torchao_blockwise.nn.weight_products import Contraction, Readable
+from torchao_blockwise.formats import Groups, Operand
+from torchao_blockwise.nn.activations import Input, SwiGLUInput, as_rows
+from torchao_blockwise.nn.gemms import AmaxGroups, GemmSpec, cast_options, gradients, quantize, weight_gemm
+from torchao_blockwise.nn.layer import (
+    as_shape_of,
+    cast_for_compute,
+    grad_bias,
+    groups_of,
+    operand_of,
+    profiled,
+    refuse_second_order,
+    run_layer,
+    save_for_backward,
+    take_saved,
+    without_groups,
+)
+from torchao_blockwise.nn.observation import SeesGradient, observe_gemm
 from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight
 from torchao_blockwise.tensors import TrainingConfig
 
@@ -44,9 +55,11 @@ def swiglu_linear(
         got = f"{gate.dtype} {list(gate.shape)} and {up.dtype} {list(up.shape)}"
         raise ValueError(f"swiglu_linear: gate and up must agree in shape and dtype, got {got}")
     with _compat.no_torch_function():
-        gate, up = steps.cast_for_compute(gate), steps.cast_for_compute(up)
+        gate, up = cast_for_compute(gate), cast_for_compute(up)
         check_linear(gate, weight, bias)
-        return steps.apply(_SwiGLULinear, gate, up, weight, bias)
+        config = config_of(weight)
+        spec = GemmSpec(None, config, gate.dtype, config.out_dtype or gate.dtype)
+        return run_layer("swiglu_linear", SwiGLUInput, spec, weight, bias, None, (gate, up))
 
 
 class SwiGLUMLP(nn.Module):
@@ -104,242 +117,177 @@ class SwiGLUMLP(nn.Module):
             gate, up = gate_up(x).chunk(2, -1)
             return swiglu_linear(gate, up, down.weight, down.bias)
         with _compat.no_torch_function():
-            x = steps.cast_for_compute(x)
+            x = cast_for_compute(x)
             check_linear(x, gate_up.weight, None)
             configs = config_of(gate_up.weight), config_of(down.weight)
-            return steps.apply(
-                SwiGLUFunction, x, gate_up.weight, down.weight, down.bias, None, configs, ("", ""), None, None
-            )
+            return run_mlp("SwiGLUMLP", x, gate_up.weight, down.weight, down.bias, configs)
 
 
-class _SwiGLULinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        how = Contraction(config_of(weight))
-        needs_inputs, needs_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
-        save_quantized = needs_weight and how.config.saves_quantized_activations
-        gate2d, up2d = map(steps.as_rows, (gate, up))
-        out, columnwise = steps.named(_linear_forward, weight, gate2d, up2d, bias, how, save_quantized)
-        needs_both = needs_inputs or (needs_weight and not save_quantized)
-        saved = (gate2d, up2d) if needs_both else (None, None)
-        steps.save_for_backward(ctx, (weight,), *saved, *(columnwise.tensors if save_quantized else ()))
-        ctx.how, ctx.shape = how, gate.shape
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.dtypes = gate.dtype, weight.dtype
-        ctx.seen = seen(weight, lambda: ops.swiglu(gate2d, up2d), how)
-        return steps.as_shape_of(out, gate)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        steps.refuse_second_order("swiglu_linear")
-        weight, gate, up, copy = steps.take_saved(ctx, 3)
-        needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
-        dy, needs = steps.as_rows(grad_output), (needs_gate or needs_up, needs_weight)
-        if ctx.seen is not None:
-            ctx.seen(dy)
-        both, grad_weight = steps.named(_linear_backward, weight, dy, gate, up, copy, ctx.how, needs, ctx.dtypes)
-        dgate, dup = (g.view(ctx.shape) if need else None for g, need in zip(both, (needs_gate, needs_up)))
-        grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
-        return dgate, dup, grad_weight, grad_bias
-
-
-def _linear_forward(
-    weight: Readable,
-    gate: torch.Tensor,
-    up: torch.Tensor,
+def run_mlp(
+    name: str,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
     bias: torch.Tensor | None,
-    how: Contraction,
-    columnwise: bool,
-) -> tuple[torch.Tensor, Operand | None]:
-    """(output, the columnwise copy of h or None)."""
-    h = _quantized_swiglu((gate, up), how, True, columnwise)
-    return output(h.rowwise, weight, how, how.config.out_dtype or gate.dtype, bias), h.columnwise
+    configs: Sequence[TrainingConfig],
+    amax_groups: Sequence[str] = ("", ""),
+    rounding_keys: Sequence[torch.Tensor | None] = (None, None),
+    group_ends: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """down(silu(gate) · up) + bias with (gate | up) = gate_up(x), of experts where there are `group_ends`.
 
-
-def _linear_backward(
-    weight: Readable,
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    h_copy: list[Any],
-    how: Contraction,
-    needs: tuple[bool, ...],
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None], torch.Tensor | None]:
-    """((gradient of gate, of up), gradient of the weight), those that are needed."""
-    dh, grad_weight = gradients(
-        [*quantize(dy, how, rowwise=needs[0], columnwise=needs[1])],
-        _h_columnwise(how, h_copy, [gate, up]),
-        dy.shape[0],
-        weight,
-        how,
-        dtypes,
-        weight_first=True,
-    )
-    if dh is None:
-        return (None, None), grad_weight
-    return ops.swiglu_backward(dh, gate, up, backend=ops.casting_backend(how.config.backend)), grad_weight
-
-
-class SwiGLUFunction(torch.autograd.Function):
-    """down(silu(gate) · up) with (gate | up) = gate_up(x), every operand quantized in the pass that computes it.
-
-    apply(x [.., K], *weights, bias of down or None, None, configs, amax_groups, *keys)
-    apply(x [M, K], *weights [E, ..], None, group_ends, configs, amax_groups, *keys)    of experts, rows sorted by them
-    configs: of each weight. amax_groups: the process groups over which each is split, as `amax_over` takes them.
-    keys: of the random bits that their gradients are rounded by, or None.
+    name: of the layer, in errors and profiles. bias: of down.
+    configs, amax_groups, rounding_keys: of each weight; the process groups are those over which it is split.
     """
+    inner_config, outer_config = configs
+    inner_over, outer_over = (AmaxGroups(weight=over) for over in amax_groups)
+    hidden_dtype = inner_config.out_dtype or x.dtype
+    specs = (
+        GemmSpec(None, inner_config, x.dtype, hidden_dtype, amax_groups=inner_over),
+        GemmSpec(None, outer_config, hidden_dtype, outer_config.out_dtype or x.dtype, amax_groups=outer_over),
+    )
+    if torch.is_grad_enabled():
+        return _MLP.apply(name, specs, x, gate_up, down, bias, group_ends, *rounding_keys)
+    specs = _with_groups(specs, group_ends, as_rows(x).shape[0])
+    out, *_ = profiled(name, _forward, specs, (gate_up, down), x, bias, False, False)
+    return out
+
+
+class _MLP(torch.autograd.Function):
+    """Every operand is quantized in the pass that computes it, the gradient of (gate | up) too."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        name: str,
+        specs: tuple[GemmSpec, GemmSpec],
         x: torch.Tensor,
         gate_up_weight: torch.Tensor,
         down_weight: torch.Tensor,
-        down_bias: torch.Tensor | None,
-        group_ends: torch.Tensor,
-        configs: Sequence[TrainingConfig],
-        amax_groups: Sequence[str],
+        bias: torch.Tensor | None,
+        group_ends: torch.Tensor | None,
         inner_key: torch.Tensor | None,
         outer_key: torch.Tensor | None,
     ) -> torch.Tensor:
-        x2d, weights = steps.as_rows(x), (gate_up_weight, down_weight)
-        groups = steps.groups_of(group_ends, x2d.shape[0], *configs)
-        inner, outer = both = _contractions(configs, amax_groups, groups)
-        needs_x, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
-        save_x = needs_gate_up and inner.config.saves_quantized_activations
-        save_h = needs_down and outer.config.saves_quantized_activations
-        out, gate_up, x_copy, h_copy = steps.named(_mlp_forward, *weights, x2d, down_bias, both, save_x, save_h)
-        steps.save_for_backward(
+        weights = gate_up_weight, down_weight
+        inner, outer = specs = _with_groups(specs, group_ends, as_rows(x).shape[0])
+        _, _, needs_x, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
+        saves_x = needs_gate_up and inner.config.saves_quantized_activations
+        saves_h = needs_down and outer.config.saves_quantized_activations
+        out, gate_up, x_copy, h_copy, seen = profiled(name, _forward, specs, weights, x, bias, saves_x, saves_h)
+        save_for_backward(
             ctx,
             weights,
-            *(groups or (None, None)),
+            *(inner.groups or (None, None)),
             inner_key,
             outer_key,
-            x2d if needs_gate_up and not save_x else None,
-            gate_up if needs_x or needs_gate_up or (needs_down and not save_h) else None,
-            *(x_copy.tensors if save_x else ()),
-            *(h_copy.tensors if save_h else ()),
+            gate_up if needs_x or needs_gate_up or (needs_down and not saves_h) else None,
+            *(x_copy.tensors if saves_x else (as_rows(x) if needs_gate_up else None,)),
+            *(h_copy.tensors if saves_h else ()),
         )
-        ctx.configs, ctx.amax_groups = configs, amax_groups
-        ctx.save_x, ctx.x_shape, ctx.x_dtype = save_x, x.shape, x.dtype
-        ctx.bias_dtype = None if down_bias is None else down_bias.dtype
-        ctx.inner_seen = seen(gate_up_weight, x2d, inner)
-        ctx.outer_seen = seen(down_weight, lambda: ops.swiglu(*gate_up.chunk(2, 1)), outer)
-        return steps.as_shape_of(out, x)
+        ctx.layer, ctx.specs, ctx.seen = name, (without_groups(inner), without_groups(outer)), seen
+        ctx.saves_x, ctx.saves_h, ctx.x_shape = saves_x, saves_h, x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        *weights, group_ends, tables, inner_key, outer_key, x, gate_up, copies = steps.take_saved(ctx, 8)
-        steps.refuse_second_order("SwiGLUMLP" if group_ends is None else "swiglu_experts")
-        both = _contractions(ctx.configs, ctx.amax_groups, steps.saved_groups(group_ends, tables))
-        *needs, needs_bias = ctx.needs_input_grad[:4]
-        dy = steps.as_rows(grad_output)
-        if ctx.outer_seen is not None:
-            ctx.outer_seen(dy)
-        if ctx.inner_seen is not None and gate_up is not None:
-            ctx.inner_seen(_grad_of_gate_up(weights[1], dy, gate_up, both[1]))
-        x_saved, h_saved = ([x], copies) if not ctx.save_x else (copies[:3], copies[3:])
-        halves = [] if gate_up is None else [*gate_up.chunk(2, 1)]
-        dtypes = ctx.x_dtype, dy.dtype if gate_up is None else gate_up.dtype, *(weight.dtype for weight in weights)
-        del copies, gate_up
-        draws = ops.draws_for(inner_key, dy), ops.draws_for(outer_key, dy)
-        args = x_saved, halves, h_saved, both, (tuple(needs), dtypes), draws
-        grad_x, *grads = steps.named(_mlp_backward, *weights, dy, *args)
-        grad_bias = steps.grad_bias(dy, ctx.bias_dtype) if needs_bias else None
-        grad_x = None if grad_x is None else grad_x.view(ctx.x_shape)
-        return grad_x, *grads, grad_bias, None, None, None, None, None
+        refuse_second_order(ctx.layer)
+        grad_x, grad_gate_up, grad_down, bias_grad = profiled(ctx.layer, _backward, ctx, grad_output)
+        return None, None, grad_x, grad_gate_up, grad_down, bias_grad, None, None, None
 
 
-def _mlp_forward(
-    gate_up_weight: Readable,
-    down_weight: Readable,
+def _with_groups(
+    specs: tuple[GemmSpec, GemmSpec], group_ends: torch.Tensor | None, tokens: int
+) -> tuple[GemmSpec, GemmSpec]:
+    if group_ends is None:
+        return specs
+    inner, outer = specs
+    groups = groups_of(group_ends, tokens, inner.config, outer.config)
+    return GemmSpec(groups, *inner[1:]), GemmSpec(groups, *outer[1:])
+
+
+def _forward(
+    specs: tuple[GemmSpec, GemmSpec],
+    weights: tuple[torch.Tensor, torch.Tensor],
     x: torch.Tensor,
     bias: torch.Tensor | None,
-    both: tuple[Contraction, Contraction],
-    save_x: bool,
-    save_h: bool,
-) -> tuple[torch.Tensor, torch.Tensor, Operand | None, Operand | None]:
-    """(output, gate_up(x), the columnwise copies of x and of h or None)."""
-    inner, outer = both
-    gate_up, x_copy = quantized_output(x, gate_up_weight, inner, inner.config.out_dtype or x.dtype, columnwise=save_x)
-    h = _quantized_swiglu(gate_up.chunk(2, 1), outer, True, save_h)
-    out = output(h.rowwise, down_weight, outer, outer.config.out_dtype or x.dtype, bias)
-    return out, gate_up, x_copy, h.columnwise
+    saves_x: bool,
+    saves_h: bool,
+) -> tuple[torch.Tensor, torch.Tensor, Operand | None, Operand | None, tuple[SeesGradient | None, ...]]:
+    """(output, (gate | up), the columnwise copies of x and of h or None, the observers of both GEMMs)."""
+    (inner, outer), (gate_up_weight, down_weight) = specs, weights
+    rows = as_rows(x)
+    rowwise, x_copy = quantize(rows, inner, rowwise=True, columnwise=saves_x)
+    gate_up = weight_gemm(rowwise, gate_up_weight, inner, False, inner.out_dtype)
+    del rowwise
+    halves = gate_up.chunk(2, 1)
+    rowwise, h_copy = SwiGLUInput.quantize(halves, outer, True, saves_h)
+    out = weight_gemm(rowwise, down_weight, outer, False, outer.out_dtype, bias)
+    seen = (
+        observe_gemm(gate_up_weight, lambda: rows, inner),
+        observe_gemm(down_weight, lambda: SwiGLUInput.values(halves, outer), outer),
+    )
+    return as_shape_of(out, x), gate_up, x_copy, h_copy, seen
 
 
-def _mlp_backward(
-    gate_up_weight: Readable,
-    down_weight: Readable,
-    dy: torch.Tensor,
-    x_saved: list[Any],
-    gate_and_up: list[Any],
-    h_copy: list[Any],
-    both: tuple[Contraction, Contraction],
-    asked: tuple[tuple[bool, ...], tuple[torch.dtype, ...]],
-    draws: tuple[Draws | None, ...],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of x, of gate_up's weight and of down's, those that are needed.
+def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of x, of gate_up's weight, of down's and of the bias, those that are needed."""
+    gate_up_weight, down_weight, ends, tables, inner_key, outer_key, gate_up, saved = take_saved(ctx, 7)
+    (inner, outer), dy = ctx.specs, as_rows(grad_output)
+    if ends is not None:
+        groups = Groups(ends, tables)
+        inner, outer = GemmSpec(groups, *inner[1:]), GemmSpec(groups, *outer[1:])
+    needs_x, needs_gate_up, needs_down, needs_bias = ctx.needs_input_grad[2:6]
+    inner_seen, outer_seen = ctx.seen
+    if outer_seen is not None:
+        outer_seen(dy)
+    if inner_seen is not None and gate_up is not None:
+        inner_seen(_grad_of_gate_up(down_weight, dy, gate_up, outer))
+    x_saved, h_saved = (saved[:3], saved[3:]) if ctx.saves_x else (saved[:1], saved[1:])
+    halves = [] if gate_up is None else [*gate_up.chunk(2, 1)]
+    saved.clear()
+    del gate_up
 
-    asked: which are, and dtypes: of x, of gate_up(x), of the weights. What is in the lists goes when it was used.
-    """
-    inner, outer = both
-    (needs_x, needs_gate_up, needs_down), (x_dtype, dtype, gate_up_dtype, down_dtype) = asked
+    def x_columnwise() -> Operand:
+        if ctx.saves_x:
+            return operand_of(x_saved, inner.config)
+        return Input.quantize([x_saved.pop()], inner, False, True).columnwise
 
-    def x_anew(x: torch.Tensor) -> Operand:
-        return quantize(x, inner, rowwise=False, columnwise=True).columnwise
+    def h_columnwise() -> Operand:
+        if ctx.saves_h:
+            return operand_of(h_saved, outer.config)
+        return SwiGLUInput.quantize(halves, outer, False, True).columnwise
 
+    inner_draws, outer_draws = ops.draws_for(inner_key, dy), ops.draws_for(outer_key, dy)
+    tokens, bias_grad = dy.shape[0], grad_bias(dy, ctx.bias_dtype) if needs_bias else None
+    needs_h = needs_x or needs_gate_up
     dh, grad_down = gradients(
-        [*quantize(dy, outer, rowwise=needs_x or needs_gate_up, columnwise=needs_down, draws=draws[1])],
-        _h_columnwise(outer, h_copy, gate_and_up),
-        dy.shape[0],
+        [*quantize(dy, outer, rowwise=needs_h, columnwise=needs_down, draws=outer_draws)],
+        h_columnwise,
+        tokens,
         down_weight,
         outer,
-        (dtype, down_dtype),
-        weight_first=True,
+        SwiGLUInput.weight_first,
     )
     if dh is None:
-        return None, None, grad_down
+        return None, None, grad_down, bias_grad
     options, backend = cast_options(inner.config, needs_x, needs_gate_up), ops.casting_backend(inner.config.backend)
-    gate, up = steps.taken(gate_and_up)
-    dgate_up = [
-        *ops.swiglu_backward_quantize(dh, gate, up, options, groups=inner.groups, draws=draws[0], backend=backend)
-    ]
-    del dh, gate, up
-    # The gradient of gate_up comes last, beside two copies in low precision: with dx last a columnwise copy of gate_up
+    gate, up = halves
+    halves.clear()
+    made = ops.swiglu_backward_quantize(dh, gate, up, options, groups=inner.groups, draws=inner_draws, backend=backend)
+    dgate_up = [*made]
+    del dh, gate, up, made
+    # The gradient of gate_up comes last, next to two copies in low precision: with dx last a columnwise copy of gate_up
     # would be there too, with the gradient of down last the copies of dy and h all the time.
-    x_columnwise = steps.columnwise_of(x_saved, inner.config, x_anew)
-    dtypes, tokens = (x_dtype, gate_up_dtype), dy.shape[0]
-    grads = gradients(dgate_up, x_columnwise, tokens, gate_up_weight, inner, dtypes, weight_first=False)
-    return *grads, grad_down
+    grad_x, grad_gate_up = gradients(dgate_up, x_columnwise, tokens, gate_up_weight, inner, False)
+    return None if grad_x is None else grad_x.view(ctx.x_shape), grad_gate_up, grad_down, bias_grad
 
 
 def _grad_of_gate_up(
-    down_weight: Readable, dy: torch.Tensor, gate_up: torch.Tensor, outer: Contraction
+    down_weight: torch.Tensor, dy: torch.Tensor, gate_up: torch.Tensor, outer: GemmSpec
 ) -> torch.Tensor:
-    """What backward quantizes as it computes it, in high precision: for who looks at it."""
-    copies = quantize(dy, outer, rowwise=True, columnwise=False)
-    dh = grad_input(copies.rowwise, down_weight, outer, gate_up.dtype)
+    """The gradient that backward quantizes as it computes it, in high precision, for observers."""
+    rowwise, _ = quantize(dy, outer, rowwise=True, columnwise=False)
+    dh = weight_gemm(rowwise, down_weight, outer, True, gate_up.dtype)
     return torch.cat(ops.swiglu_backward(dh, *gate_up.chunk(2, 1)), 1)
-
-
-def _contractions(
-    configs: Sequence[TrainingConfig], amax_groups: Sequence[str], groups: Groups | None
-) -> tuple[Contraction, Contraction]:
-    """Of gate_up and of down."""
-    inner, outer = (Contraction(config, groups, AmaxGroups(weight=over)) for config, over in zip(configs, amax_groups))
-    return inner, outer
-
-
-def _quantized_swiglu(gate_and_up: Sequence[torch.Tensor], how: Contraction, rowwise: bool, columnwise: bool) -> Copies:
-    """Copies of h = silu(gate) · up."""
-    gate, up = gate_and_up
-    options, backend = cast_options(how.config, rowwise, columnwise), ops.casting_backend(how.config.backend)
-    return ops.swiglu_quantize(gate, up, options, groups=how.groups, backend=backend)
-
-
-def _h_columnwise(how: Contraction, saved: list[Any], gate_and_up: list[Any]) -> Callable[[], Operand]:
-    """What gives the columnwise copy of h: the saved one, or one made again; gate and up are needed afterwards."""
-    return steps.columnwise_of(saved, how.config, lambda: _quantized_swiglu(gate_and_up, how, False, True).columnwise)

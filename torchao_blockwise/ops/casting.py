@@ -38,7 +38,6 @@ def quantize(
     power_of_2_scales: bool = False,
     hadamard: bool | Sequence[int] = False,
     stochastic: StochasticRounding | None = None,
-    four_over_six: bool = False,
     scale_per_group: bool = False,
     tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     padded: bool = False,
@@ -57,8 +56,6 @@ def quantize(
         `formats.DEFAULT_SIGNS`, or 16 signs. A product of two such copies is that of the tensors themselves.
     stochastic: NVFP4_1X16 only; round up or down by random bits, to the neighbor that is nearer the more often; see
         `StochasticRounding`. Both are for x [M, K].
-    four_over_six: NVFP4_1X16 only; each block's largest value becomes 6 or, by a scale 1.5 times as large, 4, whichever
-        has the smaller error once the block is rounded to nearest. The tensor scale is amax / (6 · 256).
     scale_per_group: NVFP4 only; each matrix [M, K] of `x` has a tensor scale of its own: global_scale f32 [..].
     tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar;
         with `scale_per_group` f32 [..]; with `hadamard` two, that of the tensor and that of its transform.
@@ -74,7 +71,7 @@ def quantize(
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3; NVFP4 pretraining (arXiv 2509.25149).
     """
     fmt, number = get_format(fmt), hadamard_number(hadamard)
-    options = CastOptions(fmt, rowwise, columnwise, power_of_2_scales, padded, number, four_over_six, scale_per_group)
+    options = CastOptions(fmt, rowwise, columnwise, power_of_2_scales, padded, number, scale_per_group)
     draws = checked_draws("quantize", options, stochastic, x.device)
     return quantize_by(x, options, tensor_amax=tensor_amax, draws=draws, backend=backend)
 
@@ -89,7 +86,6 @@ def grouped_quantize(
     power_of_2_scales: bool = False,
     hadamard: bool | Sequence[int] = False,
     stochastic: StochasticRounding | None = None,
-    four_over_six: bool = False,
     scale_per_group: bool = False,
     tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     backend: Backend | str | None = None,
@@ -104,8 +100,7 @@ def grouped_quantize(
     columnwise: the operand of [K, P], P = padded_tokens(M, E, B) for blocks of B, that `quantize` gives for x with each
         group padded with zero rows to a multiple of B: group g fills columns [padded_ends[g-1], padded_ends[g]), and
         columns after the last group are zeros. Scales as there, FP8 [P/B, K], NVFP4 [K, P/B].
-    power_of_2_scales, hadamard, stochastic, four_over_six, backend: as in `quantize`; each group has the bits that it
-        has by itself.
+    power_of_2_scales, hadamard, stochastic, backend: as in `quantize`; each group has the bits that it has by itself.
     scale_per_group: NVFP4 only; each group has a tensor scale of its own, of each copy: global_scale f32 [E], from the
         amax of the group's rows, or of their transform; 1 for an empty group. Rows after the last group have none.
     tensor_amax: NVFP4 only, as in `quantize`; without it the amax is that of the rows in groups. With `scale_per_group`
@@ -120,7 +115,7 @@ def grouped_quantize(
     """
     number = hadamard_number(hadamard)
     fmt = get_format(fmt)
-    options = CastOptions(fmt, rowwise, columnwise, power_of_2_scales, False, number, four_over_six, scale_per_group)
+    options = CastOptions(fmt, rowwise, columnwise, power_of_2_scales, False, number, scale_per_group)
     draws = checked_draws("grouped_quantize", options, stochastic, x.device)
     return quantize_by(x, options, as_groups(groups), tensor_amax=tensor_amax, draws=draws, backend=backend)
 
@@ -176,5 +171,5 @@ def _from_one_read(
         amax_bits = amax_bits_of(x, groups, options.scale_per_group, scaled_by)
     else:
         amax_bits = tensor_amax.view(torch.int32)
-    global_scale = global_scale_op(amax_bits, options.four_over_six, scaled_by)
+    global_scale = global_scale_op(amax_bits, scaled_by)
     return with_global_scale(cast(x, amax_bits, options, *others), global_scale)

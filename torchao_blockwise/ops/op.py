@@ -201,20 +201,6 @@ def define_op(
     return define
 
 
-def show_inside(op: Any, modes: Iterable[type], function: Callable[..., Any]) -> None:
-    """Let dispatch modes of these types see what `function` runs in the place of an operation.
-
-    op: what `define_op` gave. function: (its arguments) -> what it gives, as PyTorch does; by other operations.
-    """
-
-    def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        with mode:
-            return function(*op.whole(args))
-
-    for mode in modes:
-        torch.library.register_torch_dispatch(op.overload, mode, rule, lib=_library)
-
-
 def _read(fake: Callable[..., Any]) -> tuple[str, list[_Kind], Callable[[Any], Any], str]:
     """An operation's name, the kinds of its arguments, what makes its result PyTorch's, and its schema."""
     hints = typing.get_type_hints(fake, include_extras=True)

@@ -50,8 +50,6 @@ def check_options(op: str, options: CastOptions) -> None:
         raise ValueError(f"{op}: {fmt.name} has no power_of_2_scales; its block scales are {fmt.scale_dtype}")
     if options.hadamard and fmt.name != NVFP4_1X16.name:
         raise ValueError(f"{op}: hadamard is for {NVFP4_1X16.name}, got {fmt.name}; leave it out")
-    if options.four_over_six and fmt.name != NVFP4_1X16.name:
-        raise ValueError(f"{op}: four_over_six is for {NVFP4_1X16.name}, got {fmt.name}; leave it out")
     if options.scale_per_group and not fmt.has_global_scale:
         raise ValueError(f"{op}: scale_per_group is for tensor scales, which {fmt.name} has not; leave it out")
     if options.hadamard and not options.columnwise:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABCMeta
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -29,10 +30,31 @@ if TYPE_CHECKING:
 QUANTIZED = "quantized"
 
 
+# Options of earlier versions: what they were by default, and what to do instead of another value.
+REMOVED: dict[str, tuple[Any, str]] = {
+    "four_over_six": (False, "leave it out: each block has the scale by which its largest value becomes 6"),
+    "scale_groups": (False, "leave it out: checkpoint.export gives layers that engines fuse one tensor scale"),
+}
+
+
+def without_removed(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` without those that are gone, which files have at their defaults.
+
+    Raises ValueError, with the replacement, for another value of one.
+    """
+    for option, (default, instead) in REMOVED.items():
+        if options.get(option, default) != default:
+            raise ValueError(f"{name}: {option}={options[option]!r} is gone; {instead}")
+    return {option: value for option, value in options.items() if option not in REMOVED}
+
+
 class ConfigClass(ABCMeta):
-    """The class of configs' classes: a class that is passed where a config belongs gets an error that says so."""
+    """The class of configs' classes: drops options that are gone, and refuses a class where a config belongs."""
 
     in_transformers: str
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        return super().__call__(*args, **without_removed(cls.__name__, options))
 
     @property
     def quant_method(cls) -> NoReturn:
@@ -63,8 +85,6 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
     power_of_2_scales: ClassVar[bool] = False
     stochastic_rounding: ClassVar[bool] = False
     seed: ClassVar[int] = 0
-    four_over_six: ClassVar[bool] = False
-    scale_groups: ClassVar[bool | tuple[tuple[str, ...], ...]] = False
     scale_per_expert: ClassVar[bool] = False
 
     save_activations: str = QUANTIZED
@@ -89,13 +109,7 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
         if self.save_activations not in (QUANTIZED, "high_precision"):
             wanted = f"{QUANTIZED!r} or 'high_precision'"
             raise ValueError(f"{name}: save_activations must be {wanted}, got {self.save_activations!r}")
-        for field in (
-            "master_weights",
-            "power_of_2_scales",
-            "stochastic_rounding",
-            "four_over_six",
-            "scale_per_expert",
-        ):
+        for field in ("master_weights", "power_of_2_scales", "stochastic_rounding", "scale_per_expert"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{name}: {field} must be True or False, got {getattr(self, field)!r}")
         if self.out_dtype not in (None, *HIGH_PRECISION_DTYPES):
@@ -108,6 +122,7 @@ class TrainingConfig(AOBaseConfig, metaclass=ConfigClass):
         """What loads and copies set: fields, checked as those of a new config; those of other versions are left out."""
         if not isinstance(state, dict):
             raise TypeError(f"{type(self).__name__}: its state must be a dict of fields, got {type(state).__name__}")
+        without_removed(type(self).__name__, state)
         for field in fields(self):
             if field.name in state:
                 object.__setattr__(self, field.name, state[field.name])
@@ -170,15 +185,6 @@ class NVFP4TrainingConfig(TrainingConfig):
         them to nearest, as all else. Bits belong to the element: they are the same on any device, compiled or not, and
         for any split of the tensors over ranks. `recipe_state(model)` has what a run must remember to resume.
     seed: of these bits, 64 bits; give each data-parallel rank another.
-    four_over_six: each block of 16 of an activation and of its gradient takes of two scales the one with the smaller
-        error: its largest value becomes 6, or 4, between which e2m1 has nothing. Weights, whose blocks are square, do
-        not. It costs a second rounding of each copy, and no bytes.
-    scale_groups: weights that inference engines run as one (q, k and v; gate and up; those of all experts) share one
-        tensor scale while they train, so that they are served as they trained. True for the names that such weights
-        have in common models, or tuples of the last parts of names, as (("to_q", "to_k"),); False (default) for a scale
-        a weight. A product that reads a weight then reads the others too, for their amax; `weights_unchanged` and
-        FSDP2, which quantize once, do so once. A quantized Parameter into which values are loaded has their own scale
-        until the optimizer casts its masters again: load the optimizer's states last.
     scale_per_expert: each expert of a weight [E, N, K], and the tokens of each expert, have their own tensor scale.
         An expert's bits then depend on its own values and tokens alone: under expert parallelism they are those of one
         device, activations' too, and ranks exchange no amax for them. False (default): one for all of them. Layers
@@ -189,7 +195,7 @@ class NVFP4TrainingConfig(TrainingConfig):
     whole batch, or for the tokens of an expert: what a token is quantized to depends on the tokens beside it.
 
     Raises ValueError or TypeError for a value that cannot work.
-    Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149); Four Over Six (arXiv 2512.02010).
+    Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).
     """
 
     weight_format: ClassVar[BlockFormat] = NVFP4_16X16
@@ -200,18 +206,10 @@ class NVFP4TrainingConfig(TrainingConfig):
     hadamard: bool | tuple[int, ...] = True
     stochastic_rounding: bool = True  # type: ignore[misc]  # a constant in formats that have no choice
     seed: int = 0  # type: ignore[misc]
-    four_over_six: bool = False  # type: ignore[misc]
-    scale_groups: bool | tuple[tuple[str, ...], ...] = False  # type: ignore[misc]
     scale_per_expert: bool = False  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "scale_groups", _checked_groups(type(self).__name__, self.scale_groups))
-        if self.scale_groups and self.scale_per_expert:
-            raise ValueError(
-                f"{type(self).__name__}: scale_groups gives weights one tensor scale, those of all experts too, and "
-                "scale_per_expert each expert its own; take one of them"
-            )
         if not isinstance(self.hadamard, bool):
             # So that a list is one too.
             object.__setattr__(self, "hadamard", tuple(self.hadamard))
@@ -225,22 +223,6 @@ class NVFP4TrainingConfig(TrainingConfig):
     @property
     def hadamard_number(self) -> int:
         return hadamard_number(self.hadamard)
-
-
-def _checked_groups(name: str, groups: Any) -> bool | tuple[tuple[str, ...], ...]:
-    """What `scale_groups` says, lists as tuples."""
-    if isinstance(groups, bool):
-        return groups
-    are_lists = isinstance(groups, (tuple, list)) and all(isinstance(group, (tuple, list)) for group in groups)
-    names = [part for group in groups for part in group] if are_lists else [None]
-    if not names or not all(isinstance(part, str) and part and "." not in part for part in names):
-        raise ValueError(
-            f"{name}: scale_groups must be True, False or tuples of the last parts of weights' names, such as "
-            f'(("q_proj", "k_proj", "v_proj"),), got {groups!r}'
-        )
-    if len(set(names)) < len(names):
-        raise ValueError(f"{name}: scale_groups must name each weight once, got {groups!r}")
-    return tuple(tuple(group) for group in groups)
 
 
 _compat.allow_config_module(__name__)

@@ -20,7 +20,6 @@ from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.operations import Result, is_dot, is_sum, is_update, result_of
 from torchao_blockwise.tensors.reads import note_read
 from torchao_blockwise.tensors.rounding import RoundingKeys, carry_key, checked_key
-from torchao_blockwise.tensors.scale_groups import share_group
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
 from torchao_blockwise.tensors.weight_operands import kept_bytes, kept_weights, weight_operand
 
@@ -272,7 +271,6 @@ class MasterWeightTensor(TorchAOBaseTensor):
         if func is aten._to_copy.default and isinstance(out, cls):
             fsdp.carry_shard(first, out)
             _link(first, out)
-            share_group(first.hp, out.hp)
         return out
 
     def _like(self, hp: torch.Tensor) -> MasterWeightTensor:

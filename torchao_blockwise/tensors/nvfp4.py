@@ -90,14 +90,11 @@ class NVFP4Tensor(QuantizedTensor):
         block_size: tuple[int, int] = (16, 16),
         scale_per_expert: bool | None = None,
         config: TrainingConfig | None = None,
-        tensor_amax: torch.Tensor | None = None,
     ) -> NVFP4Tensor:
         """Quantize `w` [.., N, K] bf16 | f16 | f32 in blocks of (16, 16) or (1, 16).
 
         scale_per_expert: each matrix [N, K] has a tensor scale of its own, global_scale [..]; None (default) is as the
             config says, without one False.
-        tensor_amax: what the tensor scale comes from, f32 scalar, where it is that of other weights too; by default the
-            amax of `w`.
         Raises TypeError for a dtype or a tensor that is quantized already, ValueError for a block size that does not
         exist or fewer than 2 dims.
         """
@@ -105,7 +102,7 @@ class NVFP4Tensor(QuantizedTensor):
         fmt = _format_of(f"{cls.__name__}.from_hp", block_size)
         if scale_per_expert is None:
             scale_per_expert = config is not None and config.scale_per_expert
-        q = ops.quantize(w.detach(), fmt, scale_per_group=scale_per_expert, tensor_amax=tensor_amax).rowwise
+        q = ops.quantize(w.detach(), fmt, scale_per_group=scale_per_expert).rowwise
         assert q.global_scale is not None
         return cls(q.qdata, q.scale, q.global_scale, w.shape[-1], fmt.block, w.dtype, config)
 

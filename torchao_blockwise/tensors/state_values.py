@@ -72,10 +72,11 @@ def plain_values(x: QuantizedTensor, quantize: Callable[[torch.Tensor], Quantize
 
 
 def _is_peak(x: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
-    """Whether each value is as large as any of its block."""
+    """Whether each value is as large as any of its block, and not zero: blocks of zeros keep scales of any tool."""
     flat = values.contiguous().view(-1)
     peaks = ops.partial_block_amax([flat], [0], [values.shape], x.fmt, dtype=values.dtype)
-    return values.float().abs() == over_blocks(peaks.view(torch.float32).view(x.scale.shape), x.shape, x.fmt)
+    largest = over_blocks(peaks.view(torch.float32).view(x.scale.shape), x.shape, x.fmt)
+    return (values.float().abs() == largest) & (values != 0)
 
 
 def over_blocks(grid: torch.Tensor, shape: torch.Size, fmt: BlockFormat) -> torch.Tensor:

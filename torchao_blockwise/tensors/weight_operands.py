@@ -21,7 +21,6 @@ from torchao_blockwise._compat import cuda_graphs
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.ops.quantization import matrix_amax_bits_op, tensor_amax_bits_op
 from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
-from torchao_blockwise.tensors.scale_groups import group_of, shared_amax_bits
 
 # Names of the process groups over which the tensor is split that the values are a part of.
 _splits: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -60,7 +59,7 @@ def weight_operand(
             columnwise=columnwise,
             power_of_2_scales=power_of_2_scales,
             scale_per_group=scale_per_group,
-            tensor_amax=weight_amax(hp, values, amax_groups, scale_per_group) if fmt.has_global_scale else None,
+            tensor_amax=amax_over(values, amax_groups, scale_per_group),
             backend=backend,
         )
         return copies[columnwise]
@@ -177,17 +176,6 @@ def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:
     A string, because compiled graphs trace it and operations have it in their schemas: they know no process groups.
     """
     return ",".join(group.group_name for group in groups)
-
-
-def weight_amax(
-    hp: torch.Tensor, values: torch.Tensor, amax_groups: str, per_matrix: bool = False
-) -> torch.Tensor | None:
-    """What the tensor scale of `values`, which are `hp` or rounded from it, comes from; None for their own amax."""
-    group = group_of(hp)
-    if group is None:
-        return amax_over(values, amax_groups, per_matrix)
-    group.check_split(amax_groups)
-    return _largest_over(shared_amax_bits(group, values), amax_groups)
 
 
 def amax_over(x: torch.Tensor, groups: str, per_matrix: bool = False) -> torch.Tensor | None:

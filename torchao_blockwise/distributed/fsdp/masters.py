@@ -11,7 +11,6 @@ from torchao_blockwise.distributed.cast import Part, Recipe
 from torchao_blockwise.ops.shards.flat import CODES, ENTRIES
 from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.tensors.fsdp import WeightShard, layout_of
-from torchao_blockwise.tensors.scale_groups import group_in
 
 
 class ShardedMaster:
@@ -59,12 +58,11 @@ class ShardedMaster:
         assert payload is not None
         config, fmt = layout.config, layout.config.weight_format
         split_groups = self.parameter.split_groups if fmt.has_global_scale else ()
-        scale_group = group_in(self.parameter.modules[0], layout.name.rpartition(".")[2])
         scales: tuple[int, ...] = ()
         if config.scale_per_expert:
             scales = layout.shape[:-2]
             split_groups = self._groups_of_matrices() if scales else split_groups
-        blocks = torch.Size(fmt.scale_shape(*layout.shape)).numel() + bool(split_groups or scale_group)
+        blocks = torch.Size(fmt.scale_shape(*layout.shape)).numel() + bool(split_groups)
         # Flat and without the padding; shards of another dim have none.
         is_flat = layout.dim == 0
         return Part(
@@ -78,7 +76,6 @@ class ShardedMaster:
             global_scale=torch.empty(scales, dtype=torch.float32, device=device) if fmt.has_global_scale else None,
             dim=layout.dim,
             split_groups=split_groups,
-            scale_group=scale_group,
         )
 
     def _groups_of_matrices(self) -> tuple[torch.distributed.ProcessGroup, ...]:

@@ -21,8 +21,7 @@ try:
 except ImportError as e:
     raise ImportError(
         "torchao_blockwise.integrations.torchtitan needs torchtitan 0.3 and a PyTorch that it runs on, and an import "
-        f"failed ({e}); with torchtitan 0.2 use --job.custom_config_module "
-        "torchao_blockwise.integrations.torchtitan_0_2"
+        f"failed ({e}); pip install -U torchtitan torch"
     ) from e
 
 from torchao_blockwise.integrations.options import Options, Selection

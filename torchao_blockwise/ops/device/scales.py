@@ -51,24 +51,10 @@ def fp8_vector_scales(amax_bits, ELEMENT_MAX: tl.constexpr, MIN_AMAX: tl.constex
 @triton.jit
 def nvfp4_scales(amax_bits, tensor_amax, ELEMENT_MAX: tl.constexpr, SCALE_MAX: tl.constexpr):
     """(encode, e4m3 scale bytes) of block amaxes; see formats/nvfp4.py."""
-    return enlarged_nvfp4_scales(amax_bits, tensor_amax, ELEMENT_MAX, SCALE_MAX, SCALE_MAX, 1.0)
-
-
-@triton.jit
-def enlarged_nvfp4_scales(
-    amax_bits,
-    tensor_amax,
-    ELEMENT_MAX: tl.constexpr,
-    TENSOR_MAX: tl.constexpr,
-    SCALE_MAX: tl.constexpr,
-    ENLARGED: tl.constexpr,
-):
-    """TENSOR_MAX: the scale of the block that has the tensor's largest value. SCALE_MAX: the largest that is stored."""
-    tensor_encode = at_most_f32_max(tl.div_rn(ELEMENT_MAX * TENSOR_MAX, tensor_amax))
+    tensor_encode = at_most_f32_max(tl.div_rn(ELEMENT_MAX * SCALE_MAX, tensor_amax))
     tensor_encode = tl.where(tensor_amax > 0, tensor_encode, 1.0)
     amax = amax_bits.to(tl.float32, bitcast=True)
-    wanted = amax * (tensor_encode * tl.div_rn(1.0, ELEMENT_MAX)) * ENLARGED
-    scale = encode_e4m3_by_integers(wanted, SCALE_MAX)
+    scale = encode_e4m3_by_integers(amax * (tensor_encode * tl.div_rn(1.0, ELEMENT_MAX)), SCALE_MAX)
     decoded = decode_e4m3(scale, 1.0).to(tl.float32)
     encode = at_most_f32_max(tl.div_rn(1.0, decoded * tl.div_rn(1.0, tensor_encode)))
     # A block scale of zero (or NaN) leaves the sign and saturates: the largest factor stands for "divide by zero".

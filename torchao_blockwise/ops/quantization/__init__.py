@@ -17,7 +17,6 @@ from torchao_blockwise.formats import (
     Operand,
     global_scale_of,
 )
-from torchao_blockwise.formats.nvfp4 import largest_scale
 from torchao_blockwise.ops.backend import Backend, Implementation, why_no_encoders, why_no_kernels
 from torchao_blockwise.ops.op import define_op
 from torchao_blockwise.ops.operands import new_copies, why_no_tiles
@@ -54,11 +53,11 @@ def why_no_quantizers(x: torch.Tensor, *args: object) -> str | None:
     return why_no_encoders(x)
 
 
-def _global_scale_sharding(amax_bits: Spec, four_over_six: bool, backend: Backend) -> Rules:
+def _global_scale_sharding(amax_bits: Spec, backend: Backend) -> Rules:
     from torch.distributed.tensor import Replicate, Shard
 
     placements: list[Placement] = [Replicate(), *map(Shard, range(len(amax_bits.shape)))]
-    return [([placement], [placement, None, None]) for placement in placements]
+    return [([placement], [placement, None]) for placement in placements]
 
 
 def _amax_sharding(x: Spec, backend: Backend) -> Rules:
@@ -157,16 +156,11 @@ def matrix_amax_bits_op(x: torch.Tensor, backend: Backend) -> torch.Tensor:
 @define_op(
     (
         Implementation(Backend.TRITON, f"{__name__}.kernels_amax:global_scale", why_no_kernels),
-        Implementation(
-            Backend.REFERENCE,
-            lambda amax_bits, four_over_six: global_scale_of(
-                amax_bits.view(torch.float32), largest_scale(four_over_six)
-            ),
-        ),
+        Implementation(Backend.REFERENCE, lambda amax_bits: global_scale_of(amax_bits.view(torch.float32))),
     ),
     sharding=_global_scale_sharding,
 )
-def global_scale_op(amax_bits: torch.Tensor, four_over_six: bool, backend: Backend) -> torch.Tensor:
+def global_scale_op(amax_bits: torch.Tensor, backend: Backend) -> torch.Tensor:
     # Not the number itself: with dynamic=True a compiler makes a float symbolic, and PyTorch 2.13 then fails in the
     # backward of a second layer.
     return amax_bits.new_empty(amax_bits.shape, dtype=torch.float32)

@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchao_blockwise.formats import E2M1
-from torchao_blockwise.formats.nvfp4 import largest_scale
+from torchao_blockwise.formats import E2M1, E4M3
 from torchao_blockwise.ops.device.elements import magnitude_bits, to_f32
 from torchao_blockwise.ops.device.group_blocks import load_block
 from torchao_blockwise.ops.device.groups import amax_of_groups, groups_of
@@ -189,7 +188,7 @@ def amaxes_of_each(
     return each
 
 
-def global_scale(amax_bits: torch.Tensor, four_over_six: bool) -> torch.Tensor:
+def global_scale(amax_bits: torch.Tensor) -> torch.Tensor:
     """Arguments and result as in the op."""
     scale = torch.empty(amax_bits.shape, dtype=torch.float32, device=amax_bits.device)
     scales = _SCALES if amax_bits.dim() else 1
@@ -197,6 +196,6 @@ def global_scale(amax_bits: torch.Tensor, four_over_six: bool) -> torch.Tensor:
         launch(
             _global_scale_kernel, ceil_div(scale.numel(), scales),
             (amax_bits.contiguous(), torch.float32), scale, scale.numel(),
-            LARGEST=E2M1.max * largest_scale(four_over_six), SCALES=scales, num_warps=1,
+            LARGEST=E2M1.max * E4M3.max, SCALES=scales, num_warps=1,
         )  # fmt: skip
     return scale

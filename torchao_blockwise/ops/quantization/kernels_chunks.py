@@ -21,7 +21,6 @@ from torchao_blockwise.ops.device.elements import (
     round_both,
     to_f32,
 )
-from torchao_blockwise.ops.device.four_over_six import four_over_six_chunks
 from torchao_blockwise.ops.device.group_blocks import load_block
 from torchao_blockwise.ops.device.groups import groups_of
 from torchao_blockwise.ops.device.random_bits import block_words, load_key
@@ -31,7 +30,7 @@ from torchao_blockwise.ops.quantization.kernels_amax import amaxes_of_each
 
 _BLOCK = tl.constexpr(16)
 _BITS = tl.constexpr(8)
-# (chunks, columns, warps) of a tile. With four over six, which holds errors beside the values, twice the warps.
+# (chunks, columns, warps) of a tile.
 TILE = (4, 128, 4)
 # Counts for masks and numbers of blocks: their divisibility says nothing of memory.
 ANY = ("M", "groups", "row", "column", "grid")
@@ -117,7 +116,6 @@ def _columnwise_kernel(
     grid,  # and how many chunks a row of the whole has; -1: as many as there are tokens for
     OPERAND: tl.constexpr,
     HADAMARD: tl.constexpr,
-    FOUR_OVER_SIX: tl.constexpr,  # the largest scale that maps to 6, or 0 without
     CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ELEMENT_MAX: tl.constexpr,
@@ -148,10 +146,7 @@ def _columnwise_kernel(
         tensor_amax = tl.load(amax_ptr + offs_c, mask=offs_c < chunks, other=0.0)[:, None]
     else:
         tensor_amax = tl.load(amax_ptr)
-    if FOUR_OVER_SIX > 0:
-        encode, scale = four_over_six_chunks(tiles, amax, tensor_amax, ELEMENT_MAX, FOUR_OVER_SIX, SCALE_MAX)
-    else:
-        encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [CHUNKS, COLUMNS]
+    encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [CHUNKS, COLUMNS]
 
     words = (encode, encode, encode, encode)
     if key_ptr is not None:
@@ -216,10 +211,9 @@ def columnwise_copy(
         _columnwise_kernel, B * ceil_div(width, chunks) * ceil_div(K, columns),
         x, amax, (copy.qdata, torch.int64), (copy.scale, torch.uint8), blocks, ends, key,
         M, K, width // 2 if blocks is None else width, count, *strides, *where,
-        OPERAND=operand, HADAMARD=options.hadamard, FOUR_OVER_SIX=options.four_over_six and options.scale_max,
-        CHUNKS=chunks, COLUMNS=columns, ELEMENT_MAX=fmt.element.max, SCALE_MAX=fmt.scale_max,
-        E_PAD=triton.next_power_of_2(count), BATCHED=B > 1, PER_GROUP=amax.dim() > 0,
-        num_warps=warps * (1 + options.four_over_six),
+        OPERAND=operand, HADAMARD=options.hadamard, CHUNKS=chunks, COLUMNS=columns, ELEMENT_MAX=fmt.element.max,
+        SCALE_MAX=fmt.scale_max, E_PAD=triton.next_power_of_2(count), BATCHED=B > 1, PER_GROUP=amax.dim() > 0,
+        num_warps=warps,
         # An operation that shows two roundings must not become one FMA with one.
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -30,7 +30,6 @@ import triton.language as tl
 
 from torchao_blockwise.formats import E2M1, NVFP4_1X16, CastOptions, Copies, Groups
 from torchao_blockwise.ops.device.elements import encode_e2m1, encode_e4m3, largest_magnitude, magnitude_bits, to_f32
-from torchao_blockwise.ops.device.four_over_six import four_over_six_rows
 from torchao_blockwise.ops.device.group_blocks import load_block
 from torchao_blockwise.ops.device.scales import fp8_scales, fp8_vector_scales, nvfp4_scales
 from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
@@ -48,8 +47,6 @@ _FP8_ROWWISE_TILE = (32, 128, 4, 16)
 _FP8_COLUMNWISE_TILE = (128, 64, 4, 8)
 _FP8_SQUARE_TILE = (128, 128, 4, 16)
 _NVFP4_TILE = (32, 128, 2, 4)
-# Errors of two candidates beside the values take registers: threads enough for them.
-_FOUR_OVER_SIX_TILE = (32, 128, 8, 8)
 
 _ALIGNMENT = 16
 
@@ -210,7 +207,6 @@ def _quantize_nvfp4_kernel(
     stride_xk,
     ELEMENT_MAX: tl.constexpr,
     SCALE_MAX: tl.constexpr,
-    FOUR_OVER_SIX: tl.constexpr,  # the largest scale that maps to 6, or 0 without
     BATCHED: tl.constexpr,
     SQUARE: tl.constexpr,
     ROWWISE: tl.constexpr,
@@ -259,12 +255,7 @@ def _quantize_nvfp4_kernel(
     else:
         amax = tl.max(magnitude.reshape(TILE_M, BLOCKS_K, BLOCK), 2)
         y = x.reshape(TILE_M, BLOCKS_K, BLOCK)
-        if FOUR_OVER_SIX > 0:
-            encode, scale = four_over_six_rows(
-                y, amax, tensor_amax, ELEMENT_MAX, FOUR_OVER_SIX, SCALE_MAX, TILE_M, BLOCKS_K
-            )
-        else:
-            encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [TILE_M, BLOCKS_K]
+        encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)  # [TILE_M, BLOCKS_K]
         codes = encode_e2m1(y * encode[:, :, None], ELEMENT_MAX)
         _store_tile(q_ptr, batch, _pack(codes, TILE_M, TILE_K), offs_m, pairs_k, M, packed_k)
         _store_tile(s_ptr, batch, scale, offs_m, blocks_k, M, grid_k)
@@ -330,11 +321,8 @@ def _build(cast: CastOptions, rowwise: bool, columnwise: bool, ragged: bool):
     """(tile rows, tile columns, options)."""
     fmt = cast.fmt
     if fmt.element is E2M1:
-        tile_m, tile_k, *warps = _FOUR_OVER_SIX_TILE if cast.four_over_six else _NVFP4_TILE
-        options = {"SCALE_MAX": fmt.scale_max, "BLOCK": fmt.block[1], "FOUR_OVER_SIX": 0}
-        if cast.four_over_six:
-            # An operation that shows two roundings must not become one FMA with one.
-            options |= {"FOUR_OVER_SIX": cast.scale_max, "enable_fp_fusion": False}
+        tile_m, tile_k, *warps = _NVFP4_TILE
+        options = {"SCALE_MAX": fmt.scale_max, "BLOCK": fmt.block[1]}
     else:
         one_row = _FP8_COLUMNWISE_TILE if columnwise else _FP8_ROWWISE_TILE
         tile_m, tile_k, *warps = _FP8_SQUARE_TILE if fmt.is_square else one_row

@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from torchao_blockwise.formats import (
-    BlockFormat,
-    CastOptions,
-    Copies,
-    Operand,
-    Scales,
-    four_over_six_scales,
-)
+from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Operand, Scales
 from torchao_blockwise.ops.padding import with_zero_tokens
 
 
@@ -55,35 +48,7 @@ def block_scales(x: torch.Tensor, options: CastOptions, amax: torch.Tensor | Non
 
     amax: of the tensor, or one for each block, as far as they differ: what broadcasts to the grid of blocks.
     """
-    fmt, block_amaxes = options.fmt, block_amax(x, options.fmt)
-    if not options.four_over_six:
-        return fmt.compute_scales(block_amaxes, amax, options.power_of_2_scales)
-    assert amax is not None
-    six, four = four_over_six_scales(block_amaxes, amax)
-    takes_four = _error(x, four, options, amax) < _error(x, six, options, amax)
-    return Scales(
-        torch.where(takes_four, four.encode, six.encode),
-        torch.where(takes_four, four.scale.view(torch.uint8), six.scale.view(torch.uint8)).view(six.scale.dtype),
-        six.global_scale,
-    )
-
-
-def _error(x: torch.Tensor, scales: Scales, options: CastOptions, amax: torch.Tensor) -> torch.Tensor:
-    """Σ |decoded - x| over each one-row block of `x`, rounded to nearest: sums of pairs, then of pairs of sums."""
-    fmt, (rows, columns) = options.fmt, x.shape[-2:]
-
-    def expand(grid: torch.Tensor) -> torch.Tensor:
-        return expand_blocks(grid, fmt, rows, columns)
-
-    rounded = fmt.element.decode(fmt.element.encode(x * expand(scales.encode)), columns)
-    global_scale = amax / torch.full_like(amax, fmt.element.max * options.scale_max)
-    if global_scale.dim():
-        global_scale = expand(global_scale.expand(scales.encode.shape))
-    error = (rounded * expand(scales.scale.float()) * global_scale - x).abs()
-    error = F.pad(error, (0, -columns % fmt.block[1])).unflatten(-1, (-1, fmt.block[1]))
-    while error.shape[-1] > 1:
-        error = error[..., 0::2] + error[..., 1::2]
-    return error.squeeze(-1)
+    return options.fmt.compute_scales(block_amax(x, options.fmt), amax, options.power_of_2_scales)
 
 
 def quantize(x: torch.Tensor, options: CastOptions, amax: torch.Tensor | None) -> Operand:

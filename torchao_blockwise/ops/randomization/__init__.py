@@ -102,11 +102,10 @@ def randomized_copies(
             bool(columnwise),
             padded=options.padded,
             hadamard=options.hadamard * columnwise,
-            four_over_six=options.four_over_six,
             scale_per_group=options.scale_per_group,
         )
         made = randomized_quantize_op(x, amaxes[columnwise], one, groups, key, places[columnwise], backend)
-        scaled = with_global_scale(made, global_scale_op(amaxes[columnwise], options.four_over_six, scaled_by))
+        scaled = with_global_scale(made, global_scale_op(amaxes[columnwise], scaled_by))
         copies.append(scaled[columnwise])
     return Copies(*copies)
 

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from torchao_blockwise.formats import NVFP4_1X16, CastOptions, Copies, Groups, Operand, Place
 from torchao_blockwise.ops.device.elements import encode_e2m1_stochastically, magnitude_bits
-from torchao_blockwise.ops.device.four_over_six import four_over_six_rows
 from torchao_blockwise.ops.device.group_blocks import load_block
 from torchao_blockwise.ops.device.groups import groups_of
 from torchao_blockwise.ops.device.random_bits import block_words, load_key
@@ -35,8 +34,6 @@ _BITS = tl.constexpr(8)
 # (chunks, columns, warps) of a tile of both amaxes, and how many programs; (rows, columns, warps) of rowwise blocks.
 _AMAX_TILE, _AMAX_PROGRAMS = (4, 128, 4), 528
 _ROWWISE_TILE = (32, 128, 4)
-# Errors of two candidates beside the values take registers.
-_FOUR_OVER_SIX_TILE = (16, 128, 4)
 
 
 @triton.jit(do_not_specialize=["M", "chunks", "groups"])
@@ -105,7 +102,6 @@ def _rowwise_kernel(
     COLUMNS: tl.constexpr,
     ELEMENT_MAX: tl.constexpr,
     SCALE_MAX: tl.constexpr,
-    FOUR_OVER_SIX: tl.constexpr,  # the largest scale that maps to 6, or 0 without
     E_PAD: tl.constexpr,
     PER_GROUP: tl.constexpr,
 ):
@@ -125,11 +121,7 @@ def _rowwise_kernel(
         tensor_amax = tl.load(amax_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
     else:
         tensor_amax = tl.load(amax_ptr)
-    if FOUR_OVER_SIX > 0:
-        # Random bits have no part in the choice.
-        encode, scale = four_over_six_rows(x, amax, tensor_amax, ELEMENT_MAX, FOUR_OVER_SIX, SCALE_MAX, ROWS, BLOCKS)
-    else:
-        encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)
+    encode, scale = nvfp4_scales(amax, tensor_amax, ELEMENT_MAX, SCALE_MAX)
 
     seed, stream, use, expert = load_key(key_ptr, OPERAND)
     rows, high = offs_m + row, offs_m * 0
@@ -213,12 +205,11 @@ def _rowwise_copy(
     per_group = amax.dim() > 0
     if per_group and ends is not None:
         amax = amaxes_of_each(amax, ends, None, M, M)
-    rows, columns, warps = _FOUR_OVER_SIX_TILE if options.four_over_six else _ROWWISE_TILE
+    rows, columns, warps = _ROWWISE_TILE
     launch(
         _rowwise_kernel, ceil_div(M, rows) * ceil_div(K, columns),
         x, amax, copy.qdata, (copy.scale, torch.uint8), blocks, ends, key,
         M, K, copy.qdata.shape[1], count, *x.stride(), *where,
         OPERAND=operand, ROWS=rows, COLUMNS=columns, ELEMENT_MAX=fmt.element.max, SCALE_MAX=fmt.scale_max,
-        FOUR_OVER_SIX=options.four_over_six and options.scale_max, E_PAD=triton.next_power_of_2(count),
-        PER_GROUP=per_group, num_warps=warps, enable_fp_fusion=False,
+        E_PAD=triton.next_power_of_2(count), PER_GROUP=per_group, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,0 +1,157 @@
+"""The activations that layers multiply by a weight: each kind is quantized in the pass that computes it.
+
+Input          x itself
+NormInput      norm(x), of RMSNorm or LayerNorm
+SwiGLUInput    silu(gate) · up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import Copies
+from torchao_blockwise.nn.gemms import GemmSpec, cast_options, quantize
+
+aten = torch.ops.aten
+# The matrices that forward and backward compute from; None for those that a layer lacks.
+Prepared: TypeAlias = Sequence[Any]
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` [.., K] as [T, K]; K may be 0."""
+    # Not a second name of a matrix: graphs of DDP's optimizer cannot take a tensor twice.
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
+class Input:
+    """x [.., K] as it is.
+
+    leading: how many inputs have the leading dims of the output.
+    reads_prepared: whether their gradients are computed from the prepared matrices.
+    weight_first: whether grad_weight comes before grad_input; None for `weight_comes_first`.
+    """
+
+    leading = 1
+    reads_prepared = False
+    weight_first: bool | None = None
+
+    @staticmethod
+    def prepare(inputs: Sequence[Any], spec: GemmSpec) -> Prepared:
+        x = as_rows(inputs[0])
+        return (x if x.dtype == spec.dtype else x.to(spec.dtype),)
+
+    @staticmethod
+    def quantize(prepared: Prepared, spec: GemmSpec, rowwise: bool, columnwise: bool) -> Copies:
+        return quantize(prepared[0], spec, rowwise=rowwise, columnwise=columnwise, amax_groups=spec.amax_groups.x)
+
+    @staticmethod
+    def values(prepared: Prepared, spec: GemmSpec) -> torch.Tensor:
+        """The activation in high precision, for observers."""
+        return prepared[0]
+
+    @staticmethod
+    def backward(
+        grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        """Gradients of the inputs, from that of the activation."""
+        return (grad,)
+
+
+class GroupedInput(Input):
+    """Tokens x [M, K], sorted by expert."""
+
+    weight_first = False
+
+
+class NormInput(Input):
+    """norm(x) of inputs x, weight, bias, kind ("rms" or "layer") and eps."""
+
+    reads_prepared = True
+    weight_first = True
+
+    @staticmethod
+    def prepare(inputs: Sequence[Any], spec: GemmSpec) -> Prepared:
+        x, weight, bias, kind, eps = inputs
+        x = as_rows(x)
+        statistics = ops.norm_statistics(x, kind, eps, backend=ops.casting_backend(spec.config.backend))
+        return x, statistics.mean, statistics.rstd, weight, bias
+
+    @staticmethod
+    def quantize(prepared: Prepared, spec: GemmSpec, rowwise: bool, columnwise: bool) -> Copies:
+        x, mean, rstd, weight, bias = prepared
+        options, backend = cast_options(spec.config, rowwise, columnwise), ops.casting_backend(spec.config.backend)
+        statistics = ops.NormStatistics(mean, rstd)
+        return ops.norm_quantize(x, options, statistics, weight, bias, dtype=spec.dtype, backend=backend)
+
+    @staticmethod
+    def values(prepared: Prepared, spec: GemmSpec) -> torch.Tensor:
+        x, mean, rstd, weight, bias = prepared
+        return ops.normalize(x, ops.NormStatistics(mean, rstd), weight, bias, dtype=spec.dtype)
+
+    @staticmethod
+    def backward(
+        grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        """By PyTorch's own kernels.
+
+        They take tensors of one dtype, on a CPU of fp32 with fp32 statistics, so all is fp32 where dtypes differ;
+        RMSNorm has a backward kernel on GPUs only.
+        """
+        x, mean, rstd, weight, bias = prepared
+        tensors: list[Any] = [grad, x, weight, bias]
+        if not (x.is_cuda and all(t is None or t.dtype == x.dtype for t in tensors)):
+            tensors = [None if t is None else t.float() for t in tensors]
+        dy, x32, weight32, bias32 = tensors
+        shape, needs = [x.shape[-1]], list(needs[:3])
+        if mean is not None:
+            grads = aten.native_layer_norm_backward(
+                dy, x32, shape, mean[:, None], rstd[:, None], weight32, bias32, needs
+            )
+        elif x.is_cuda:
+            grads = *aten._fused_rms_norm_backward(dy, x32, shape, rstd[:, None], weight32, needs[:2]), None
+        else:
+            grads = *_rms_norm_backward(dy, x32, rstd[:, None], weight32), None
+        return [g.to(t.dtype) if need else None for g, t, need in zip(grads, (x, weight, bias), needs)]
+
+
+def _rms_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normalized = x * rstd
+    grad = dy if weight is None else dy * weight
+    grad_x = rstd * (grad - normalized * (grad * normalized).mean(-1, keepdim=True))
+    return grad_x, (dy * normalized).sum(0)
+
+
+class SwiGLUInput(Input):
+    """h = silu(gate) · up of inputs gate and up."""
+
+    leading = 2
+    reads_prepared = True
+    weight_first = True
+
+    @staticmethod
+    def prepare(inputs: Sequence[Any], spec: GemmSpec) -> Prepared:
+        return as_rows(inputs[0]), as_rows(inputs[1])
+
+    @staticmethod
+    def quantize(prepared: Prepared, spec: GemmSpec, rowwise: bool, columnwise: bool) -> Copies:
+        options, backend = cast_options(spec.config, rowwise, columnwise), ops.casting_backend(spec.config.backend)
+        return ops.swiglu_quantize(prepared[0], prepared[1], options, groups=spec.groups, backend=backend)
+
+    @staticmethod
+    def values(prepared: Prepared, spec: GemmSpec) -> torch.Tensor:
+        return ops.swiglu(*prepared)
+
+    @staticmethod
+    def backward(
+        grad: torch.Tensor, prepared: Prepared, spec: GemmSpec, needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        grads = ops.swiglu_backward(grad, *prepared, backend=ops.casting_backend(spec.config.backend))
+        return [g if need else None for g, need in zip(grads, needs)]

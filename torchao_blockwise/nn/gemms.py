@@ -1,0 +1,338 @@
+"""The three GEMMs of a weight, as every layer runs them.
+
+    forward    x → rowwise [T, K] (· wᵀ = output), and columnwise [K, T], saved
+    backward   dy → rowwise [T, N] (· w columnwise = grad_input), and columnwise [N, T] (· x columnwise = grad_weight)
+
+Every operand is quantized for the contraction it takes part in. The quantized copy of a master weight dies inside its
+GEMM. In a graph, quantizing and multiplying are one operation, so that no compiler can hold the copy from forward to
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchao_blockwise import ops
+from torchao_blockwise._compat import modes
+from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Draws, Groups, Operand, Place
+from torchao_blockwise.nn.observation import note_multiplied
+from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
+from torchao_blockwise.ops.op import define_op
+from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
+from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over, weight_operand
+
+
+class AmaxGroups(NamedTuple):
+    """The process groups over which each tensor is split, as `amax_over` takes them."""
+
+    x: str = ""
+    weight: str = ""
+    grad_output: str = ""
+
+
+WHOLE = AmaxGroups()
+
+
+class GemmSpec(NamedTuple):
+    """How the GEMMs of one weight are computed.
+
+    groups: of experts, whose weight is [E, N, K]: which rows of an activation belong to each; without bias.
+    config: of the weight.
+    dtype: of the activation before it is quantized, and so of its gradient. out_dtype: of the output.
+    rounded_to: the dtype that a master weight is rounded to first, if another than its own.
+    transposed: whether the weight is stored as [.., K, N].
+    amax_groups: of tensors that are split over ranks. places: of the copies of the output's gradient in the whole's,
+        where this is a part of it.
+    """
+
+    groups: Groups | None
+    config: TrainingConfig
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype = torch.bfloat16
+    rounded_to: torch.dtype | None = None
+    transposed: bool = False
+    amax_groups: AmaxGroups = WHOLE
+    places: tuple[Place, Place] | None = None
+
+
+def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> CastOptions:
+    """How a layer of this config quantizes an activation or its gradient."""
+    return CastOptions(
+        config.activation_format,
+        rowwise,
+        columnwise,
+        power_of_2_scales=config.power_of_2_scales,
+        padded=True,
+        hadamard=config.hadamard_number if columnwise else 0,
+        scale_per_group=config.scale_per_expert,
+    )
+
+
+def quantize(
+    x: torch.Tensor,
+    spec: GemmSpec,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    amax_groups: str = "",
+    draws: Draws | None = None,
+) -> Copies:
+    """Copies of x [T, K], none where none are asked for.
+
+    amax_groups: the process groups over which `x` is split. draws: the random bits of stochastic rounding.
+    """
+    if not (rowwise or columnwise):
+        return Copies(None, None)
+    options = cast_options(spec.config, rowwise, columnwise)
+    amax: Any = None
+    if amax_groups:
+        amax = amaxes_over(x, amax_groups, options.hadamard) if options.hadamard else amax_over(x, amax_groups)
+    backend = ops.casting_backend(spec.config.backend)
+    return ops.quantize_by(x, options, spec.groups, tensor_amax=amax, draws=draws, backend=backend)
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether a compiler or a mode sees the operations of `x`: a GEMM and its weight's cast are then one.
+
+    PyTorch 2.11 may trace backward where nothing is compiling, and tensors are not plain.
+    """
+    return torch.compiler.is_compiling() or type(x) is not torch.Tensor or modes.is_dispatch_watched()
+
+
+def weight_gemm(
+    a: Operand,
+    weight: torch.Tensor,
+    spec: GemmSpec,
+    columnwise: bool,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """a · wᵀ (+ bias), or with the columnwise copy of the weight a · w, of `out_dtype`."""
+    config, backend = spec.config, get_backend(spec.config.backend)
+    traced = is_traced(a.qdata)
+    if isinstance(weight, MasterWeightTensor):
+        # Compiled, the weight itself: its values would be a second input of the graph, which sees no change inside.
+        hp = weight if torch.compiler.is_compiling() else weight.hp
+        multiply = master_matmul_op if traced else master_matmul
+        return multiply(
+            a,
+            hp,
+            config.weight_format,
+            config.power_of_2_scales,
+            config.scale_per_expert,
+            columnwise,
+            spec.amax_groups.weight,
+            spec.rounded_to,
+            out_dtype,
+            bias,
+            spec.groups,
+            backend,
+        )
+    quantized: Any = weight
+    if quantized.original is not None and not torch.compiler.is_compiling():
+        quantized.original.free()
+    # Not `weight.operand()`: compilers take only tensors from a method, and do not always know `fmt`.
+    fmt = config.weight_format if torch.compiler.is_compiling() else quantized.fmt
+    qdata, scale, global_scale = quantized.operand_tensors()
+    b = Operand(qdata, scale, global_scale, fmt.name)
+    columns = quantized.shape[-1]
+    if traced:
+        return quantized_matmul_op(a, b, columns, columnwise, out_dtype, bias, spec.groups, backend)
+    b = ops.transpose(b, columns=columns, backend=ops.casting_backend(backend)) if columnwise else b
+    return _gemm(a, b, out_dtype, bias, spec.groups, backend)
+
+
+def _gemm(
+    a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, groups: Groups | None, backend: Backend
+) -> torch.Tensor:
+    if groups is None:
+        return ops.matmul(a, b, out_dtype=out_dtype, bias=bias, backend=backend)
+    assert bias is None, "grouped GEMMs have no bias"
+    return ops.grouped_matmul(a, b, groups, out_dtype=out_dtype, backend=backend)
+
+
+def grad_weight(
+    dy: Operand, x: Operand, tokens: int, weight: torch.Tensor, spec: GemmSpec, out_dtype: torch.dtype
+) -> torch.Tensor | None:
+    """dyᵀ · x, both quantized along tokens, as the weight is stored; None where it was added to `weight.main_grad`.
+
+    main_grad: f32, of the weight's shape; `weight.grad_added_to_main_grad` is set, as Megatron-LM's optimizers expect.
+    `.grad` stays as it is, and its hooks do not run. In eager mode only: a compiled layer gives `.grad`.
+    """
+    a, b = (x, dy) if spec.transposed else (dy, x)
+    groups, backend = spec.groups, get_backend(spec.config.backend)
+    main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
+    if main_grad is None:
+        multiply = grad_weight_op if is_traced(a.qdata) else _grad_weight
+        return multiply(a, b, groups, tokens, out_dtype, backend)
+    if groups is None:
+        ops.add_matmul_(main_grad, a, b, backend=backend)
+    else:
+        ops.add_grouped_matmul_(main_grad, a, b, groups, backend=backend)
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return None
+
+
+def gradients(
+    dy: list[Operand | None],
+    x_columnwise: Callable[[], Operand],
+    tokens: int,
+    weight: torch.Tensor,
+    spec: GemmSpec,
+    weight_first: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(grad_input, grad_weight) of dy's copies [rowwise, columnwise], each where its copy is there.
+
+    The list is emptied, and `x_columnwise` is called right before its GEMM: each operand dies with its GEMM. Together
+    they would be most of a step's memory.
+    tokens: T, without the zeros that columnwise copies are padded with.
+    weight_first: which GEMM comes first; see `weight_comes_first`.
+    """
+    columnwise, rowwise = dy.pop(), dy.pop()
+    dtype = spec.rounded_to or weight.dtype
+    grad_x = grad_w = None
+    if weight_first and columnwise is not None:
+        grad_w = grad_weight(columnwise, x_columnwise(), tokens, weight, spec, dtype)
+        columnwise = None
+    if rowwise is not None:
+        grad_x = weight_gemm(rowwise, weight, spec, not spec.transposed, spec.dtype)
+        rowwise = None
+    if columnwise is not None:
+        grad_w = grad_weight(columnwise, x_columnwise(), tokens, weight, spec, dtype)
+    return grad_x, grad_w
+
+
+def weight_comes_first(dy: torch.Tensor, spec: GemmSpec) -> bool:
+    """Whether peak memory is lower where grad_weight is computed before grad_input.
+
+    With grad_input first its result is there next to copies of all tokens, those of dy and the saved one of x; with
+    grad_weight first that is there next to the columnwise copy of the weight: up to 23 % of a layer's peak with many
+    tokens (32768 of 4096 → 14336), up to 10 % the other way with few. A compiled graph has one order for any number of
+    tokens, and so have ranks that reduce amaxes together, whose parts may differ in size.
+    """
+    tokens, features = dy.shape
+    return not torch.compiler.is_compiling() and spec.amax_groups == WHOLE and tokens > features
+
+
+# --- operations of graphs ---------------------------------------------------------------------------------------------
+
+
+def gemm_flops(tokens: int, weight: Sequence[int]) -> int:
+    """Floating point operations of one of the three GEMMs: 2 · tokens · N · K for a weight [.., N, K].
+
+    Of experts too, whose numbers of tokens are on the device: each token counts as one of an expert.
+    """
+    return 2 * tokens * weight[-2] * weight[-1]
+
+
+def master_matmul(
+    a: Operand,
+    hp: torch.Tensor,
+    fmt: BlockFormat,
+    power_of_2_scales: bool,
+    scale_per_group: bool,
+    columnwise: bool,
+    amax_groups: str,
+    rounded_to: torch.dtype | None,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    groups: Groups | None,
+    products_by: Backend,
+) -> torch.Tensor:
+    b = weight_operand(
+        hp,
+        fmt,
+        columnwise=columnwise,
+        power_of_2_scales=power_of_2_scales,
+        backend=ops.casting_backend(products_by),
+        amax_groups=amax_groups,
+        rounded_to=rounded_to,
+        scale_per_group=scale_per_group,
+    )
+    return _gemm(a, b, out_dtype, bias, groups, products_by)
+
+
+def _noted_master_matmul(*args: Any) -> torch.Tensor:
+    note_multiplied(None)
+    return master_matmul(*args)
+
+
+# One operation from the master's values to the output: the quantized copy is never a value of a compiled graph, which
+# could hold it from forward to backward, and a scope that keeps it is asked when the graph runs. It serves experts too:
+# checkpoint policies name one operation.
+@define_op(
+    (Implementation(Backend.AUTO, _noted_master_matmul),),
+    flops=lambda a, hp, *_: gemm_flops(a.qdata.shape[0], hp.shape),
+)
+def master_matmul_op(
+    a: Operand,
+    hp: torch.Tensor,
+    fmt: BlockFormat,
+    power_of_2_scales: bool,
+    scale_per_group: bool,
+    columnwise: bool,
+    amax_groups: str,
+    rounded_to: torch.dtype | None,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    groups: Groups | None,
+    products_by: Backend,
+) -> torch.Tensor:
+    return a.qdata.new_empty((a.qdata.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
+
+
+def quantized_matmul(
+    a: Operand,
+    weight: Operand,
+    columns: int,
+    columnwise: bool,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    groups: Groups | None,
+    products_by: Backend,
+) -> torch.Tensor:
+    note_multiplied(None)
+    b = ops.transpose(weight, columns=columns, backend=ops.casting_backend(products_by)) if columnwise else weight
+    return _gemm(a, b, out_dtype, bias, groups, products_by)
+
+
+# One operation in graphs, for the same reason: PyTorch's partitioner would as soon hold the transposed copy as the
+# payload, and would not see that the payload changed.
+@define_op(
+    (Implementation(Backend.AUTO, quantized_matmul),),
+    flops=lambda a, weight, columns, *_: gemm_flops(a.qdata.shape[0], (weight.qdata.shape[-2], columns)),
+)
+def quantized_matmul_op(
+    a: Operand,
+    weight: Operand,
+    columns: int,
+    columnwise: bool,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    groups: Groups | None,
+    products_by: Backend,
+) -> torch.Tensor:
+    return a.qdata.new_empty((a.qdata.shape[0], columns if columnwise else weight.qdata.shape[-2]), dtype=out_dtype)
+
+
+def _grad_weight(
+    a: Operand, b: Operand, groups: Groups | None, tokens: int, out_dtype: torch.dtype, products_by: Backend
+) -> torch.Tensor:
+    if groups is None:
+        return ops.matmul(a, b, out_dtype=out_dtype, backend=products_by)
+    return ops.grouped_matmul(a, b, groups, along="k", out_dtype=out_dtype, backend=products_by)
+
+
+# The GEMMs' own operations do not know how many tokens are padding, nor so how many operations they are.
+@define_op(
+    (Implementation(Backend.AUTO, _grad_weight),),
+    flops=lambda a, b, groups, tokens, *_: gemm_flops(tokens, (a.qdata.shape[0], b.qdata.shape[0])),
+)
+def grad_weight_op(
+    a: Operand, b: Operand, groups: Groups | None, tokens: int, out_dtype: torch.dtype, products_by: Backend
+) -> torch.Tensor:
+    shape = a.qdata.shape[0], b.qdata.shape[0]
+    return a.qdata.new_empty(shape if groups is None else (groups.ends.shape[0], *shape), dtype=out_dtype)

@@ -1,0 +1,276 @@
+"""The autograd function of every layer with one weight: output = activation(inputs) · weightᵀ + bias.
+
+forward     prepare the inputs ▶ quantize the activation, rowwise and columnwise ▶ output GEMM
+saved       the weight, the columnwise copy (one byte an element in FP8), and what the inputs' gradients need
+backward    quantize grad_output, rowwise and columnwise ▶ the two GEMMs ▶ gradients of the inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchao_blockwise import _compat, ops
+from torchao_blockwise._compat import modes
+from torchao_blockwise.formats import Copies, Groups, Operand
+from torchao_blockwise.nn.activations import Input, Prepared, as_rows
+from torchao_blockwise.nn.gemms import GemmSpec, gradients, quantize, weight_comes_first, weight_gemm
+from torchao_blockwise.nn.observation import SeesGradient, observe_gemm
+from torchao_blockwise.ops.backend import may_have_kernels
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, TransposedWeight
+
+
+def run_layer(
+    name: str,
+    kind: type[Input],
+    spec: GemmSpec,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rounding_key: torch.Tensor | None,
+    inputs: Sequence[Any],
+    *,
+    group_ends: torch.Tensor | None = None,
+    copies: Copies | None = None,
+) -> torch.Tensor:
+    """The output [.., N] of a layer, differentiable in the weight, the bias and the inputs.
+
+    name: of the layer, in errors and profiles. kind: how its activation is made of `inputs`, whose last dims are cut
+        off for the output's leading ones.
+    spec: without groups; they come from `group_ends`. rounding_key: see `ops.draws_for`.
+    copies: of the activation, where another layer made them.
+    """
+    if torch.is_grad_enabled():
+        return _Layer.apply(name, kind, spec, weight, bias, rounding_key, group_ends, copies, *inputs)
+    out, *_ = profiled(name, _forward, kind, spec, weight, bias, group_ends, copies, inputs, False)
+    return out
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str,
+        kind: type[Input],
+        spec: GemmSpec,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rounding_key: torch.Tensor | None,
+        group_ends: torch.Tensor | None,
+        copies: Copies | None,
+        *inputs: Any,
+    ) -> torch.Tensor:
+        needs_weight, needs_inputs = ctx.needs_input_grad[3], any(ctx.needs_input_grad[8:])
+        saves_copy = needs_weight and spec.config.saves_quantized_activations
+        out, stored, spec, prepared, columnwise, seen = profiled(
+            name, _forward, kind, spec, weight, bias, group_ends, copies, inputs, saves_copy
+        )
+        saves_prepared = (needs_weight and not saves_copy) or (needs_inputs and kind.reads_prepared)
+        save_for_backward(
+            ctx,
+            # Of a cast the values themselves, whose changes autograd counts.
+            (stored if spec.rounded_to is None else stored.hp,),
+            rounding_key,
+            *(spec.groups or (None, None)),
+            *(prepared if saves_prepared else ()),
+            *(columnwise.tensors if saves_copy else ()),
+        )
+        ctx.layer, ctx.kind, ctx.spec, ctx.seen = name, kind, without_groups(spec), seen
+        ctx.saves_copy, ctx.x_shape, ctx.x_dtype = saves_copy, inputs[0].shape, inputs[0].dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.is_transposed = isinstance(weight, TransposedWeight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
+        # A constant grad_output would leave the second gradient out silently, so this does not wait for one.
+        refuse_second_order(ctx.layer)
+        grad_weight, grad_bias, grads = profiled(ctx.layer, _backward, ctx, grad_output)
+        return None, None, None, grad_weight, grad_bias, None, None, None, *grads
+
+
+def _forward(
+    kind: type[Input],
+    spec: GemmSpec,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_ends: torch.Tensor | None,
+    copies: Copies | None,
+    inputs: Sequence[Any],
+    columnwise: bool,
+) -> tuple[torch.Tensor, torch.Tensor, GemmSpec, Prepared, Operand | None, SeesGradient | None]:
+    """(output, the weight that is read, its spec, what was prepared, the columnwise copy or None, the observer)."""
+    x = inputs[0]
+    if group_ends is not None:
+        weight, rounded_to = source_of(weight)
+        groups = groups_of(group_ends, x.shape[0], spec.config)
+        spec = GemmSpec(groups, spec.config, spec.dtype, spec.out_dtype, rounded_to, spec.transposed)
+    prepared = kind.prepare(inputs, spec)
+    if copies is None:
+        copies = kind.quantize(prepared, spec, True, columnwise)
+    out = weight_gemm(copies.rowwise, weight, spec, spec.transposed, spec.out_dtype, bias)
+    seen = observe_gemm(weight, lambda: kind.values(prepared, spec), spec)
+    return as_shape_of(out, x), weight, spec, prepared, copies.columnwise, seen
+
+
+def _backward(
+    ctx: Any, grad_output: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor | None]]:
+    """Gradients of the weight, the bias and the inputs, those that are needed."""
+    kind: type[Input] = ctx.kind
+    weight, rounding_key, ends, tables, saved = take_saved(ctx, 4)
+    spec = ctx.spec if ends is None else GemmSpec(Groups(ends, tables), *ctx.spec[1:])
+    weight = weight if spec.rounded_to is None else MasterWeightTensor(weight, spec.config)
+    dy = as_rows(grad_output)
+    if ctx.seen is not None:
+        ctx.seen(dy)
+    needs_weight, needs_bias, needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[8:]
+    needs_inputs = any(needs)
+    copy = saved[-3:] if ctx.saves_copy else []
+    prepared = saved[:-3] if ctx.saves_copy else saved[:]
+    saved.clear()
+    read_later = needs_inputs and kind.reads_prepared
+
+    def x_columnwise() -> Operand:
+        if ctx.saves_copy:
+            return operand_of(copy, spec.config)
+        made = kind.quantize(prepared, spec, False, True).columnwise
+        if not read_later:
+            prepared.clear()
+        return made
+
+    draws = ops.draws_for(rounding_key, grad_output, spec.places) if needs_inputs or needs_weight else None
+    over = spec.amax_groups.grad_output
+    grad, grad_weight = gradients(
+        [*quantize(dy, spec, rowwise=needs_inputs, columnwise=needs_weight, amax_groups=over, draws=draws)],
+        x_columnwise,
+        dy.shape[0],
+        weight,
+        spec,
+        weight_comes_first(dy, spec) if kind.weight_first is None else kind.weight_first,
+    )
+    grads: list[torch.Tensor | None] = [None] * len(needs)
+    if grad is not None:
+        for i, one in enumerate(kind.backward(grad, prepared, spec, needs)):
+            if one is not None and i < kind.leading:
+                one = one if one.shape == ctx.x_shape else one.view(ctx.x_shape)
+                one = one if one.dtype == ctx.x_dtype else one.to(ctx.x_dtype)
+            grads[i] = one
+    if grad_weight is not None and ctx.is_transposed:
+        grad_weight = grad_weight.transpose(-2, -1)
+    return grad_weight, grad_bias(dy, ctx.bias_dtype) if needs_bias else None, grads
+
+
+# --- steps that all layers share --------------------------------------------------------------------------------------
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype that a layer computes in: autocast's, else that of `x`."""
+    device = x.device.type
+    # Meta tensors have no autocast, and asking for its state raises.
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def cast_for_compute(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the dtype of `compute_dtype`; integers are left for the layer to refuse."""
+    # A cast that changes nothing returns the same tensor, which in a graph of DDP's optimizer then has two names: it
+    # cannot compile a part of the graph that takes one tensor twice.
+    dtype = compute_dtype(x) if x.is_floating_point() else x.dtype
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def profiled(layer: str, work: Callable[..., Any], *args: Any) -> Any:
+    """`work(*args)`, in profiles under a name such as `torchao_blockwise.linear.forward`."""
+    if torch.compiler.is_compiling() or not modes.is_profiling():
+        return work(*args)
+    with torch.profiler.record_function(f"torchao_blockwise.{layer}.{work.__name__.lstrip('_')}"):
+        return work(*args)
+
+
+def save_for_backward(ctx: Any, weights: tuple[Any, ...], *tensors: torch.Tensor | None) -> None:
+    """Keep `weights` and what else backward reads, so that a weight which changes before is refused there.
+
+    A compiled graph reads the payload of a quantized weight, so there its tensors are saved too: PyTorch checks those
+    that were saved by name, and not what a graph reads besides.
+    """
+    held: list[torch.Tensor | None] = []
+    if torch.compiler.is_compiling():
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+        held = [x for weight in quantized for x in (weight.qdata, weight.scale, weight.global_scale)]
+    ctx.save_for_backward(*weights, *tensors, *held)
+    ctx.read_in_backward = len(weights) + len(tensors)
+
+
+def take_saved(ctx: Any, named: int) -> tuple[Any, ...]:
+    """The tensors that `save_for_backward` kept: the first `named` by themselves, the others in a list.
+
+    All of it lives on in the caller only; see `_compat.take_saved`.
+    """
+    saved = _compat.take_saved(ctx)[: ctx.read_in_backward]
+    return *saved[:named], list(saved[named:])
+
+
+def operand_of(tensors: list[Any], config: TrainingConfig) -> Operand:
+    """The operand of an activation from its tensors (qdata, scale, global_scale), which are taken out of the list."""
+    qdata, scale, global_scale = tensors
+    tensors.clear()
+    return Operand(qdata, scale, global_scale, config.activation_format.name)
+
+
+def source_of(weight: Any) -> tuple[torch.Tensor, torch.dtype | None]:
+    """(the weight that GEMMs of experts read, as it is stored; the dtype that its values are rounded to first).
+
+    Of a cast master weight the one that it was cast from, so that the copy can go.
+    """
+    stored = weight.weight if isinstance(weight, TransposedWeight) else weight
+    if not isinstance(stored, MasterWeightTensor):
+        return stored, None
+    hp, rounded_to = stored.source
+    if rounded_to is None:
+        return stored, None
+    source = MasterWeightTensor(hp, stored.config)
+    source.layer = stored.layer
+    return source, rounded_to
+
+
+def groups_of(group_ends: torch.Tensor, tokens: int, *configs: TrainingConfig) -> Groups:
+    """The groups of `tokens` tokens, with tables for all operations of a layer of these configs, forward and backward.
+
+    Without tables where operations need none, or make their own because configs differ in format or backend.
+    """
+    wanted, *others = ((config.activation_format, ops.casting_backend(config.backend)) for config in configs)
+    fmt, backend = wanted
+    needs_none = backend is ops.Backend.REFERENCE or not may_have_kernels(group_ends.device)
+    if needs_none or any(other != wanted for other in others):
+        return Groups(group_ends)
+    return ops.make_groups(group_ends, tokens, fmt, backend=backend)
+
+
+def without_groups(spec: GemmSpec) -> GemmSpec:
+    """The spec as backward's context may hold it: tensors are saved, so that autograd knows of them."""
+    return spec if spec.groups is None else GemmSpec(None, *spec[1:])
+
+
+def grad_bias(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Σ of dy [T, N] over tokens, in fp32, rounded to `dtype`."""
+    return dy.sum(0, dtype=torch.float32).to(dtype)
+
+
+def refuse_second_order(layer: str) -> None:
+    """Raise NotImplementedError in a backward that is itself to be differentiated."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{layer}: backward through backward (create_graph=True) is not defined in low precision; "
+            "keep the layers that need it in high precision (filter_fn)"
+        )
+
+
+def as_shape_of(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`out` [T, N] with the leading dims of `x` [.., K]."""
+    # No view: hooks of FSDP2 hang on outputs, and an in-place operation on a view of one would leave them behind.
+    if x.dim() == 2:
+        return out
+    return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])
