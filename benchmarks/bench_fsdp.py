@@ -18,8 +18,7 @@ One process a GPU (NCCL; gloo with --smoke on a CPU), blocks and root fully shar
     loss           mean over ranks of the last step, of output against a fixed random target
     off            its distance from bf16's, as a share of what bf16 learned in these steps
 
-A recipe that fails is named below the table with its reason, and the others go on in fresh processes. What is
-interrupted (SIGINT) writes the rows that it has.
+Each recipe trains in separate processes; one that fails is named below the table with its reason.
 Writes benchmarks/results/fsdp_<device>.json and .md, with --compile fsdp_compiled_<device>.
 
     python benchmarks/bench_fsdp.py [--layers 4 --tokens 8192 --steps 20] [--compile] [--only bf16 fp8] [--ranks 2]
@@ -27,38 +26,37 @@ Writes benchmarks/results/fsdp_<device>.json and .md, with --compile fsdp_compil
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import gc
 import itertools
 import json
 import os
 import sys
 import tempfile
-import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import driver
-import environment
-import peers
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench_model import SMOKE, Config, Stack, Trainer, parser
-from errors import Unavailable, reason
-from report import Report
-from timing import Timing, synchronize
+from bench_model import SMOKE, Config, Stack, Trainer
+from common import driver, environment, peers
+from common.errors import Unavailable
+from common.report import Report
+from common.timing import Timing, mark, synchronize, us_between
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from traffic import Observed, mark, us_between
+from torchao import float8
 
-OURS = ("fp8", "nvfp4")
+from torchao_blockwise.distributed.fsdp import root
+
 GATHERS = {"torchao_bf16_gather": False, "torchao_fp8_gather": True}
-RECIPES = ("bf16", *GATHERS, *OURS)
+RECIPES = ("bf16", *GATHERS, "fp8", "nvfp4")
 COLUMNS = (
     *("recipe", "mode", "gathered MiB", "of bf16", "ms a step", "x bf16", "tokens/s", "peak GiB"),
     *("sync ms", "sync %", "reduce ms", "reduce %", "loss", "off"),
@@ -73,19 +71,47 @@ _TIMEOUT = {"cuda": datetime.timedelta(minutes=5), "cpu": datetime.timedelta(min
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank is told: the recipes to train, a row each, and how."""
+    """How every rank trains."""
 
-    recipes: tuple[str, ...]
     mode: str
     config: Config
     tokens: int
     steps: int
     ranks: int
-    folder: Path
 
-    def result(self, recipe: str) -> Path:
-        """Where the ranks leave what they saw of `recipe`, or why they saw nothing."""
-        return self.folder / f"{recipe}.json"
+
+@contextlib.contextmanager
+def observing(device: torch.device) -> Iterator[dict[str, list]]:
+    """In the block: {"gathered": bytes of all-gathers; "sync", "reduce": spans of syncs of scales, of all-reduces}."""
+    seen: dict[str, list] = {"gathered": [], "sync": [], "reduce": []}
+
+    def counted(gather: Callable) -> Callable:
+        def call(output_tensor, *args, **kwargs):
+            seen["gathered"].append(output_tensor.nbytes)
+            return gather(output_tensor, *args, **kwargs)
+
+        return call
+
+    def timed(what: str, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            start = mark(device)
+            result = function(*args, **kwargs)
+            seen[what].append((start, mark(device)))
+            return result
+
+        return call
+
+    # Names of one release call each other's implementation, not each other, so nothing counts twice.
+    gathers = [name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)]
+    replaced = [(dist, name, counted(getattr(dist, name))) for name in gathers]
+    replaced.append((dist, "all_reduce", timed("reduce", dist.all_reduce)))
+    # What `sync_weight_scales` and the hook of a root's forward pass share, of one process group; and torchao's.
+    for owner, name in ((root, "sync_group"), (float8, "precompute_float8_dynamic_scale_for_fsdp")):
+        replaced.append((owner, name, timed("sync", getattr(owner, name))))
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in replaced:
+            stack.enter_context(mock.patch.object(owner, name, function))
+        yield seen
 
 
 # --- one rank ---------------------------------------------------------------------------------------------------------
@@ -97,11 +123,9 @@ def convert(model: nn.Module, recipe: str, device: torch.device) -> nn.Module:
         return peers.convert(model, recipe, device)
     if device.type == "cuda":
         peers.need_capability(device, (8, 9), at_least=True)
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
     on_cpu = device.type == "cpu"
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=GATHERS[recipe], emulate=on_cpu)
-    return convert_to_float8_training(model, config=config)
+    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=GATHERS[recipe], emulate=on_cpu)
+    return float8.convert_to_float8_training(model, config=config)
 
 
 def build(recipe: str, plan: Plan, device: torch.device) -> nn.Module:
@@ -130,28 +154,23 @@ class Learner(Trainer):
 
 
 def measure(recipe: str, plan: Plan, device: torch.device) -> dict:
-    """What this rank saw of `recipe`: a step's figures, JSON-able."""
-    observed = Observed(device)
+    """The figures that this rank saw of `recipe`: a step's figures, JSON-able."""
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     trainer = Learner(build(recipe, plan, device), plan.config, plan.tokens, device, dist.get_rank())
-    sync = None
-    if GATHERS.get(recipe):
-        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-        sync = observed.timed(precompute_float8_dynamic_scale_for_fsdp, "syncs")
 
     def step() -> torch.Tensor:
         loss = trainer.step()
-        if sync:
-            sync(trainer.model)
+        if GATHERS.get(recipe):
+            float8.precompute_float8_dynamic_scale_for_fsdp(trainer.model)
         return loss
 
-    with observed.watching():
+    with observing(device) as seen:
         losses = [step() for _ in range(_WARM_UP)]
         synchronize(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        observed.clear()
+        for observed in seen.values():
+            observed.clear()
         dist.barrier()
         marks = [mark(device)]
         for _ in range(plan.steps):
@@ -159,7 +178,7 @@ def measure(recipe: str, plan: Plan, device: torch.device) -> dict:
             marks.append(mark(device))
         synchronize(device)
     # Alone, a rank has all it needs, and newer FSDP2 gathers nothing.
-    if not observed.gathers and plan.ranks > 1:
+    if not seen["gathered"] and plan.ranks > 1:
         raise RuntimeError("no all-gather was seen; count what this version of FSDP2 calls")
     trained = torch.stack(losses)
     if not trained.isfinite().all():
@@ -170,16 +189,15 @@ def measure(recipe: str, plan: Plan, device: torch.device) -> dict:
         return sum(us_between(*span) for span in spans) / plan.steps if spans else None
 
     return {
-        "gathers": observed.gathers / plan.steps,
-        "gathered bytes": observed.gathered_bytes / plan.steps,
+        "gathered bytes": sum(seen["gathered"]) / plan.steps,
         "us": timing.us,
         "timing": timing._asdict(),
         "tokens": trainer.tokens,
         "peak": torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else None,
-        "syncs": len(observed.syncs) / plan.steps,
-        "sync us": us_a_step(observed.syncs),
-        "reduces": len(observed.reduces) / plan.steps,
-        "reduce us": us_a_step(observed.reduces),
+        "syncs": len(seen["sync"]) / plan.steps,
+        "sync us": us_a_step(seen["sync"]),
+        "reduces": len(seen["reduce"]) / plan.steps,
+        "reduce us": us_a_step(seen["reduce"]),
         "losses": trained.tolist(),
     }
 
@@ -202,71 +220,34 @@ def join(rank: int, ranks: int, device_type: str, port: int) -> torch.device:
     return device
 
 
-def run_rank(rank: int, plan: Plan, device_type: str, port: int) -> None:
-    """Train all recipes that have left no result yet; ends at the first that fails, whose reason it leaves."""
+def run_rank(rank: int, recipe: str, plan: Plan, device_type: str, port: int, file: Path) -> None:
+    """Train; the first rank leaves what all saw in `file`."""
     device = join(rank, plan.ranks, device_type, port)
-    # All ranks agree on what is left before any of them writes.
-    left = [recipe for recipe in plan.recipes if not plan.result(recipe).exists()]
-    dist.barrier()
-    for recipe in left:
-        try:
-            seen: list = [None] * plan.ranks
-            result: dict[str, Any] = {"ranks": seen}
-            dist.all_gather_object(seen, measure(recipe, plan, device))
-        except Unavailable as why:
-            result = {"why": str(why)}
-        except Exception as error:
-            # The first rank that fails knows why; the others only lose it.
-            if not plan.result(recipe).exists():
-                environment.write_json(plan.result(recipe), {"why": f"rank {rank}: {reason(error)}"})
-            traceback.print_exc()
-            # Not by way of the interpreter, which could wait for collectives that never end.
-            os._exit(1)
-        if rank == 0:
-            environment.write_json(plan.result(recipe), result)
-        if plan.mode == "compiled":
-            torch._dynamo.reset()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    seen: list = [None] * plan.ranks
+    dist.all_gather_object(seen, measure(recipe, plan, device))
+    if rank == 0:
+        environment.write_json(file, {"ranks": seen})
     dist.destroy_process_group()
 
 
 # --- all ranks --------------------------------------------------------------------------------------------------------
 
 
-def run_all(plan: Plan, device: torch.device, results: Report) -> None:
-    """Run the plan, in as many rounds of processes as recipes bring them down, and add rows as they come."""
-    waiting = list(plan.recipes)
-
-    def collect() -> None:
-        while waiting and plan.result(waiting[0]).exists():
-            recipe = waiting.pop(0)
-            add_row(recipe, plan.mode, json.loads(plan.result(recipe).read_text()), results)
-
-    while waiting:
-        left, why = len(waiting), "left no result"
+def run_recipe(recipe: str, plan: Plan, results: Report) -> None:
+    """Train `recipe` on all ranks, and add its row; raises Unavailable with the reason of the first rank that fails."""
+    device = results.device.type
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "seen.json")
         try:
-            context = mp.spawn(
-                run_rank, args=(plan, device.type, environment.free_port()), nprocs=plan.ranks, join=False
-            )
-            while not context.join(timeout=1):
-                collect()
+            mp.spawn(run_rank, (recipe, plan, device, environment.free_port(), file), nprocs=plan.ranks)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            why = reason(error)
-        collect()
-        # A recipe whose processes die without a word is tried once more if others of its round came before it.
-        if len(waiting) == left:
-            environment.write_json(plan.result(waiting[0]), {"why": why})
-            collect()
+            # The last line of the rank's traceback.
+            raise Unavailable(str(error).strip().splitlines()[-1]) from None
+        add_row(recipe, plan.mode, json.loads(file.read_text())["ranks"], results)
 
 
-def add_row(recipe: str, mode: str, result: dict, results: Report) -> None:
-    """The row of `recipe` from what its ranks saw, or the reason why there is none."""
-    if "why" in result:
-        results.leave_out(recipe, mode, result["why"])
-        return
-    seen = result["ranks"]
+def add_row(recipe: str, mode: str, seen: list[dict], results: Report) -> None:
+    """The row of `recipe` from what its ranks saw."""
 
     def most(name: str, unit: float) -> float | None:
         return max((rank[name] / unit for rank in seen if rank[name] is not None), default=None)
@@ -302,7 +283,8 @@ def add_row(recipe: str, mode: str, result: dict, results: Report) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser(__doc__, RECIPES, RECIPES, 4, 20)
+    options = driver.parser(__doc__, only=(RECIPES, RECIPES))
+    driver.add_numbers(options, layers=4, tokens=8192, steps=20)
     options.add_argument("--ranks", type=int, help="GPUs; by default all, 2 processes on a CPU")
     options.add_argument("--compile", action="store_true", help="torch.compile each layer")
     args, device = driver.parse(options, argv)
@@ -310,13 +292,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = SMOKE if args.smoke else Config(layers=args.layers)
     if args.smoke:
         args.tokens, args.steps = 2 * config.seq_len, 3
-    # bf16 first: the others are compared with it.
-    recipes = tuple(sorted(args.only, key=lambda recipe: recipe != "bf16"))
     mode, name = ("compiled", "fsdp_compiled") if args.compile else ("eager", "fsdp")
     results = Report(name, device, COLUMNS, vars(args) | vars(config))
-    with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(recipes, mode, config, args.tokens, args.steps, args.ranks, Path(folder))
-        return driver.run(results, [(("all",), mode, partial(run_all, plan, device, results))])
+    plan = Plan(mode, config, args.tokens, args.steps, args.ranks)
+    # bf16 first: the others are compared with it.
+    recipes = sorted(args.only, key=lambda recipe: recipe != "bf16")
+    return driver.run(results, [(recipe, mode, partial(run_recipe, recipe, plan, results)) for recipe in recipes])
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import driver
-import peers
 import torch
 from bench_model import SMOKE, Config, Trainer, build, time_steps
-from report import Report
+from common import driver, peers
+from common.report import Report
 
 RECIPES = ("bf16", "fp8", "nvfp4")
 SHAPE = Config(dim=768, hidden=2048, heads=12, kv_heads=12, layers=12, seq_len=1024)
@@ -78,7 +77,7 @@ def whole_step(trainer: Trainer) -> None:
 
 
 def _captured(trainer: Trainer, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of `run`, after two runs on a stream of their own; its gradients are in the graph's memory."""
+    """A graph of `run`, after two runs on a separate stream; its gradients are in the graph's memory."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -95,7 +94,6 @@ def _captured(trainer: Trainer, run: Callable[[], object]) -> torch.cuda.CUDAGra
 
 _ALL = (eager, compiled, reduce_overhead, graphed_callable, forward_backward, whole_step)
 WAYS = {way.__name__: way for way in _ALL}
-# What a machine without a GPU can do.
 ON_A_CPU = ("eager", "compiled")
 
 
@@ -122,8 +120,7 @@ def measure(recipe: str, way: str, config: Config, args: Namespace, results: Rep
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = driver.parser(__doc__, only=(RECIPES, RECIPES), ways=(tuple(WAYS), tuple(WAYS)))
-    options.add_argument("--tokens", type=int, default=4096, help="in a step, in sequences of 1024")
-    options.add_argument("--steps", type=int, default=20, help="that are timed")
+    driver.add_numbers(options, tokens=4096, steps=20)
     args, device = driver.parse(options, argv)
     config = SHAPE
     if args.smoke:
@@ -132,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.ways = [way for way in args.ways if way in ON_A_CPU]
     results = Report("graphs", device, COLUMNS, vars(args) | vars(config))
     work = (
-        ((recipe,), way, partial(measure, recipe, way, config, args, results))
+        (recipe, way, partial(measure, recipe, way, config, args, results))
         for way, recipe in itertools.product(args.ways, sorted(args.only, key=RECIPES.index))
     )
     return driver.run(results, work)

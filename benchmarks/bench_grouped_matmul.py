@@ -1,15 +1,15 @@
-"""The grouped products of a mixture's experts, each backend of ours beside its peers, under several routings.
+"""The grouped GEMMs of a mixture's experts, each backend of ours compared with its peers, under several routings.
 
-Products, each of all experts of one GPU together, for the weights [E, out, in] of both layers of their MLPs:
+GEMMs, each of all experts of one GPU together, for the weights [E, out, in] of both layers of their MLPs:
     output, grad_input     groups of rows: x · wᵀ, dy · w
     grad_weight            groups of the contraction: dyᵀ · x for each expert, from quantized operands
-    grad_weight_quantized  the same from bf16 dy and x: both columnwise quantizers and the product
-Checks first: corners of the largest, the smallest and the last expert that has tokens, against the fp64 product of what
+    grad_weight_quantized  the same from bf16 dy and x: both columnwise quantizers and the GEMM
+Checks first: corners of the largest, the smallest and the last expert that has tokens, against the fp64 GEMM of what
 the operands decode to, and zeros for those that have none. Times are of CUDA graph replays with a cold cache. Floor:
 the greater of bytes that must move over copy bandwidth, and operations over the rate of cuBLASLt's tensorwise fp8, both
-measured here; only experts with tokens count. A ratio to a peer is the peer's time over ours: above 1 we win. Peers
-that compile for long come last.
-Writes benchmarks/results/grouped_matmul_<device>.json, .md and .png.
+measured here; only experts with tokens count. A ratio to a peer is the peer's time over ours: above 1 we win.
+DeepGEMM compiles for long and runs where --peers names it.
+Writes benchmarks/results/grouped_matmul_<device>.json and .md.
 
     python benchmarks/bench_grouped_matmul.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed]
                                               [--only grad_weight] [--backends triton gluon] [--peers bf16]
@@ -20,35 +20,35 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import driver
-import experts
-import grouped_peers
 import torch
-from driver import Job
-from experts import Experts, group_ends
-from products import RECIPES, check, error_budget, product_error
-from report import Report
+import torch.nn.functional as F
+from common import driver, peers, shapes
+from common.driver import Job, Peer
+from common.errors import Unavailable
+from common.products import RECIPES, check, error_budget, product_error
+from common.report import Report
+from common.shapes import ROUTINGS, Experts, group_ends
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import BlockFormat, Groups, Operand
+from torchao_blockwise.formats import FP8_1X128, BlockFormat, Groups, Operand
 from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
+from torchao_blockwise.ops.groups.ends import padded_ends, padded_rows
 
 KINDS = ("output", "grad_input", "grad_weight", "grad_weight_quantized")
+PEERS = ("bf16", "deep_gemm")
 COLUMNS = (
     *("product", "shape", "weight", "routing", "recipe", "by", "us", "spread %", "TFLOP/s", "roofline us"),
     *("of roofline", "error"),
 )
-# These compile for long.
-_SLOW_PEERS = ("deep_gemm", "torchao")
 
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """One grouped product of experts whose weights are [experts, out_features, in_features].
+    """One grouped GEMM of experts whose weights are [experts, out_features, in_features].
 
     kind: of KINDS. sizes: tokens of each expert. recipe: "fp8" or "nvfp4".
     """
@@ -106,7 +106,7 @@ class GroupedProduct:
         return first, random(len(self.sizes), n, k) if self.along == "m" else random(t, k)
 
     def quantize(self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> tuple[Operand, Operand]:
-        """The operands that the product takes."""
+        """The operands that the GEMM takes."""
         a_fmt, b_fmt = self.formats
         if self.along == "k":
             a, b = (ops.grouped_quantize(x, ends, a_fmt, rowwise=False, columnwise=True) for x in (first, second))
@@ -148,8 +148,56 @@ def _blocks(x: Operand, blocks: slice) -> Operand:
     return x._replace(qdata=x.qdata[:, blocks.start * width : blocks.stop * width], scale=scale)
 
 
+def grouped_peer(name: str, product: GroupedProduct, device: torch.device) -> Peer:
+    """The peer of that name for this GEMM; raises Unavailable.
+
+    It prepares (a_hp, b_hp, ends, a, b), both operands in high precision and ours.
+    """
+    if name != "bf16" and product.recipe != "fp8":
+        raise Unavailable("compared in FP8 only")
+    return {"bf16": _bf16, "deep_gemm": _deep_gemm}[name](product, device)
+
+
+def _bf16(product: GroupedProduct, device: torch.device) -> Peer:
+    def prepare(a_hp, b_hp, ends, a, b):
+        return a_hp.t() if product.along == "k" else a_hp, b_hp.mT if product.kind == "output" else b_hp, ends
+
+    return Peer(lambda a, b, ends: F.grouped_mm(a, b, offs=ends), prepare)
+
+
+def _deep_gemm(product: GroupedProduct, device: torch.device) -> Peer:
+    """Groups padded to its tiles, scales laid out and sizes known beforehand."""
+    peers.need_capability(device, (9, 0))
+    if product.along == "k":
+        raise Unavailable("compared along rows only")
+    deep_gemm = peers.import_deep_gemm(device)
+    peers.need_multiples("features", (product.out_features, product.in_features), FP8_1X128.block[1])
+    tile = deep_gemm.get_mk_alignment_for_contiguous_layout()
+
+    def prepare(a_hp, b_hp, ends, a, b):
+        tokens = a.qdata.shape[0]
+        rows = padded_rows(ends, tokens, tile)
+        source = rows.clamp(max=tokens - 1)
+        position = torch.arange(len(rows), dtype=torch.int32, device=device)
+        group = torch.searchsorted(padded_ends(ends, tokens, tile), position, right=True, out_int32=True)
+        group = torch.where(group < len(ends), group, -1)
+        payload = a.qdata.view(torch.uint8)[source].view(a.qdata.dtype)
+        return payload, a.scale[:, source].t(), b.qdata, b.scale, group
+
+    def run(a, a_scale, b, b_scale, group):
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16)
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), out, group)
+        return out
+
+    def finish(out):
+        rows = padded_rows(product.ends(device), product.tokens, tile)
+        return out.new_zeros(product.tokens + 1, out.shape[1]).index_copy_(0, rows, out)[: product.tokens]
+
+    return Peer(run, prepare, same_operands=True, finish=finish)
+
+
 def job(product: GroupedProduct, labels: dict[str, str], device: torch.device, backends=None) -> Job:
-    """The job of one product; `labels` say of which experts and weight."""
+    """The job of one GEMM; `labels` say of which experts and weight."""
 
     def make():
         first, second = product.high_precision(device)
@@ -176,37 +224,36 @@ def job(product: GroupedProduct, labels: dict[str, str], device: torch.device, b
         make,
         ours,
         lambda out, inputs, peer: check(product.error(out, *inputs[3:]), budget, product.recipe, peer),
-        {name: partial(grouped_peers.grouped_peer, name, product, device) for name in grouped_peers.NAMES},
+        {name: partial(grouped_peer, name, product, device) for name in PEERS},
         product.nbytes(),
         product.flops,
         {"sizes": list(product.sizes)},
     )
 
 
-def sizes_of(shape: Experts, routing: str) -> tuple[int, ...]:
-    """Tokens of each expert."""
+def jobs_of(shape: Experts, routing: str, kind: str, recipe: str, device: torch.device, backends) -> Iterator[Job]:
+    """Of both weights."""
     ends = [0, *group_ends(routing, shape.tokens, shape.experts, torch.device("cpu")).tolist()]
-    return tuple(end - start for start, end in itertools.pairwise(ends))
+    sizes = tuple(end - start for start, end in itertools.pairwise(ends))
+    for weight, (_, n, k) in shape.weights.items():
+        labels = {"shape": str(shape), "weight": weight, "routing": routing}
+        yield job(GroupedProduct(kind, sizes, n, k, recipe), labels, device, backends)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = driver.parser(__doc__, only=(KINDS, KINDS), recipes=(RECIPES, ("fp8",)))
-    experts.add_arguments(parser)
+    parser = driver.parser(__doc__, only=(KINDS, KINDS), recipes=(RECIPES, ("fp8",)), peers=(PEERS, PEERS[:1]))
+    shapes.add_shapes(parser, shapes.MIXTURES, "large")
+    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
     driver.add_backends(parser)
-    driver.add_peers(parser, grouped_peers.NAMES)
-    driver.add_energy(parser)
     args, device = driver.parse(parser, argv)
-    args.shapes = experts.chosen(args)
+    args.shapes, _ = shapes.chosen(args)
     results = Report("grouped_matmul", device, COLUMNS, vars(args))
-    jobs = []
-    for kind, shape, routing, recipe in itertools.product(args.only, args.shapes, args.routings, args.recipes):
-        for weight, (_, n, k) in shape.weights.items():
-            product = GroupedProduct(kind, sizes_of(shape, routing), n, k, recipe)
-            jobs.append(
-                job(product, {"shape": str(shape), "weight": weight, "routing": routing}, device, args.backends)
-            )
-    title = "Grouped products of experts: " + ", ".join(args.only)
-    return driver.run_jobs(results, jobs, title, ["by", "product"], grouped_peers.NAMES, slow=_SLOW_PEERS)
+    jobs = [
+        job
+        for kind, shape, routing, recipe in itertools.product(args.only, args.shapes, args.routings, args.recipes)
+        for job in jobs_of(shape, routing, kind, recipe, device, args.backends)
+    ]
+    return driver.run_jobs(results, jobs, args.peers)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A linear layer, forward and backward: time, memory and host time, ours beside bf16 and torchao's recipes.
+"""A linear layer, forward and backward: time, memory and host time, ours compared with bf16 and torchao's recipes.
 
 For each shape and recipe, with bf16 weights, an input that needs its gradient, and a weight quantized in forward and
 in backward (fp8_primary: the Parameter is FP8, whose cast is the optimizer step's and in no step here):
@@ -7,14 +7,11 @@ in backward (fp8_primary: the Parameter is FP8, whose cast is the optimizer step
     host     until an eager step has been launched
     TFLOP/s  6 · tokens · N · K over the shorter of graph and eager
     memory   what a step has allocated at its peak, with the weight and gradients, and without x and dy
-             (step_memory.py; the JSON has the parts)
-Checks first that output and gradients are those of bf16 within FP8's error. Floor: three products at the rate of
+             (layers.py; the JSON has the parts)
+Checks first that output and gradients are those of bf16 within FP8's error. Floor: three GEMMs at the rate of
 cuBLASLt's tensorwise fp8, or the bytes of x, w, dy read once and y, dx, dw written once. "roofline x" and what of it is
-reached: see layers.py.
-Recipes are measured in stages, at all shapes each, what compiles for long last (layers.stages): a run that is cut short
-has ours and bf16. Writes benchmarks/results/linear_<device>.json, .md and .png.
-
---shapes tracker, models or large runs one group of shapes; each writes linear_<group>_<device>, large linear_<device>.
+reached: see layers.py. Writes benchmarks/results/linear_<device>.json and .md; --shapes tracker writes
+linear_tracker_<device>.
 
     python benchmarks/bench_linear.py [--shapes 4096x18432x7168] [--only fp8 bf16 torchao]
 """
@@ -24,62 +21,55 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import driver
-import layers
-import peers
-import shapes
 import torch
-from layers import Layer, Work, quantized_bytes
-from shapes import Shape
+from common import driver, layers, peers, shapes
+from common.layers import Layer, Work, quantized_bytes
+from common.shapes import Shape
 from torch import nn
 
 DEFAULT_RECIPES = ("fp8", "fp8_primary", "bf16", "torchao", "torchao_tensorwise", "torchao_rowwise")
 RECIPES = (*DEFAULT_RECIPES, "nvfp4", "nvfp4_full")
-COLUMNS = ("shape", *layers.COLUMNS)
 # ‖difference to bf16‖ / ‖bf16‖ that a recipe may have: three times what rounding to its elements gives.
 _BUDGETS = {recipe: 0.4 if recipe.startswith("nvfp4") else 0.1 for recipe in RECIPES}
 
 
-def make_layer(shape: Shape, recipe: str, weight: torch.Tensor, device: torch.device) -> Layer:
-    """A linear layer with this weight that trains by `recipe`; raises peers.Unavailable."""
-    linear = nn.Linear(shape.in_features, shape.out_features, bias=False, device=device, dtype=weight.dtype)
-    with torch.no_grad():
-        linear.weight.copy_(weight)
+def make_layer(shape: Shape, recipe: str, device: torch.device) -> Layer:
+    """A linear layer that trains by `recipe`, with the same weight for every recipe; raises peers.Unavailable."""
+    torch.manual_seed(0)
+    linear = nn.Linear(shape.in_features, shape.out_features, bias=False, device=device, dtype=torch.bfloat16)
     # In a container, because torchao replaces the module that it converts.
     model = peers.convert(nn.Sequential(linear), recipe, device)
     return Layer(model, peers.compile_model(model, device) if recipe in peers.COMPILED else model)
 
 
-def floor_bytes(shape: Shape) -> int:
-    """x, w and dy read, y, dx and dw written, in bf16."""
-    t, n, k = shape
-    return 2 * torch.bfloat16.itemsize * (t * n + t * k + n * k)
-
-
 def work_of(shape: Shape, device: torch.device) -> Work:
-    """A linear layer of this shape, with the same weight for every recipe."""
+    """A linear layer of this shape."""
     t, n, k = shape
-
-    def make(recipe: str) -> Layer:
-        torch.manual_seed(0)
-        return make_layer(shape, recipe, torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5, device)
 
     def inputs():
         x, dy = (torch.randn(t, width, device=device, dtype=torch.bfloat16) for width in (k, n))
         return x.requires_grad_(), dy
 
+    # x, w and dy read, y, dx and dw written.
+    nbytes = 2 * torch.bfloat16.itemsize * (t * n + t * k + n * k)
     return Work(
-        {"shape": str(shape)}, make, inputs, floor_bytes(shape), 6 * t * n * k, _BUDGETS, quantized_bytes(t, (n, k))
+        {"shape": str(shape)},
+        lambda recipe: make_layer(shape, recipe, device),
+        inputs,
+        nbytes,
+        6 * t * n * k,
+        _BUDGETS,
+        quantized_bytes(t, (n, k)),
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = layers.parser(__doc__, RECIPES, DEFAULT_RECIPES)
-    shapes.add_arguments(parser)
+    shapes.add_shapes(parser, shapes.LINEAR, "large")
     args, device = driver.parse(parser, argv)
-    name, args.shapes = f"linear{shapes.suffix(args)}", shapes.chosen(args, ["large"])
+    args.shapes, suffix = shapes.chosen(args)
     works = [work_of(shape, device) for shape in args.shapes]
-    return layers.run(name, COLUMNS, args, works, "A linear layer", device)
+    return layers.run(f"linear{suffix}", ("shape", *layers.COLUMNS), args, works, device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Memory of a stack of linear layers, forward and backward: bf16 against FP8 and NVFP4 and their policies.
+"""Memory of a stack of linear layers, forward and backward: bf16, FP8 and NVFP4 and their policies.
 
 For each variant what a step has allocated, in MiB: weights, gradients, what is held between forward and backward, and
 the peak of all together, without the step's inputs. Checks that the policies `save_activations` and `master_weights`
@@ -9,14 +9,14 @@ give the same gradients, bit for bit. Writes benchmarks/results/memory_<device>.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+import sys
+from collections.abc import Sequence
 
 import torch
-from environment import environment, slug
-from layers import Layer
-from report import RESULTS, markdown, save
-from step_memory import StepMemory, step_memory
+from common import driver
+from common.environment import environment, slug
+from common.layers import Layer, step_memory
+from common.report import markdown, save
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -30,74 +30,64 @@ VARIANTS = {
     "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
     "nvfp4, no master weights": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False, master_weights=False),
 }
-SAME_BITS = [name for name in VARIANTS if name.startswith("fp8")]
+SMOKE = {"dim": 128, "hidden": 256, "layers": 1, "tokens": 64}
 
 
 def make(args, config, device: torch.device) -> Layer:
     torch.manual_seed(0)
-    layers = [
-        m
-        for _ in range(args.layers)
-        for m in (nn.Linear(args.dim, args.hidden, bias=False), nn.Linear(args.hidden, args.dim, bias=False))
-    ]
-    model = nn.Sequential(*layers).to(device=device, dtype=torch.bfloat16)
+    pairs = [(args.dim, args.hidden), (args.hidden, args.dim)] * args.layers
+    model = nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairs)).to(device, torch.bfloat16)
     if config is not None:
         quantize_(model, config)
     return Layer(model, model)
 
 
-def measure(args, config, device: torch.device) -> tuple[StepMemory | None, list[torch.Tensor]]:
-    """The memory of a step, and the weights' gradients of one."""
+def measure(args, config, device: torch.device) -> tuple[dict[str, float | None], list[torch.Tensor]]:
+    """The columns of a step's memory, which only a GPU's allocator counts, and the weights' gradients."""
+    torch.manual_seed(1)
     x = torch.randn(args.tokens, args.dim, device=device, dtype=torch.bfloat16).requires_grad_()
     dy = torch.randn_like(x, requires_grad=False)
     _, _, *gradients = make(args, config, device).step(x, dy)
-    return step_memory(lambda: make(args, config, device), x, dy), gradients
-
-
-def row_of(memory: StepMemory) -> dict[str, float]:
+    memory = step_memory(lambda: make(args, config, device), x, dy)
     shown = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "held between forward and backward": memory.held,
-        "peak of a step": memory.step,
+        "weights": "weights",
+        "gradients": "gradients",
+        "held": "held between forward and backward",
+        "step": "peak of a step",
     }
-    return {f"{name} MiB": nbytes / 2**20 for name, nbytes in shown.items()}
+    row = {f"{text} MiB": memory and getattr(memory, name) / 2**20 for name, text in shown.items()}
+    return row, gradients
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("dim", 4096), ("hidden", 14336), ("layers", 4), ("tokens", 8192)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(2, "bench_memory: needs a CUDA GPU, whose allocator it reads; none found\n")
-    device = torch.device("cuda")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = driver.parser(__doc__)
+    driver.add_numbers(parser, dim=4096, hidden=14336, layers=4, tokens=8192)
+    args, device = driver.parse(parser, argv)
+    if args.smoke:
+        vars(args).update(SMOKE)
     rows: dict[str, dict] = {}
-    reference = None
+    expected = None
     for name, config in VARIANTS.items():
-        torch.manual_seed(1)
-        memory, gradients = measure(args, config, device)
-        assert memory is not None
-        rows[name] = row_of(memory)
-        if name in SAME_BITS:
-            reference = reference or gradients
-            same = all(torch.equal(a, b) for a, b in zip(gradients, reference))
-            rows[name]["gradients equal fp8's"] = same
-            assert same, f"{name}: gradients differ from those of {SAME_BITS[0]}"
+        rows[name], gradients = measure(args, config, device)
+        rows[name]["gradients equal fp8's"] = None
+        if name.startswith("fp8"):
+            expected = expected or gradients
+            rows[name]["gradients equal fp8's"] = same = all(map(torch.equal, gradients, expected))
+            assert same, f"{name}: gradients differ from those of fp8"
         del gradients
         torch.cuda.empty_cache()
-    text = table(rows)
-    print(text)
-    shape = {k: v for k, v in vars(args).items() if k != "out"}
+
+    def text(value) -> str:
+        return "-" if value is None else str(value) if isinstance(value, bool) else f"{value:.0f}"
+
+    columns = list(rows["bf16"])
+    table = markdown(["", *columns], ([name, *(text(row[c]) for c in columns)] for name, row in rows.items()))
+    print(table)
+    shape = {name: getattr(args, name) for name in SMOKE}
     content = {"shape": shape, "environment": environment(device), "rows": rows}
-    save(args.out, f"memory_{slug(device)}", content, text)
-
-
-def table(rows: dict[str, dict]) -> str:
-    columns = list(next(iter(rows.values())))
-    return markdown(["", *columns], ([name, *(f"{row[c]:.0f}" for c in columns)] for name, row in rows.items()))
+    save(args.out, f"memory_{slug(device)}", content, table)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

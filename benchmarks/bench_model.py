@@ -1,11 +1,11 @@
 """A Llama-8B-shaped stack, one whole training step: tokens/s, peak memory, and where the time goes.
 
 Layers of Llama 3 8B (grouped-query attention, SwiGLU), without embedding and head, bf16 weights, fused AdamW in bf16.
-Each recipe runs eager and compiled (layer by layer), without and with activation checkpointing of each layer; all of
-them eager first. Checks first that the output is bf16's within the recipe's error. Memory is the peak of a step, all it
-holds counted. The split is of device time by kernel, from torch.profiler over three steps; below the table it is kernel
-by kernel. fp8_fused: layers that read one input share its quantization, where q, k, v, gate and up are layers of their
-own (--fuse); fp8_fused_once: SwiGLU quantizes what it computes as well.
+Each recipe runs eager and compiled (layer by layer), without and with activation checkpointing of each layer. Checks
+first that the output is bf16's within the recipe's error. Memory is the peak of a step, all it holds counted. The split
+is of device time by kernel, from torch.profiler over three steps; below the table it is kernel by kernel. fp8_fused:
+layers that read one input share its quantization, where q, k, v, gate and up are separate layers (--fuse);
+fp8_fused_once: SwiGLU quantizes what it computes as well.
 Writes benchmarks/results/model_<layers>_layers_<device>.json and .md, with --fuse model_<layers>_layers_fuse_<device>.
 
     python benchmarks/bench_model.py [--layers 32 --tokens 4096] [--only fp8 bf16] [--modes eager] [--fuse]
@@ -22,20 +22,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-import driver
-import energy
-import errors
-import peers
 import torch
-from errors import relative_error
-from kernel_times import KINDS, OTHER, group_ms, kernels_of, longest, split_of, table
-from llm.model import Block, rotary
-from llm.recipes import RECIPES as FUSED
-from llm.recipes import fuse
-from report import Report
-from timing import Timing, synchronize
+from common import driver, errors, peers
+from common.errors import relative_error
+from common.kernel_times import KINDS, OTHER, group_ms, kernels_of, longest, split_of, table
+from common.report import Report
+from common.timing import Timing, synchronize
+from llm_training.model import Stack
+from llm_training.recipes import fuse
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 OURS = ("fp8", "fp8_fused", "fp8_fused_once", "nvfp4", "nvfp4_fused")
 RECIPES = ("bf16", *OURS, "torchao", "torchao_tensorwise", "torchao_rowwise")
@@ -65,41 +60,20 @@ class Config:
 SMOKE = Config(dim=128, hidden=256, heads=4, kv_heads=2, layers=2, seq_len=32)
 
 
-class Stack(nn.Module):
-    """Decoder layers one after the other."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        cos, sin = rotary(config.seq_len, config.dim // config.heads)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-        self.checkpointing = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [B, S, dim]."""
-        for layer in self.layers:
-            if self.checkpointing:
-                x = checkpoint(layer, x, self.cos, self.sin, use_reentrant=False)
-            else:
-                x = layer(x, self.cos, self.sin)
-        return x
-
-
 def build(config: Config, recipe: str, device: torch.device) -> Stack:
     """The stack with the same weights for every recipe; raises peers.Unavailable."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Stack(config)
-    precision, fused = FUSED.get(recipe, (recipe, ""))
+    precision, _, fused = recipe.partition("_fused")
     model = peers.convert(model.to(torch.bfloat16), precision, device)
-    if fused:
-        fuse(model, fused)
+    if recipe != precision:
+        fuse(model, "once" if fused else "inputs")
     return model
 
 
 class Trainer:
-    """Steps of one model on fixed random input; those of a rank have tokens of their own."""
+    """Steps of one model on fixed random input; each rank has other tokens."""
 
     def __init__(self, model: nn.Module, config: Config, tokens: int, device: torch.device, rank: int = 0):
         self.model = model
@@ -157,51 +131,37 @@ def measure(recipe: str, mode: str, config: Config, args: Namespace, expected: t
     for checkpointing in args.checkpointing:
         model.checkpointing = checkpointing == "on"
         where = f"{mode}, checkpointing {checkpointing}"
-
-        def add(checkpointing=checkpointing, where=where) -> None:
-            timing, peak = time_steps(trainer, device, args.steps)
-            kernels = kernels_of(trainer.step, device, 3)
-            base = next((r for r in results.rows if r["recipe"] == "bf16" and r["where"] == where), None)
-            row = {
-                "recipe": recipe,
-                "mode": mode,
-                "checkpointing": checkpointing,
-                "tokens/s": trainer.tokens / timing.us * 1e6,
-                "x bf16": base["us"] / timing.us if base else None,
-                "ms a step": timing.us / 1e3,
-                "peak GiB": None if peak is None else peak / 2**30,
-                "error": error,
-                **{f"{kind} %": 100 * share for kind, share in split_of(kernels).items()},
-                **group_ms(kernels),
-                "where": where,
-                "us": timing.us,
-                "timing": timing._asdict(),
-                "kernels": longest(kernels),
-            }
-            if results.with_energy:
-                row["J"] = energy.joules(trainer.step, device)
-            results.sections.append(table(f"{recipe}, {where}", kernels, timing.us))
-            results.add(row)
-
-        results.attempt(recipe, where, add)
+        timing, peak = time_steps(trainer, device, args.steps)
+        kernels = kernels_of(trainer.step, device, 3)
+        base = next((r for r in results.rows if r["recipe"] == "bf16" and r["where"] == where), None)
+        row = {
+            "recipe": recipe,
+            "mode": mode,
+            "checkpointing": checkpointing,
+            "tokens/s": trainer.tokens / timing.us * 1e6,
+            "x bf16": base["us"] / timing.us if base else None,
+            "ms a step": timing.us / 1e3,
+            "peak GiB": None if peak is None else peak / 2**30,
+            "error": error,
+            **{f"{kind} %": 100 * share for kind, share in split_of(kernels).items()},
+            **group_ms(kernels),
+            "where": where,
+            "us": timing.us,
+            "timing": timing._asdict(),
+            "kernels": longest(kernels),
+        }
+        results.sections.append(table(f"{recipe}, {where}", kernels, timing.us))
+        results.add(row)
         trainer.optimizer.zero_grad(set_to_none=True)
 
 
-def parser(doc: str, recipes: Sequence[str], default: Sequence[str], layers: int, steps: int):
-    """The options of benchmarks of the stack."""
-    made = driver.parser(doc, only=(recipes, default))
-    made.add_argument("--layers", type=int, default=layers)
-    made.add_argument("--tokens", type=int, default=8192, help="in a step on a GPU, in sequences of 4096")
-    made.add_argument("--steps", type=int, default=steps, help="that are timed")
-    return made
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser(__doc__, RECIPES, DEFAULT_RECIPES, Config.layers, 5)
-    options.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    options.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off", "on"])
-    driver.add_energy(options)
-    what = f"q, k, v, gate and up are layers of their own, as in transformers; {' '.join(FUSE_RECIPES)} by default"
+    switch = ("off", "on")
+    options = driver.parser(
+        __doc__, only=(RECIPES, DEFAULT_RECIPES), modes=(MODES, MODES), checkpointing=(switch, switch)
+    )
+    driver.add_numbers(options, layers=Config.layers, tokens=8192, steps=5)
+    what = f"q, k, v, gate and up are separate layers, as in transformers; {' '.join(FUSE_RECIPES)} by default"
     options.add_argument("--fuse", action="store_true", help=what)
     args, device = driver.parse(options, argv)
     config = replace(SMOKE if args.smoke else Config(layers=args.layers), separate=args.fuse)
@@ -209,10 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.only = FUSE_RECIPES
     if args.smoke:
         args.tokens, args.steps = 2 * config.seq_len, 2
-    # bf16 first, with which the others are compared, then ours; eager first, because compiling takes long: a run that
-    # is cut short has the rows that matter.
-    args.only = sorted(args.only, key=lambda recipe: (recipe != "bf16", recipe not in OURS, RECIPES.index(recipe)))
-    args.modes = sorted(args.modes, key=MODES.index)
+    # bf16 first: the others are compared with it.
+    args.only = sorted(args.only, key=lambda recipe: recipe != "bf16")
     columns = [*COLUMNS, *(f"{kind} %" for kind in (*KINDS, OTHER))]
     results = Report(f"model_{config.layers}_layers" + "_fuse" * args.fuse, device, columns, vars(args) | vars(config))
     reference = build(config, "bf16", device)
@@ -220,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         expected = reference(Trainer(reference, config, args.tokens, device).x)
     del reference
     work = (
-        ((recipe,), mode, partial(measure, recipe, mode, config, args, expected, results))
+        (recipe, mode, partial(measure, recipe, mode, config, args, expected, results))
         for mode, recipe in itertools.product(args.modes, args.only)
     )
     return driver.run(results, work)

@@ -1,19 +1,17 @@
-"""A mixture's experts, forward and backward: time, memory and the quantizers' share, ours beside bf16 and torchao.
+"""A mixture's experts, forward and backward: time, memory and the quantizers' share, compared with bf16 and torchao.
 
 The whole MLP of all experts of one GPU, tokens sorted already, bf16 weights, quantized forward and backward. Recipes:
     fp8, nvfp4       SwiGLUExperts; nvfp4 without the random Hadamard transform and stochastic rounding
-    nvfp4_full       with both; nvfp4_per_expert: with neither, each expert and its tokens have their own tensor scale
+    nvfp4_full       with both; nvfp4_per_expert: with neither, each expert and its tokens have a separate tensor scale
     fp8_primary      the same with Parameters in FP8, whose cast is the optimizer step's and in no step here
-    bf16             torch's grouped product, silu and multiply; bf16_compiled: the same by torch.compile
-    torchao          the same with torchao's blockwise FP8 grouped product, which runs DeepGEMM
-Columns and stages as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantize %" is the
-share of device time in kernels that quantize, SwiGLU where it is fused with that.
-"memory MiB" is what a step has allocated at its peak, with weights and gradients, and without x and dy
-(step_memory.py; the JSON has the parts).
-"roofline x" and what of it is reached: see layers.py.
-Checks first that output and gradients are those of bf16 within the recipe's error. Floor: nine products at the rate of
+    bf16             torch's grouped GEMM, silu and multiply; bf16_compiled: the same by torch.compile
+    torchao          the same with torchao's blockwise FP8 grouped GEMM, which runs DeepGEMM
+Columns as in bench_linear: graph, eager, host, TFLOP/s of 18 · tokens · hidden · dim. "quantize %" is the share of
+device time in kernels that quantize, SwiGLU where it is fused with that. "memory MiB" is what a step has allocated at
+its peak, with weights and gradients, and without x and dy (layers.py; the JSON has the parts).
+Checks first that output and gradients are those of bf16 within the recipe's error. Floor: nine GEMMs at the rate of
 cuBLASLt's tensorwise fp8, or the bytes of x, the weights and dy read once and y, dx and their gradients written once.
-Writes benchmarks/results/moe_<device>.json, .md and .png, with --shapes models moe_models_<device>.
+Writes benchmarks/results/moe_<device>.json and .md, with --shapes models moe_models_<device>.
 
     python benchmarks/bench_moe.py [--shapes mixtral_8x7b 16384x8x1408x2048] [--routings skewed] [--only fp8 bf16]
 """
@@ -24,15 +22,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import driver
-import experts
-import layers
-import peers
 import torch
 import torch.nn.functional as F
-from experts import Experts, group_ends
-from kernel_times import kernels_of, longest, split_of
-from layers import OURS, Layer, Work, quantized_bytes
+from common import driver, layers, peers, shapes
+from common.kernel_times import kernels_of, longest, split_of
+from common.layers import OURS, Layer, Work, quantized_bytes
+from common.shapes import ROUTINGS, Experts, group_ends
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -42,12 +37,12 @@ from torchao_blockwise.nn import SwiGLUExperts
 DEFAULT_RECIPES = ("fp8", "fp8_primary", "bf16", "bf16_compiled", "torchao")
 RECIPES = (*DEFAULT_RECIPES, "nvfp4", "nvfp4_full", "nvfp4_per_expert")
 COLUMNS = ("shape", "routing", *layers.COLUMNS, "quantize %")
-# Of two products, one on what the other gives.
+# Of two GEMMs, one on what the other gives.
 _BUDGETS = {recipe: 0.6 if recipe.startswith("nvfp4") else 0.15 for recipe in RECIPES} | {"bf16_compiled": 0.02}
 
 
 class PlainExperts(nn.Module):
-    """The same MLP of two grouped products (x, weight [E, K, N], ends) -> [M, N], as frameworks write it."""
+    """The same MLP of two grouped GEMMs (x, weight [E, K, N], ends) -> [M, N], as frameworks write it."""
 
     def __init__(self, like: SwiGLUExperts, product: Callable):
         super().__init__()
@@ -108,11 +103,12 @@ def work_of(shape: Experts, routing: str, device: torch.device) -> Work:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = layers.parser(__doc__, RECIPES, DEFAULT_RECIPES)
-    experts.add_arguments(parser)
+    shapes.add_shapes(parser, shapes.MIXTURES, "large")
+    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), help="default all")
     args, device = driver.parse(parser, argv)
-    name, args.shapes = f"moe{experts.suffix(args)}", experts.chosen(args)
+    args.shapes, suffix = shapes.chosen(args)
     works = [work_of(shape, routing, device) for shape in args.shapes for routing in args.routings]
-    return layers.run(name, COLUMNS, args, works, "Experts' MLP", device)
+    return layers.run(f"moe{suffix}", COLUMNS, args, works, device)
 
 
 if __name__ == "__main__":

@@ -11,36 +11,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-from summaries import convergence, experts, graphs, joules, kernels, layers, sharding
+from summaries import kernels, layers, runs
 from summaries.cells import Results
-from summaries.pages import filled, pages
-from summaries.sources import footnote
+from summaries.sources import filled, footnote, pages
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-class Table(NamedTuple):
-    """What makes it, and the results that it is made of; empty where its rows link to theirs."""
-
-    make: Callable[[Results], str]
-    sources: tuple[str, ...] = ()
-
-
-TABLES = {
-    "convergence": Table(convergence.gaps, (convergence.NAME,)),
-    "convergence_nvfp4": Table(convergence.nvfp4_parts, (convergence.NVFP4,)),
-    "fsdp": Table(sharding.fsdp, sharding.NAMES),
-    "grad_weight": Table(kernels.grad_weight, (kernels.GROUPED,)),
-    "graphs": Table(graphs.ways, (graphs.NAME,)),
-    "joules": Table(joules.products, (joules.MATMUL,)),
-    "joules_step": Table(joules.step, (joules.MODEL,)),
-    "kernels": Table(kernels.kernels),
-    "layers": Table(layers.layers),
-    "moe_memory": Table(experts.memory, (experts.RUN, experts.PEERS)),
-    "moe_peers": Table(experts.peers, (experts.PEERS,)),
-    "moe_speed": Table(experts.speed, (experts.RUN,)),
+# Name -> what makes the table, and the results that it is made of; none where its rows link to theirs.
+TABLES: dict[str, tuple[Callable[[Results], str], tuple[str, ...]]] = {
+    "convergence": (runs.convergence, (runs.CONVERGENCE,)),
+    "convergence_nvfp4": (runs.nvfp4_parts, (runs.NVFP4,)),
+    "fsdp": (runs.fsdp, runs.FSDP),
+    "grad_weight": (kernels.grad_weight, (kernels.GROUPED,)),
+    "graphs": (runs.graphs, (runs.GRAPHS,)),
+    "joules": (runs.joules, (runs.MATMUL,)),
+    "joules_step": (runs.joules_of_a_step, (runs.MODEL,)),
+    "kernels": (kernels.kernels, ()),
+    "layers": (layers.layers, ()),
+    "moe_memory": (layers.moe_memory, (layers.MOE, layers.MOE_PEERS)),
+    "moe_peers": (layers.moe_peers, (layers.MOE_PEERS,)),
+    "moe_speed": (layers.moe_speed, (layers.MOE,)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Values that tests of `define_op` share, and a mode that records operations."""
+"""Values that tests of `Operation` share, and a mode that records operations."""
 
 from __future__ import annotations
 
@@ -25,12 +25,6 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(func)
         return func(*args, **(kwargs or {}))
-
-
-def schema_of(op) -> str:
-    """Without the name."""
-    schema = str(op.overload._schema)
-    return schema[schema.index("(") :]
 
 
 def assert_same(got, given) -> None:

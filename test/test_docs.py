@@ -165,7 +165,7 @@ FILES = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / f
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page):
-    """`ops/op.py` and `ops/device/` by the end of their path, from wherever a reader is."""
+    """`ops/registry.py` and `ops/device/` by the end of their path, from wherever a reader is."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     named = re.findall(r"`([\w/]+(?:\.py|/))`", text)
     missing = [name for name in named if not any(f"/{name}" in f"/{file}/" for file in FILES)]

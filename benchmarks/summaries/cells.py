@@ -15,9 +15,6 @@ class Results:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def has(self, name: str) -> bool:
-        return (self.folder / f"{name}.json").exists()
-
     def load(self, name: str) -> dict:
         return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
 

@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Iterable, Mapping
 
 from summaries.cells import MISSING, Results, column, each, link, ratio, select, sizes, span, table, times, whole
-from summaries.experts import PUBLISHED, SHAPE
+from summaries.layers import PUBLISHED, SHAPE
 
 COPIES = ("rowwise", "columnwise", "both", "weight", "transpose")
 PRODUCTS = ("output", "grad_input")
+QUANTIZE, FUSED, PERMUTE = "quantize_nvidia_h200", "fused_nvidia_h200", "permute_nvidia_h200"
 MATMUL, GROUPED = "matmul_nvidia_h200", "grouped_matmul_nvidia_h200"
 PEERS = {"cuBLASLt": "x cublaslt", "DeepGEMM": "x deep_gemm", "bf16": "x bf16"}
 # Their tiles of `grad_weight` leave an eighth of the programs' rounds empty, or more.
@@ -24,7 +25,7 @@ Row = tuple[str, str, str, str]
 
 def kernels(results: Results) -> str:
     columns = ("kernel", "bound by", "of its floor", "× others in the same run")
-    parts = (_quantizers, _fused, _permute, _products, _grouped)
+    parts = (_bytes, _products, _grouped)
     return table(columns, (row for part in parts for row in part(results)), left=4)
 
 
@@ -40,63 +41,48 @@ def grad_weight(results: Results) -> str:
     return table(columns, (cells(shape) for shape in PUBLISHED if shape in there))
 
 
-def _quantizers(results: Results) -> Iterable[Row]:
-    name = "quantize_nvidia_h200"
-    rows = results.rows(name)
+def _bytes(results: Results) -> Iterable[Row]:
+    """Kernels that bytes bound: quantizers, fused and not, and the permutation."""
+    rows = results.rows(QUANTIZE)
     large = [row for row in rows if math.prod(sizes(row["shape"])) >= _LARGE]
-    yield f"{link('quantize, transpose', name)}, from 64 Mi elements", "bytes", *_by(large, "case", COPIES, "torchao")
-    for shape in ("4096x7168", "4097x7168"):
-        some = select(rows, shape=shape)
-        yield f"the same, {times(shape)}", "bytes", *_by(some, "case", COPIES, "torchao")
-
-
-def _fused(results: Results) -> Iterable[Row]:
-    name = "fused_nvidia_h200"
-    rows = results.rows(name)
-    whats = {
-        "rms": (f"{link('RMSNorm + quantize', name)}", "bytes"),
-        "layer": ("LayerNorm + quantize", "bytes"),
-        "swiglu": ("SwiGLU + quantize", "bytes, and nearly as much by instructions"),
-    }
-    for kind, (what, bound) in whats.items():
-        yield what, bound, *_fused_cells(rows, kind)
-    backward = "swiglu_backward"
+    whats = {f"{link('quantize, transpose', QUANTIZE)}, from 64 Mi elements": large}
+    whats |= {f"the same, {times(shape)}": select(rows, shape=shape) for shape in ("4096x7168", "4097x7168")}
+    for what, some in whats.items():
+        yield what, "bytes", *_by(some, "case", {case: case for case in COPIES}, {"torchao": "x torchao"})
+    rows, bound = results.rows(FUSED), "bytes, and nearly as much by instructions"
     ragged = [row for row in rows if sizes(row["shape"])[1] % 128]
-    even = [row for row in rows if row not in ragged]
-    yield "SwiGLU's gradients + quantize", whats["swiglu"][1], *_fused_cells(even, backward)
-    yield "the same, a width that is no multiple of 128", whats["swiglu"][1], *_fused_cells(ragged, backward)
-
-
-def _fused_cells(rows: Iterable[Mapping], kind: str) -> tuple[str, str]:
-    cases = {copies: select(rows, case=f"{kind}_{copies}") for copies in ("rowwise", "both")}
-    return _cells(cases, {"two steps": "x two steps"})
-
-
-def _permute(results: Results) -> Iterable[Row]:
-    name = "permute_nvidia_h200"
-    rows = results.rows(name)
+    for what, bounds, kind, some in (
+        (link("RMSNorm + quantize", FUSED), "bytes", "rms", rows),
+        ("LayerNorm + quantize", "bytes", "layer", rows),
+        ("SwiGLU + quantize", bound, "swiglu", rows),
+        ("SwiGLU's gradients + quantize", bound, "swiglu_backward", [row for row in rows if row not in ragged]),
+        ("the same, a width that is no multiple of 128", bound, "swiglu_backward", ragged),
+    ):
+        cases = {copies: f"{kind}_{copies}" for copies in ("rowwise", "both")}
+        yield what, bounds, *_by(some, "case", cases, {"two steps": "x two steps"})
+    rows = results.rows(PERMUTE)
     few = [row for row in rows if sizes(row["shape"])[0] == 64]
-    many = [row for row in rows if row not in few]
-    whats = (link("permute, unpermute, its backward", name), "the same, 64 tokens")
-    for what, some in zip(whats, (many, few), strict=True):
-        operations = {shown: select(some, operation=shown) for shown in ("permute", "unpermute", "backward")}
-        yield what, "bytes", *_cells(operations, {"eager PyTorch": "x eager"})
+    operations = {name: name for name in ("permute", "unpermute", "backward")}
+    whats = {link("permute, unpermute, its backward", PERMUTE): [row for row in rows if row not in few]}
+    for what, some in (whats | {"the same, 64 tokens": few}).items():
+        yield what, "bytes", *_by(some, "operation", operations, {"eager PyTorch": "x eager"})
 
 
 def _products(results: Results) -> Iterable[Row]:
     rows = results.rows(MATMUL, recipe="fp8")
     ours = select(rows, by="gluon")
-    both = select(ours, product=PRODUCTS)
+    both, weights = select(ours, product=PRODUCTS), select(ours, product="grad_weight")
     special = (FEW_TOKENS, FEW_COLUMNS)
-    yield (
-        f"{link('`output`, `grad_input`', MATMUL)}, Gluon", "power",
-        *_peers([row for row in both if row["shape"] not in special]),
-    )  # fmt: skip
+    plain = [row for row in both if row["shape"] not in special]
+    yield f"{link('`output`, `grad_input`', MATMUL)}, Gluon", "power", *_peers(plain)
     for what, shape in (("64 tokens", FEW_TOKENS), ("576 columns", FEW_COLUMNS)):
-        by_product = {f"`{product}`": select(both, shape=shape, product=product) for product in PRODUCTS}
-        yield f"the same, {what}", "bytes" if shape == FEW_TOKENS else "few tiles", *_cells(by_product, PEERS)
+        by_product = {f"`{product}`": product for product in PRODUCTS}
+        some = select(both, shape=shape)
+        yield (
+            f"the same, {what}", "bytes" if shape == FEW_TOKENS else "few tiles",
+            *_by(some, "product", by_product, PEERS),
+        )  # fmt: skip
     yield "DeepGEMM, the same, from 2³⁸ multiplications", "power", *_deep_gemm(select(rows, product=PRODUCTS))
-    weights = select(ours, product="grad_weight")
     filled = [row for row in weights if row["shape"] not in (*UNFILLED, *special, RAGGED)]
     yield "`grad_weight`, Gluon, tiles that fill the programs' rounds", "power", *_peers(filled)
     unfilled = ", ".join(times(shape.partition("x")[2]) for shape in UNFILLED)
@@ -155,18 +141,12 @@ def _quantizing(with_it: Iterable[dict], without: Iterable[dict], copy: float) -
     return shares
 
 
-def _by(rows: Iterable[Mapping], name: str, values: Iterable[str], peer: str) -> tuple[str, str]:
-    return _cells({value: select(rows, **{name: value}) for value in values}, {peer: f"x {peer}"})
-
-
-def _cells(groups: Mapping[str, list[dict]], peers: Mapping[str, str]) -> tuple[str, str]:
-    """Shares of the floor by group, and × each peer by group."""
-    floors = {name: span(column(rows, "of roofline")) for name, rows in groups.items()}
-    others = {
-        peer: each({name: span(column(rows, key)) for name, rows in groups.items()}) for peer, key in peers.items()
-    }
-    found = [f"{peer}: {cell}" for peer, cell in others.items() if cell != MISSING]
-    return each(floors), "; ".join(found) or MISSING
+def _by(rows: Iterable[Mapping], name: str, values: Mapping[str, str], peers: Mapping[str, str]) -> tuple[str, str]:
+    """Shares of the floor by the value of a column, and × each peer likewise; values: by what is shown of them."""
+    groups = {shown: select(rows, **{name: value}) for shown, value in values.items()}
+    floors = {shown: span(column(some, "of roofline")) for shown, some in groups.items()}
+    others = {p: each({shown: span(column(some, key)) for shown, some in groups.items()}) for p, key in peers.items()}
+    return each(floors), "; ".join(f"{p}: {cell}" for p, cell in others.items() if cell != MISSING) or MISSING
 
 
 def _peers(rows: Iterable[Mapping], peers: Mapping[str, str] = PEERS) -> tuple[str, str]:

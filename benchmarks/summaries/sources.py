@@ -1,28 +1,34 @@
-"""What made a result: the command, the device, the versions and the commit."""
+"""Where results are shown, and what made them: the command, the device, the versions and the commit."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from summaries.cells import Results
 
-BENCHMARKS = Path(__file__).resolve().parents[1]
-# Scripts by the beginning of what they write; others are bench_<name>.py, or of their own name.
-SCRIPTS = {"throughput": "train_llm", "builds": "build_report", "engine_layers": "engine_kernels"}
+# The script of a result by how its name begins, at the commit of the result; others are bench_<first word>.py.
+SCRIPTS = {
+    "adapter_memory": "adapter_memory",
+    "builds": "build_report",
+    "convergence": "convergence",
+    "host_time": "host_time",
+    "grouped_matmul": "bench_grouped_matmul",
+    "throughput": "train_llm",
+    "train_llm": "train_llm",
+    "weight_bytes": "weight_bytes",
+    "engine_agreement": "engine_agreement",
+    "engine": "engine_kernels",
+}
 PACKAGES = ("torch", "torchao", "triton", "sgl-deep-gemm")
+_SHOWN = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 
 
 def script(name: str) -> str:
     """The benchmark that wrote a result."""
-    stems = sorted((path.stem for path in BENCHMARKS.glob("*.py")), key=len)
-    written = SCRIPTS | {stem.removeprefix("bench_"): stem for stem in stems}
-    starts = [start for start in written if name.startswith(start)]
-    if not starts:
-        raise ValueError(
-            f"no benchmark is known to write {name}.json, which is in results; add it to {__name__}.SCRIPTS"
-        )
-    return written[max(starts, key=len)]
+    known = next((script for start, script in SCRIPTS.items() if name.startswith(start)), None)
+    return known or f"bench_{name.split('_')[0]}"
 
 
 def source(results: Results, name: str) -> str:
@@ -38,3 +44,24 @@ def source(results: Results, name: str) -> str:
 def footnote(results: Results, names: tuple[str, ...]) -> str:
     """The sources of a table, a line each, with links to the whole results."""
     return "\n".join(f"[All figures]({name}.md): {source(results, name)}." for name in names)
+
+
+def pages(root: Path) -> list[Path]:
+    """Pages that may show results."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def filled(page: Path, results: Path) -> str:
+    """The text of the page with results as they are now; a table that it shows without the notes below stays so."""
+    prefix = Path(os.path.relpath(results, page.parent)).as_posix()
+
+    def fill(found: re.Match) -> str:
+        begin, name, shown, end = found.groups()
+        text = (results / f"{name}.md").read_text(encoding="utf-8").strip()
+        if shown and "\n\n" not in shown:
+            text = text.split("\n\n")[0]
+        # Links lead to files beside the result.
+        text = re.sub(r"\]\((\w+\.md)\)", rf"]({prefix}/\1)", text)
+        return f"{begin}{text}\n{end}"
+
+    return _SHOWN.sub(fill, page.read_text(encoding="utf-8"))

@@ -63,7 +63,7 @@ def run(name: str) -> None:
         outputs.append(printed.getvalue())
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import torch
-    from environment import environment
+    from common.environment import environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = {"environment": environment(device), "code": digest(source), "outputs": outputs}

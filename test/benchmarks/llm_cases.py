@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from llm.config import PRESETS
+from llm_training.config import PRESETS
 
 CPU = torch.device("cpu")
 TINY = PRESETS["tiny"]

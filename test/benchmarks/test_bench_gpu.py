@@ -15,7 +15,7 @@ import bench_permute
 import bench_quantize
 import pytest
 import train_llm
-from layers import OURS
+from common.layers import OURS
 
 pytestmark = pytest.mark.gpu
 

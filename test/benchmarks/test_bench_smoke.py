@@ -13,23 +13,17 @@ import bench_model
 import bench_moe
 import bench_permute
 import bench_quantize
-import experts
-import kernel_times
-import layers
 import pytest
-import report
-import shapes
 import torch
-from experts import ROUTINGS, Experts, group_ends
-from kernel_times import Kernel
-from timing import Timing
-from torch import nn
+from common import kernel_times, shapes
+from common.kernel_times import Kernel
+from common.shapes import ROUTINGS, Experts, group_ends
 
 from torchao_blockwise.testing import relative_error
 
 pytestmark = pytest.mark.usefixtures("no_interpreter", "one_thread", "without_gpu")
 CPU = torch.device("cpu")
-SMALL, SMALLER = map(str, shapes.SMOKE)
+SMALL, SMALLER = map(str, shapes.LINEAR["smoke"])
 EXPERTS = Experts(40, 3, 128, 128)
 ROWS, HIDDEN = ("48x384", "33x128"), ("48x256", "33x64")
 
@@ -70,7 +64,7 @@ RUNS = {
         [
             (kind, str(shape), routing, weight)
             for kind in bench_grouped_matmul.KINDS
-            for shape in experts.SMOKE
+            for shape in shapes.MIXTURES["smoke"]
             for routing in ROUTINGS
             for weight in shape.weights
         ],
@@ -95,7 +89,7 @@ def test_a_row_for_each_job_and_a_reason_for_what_is_not_there(bench, smoke):
 
 
 def test_chosen_backends_peers_shapes_and_recipes(smoke):
-    argv = "--only output --backends reference cublas --peers bf16 --shapes 16x32x64 --tokens 16 17 --recipes nvfp4"
+    argv = "--only output --backends reference cublas --peers bf16 --shapes 16x32x64 17x32x64 --recipes nvfp4"
     content = smoke(bench_matmul, *argv.split())
     assert [(r["by"], r["shape"], r["recipe"]) for r in content["rows"]] == [
         ("reference", f"{tokens}x32x64", "nvfp4") for tokens in (16, 17)
@@ -133,70 +127,6 @@ def test_a_layer_has_a_row_for_each_recipe(bench, smoke):
     assert left_out(content, "torchao") == ["needs sm_90, got cpu"]
     if bench is bench_moe:
         assert 0 < fp8["quantize %"] < 100 and bf16["quantize %"] == 0
-
-
-def test_layers_are_measured_ours_first_and_compiled_last():
-    assert layers.stages(bench_linear.RECIPES) == [
-        ["fp8", "fp8_primary", "bf16", "nvfp4", "nvfp4_full"],
-        ["torchao"], ["torchao_tensorwise"], ["torchao_rowwise"],
-    ]  # fmt: skip
-    assert layers.stages(bench_moe.DEFAULT_RECIPES) == [
-        ["fp8", "fp8_primary", "bf16"], ["torchao"], ["bf16_compiled"],
-    ]  # fmt: skip
-    assert layers.stages(["torchao_rowwise"]) == [["torchao_rowwise"]] and layers.stages([]) == []
-
-
-@pytest.mark.parametrize(("seconds", "calls", "repeats"), ((None, 10, 20), (1.0, 10, 10), (0.01, 1, 3), (9.0, 10, 20)))
-def test_loops_fit_in_the_time_they_are_given(seconds, calls, repeats, monkeypatch):
-    monkeypatch.setattr(layers, "time_eager", lambda run, device, **options: Timing.of([10_000.0]))
-    assert layers._few_enough(lambda: None, CPU, 10, 20, seconds) == {"calls": calls, "repeats": repeats}
-
-
-@pytest.fixture
-def torchao_is_bf16(monkeypatch):
-    def make_layer(shape, recipe, weight, device, original=bench_linear.make_layer):
-        return original(shape, "bf16" if recipe == "torchao" else recipe, weight, device)
-
-    monkeypatch.setattr(bench_linear, "make_layer", make_layer)
-
-
-def test_peers_of_later_stages_are_added_to_rows_that_are_there(smoke, torchao_is_bf16, monkeypatch, capsys):
-    """Every stage at both shapes before the next one; ratios of ours follow, and rows of a shape stay together."""
-    stages = []
-
-    def measure(work, recipes, *args, run=layers.measure):
-        stages.append((work.where, list(recipes)))
-        run(work, recipes, *args)
-
-    monkeypatch.setattr(layers, "measure", measure)
-    content = smoke(bench_linear, "--only", "torchao", "bf16", "fp8", "--seconds", "0.001")
-    assert stages == [(s, names) for names in (["bf16", "fp8"], ["torchao"]) for s in (SMALL, SMALLER)]
-    rows = content["rows"]
-    assert [(r["shape"], r["recipe"]) for r in rows] == [
-        (s, recipe) for s in (SMALL, SMALLER) for recipe in ("bf16", "fp8", "torchao")
-    ]
-    for bf16, fp8, torchao in (rows[:3], rows[3:]):
-        assert fp8["x torchao"] == pytest.approx(torchao["us"] / fp8["us"])
-        assert fp8["x bf16"] == pytest.approx(bf16["us"] / fp8["us"])
-        assert fp8["timing"]["host"]["repeats"] <= 5
-    # As rows came, and once more whole.
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {SMALL} | fp8 |")]
-    assert [line.split(" | ")[-2] == report.MISSING for line in printed] == [True, False]
-
-
-def test_a_ratio_is_of_graphs_that_took_turns(smoke, torchao_is_bf16, monkeypatch):
-    """The GPU was slower when the peer ran: ours beside it counts, and the row keeps its first time."""
-    graphs = iter([{"fp8": 2.0, "bf16": 3.0}, {"fp8": 4.0, "torchao": 5.0}])
-
-    def time_runs(runs, device, with_energy):
-        times = next(graphs)
-        assert runs.keys() == times.keys()
-        return {name: Timing.of([us], captured=True) for name, us in times.items()}
-
-    monkeypatch.setattr(layers, "time_runs", time_runs)
-    fp8, bf16, torchao = smoke(bench_linear, *f"--shapes {SMALLER} --only fp8 bf16 torchao".split())["rows"]
-    assert [row["us"] for row in (fp8, bf16, torchao)] == [2.0, 3.0, 5.0]
-    assert fp8["x bf16"] == pytest.approx(1.5) and fp8["x torchao"] == pytest.approx(1.25)
 
 
 def test_a_layer_that_is_wrong_or_fails_is_not_timed(smoke, monkeypatch):
@@ -327,13 +257,3 @@ def test_kernels_are_those_of_one_step():
     found = {k.name: k for k in kernel_times.kernels_of(lambda: (a @ b, a @ b, a.exp()), CPU, steps=3)}
     assert (found["aten::mm"].calls, found["aten::exp"].calls) == (2, 1)
     assert [k.us for k in found.values()] == sorted((k.us for k in found.values()), reverse=True)
-
-
-def test_the_stack_is_llamas():
-    with torch.device("meta"):
-        layer = bench_model.Block(bench_model.Config())
-    weights = {name: tuple(m.weight.shape) for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
-    assert weights == {
-        "attention.qkv": (6144, 4096), "attention.output": (4096, 4096),
-        "mlp.gate_up": (28672, 4096), "mlp.down": (4096, 14336),
-    }  # fmt: skip

@@ -18,8 +18,6 @@ if seed == 7:
     sys.exit("no such luck")
 loss = {loss}[recipe] + seed
 row = {{"recipe": recipe, "layers": "all", "held_out_loss": loss, "tokens_per_second": 10.0 + seed, "peak_bytes": None}}
-if "--evaluate-in" in args:
-    row["evaluated_in"] = {{"bf16": loss - 0.01}}
 config = {{"preset": args.get("--preset", "tiny"), "steps": 8, "batch_size": 2, "grad_accumulation": 1, "seq_len": 4,
            "parameters": 1000, "seed": seed}}
 if "--bf16-steps" in args:
@@ -72,13 +70,6 @@ def test_what_is_finished_is_kept_and_what_fails_is_named(run):
     assert (run.out / "fp8_seed_0" / "train_llm.json").stat().st_mtime_ns == before
 
 
-def test_evaluations_in_other_precisions_are_told(run):
-    code, out = run("--recipes", "bf16", "fp8", "--seeds", "1", "--evaluate-in", "bf16")
-    assert code == 0 and "Held-out loss of the weights of fp8, seed 1: 3.0100 in bf16." in out
-    code, out = run("--recipes", "fp8", "--seeds", "1")
-    assert code == 0 and "Held-out loss of the weights of fp8, seed 1: 3.0100 in bf16." in out
-
-
 def test_a_run_without_bf16_of_its_seed_is_named_and_no_part_of_the_mean(run):
     code, out = run("--recipes", "fp8", "--seeds", "1")
     assert code == 0 and "| fp8 | 1 | 3.0200 | - |" in out and "Not in the table" not in out
@@ -101,7 +92,7 @@ def test_folders_are_merged_and_others_refused(run, tmp_path):
     code, out = run("--merge", str(strange))
     assert code == 2 and "runs of different models, data or machines cannot be compared" in out
     code, out = run("--merge", str(other), "--steps", "3")
-    assert code == 2 and "--merge and --untimed train nothing, got --steps 3" in out
+    assert code == 2 and "--merge trains nothing, got --steps 3" in out
 
 
 def test_runs_are_added_to_results(run, tmp_path):
@@ -120,16 +111,6 @@ def test_runs_are_added_to_results(run, tmp_path):
     (tmp_path / "other.json").write_text("{}")
     code, out = run("--merge", str(tmp_path / "other.json"))
     assert code == 2 and "other.json: not a result of this program" in out
-
-
-def test_runs_that_shared_a_gpu_are_merged_without_their_speed(run, tmp_path):
-    run("--recipes", "bf16", "--seeds", "0", "1")
-    other = tmp_path / "other"
-    convergence.main(["--out", str(other), "--recipes", "bf16", "fp8", "--seeds", "1", "2"])
-    code, out = run("--untimed", str(other))
-    assert code == 0 and "| fp8 | 1, 2 | 3.5200 | +0.58 % | +0.50, +0.67 % | - | - |" in out
-    # Of a run that is there twice the first counts, with its speed.
-    assert "| bf16 | 0, 1, 2 | 3.0000 | - | - | 10 | - |" in out and "Not there" not in out
 
 
 def test_every_run_has_its_commit(run, tmp_path):

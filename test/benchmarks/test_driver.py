@@ -6,15 +6,14 @@ import json
 from functools import partial
 from types import SimpleNamespace
 
-import driver
 import pytest
-import report
 import torch
-from driver import Job, Peer
-from errors import Unavailable, Wrong
-from report import Report
-from roofline import Ceilings
-from timing import Timing
+from common import driver
+from common.driver import Job, Peer
+from common.errors import Unavailable, Wrong
+from common.report import Report
+from common.roofline import Ceilings
+from common.timing import Timing
 
 from torchao_blockwise.ops.backend import Backend, Implementation
 
@@ -47,12 +46,11 @@ def results(tmp_path, monkeypatch):
     columns = ["shape", "by", "us"]
     made = Report("things", CPU, columns, {"out": tmp_path, "smoke": True})
     monkeypatch.setattr(made, "measure_ceilings", lambda: setattr(made, "ceilings", CEILINGS))
-    monkeypatch.setattr(report.roofline, "draw", lambda path, **picture: False)
     return made
 
 
-def run(results, jobs, *names, slow=()) -> int:
-    return driver.run_jobs(results, jobs, "things", ["shape"], names, slow)
+def run(results, jobs, *names) -> int:
+    return driver.run_jobs(results, jobs, names)
 
 
 def test_a_row_has_times_rates_floors_and_ratios(results):
@@ -102,7 +100,7 @@ def raise_(error):
 def test_a_job_that_fails_leaves_the_others_alone(results):
     broken = Job({"shape": "a"}, fail, lambda inputs: {}, check, {}, 1)
     assert run(results, [broken, job("b")]) == 0
-    assert results.notes() == ["all: RuntimeError: no luck today (a)"] and len(results.rows) == 1
+    assert results.notes() == ["- all: RuntimeError: no luck today (a)"] and len(results.rows) == 1
     assert run(Report("none", CPU, [], results.arguments | {"out": results.arguments["out"]}), []) == 1
 
 
@@ -115,41 +113,11 @@ def test_what_accumulates_starts_from_zeros_for_the_check_and_is_finished(result
     assert results.rows[0]["x peer"] > 0 and results.left_out == {}
 
 
-def test_slow_peers_come_last_and_ratios_are_of_the_turns_that_they_took_together(results, monkeypatch):
-    asked, turns = [], iter([{"ours": 2.0, "peer quick": 3.0}] * 2 + [{"ours": 4.0, "peer slow": 5.0}] * 2)
-
-    def time_runs(runs, device, with_energy):
-        times = next(turns)
-        assert runs.keys() == times.keys()
-        return {name: Timing.of([us]) for name, us in times.items()}
-
-    monkeypatch.setattr(driver, "time_runs", time_runs)
-
-    def peer(name, shape):
-        asked.append((name, shape))
-        return Peer(add)
-
-    jobs = [
-        job(shape, peers={name: partial(peer, name, shape) for name in ("slow", "quick")}, flops=10**6)
-        for shape in ("a", "b")
-    ]
-    assert run(results, jobs, "slow", "quick", slow=("slow",)) == 0
-    assert asked == [(name, shape) for name in ("quick", "slow") for shape in ("a", "b")]
-    for row in results.rows:
-        assert row["us"] == 2.0 and (row["x quick"], row["x slow"]) == (1.5, 1.25)
-        assert row["peers us"] == {"quick": 3.0, "slow": 5.0} and row["peers TFLOP/s"] == {"quick": 1 / 3, "slow": 0.2}
-
-
 def test_rates_above_what_the_device_can_are_not_believed(results, monkeypatch):
     results.ceilings, results.device = CEILINGS, torch.device("cuda")
     times = {"ours": Timing.of([0.3]), "peer": Timing.of([0.4])}
     assert driver._believed(job(flops=10**6), times, results).keys() == {"peer"}
-    assert results.notes() == ["ours: not believed: 0.3 us are above 1.5 times the measured peak (a)"]
-
-
-def test_quick_peers_come_first_then_each_slow_one():
-    assert driver.in_stages(["slow", "a", "slower", "b"], ("slow", "slower")) == [["a", "b"], ["slow"], ["slower"]]
-    assert driver.in_stages(["slow"], ("slow",)) == [[], ["slow"]] and driver.in_stages([], ()) == [[]]
+    assert results.notes() == ["- ours: not believed: 0.3 us are above 1.5 times the measured peak (a)"]
 
 
 def test_an_interrupted_run_writes_what_it_has(results, tmp_path):
@@ -157,13 +125,12 @@ def test_an_interrupted_run_writes_what_it_has(results, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        driver.run(results, [((), "a", lambda: results.add({"shape": "a"})), ((), "b", interrupt)])
+        driver.run(results, [("all", "a", lambda: results.add({"shape": "a"})), ("all", "b", interrupt)])
     assert len(json.loads((tmp_path / "things_cpu.json").read_text())["rows"]) == 1
 
 
 def test_without_a_gpu_or_with_an_unknown_peer_it_says_so(capsys):
-    parser = driver.parser("", only=(("a", "b"), ("a",)))
-    driver.add_peers(parser, ("torch", "two steps"))
+    parser = driver.parser("", only=(("a", "b"), ("a",)), peers=(("torch", "two steps"), ("torch",)))
     for argv, message in (([], "needs a CUDA GPU; none found"), (["--smoke", "--peers", "jax"], "'two steps'")):
         with pytest.raises(SystemExit) as exit_info:
             driver.parse(parser, argv)
@@ -184,23 +151,11 @@ def test_a_report_prints_rows_and_writes_all(tmp_path, capsys):
     results.write(tmp_path)
     lines = (tmp_path / "things_cpu.md").read_text().splitlines()
     assert lines[0] == "| shape | us | x peer |" and lines[2:4] == ["| 1x2 | 1,234 | - |", "| 1x3 | 0.0123 | 2 |"]
-    assert lines[-1] == "- peer: not here (a, b, c, d and 1 more)"
+    assert lines[-1] == "- peer: not here (a, b, c, d, e)"
     content = json.loads((tmp_path / "things_cpu.json").read_text())
     assert content["rows"][0]["hidden"] == 7 and content["arguments"]["n"] == [1, 2]
     assert content["left out"][0]["where"] == list("abcde") and content["environment"]["torch"] == torch.__version__
     assert "| 1x3 | 0.0123 | 2 |" in capsys.readouterr().out
-
-
-def test_rows_that_come_late_stand_where_they_belong(tmp_path):
-    results = Report("things", CPU, ["shape", "us", "x peer"], {"out": str(tmp_path)})
-    for shape in ("a", "b"):
-        results.add({"shape": shape, "us": 1.0})
-    results.add({"shape": "a", "us": 2.0}, after=results.rows[0])
-    results.amend(results.rows[0], {"x peer": 2.0})
-    # Saved as it came: nothing has been written yet.
-    lines = (tmp_path / "things_cpu.md").read_text().splitlines()
-    assert lines[2:] == ["| a | 1 | 2 |", "| a | 2 | - |", "| b | 1 | - |"]
-    assert json.loads((tmp_path / "things_cpu.json").read_text())["rows"][0]["x peer"] == 2.0
 
 
 def test_a_backend_of_several_rows_runs_if_one_of_them_can():

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from llm import data, products, training
-from llm.data import Corpus, read_corpus
-from llm.recipes import MERGED
 from llm_cases import CPU, MODELS, MOE, TEXT, TINY
+from llm_training import data, products, training
+from llm_training.data import Corpus, read_corpus
+from llm_training.recipes import MERGED
 
 pytestmark = pytest.mark.usefixtures("train_llm_alike")
 
@@ -185,21 +185,3 @@ def test_products_in_fp32_change_neither_the_first_loss_nor_what_is_saved(recipe
     plain, redone = (training.train(recipe, replace(config, products=p), corpus, CPU) for p in ("bf16", "fp32"))
     assert redone.losses[0] == pytest.approx(plain.losses[0], rel=1e-3)
     assert redone.activation_bytes == plain.activation_bytes
-
-
-def test_the_probe_compares_the_two_ways_on_a_clock(monkeypatch):
-    monkeypatch.undo()
-    now = 0.0
-
-    def product(a, b):
-        nonlocal now
-        now += {torch.bfloat16: 3.0, torch.float32: 1.0}[a.dtype]
-        return a
-
-    class Clock(products.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return product(*args) if func is torch.ops.aten.mm.default else func(*args, **(kwargs or {}))
-
-    monkeypatch.setattr(products.time, "perf_counter", lambda: now)
-    with Clock():
-        assert products._fp32_speedup() == 3.0

@@ -5,13 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import bench_linear
-import peers
 import pytest
-import shapes
 import torch
 import torch.nn.functional as F
-from errors import Unavailable
-from products import KINDS, Product, error_budget, product_error
+from common import peers, shapes
+from common.errors import Unavailable
+from common.products import KINDS, Product, error_budget, product_error
 
 from torchao_blockwise.testing import relative_error
 
@@ -27,8 +26,8 @@ def any_device(monkeypatch):
 def problem(kind, tokens=256, n=384, k=256, device=CPU):
     torch.manual_seed(0)
     product = Product(kind, tokens, n, k)
-    hp = product.high_precision(device)
-    return product, hp, product.quantize(*hp)
+    *hp, a, b = product.make(device)
+    return product, hp, (a, b)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,20 +58,6 @@ def test_cublaslt_gets_what_our_own_call_gives_it(kind, any_device, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_torchao_multiplies_our_operands(kind, any_device, monkeypatch, device):
-    """Its kernel with one tile size, in Triton's interpreter without a GPU, reads our scales as they are laid out."""
-    product, hp, operands = problem(kind, device=torch.device(device))
-    kernels = peers.torchao_kernels()
-    for name in ("triton_fp8_gemm_1x128_128x128_kernel", "triton_fp8_gemm_1x128_128x1_kernel"):
-        kernel = getattr(kernels, name)
-        monkeypatch.setattr(kernel, "configs", [c for c in kernel.configs if c.kwargs["BLOCK_SIZE_M"] == 128][:1])
-    peer = peers.product_peer("torchao", product, torch.device(device))
-    out = peer.run(*peer.prepare(*hp, *operands))
-    # The interpreter rounds to bf16 by cutting off.
-    assert product_error(out, *operands) < 2 * error_budget(product.mnk[2])
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_deep_gemm_gets_its_scale_layouts(kind, any_device, monkeypatch):
     """A stand-in that reads scales as DeepGEMM documents them: [M, K/128] by columns, [N/128, K/128] or [N, K/128]."""
 
@@ -86,7 +71,7 @@ def test_deep_gemm_gets_its_scale_layouts(kind, any_device, monkeypatch):
         product = (a.float() * wide[0][:, : a.shape[1]]) @ (b.float() * wide[1][: b.shape[0], : b.shape[1]]).t()
         d.copy_(product + (c if c is not None else 0))
 
-    monkeypatch.setattr(peers, "_import_deep_gemm", lambda: SimpleNamespace(fp8_gemm_nt=fp8_gemm_nt))
+    monkeypatch.setattr(peers, "import_deep_gemm", lambda device: SimpleNamespace(fp8_gemm_nt=fp8_gemm_nt))
     product, hp, operands = problem(kind)
     peer = peers.product_peer("deep_gemm", product, CPU)
     arguments = peer.prepare(*hp, *operands)
@@ -97,29 +82,15 @@ def test_deep_gemm_gets_its_scale_layouts(kind, any_device, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     (
-        ("torchao", (4097, 256, 256), "M, N and K must be multiples of 128, got 4097, 256, 256"),
         ("cublaslt", (4097, 256, 256), "rows of 1x128 operands must be multiples of 4, got 4097"),
         ("tensorwise", (64, 250, 256), "N and K must be multiples of 16, got 250, 256"),
         ("deep_gemm", (4097, 256, 256), "rows of scales, for their copies by TMA, must be multiples of 4, got 4097"),
     ),
 )
 def test_a_peer_says_what_it_cannot(name, shape, message, any_device, monkeypatch):
-    monkeypatch.setattr(peers, "_import_deep_gemm", lambda: None)
+    monkeypatch.setattr(peers, "import_deep_gemm", lambda device: None)
     with pytest.raises(Unavailable, match=message):
         peers.product_peer(name, Product("output", *shape), CPU)
-
-
-@pytest.mark.parametrize(
-    ("found", "message"), ((None, "pip install sgl-deep-gemm"), (True, "exit status -11; in libstdc"))
-)
-def test_a_peer_that_is_missing_or_kills_the_process_says_how_to_get_it(found, message, monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: found)
-    done = SimpleNamespace(returncode=-11, stderr="")
-    monkeypatch.setattr(peers.subprocess, "run", lambda *args, **kwargs: done)
-    peers._why_no_deep_gemm.cache_clear()
-    with pytest.raises(Unavailable, match=message):
-        peers._import_deep_gemm()
-    peers._why_no_deep_gemm.cache_clear()
 
 
 def test_variants_of_torchao_that_are_the_same_code_are_tried_once():
@@ -136,12 +107,11 @@ def test_variants_of_torchao_that_are_the_same_code_are_tried_once():
 @pytest.mark.parametrize("recipe", [recipe for recipe in bench_linear.RECIPES if recipe != "torchao"])
 def test_a_converted_layer_computes_what_bf16_does(recipe, any_device):
     torch.manual_seed(0)
-    weight = torch.randn(256, 128, dtype=torch.bfloat16) / 11
     x, dy = (torch.randn(64, width, dtype=torch.bfloat16) for width in (128, 256))
     x.requires_grad_()
-    expected = bench_linear.make_layer(shapes.Shape(64, 256, 128), "bf16", weight, CPU).step(x, dy)
+    expected = bench_linear.make_layer(shapes.Shape(64, 256, 128), "bf16", CPU).step(x, dy)
     try:
-        layer = bench_linear.make_layer(shapes.Shape(64, 256, 128), recipe, weight, CPU)
+        layer = bench_linear.make_layer(shapes.Shape(64, 256, 128), recipe, CPU)
         got = layer.step(x, dy)
     except (NotImplementedError, RuntimeError) as error:
         pytest.skip(f"torchao has no {recipe} without a GPU: {error}")
@@ -151,8 +121,7 @@ def test_a_converted_layer_computes_what_bf16_does(recipe, any_device):
 def test_a_step_quantizes_the_weight_in_forward_and_in_backward():
     from helpers import weight_calls
 
-    weight = torch.ones(256, 128, dtype=torch.bfloat16)
-    layer = bench_linear.make_layer(shapes.Shape(64, 256, 128), "fp8", weight, CPU)
+    layer = bench_linear.make_layer(shapes.Shape(64, 256, 128), "fp8", CPU)
     x, dy = torch.ones(64, 128, dtype=torch.bfloat16).requires_grad_(), torch.ones(64, 256, dtype=torch.bfloat16)
     with weight_calls() as calls:
         layer.step(x, dy)
@@ -160,9 +129,9 @@ def test_a_step_quantizes_the_weight_in_forward_and_in_backward():
 
 
 def test_recipes_of_ours_in_fp8_have_the_same_weights():
-    weight, x, dy = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((256, 128), (64, 128), (64, 256)))
+    x, dy = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((64, 128), (64, 256)))
     steps = [
-        bench_linear.make_layer(shapes.Shape(64, 256, 128), recipe, weight, CPU).step(x.requires_grad_(), dy)
+        bench_linear.make_layer(shapes.Shape(64, 256, 128), recipe, CPU).step(x.requires_grad_(), dy)
         for recipe in ("fp8", "fp8_primary")
     ]
     assert all(torch.equal(a, b) for step in steps[1:] for a, b in zip(step, steps[0], strict=True))

@@ -21,19 +21,11 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torchao_blockwise.tensors.scale_groups import FUSED_BY_ENGINES
 
 from torchao_blockwise.checkpoint import stored
 from torchao_blockwise.checkpoint.files import Files
 
-# As vLLM 0.33 runs them as one, over its models.
-_FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "w13": ("w1", "w3"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
-    "in_proj_ba": ("in_proj_b", "in_proj_a"),
-}
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
 # (layer, names in config.json, all layers of the files) -> whether the layer is read in high precision.
 Skips = Callable[[str, list[str], set[str]], bool]
@@ -85,11 +77,12 @@ def _as_engines_build_it(layer: str, layers: set[str]) -> tuple[str, list[str]]:
 
 def _fused(layer: str, layers: set[str]) -> tuple[str, list[str]]:
     path, dot, last = layer.rpartition(".")
-    fused = next((fused for fused, parts in _FUSED.items() if last in parts), None)
-    if fused is None:
+    row = next((row for row in FUSED_BY_ENGINES if last in row), ())
+    if not row:
         return layer, []
-    members = [f"{path}{dot}{part}" for part in _FUSED[fused]]
-    return f"{path}{dot}{fused}", [member for member in members if member in layers or member == layer]
+    members = [f"{path}{dot}{part}" for part in row]
+    # Each model has its own name for it.
+    return f"{path}{dot}fused", [member for member in members if member in layers or member == layer]
 
 
 def _all_or_none(skipped: Iterator[bool]) -> bool:

@@ -8,21 +8,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from helpers import FP8, FP8_POW2, mlp, replace
 from torchao.quantization import quantize_
 
-from torchao_blockwise import checkpoint, skip_fqns, skip_lm_head
+from torchao_blockwise import checkpoint, is_linear, recommended_layers, skip_fqns, skip_lm_head
 from torchao_blockwise.cli import main
 from torchao_blockwise.testing import assert_bitwise_equal
 
 sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
-from exported_models import digest, language_model, tensors_in
+from exported_models import digest, language_model, tensors_in, tiny_mixture
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 FORMAT = "fp8_block_ue8m0"
 FEATURES = (200, 300, 130)
+
+
+def deepseek_v4(config, *skipped):
+    model = tiny_mixture("deepseek_v4", "cpu")
+    if config is not None:
+        quantize_(model, config, filter_fn=recommended_layers(model) & skip_fqns(*skipped))
+    return model
+
+
 masters_or_not = pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 
 
@@ -44,11 +54,10 @@ def test_files_have_the_bytes_that_products_read(masters, tmp_path):
 
 
 @masters_or_not
-@pytest.mark.parametrize("name", ("Llama", "Mixtral"))
-def test_it_is_loaded(name, masters, tmp_path):
+def test_a_whole_model_is_loaded(masters, tmp_path):
     """The values come back; into quantized Parameters the very bytes do."""
     config = replace(FP8_POW2, master_weights=masters)
-    model, other, plain = (language_model(name, c) for c in (config, config, None))
+    model, other, plain = (deepseek_v4(c) for c in (config, config, None))
     with torch.no_grad():
         for p in (*other.parameters(), *plain.parameters()):
             p.copy_(torch.ones(p.shape))
@@ -109,7 +118,8 @@ def test_files_in_fp32_say_that_scales_are_powers_of_two(kind, masters, tmp_path
         model = language_model("Llama", None)
         if kind == "some":
             quantize_(model, replace(FP8_POW2, master_weights=masters), filter_fn=skip_fqns("*.mlp.*") & skip_lm_head())
-        quantize_(model, config, filter_fn=skip_lm_head() if kind != "some" else lambda m, fqn: ".mlp." in fqn)
+        others = is_linear() & (lambda m, fqn: ".mlp." in fqn) if kind == "some" else skip_lm_head()
+        quantize_(model, config, filter_fn=others)
         return model
 
     checkpoint.export(made(), tmp_path / "out")
@@ -132,6 +142,34 @@ def test_other_scales_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ("Llama", "Mixtral", "DeepseekV3"))
+def test_models_whose_engines_do_not_read_it_are_refused(name, tmp_path, capsys):
+    """Before anything is written; the format that is named takes them."""
+    plain = language_model(name, None)
+    plain.save_pretrained(tmp_path / "plain")
+    model = language_model(name, FP8_POW2)
+    for call in (checkpoint.quantized_weights, lambda *x: checkpoint.export(x[0], tmp_path / "out", x[1])):
+        with pytest.raises(
+            ValueError, match=rf"has model_type {model.config.model_type}; choose fp8_block, "
+        ) as refused:
+            call(model, FORMAT)
+    command = ["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--to"]
+    assert main([*command, FORMAT]) == 2
+    assert "choose fp8_block and --power-of-2-scales, " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    if name == "Llama":
+        assert_expected_inline(
+            str(refused.value).replace("; ", ";\n").replace(", and", ",\nand"),
+            """\
+export: fp8_block_ue8m0 is for models whose engines read scales called `scale` (model_type deepseek_v4),
+and LlamaForCausalLM has model_type llama;
+choose fp8_block, which writes scale_fmt: "ue8m0" for scales that are powers of two""",
+        )
+    assert main([*command, "fp8_block", "--power-of-2-scales"]) == 0
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["scale_fmt"] == "ue8m0"
+
+
 def test_a_norm_called_scale_is_no_scale(tmp_path):
     """`scale` beside a weight in high precision is a tensor of its own."""
     model = mlp(FP8_POW2, features=FEATURES)
@@ -145,10 +183,9 @@ def test_a_norm_called_scale_is_no_scale(tmp_path):
 
 
 def test_convert_writes_what_export_writes(tmp_path):
-    model = language_model("Llama", None)
-    model.save_pretrained(tmp_path / "plain")
+    deepseek_v4(None).save_pretrained(tmp_path / "plain")
     assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--to", FORMAT]) == 0
-    checkpoint.export(language_model("Llama", FP8_POW2), tmp_path / "exported", FORMAT)
+    checkpoint.export(deepseek_v4(FP8_POW2), tmp_path / "exported", FORMAT)
     got, expected = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "exported")
     assert got.keys() == expected.keys() and all(digest(got[name]) == digest(x) for name, x in expected.items())
     assert main(["verify", str(tmp_path / "out"), str(tmp_path / "plain")]) == 0
@@ -157,7 +194,7 @@ def test_convert_writes_what_export_writes(tmp_path):
 def test_transformers_loads_it(tmp_path):
     """Dequantized on the CPU: the values of our decoding. It takes whole blocks alone."""
     transformers = pytest.importorskip("transformers", "5.20")
-    model = language_model("Llama", FP8_POW2, hidden_size=256, head_dim=64, intermediate_size=384)
+    model = deepseek_v4(FP8_POW2, "*.q_a_proj", "*.q_b_proj", "*.kv_proj")
     checkpoint.export(model, tmp_path / "out", FORMAT)
     settings = transformers.FineGrainedFP8Config(dequantize=True)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(

@@ -12,6 +12,7 @@ from helpers import FP8, FP8_POW2, NVFP4, mlp, replace
 
 from torchao_blockwise import checkpoint
 from torchao_blockwise.checkpoint.files import Files
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.cli import main
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -193,8 +194,14 @@ def test_load_and_export_repeat_every_byte(config, dtype, loaded, tmp_path, recw
 
 @pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 @pytest.mark.parametrize(("of_files", "of_model"), ((FP8_POW2, FP8), (FP8, FP8_POW2)), ids=("to_fp32", "to_powers"))
-def test_other_scales_than_the_models_are_named(of_files, of_model, masters, tmp_path):
+@pytest.mark.parametrize("has_config", (True, False), ids=("config", "no_config"))
+def test_other_scales_than_the_models_are_named(of_files, of_model, masters, has_config, tmp_path):
+    """Whether or not config.json says `scale_fmt`."""
     checkpoint.export(with_halves(of_files), tmp_path / "out")
+    if has_config:
+        settings = checkpoint.fp8_block.settings(PlainLayers([], []))
+        settings |= checkpoint.fp8_block.SCALE_FMT if of_files is FP8_POW2 else {}
+        (tmp_path / "out" / "config.json").write_text(json.dumps({"quantization_config": settings}))
     model = mlp(replace(of_model, master_weights=masters), WIDE)
     if not masters and of_files is FP8_POW2:
         # The bytes are taken over.

@@ -27,8 +27,8 @@ def test_every_operation_has_a_case():
         for found in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")
         if found.ispkg
     ]
-    defined = {x.__name__ for folder in folders for x in vars(folder).values() if hasattr(x, "overload")}
-    assert {case.op.__name__ for case in cases(CPU)} == defined
+    defined = {x.name for folder in folders for x in vars(folder).values() if hasattr(x, "overload")}
+    assert {case.op.name for case in cases(CPU)} == defined
 
 
 def test_the_reference_computes_all_of_them_on_a_cpu():

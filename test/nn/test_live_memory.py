@@ -185,7 +185,7 @@ def experts_of(make):
     return call_of
 
 
-DENSE, GROUPED = ("quantize_both", "matmul"), ("grouped_quantize", "grouped_matmul")
+DENSE, GROUPED = ("quantize_both", "matmul"), ("quantize_both", "grouped_matmul")
 # More features than tokens.
 WIDE = 320
 # (step, mode -> what takes the inputs, their number, features of each, features of y, experts)

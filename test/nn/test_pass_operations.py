@@ -57,9 +57,9 @@ def test_experts():
     quantize_(layer, FP8, filter_fn=experts())
     ends = torch.tensor([10, 33], dtype=torch.int32)
     forward, backward = operations(layer.experts, torch.randn(33, 64, dtype=torch.bfloat16), ends)
-    assert forward == {"grouped_quantize": 1, "swiglu_quantize": 1, "master_matmul": 2}
+    assert forward == {"quantize_both": 1, "swiglu_quantize": 1, "master_matmul": 2}
     gemms = {"master_matmul": 2, "grad_weight": 2}
-    assert backward == {"grouped_quantize": 1, "swiglu_backward_quantize": 1, **gemms}
+    assert backward == {"quantize_both": 1, "swiglu_backward_quantize": 1, **gemms}
 
 
 @FORMATS

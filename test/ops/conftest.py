@@ -1,4 +1,4 @@
-"""Operations of tests, which `define` makes of annotations in a namespace of its own; and memory between guards."""
+"""Operations of tests, which `define` makes in a separate namespace; and memory between guards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from defined_ops import NAMESPACE
 
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops import op as op_module
+from torchao_blockwise.ops import registry
 from torchao_blockwise.ops.backend import Backend, Implementation
 
 # No name twice in a process: PyTorch remembers operations by name, also those whose library is gone.
@@ -18,26 +18,21 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def namespace():
-    """Operations are defined in a namespace of its own, which is gone afterwards."""
+    """Operations are defined in a separate namespace, which is gone afterwards."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op_module, "NAMESPACE", NAMESPACE)
-        patch.setattr(op_module, "_library", torch.library.Library(NAMESPACE, "DEF"))
+        patch.setattr(registry, "NAMESPACE", NAMESPACE)
+        patch.setattr(registry, "_library", torch.library.Library(NAMESPACE, "DEF"))
         yield
 
 
 @pytest.fixture(scope="module")
 def define(namespace):
-    """define(annotations, fake, run, ..): an operation `op<n>` of arguments with these annotations, and "return"."""
+    """define(arguments, returns, run, ..): an operation `op<n>` of this schema, `op<n>_` where it changes arguments."""
 
-    def define(annotations: dict, fake=lambda *args: None, run=None, **options):
-        arguments = ", ".join(name for name in annotations if name != "return")
-        scope: dict = {"fake": fake}
-        exec(f"def fake_op({arguments}): return fake({arguments})", scope)
-        described = scope["fake_op"]
-        described.__name__ = f"op{next(_numbers)}_op"
-        described.__annotations__ = {"return": None, **annotations}
-        table = options.pop("table", (Implementation(Backend.REFERENCE, run or fake),))
-        return op_module.define_op(table, **options)(described)
+    def define(arguments: str, returns: str = "()", run=lambda *args: None, **options):
+        table = options.pop("table", [Implementation(Backend.REFERENCE, run)])
+        name = f"op{next(_numbers)}{'_' * ('!' in arguments)}"
+        return registry.Operation(f"{name}({arguments}) -> {returns}", table=table, **options)
 
     return define
 

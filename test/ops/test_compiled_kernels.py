@@ -142,7 +142,7 @@ def _cases() -> dict:
             if in_groups:
                 tokens, groups = x[:-3], Groups(ends)
             assert gluon_tiles.why_not_this(FP8_1X128, tokens) is None
-            copies = gluon.quantize(tokens, None, options, groups, (128 if rowwise else 64, warps))
+            copies = gluon.quantize(tokens, None, options, groups, build=(128 if rowwise else 64, warps))
             if in_groups:
                 return copies, grouped_reference.quantize(tokens, ends, options, None)
             return copies, reference.copies(tokens, options)

@@ -42,16 +42,16 @@ def page(tmp_path, monkeypatch, machine):
         (tmp_path / name).write_text(text, encoding="utf-8")
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    before = dict(FORMATS)
+    before, backends = dict(FORMATS), dict(backend_module.BACKENDS)
     tables = [(op.table, list(op.table)) for op in (quantize_op, matmul_op, add_matmul_op)]
-    monkeypatch.setattr(backend_module, "_BY_NAME", dict(backend_module._BY_NAME))
     machine.warns_anew()
     backend_module._place.cache_clear()
     yield importlib.import_module
     for table, rows in tables:
         table[:] = rows
-    FORMATS.clear()
-    FORMATS.update(before)
+    for names, held in ((FORMATS, before), (backend_module.BACKENDS, backends)):
+        names.clear()
+        names.update(held)
     for name in FILES:
         sys.modules.pop(name.removesuffix(".py"), None)
     backend_module._place.cache_clear()

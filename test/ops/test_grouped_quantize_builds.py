@@ -73,9 +73,9 @@ def cases(target: int):
         for m in (512, 531):
             x, of = torch.zeros(m, 1024, dtype=torch.bfloat16), Groups(torch.zeros(8, dtype=torch.int32))
             for warps in (4, 8, 16):
-                arguments = x, None, CastOptions(FP8_1X128, columnwise=True), of, (FP8_1X128.block[1], warps)
+                arguments = x, None, CastOptions(FP8_1X128, columnwise=True), of
                 label = f"one_read E8 {m}x1024 bfloat16 {warps} warps"
-                yield label, lambda arguments=arguments: gluon.quantize(*arguments)
+                yield label, lambda of=arguments, warps=warps: gluon.quantize(*of, build=(FP8_1X128.block[1], warps))
     for m, k in ((512, 1024), (512, 1040), (528, 1024), (531, 1024), (533, 1024)):
         yield from swiglu_case(m, k, 8)
     yield from swiglu_case(512, 1024, 8, torch.float32)

@@ -12,7 +12,7 @@ import torch
 from torchao_blockwise import ops
 from torchao_blockwise._compat import deep_gemm_library
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
-from torchao_blockwise.ops import Backend, backend, op
+from torchao_blockwise.ops import Backend, backend, registry
 from torchao_blockwise.ops.backend import Implementation, choose
 
 MATMUL = sys.modules["torchao_blockwise.ops.gemm.plain"]
@@ -47,7 +47,7 @@ def choice(m, n, k, pair=SQUARE, out_dtype=torch.bfloat16, adds=False):
 
     x = Operand(torch.empty(1, 1), torch.empty(1, 1), None, FP8_1X128.name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "choose", choose_on_gpu)
+        patch.setattr(registry, "choose", choose_on_gpu)
         if adds:
             MATMUL.add_matmul_op(torch.empty(1, 1), x, x, Backend.AUTO)
         else:
@@ -132,7 +132,7 @@ def test_a_compiled_graph_chooses_when_it_runs(monkeypatch):
             computed_by.append(row.backend)
         return row
 
-    monkeypatch.setattr(op, "choose", record)
+    monkeypatch.setattr(registry, "choose", record)
 
     def product():
         x, w = torch.randn(64, 128), torch.randn(256, 128)

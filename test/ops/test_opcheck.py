@@ -37,17 +37,21 @@ def opcheck(op, args) -> None:
 
 
 def amax_of(x: torch.Tensor, fmt):
-    return library.tensor_amax_bits(x, "auto") if fmt.has_global_scale else None
+    return library.tensor_amax_bits(x, None, False, "auto") if fmt.has_global_scale else None
 
 
 # (rowwise, columnwise) that operations are asked for.
-ROWWISE, COLUMNWISE, BOTH = COPIES = ((True, False), (False, True), (True, True))
+COPIES = ((True, False), (False, True), (True, True))
 copies_asked = pytest.mark.parametrize("copies", COPIES, ids=("rowwise", "columnwise", "both"))
+
+
+# No groups, no random bits: the arguments of `quantize` behind its options.
+PLAIN = None, None, None, 0, 0, 0, -1
 
 
 def options_of(fmt, copies, padded: bool) -> tuple:
     """`CastOptions` as a schema has them."""
-    return fmt.name, *copies, False, padded, 0, False, False
+    return fmt.name, *copies, False, padded, 0, False
 
 
 def quantize(x: torch.Tensor, fmt):
@@ -62,21 +66,21 @@ def quantize(x: torch.Tensor, fmt):
 @formats
 def test_quantize(fmt, shape, copies):
     x = random_tensor(*shape)
-    op = library.quantize_both if copies == BOTH else library.quantize
+    op = (library.quantize_both if all(copies) else library.quantize).default
     for padded in (False, True):
-        opcheck(op.default, (x, amax_of(x, fmt), *options_of(fmt, copies, padded), "reference"))
+        opcheck(op, (x, amax_of(x, fmt), *options_of(fmt, copies, padded), *PLAIN, "reference"))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=lambda d: str(d)[6:])
 @shapes
 def test_tensor_amax_bits(shape, dtype):
-    opcheck(library.tensor_amax_bits.default, (random_tensor(*shape, dtype=dtype), "auto"))
-    opcheck(library.matrix_amax_bits.default, (random_tensor(3, *shape, dtype=dtype), "auto"))
+    opcheck(library.tensor_amax_bits.default, (random_tensor(*shape, dtype=dtype), None, False, "auto"))
+    opcheck(library.tensor_amax_bits.default, (random_tensor(3, *shape, dtype=dtype), None, True, "auto"))
 
 
 @pytest.mark.parametrize("amax", (0.0, 3.5), ids=str)
 def test_global_scale(amax):
-    opcheck(library.global_scale.default, (torch.tensor(amax).view(torch.int32), 448.0, "auto"))
+    opcheck(library.global_scale.default, (torch.tensor(amax).view(torch.int32), "auto"))
 
 
 @shapes
@@ -167,11 +171,10 @@ GROUP_ENDS = {"ragged": ((3, 3, 20), 33), "a token": ((1,), 1), "none": ((0, 0),
 
 
 @pytest.mark.parametrize("ends, tokens", GROUP_ENDS.values(), ids=GROUP_ENDS)
-def test_grouped_amax_bits(ends, tokens):
-    opcheck(
-        library.grouped_amax_bits.default,
-        (torch.randn(tokens, 48, dtype=torch.bfloat16), torch.tensor(ends, dtype=torch.int32), False, "auto"),
-    )
+@pytest.mark.parametrize("each", (False, True), ids=("all", "each"))
+def test_amax_bits_of_groups(each, ends, tokens):
+    x, ends = torch.randn(tokens, 48, dtype=torch.bfloat16), torch.tensor(ends, dtype=torch.int32)
+    opcheck(library.tensor_amax_bits.default, (x, ends, each, "auto"))
 
 
 @copies_asked
@@ -181,8 +184,9 @@ def test_grouped_quantize(fmt, groups, copies):
     ends, tokens = groups
     dh, gate, up = (torch.randn(tokens, 48, dtype=torch.bfloat16) for _ in range(3))
     ends, options = torch.tensor(ends, dtype=torch.int32), options_of(fmt, copies, True)
-    amax = library.grouped_amax_bits(gate, ends, False, "auto") if fmt.has_global_scale else None
-    opcheck(library.grouped_quantize.default, (gate, amax, *options, ends, None, "reference"))
+    amax = library.tensor_amax_bits(gate, ends, False, "auto") if fmt.has_global_scale else None
+    op = (library.quantize_both if all(copies) else library.quantize).default
+    opcheck(op, (gate, amax, *options, ends, *PLAIN[1:], "reference"))
     if fmt is FP8_1X128:
         tables = library.group_tables(ends, tokens, fmt.name, "reference")
         for groups in ((ends, None), (ends, tables)):
@@ -224,15 +228,15 @@ def test_permute(tokens, weighted):
 
 @pytest.mark.parametrize("tokens", (48, 33, 0))
 @pytest.mark.parametrize("grouped", (False, True), ids=("whole", "groups"))
-def test_randomized_quantize(tokens, grouped):
+def test_quantize_randomized(tokens, grouped):
     x, key = random_tensor(tokens, 40), torch.tensor([1, 2, 3, 5])
     groups = (torch.tensor([tokens // 2, tokens], dtype=torch.int32) if grouped else None, None)
     opcheck(library.hadamard_amax_bits.default, (x, hadamard_number(True), *groups, False, "reference"))
     place = 1, 0, 2, -1
     for columnwise, hadamard, rounded in ((False, 0, True), (True, 0, True), (True, hadamard_number(True), False)):
-        options = NVFP4_1X16.name, not columnwise, columnwise, False, True, hadamard, True, False
+        options = NVFP4_1X16.name, not columnwise, columnwise, False, True, hadamard, False
         bits = torch.ones(()).view(torch.int32), key if rounded else None
-        opcheck(library.randomized_quantize.default, (x, bits[0], *options, *groups, bits[1], *place, "reference"))
+        opcheck(library.quantize.default, (x, bits[0], *options, *groups, bits[1], *place, "reference"))
 
 
 def test_take_key():
@@ -250,7 +254,6 @@ CHECKED = {
     "quantize",
     "quantize_both",
     "tensor_amax_bits",
-    "matrix_amax_bits",
     "global_scale",
     "dequantize",
     "transpose",
@@ -258,8 +261,7 @@ CHECKED = {
 }
 CHECKED |= {"add_matmul_", "norm_statistics", "normalize", "norm_quantize"}
 CHECKED |= {"grouped_matmul", "add_grouped_matmul_"}
-CHECKED |= {"grouped_quantize", "grouped_amax_bits", "group_tables", "permute", "unpermute", "unpermute_backward"}
-CHECKED |= {"randomized_quantize", "hadamard_amax_bits", "take_key"}
+CHECKED |= {"group_tables", "permute", "unpermute", "unpermute_backward", "hadamard_amax_bits", "take_key"}
 CHECKED |= {"swiglu", "swiglu_backward", "swiglu_quantize", "swiglu_backward_quantize"}
 
 

@@ -160,7 +160,7 @@ def test_leading_dims_are_independent_matrices(fmt, backend, device):
 @nvfp4_formats
 def test_tensor_amax_gives_a_part_the_bits_it_has_in_the_whole(fmt, backend, device):
     x = random_tensor(64, 96, dtype=torch.bfloat16, device=device)
-    amax = torch.ops.torchao_blockwise.tensor_amax_bits(x, "auto").view(torch.float32)
+    amax = torch.ops.torchao_blockwise.tensor_amax_bits(x, None, False, "auto").view(torch.float32)
     assert amax == x.abs().max()
     whole = rowwise_of(x, fmt, backend="reference")
     part = rowwise_of(x[16:48, 32:64], fmt, backend=backend, tensor_amax=amax)

@@ -36,8 +36,8 @@ def cases(target: int):
         x, ends = torch.zeros(m, k, dtype=dtype), torch.zeros(experts, dtype=torch.int32)
         label = f"{m}x{k} {str(dtype)[6:]} {experts} groups with scales"
         yield f"amaxes {label}", lambda: kernels.amaxes(x, number, Groups(ends), True)
-        yield f"amaxes of groups {label}", lambda: amax.grouped_amax_bits(x, ends, True)
-        yield f"amaxes of matrices {label}", lambda: amax.matrix_amax_bits(x.view(2, m // 2, k))
+        yield f"amaxes of groups {label}", lambda: amax.tensor_amax_bits(x, ends, True)
+        yield f"amaxes of matrices {label}", lambda: amax.tensor_amax_bits(x.view(2, m // 2, k), None, True)
         yield f"scales {label}", lambda: amax.global_scale(torch.ones(experts).view(torch.int32))
 
     for experts in (8, 256):

@@ -24,8 +24,7 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.ops.groups.ends import padded_tokens
-from torchao_blockwise.ops.groups.quantization import grouped_amax_bits_op
-from torchao_blockwise.ops.quantization import matrix_amax_bits_op
+from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor
 
@@ -146,8 +145,8 @@ def test_kernels_clamp_malformed_ends(ends, guarded, device):
     both = pytest.importorskip("torchao_blockwise.ops.randomization.kernels_triton")
     clamped = [min(max(end, 0), 100) for end in itertools.accumulate(ends, max)]
     x, ends, number = random_tensor(100, 48, device=device), int32(ends, device), hadamard_number(True)
-    expected = grouped_amax_bits_op(x, int32(clamped, device), True, Backend.REFERENCE)
-    assert_bitwise_equal(amax.grouped_amax_bits(x, ends, True), expected)
+    expected = tensor_amax_bits_op(x, int32(clamped, device), True, Backend.REFERENCE)
+    assert_bitwise_equal(amax.tensor_amax_bits(x, ends, True), expected)
     wanted = hadamard_amax_bits_op(x, number, Groups(int32(clamped, device)), True, Backend.REFERENCE)
     for got, right in zip(both.amaxes(x, number, Groups(ends), True), wanted, strict=True):
         assert_bitwise_equal(got, right)
@@ -234,7 +233,7 @@ def test_amaxes_of_matrices(dtype, device):
     pytest.importorskip("torchao_blockwise.ops.quantization.kernels_amax")
     for shape in ((3, 5, 7), (2, 2, 9, 1030), (1, 1, 1), (4, 0, 8)):
         x = random_tensor(*shape, dtype=dtype, device=device)
-        got, wanted = (matrix_amax_bits_op(x, backend) for backend in (Backend.AUTO, Backend.REFERENCE))
+        got, wanted = (tensor_amax_bits_op(x, None, True, backend) for backend in (Backend.AUTO, Backend.REFERENCE))
         assert_bitwise_equal(got, wanted, str(shape))
 
 

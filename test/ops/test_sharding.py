@@ -161,7 +161,9 @@ def test_tensor_amax_covers_all_ranks(shape, placement):
         x[row, column] = -1e5
 
         def check(mesh, x=x):
-            amax = torch.ops.torchao_blockwise.tensor_amax_bits(distribute_tensor(x, mesh, [placement]), "reference")
+            amax = torch.ops.torchao_blockwise.tensor_amax_bits(
+                distribute_tensor(x, mesh, [placement]), None, False, "reference"
+            )
             assert amax.full_tensor().view(torch.float32) == 1e5
 
         on_ranks(check)

@@ -347,7 +347,7 @@ class Files:
         file = self.path / "config.json"
         content = _object_in(file) if file.exists() else {}
         found = (part[key] for part in _parts_of(content) for key in _SETTINGS if part.get(key))
-        config = next(found, {})
+        config: Any = next(found, {})
         if not isinstance(config, dict):
             raise ValueError(f"load: {_SETTINGS[0]} of {file} is a {type(config).__name__}; copy it again")
         return config

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchao_blockwise.checkpoint import fp8_block
 from torchao_blockwise.checkpoint.names import Part
@@ -21,6 +22,20 @@ NAME = "fp8_block_ue8m0"
 FORMAT = fp8_block.FORMAT
 POWER_OF_2_SCALES = True
 BLOCK = fp8_block.BLOCK
+# How the `model_type` begins of models for which vLLM 0.33 and SGLang 0.5.23 read `scale`.
+MODEL_TYPES = ("deepseek_v4",)
+
+
+def check_model(op: str, model: nn.Module) -> None:
+    """Raise ValueError for a model whose config says that engines do not read these files of it."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if isinstance(model_type, str) and not model_type.startswith(MODEL_TYPES):
+        option = " and --power-of-2-scales" if op == "convert" else ""
+        raise ValueError(
+            f"{op}: {NAME} is for models whose engines read scales called `scale` (model_type "
+            f"{', '.join(MODEL_TYPES)}), and {type(model).__name__} has model_type {model_type}; choose "
+            f'{fp8_block.NAME}{option}, which writes scale_fmt: "ue8m0" for scales that are powers of two'
+        )
 
 
 def settings(plain: PlainLayers) -> dict[str, Any]:

@@ -36,11 +36,16 @@ def load(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     A quantized Parameter takes payload and scales as they are in the files, where these have its blocks: 128×128, or
     in NVFP4 one scale for 16 rows, and one tensor scale for all that the Parameter holds. Else a weight gets the
     values that the files stand for, in its dtype.
-    A load and an `export` in the files' format repeat every byte of files that `export` wrote of this model with this
-    config, whose `power_of_2_scales` is that of the files: a warning names the config that fits. Of files of other
-    tools they repeat those of quantized Parameters, except scales of zero, and of master weights those of blocks whose
-    scale is what their largest value leads to. bf16 and fp16 master weights repeat them as long as they hold the
-    decoded values.
+    `load`, then `export` in the files' format, repeats every byte of what `export` wrote of this model if
+      - `power_of_2_scales` of the model is that of the files, whether or not these say `scale_fmt`: else a warning
+        names the config that fits. Quantized Parameters with other scales take powers of two as they are;
+      - master weights are in fp32, or in the dtype of those that were exported. In bf16 or fp16 they repeat files of
+        fp32 ones except for scales in fp32 that are no powers of two, which may change in the last place;
+      - experts' projections have multiples of 128 rows: a block of others lies in two of them;
+      - in NVFP4, blocks of master weights have a value above 3.5e-5 of the largest one that their tensor scale is for:
+        the scales of others are subnormal.
+    Of other tools' files it repeats those of quantized Parameters, except scales of zero, and of master weights those
+    of blocks whose scale is what their largest value leads to.
     Names are those that transformers writes. Tied weights may be missing; layers that transformers passes over, as
     those that predict further tokens, and scales of activations and of an engine's cache may be there.
     Where FSDP2, tensor or expert parallelism shard the model all ranks call it: each reads the files and keeps its

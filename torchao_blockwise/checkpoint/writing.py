@@ -53,9 +53,10 @@ def export(
     change names.
     directory: is made whole or not at all: safetensors files, an index of several, and where `model` has a config its
         config.json with `quantization_config`.
-    format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files; "fp8_block_ue8m0", as in DeepSeek-V4's, of
-        weights that train with `power_of_2_scales`; "nvfp4_compressed_tensors" and "nvfp4_modelopt", as vLLM reads
-        NVFP4 weights beside activations in high precision.
+    format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files, with `scale_fmt: "ue8m0"` in config.json where all
+        weights train with `power_of_2_scales`; "fp8_block_ue8m0", these scales in e8m0, for DeepSeek-V4 and models
+        without a config; "nvfp4_compressed_tensors" and "nvfp4_modelopt", as vLLM reads NVFP4 weights beside
+        activations in high precision.
     tokenizer_from: a folder whose tokenizer's files are copied; default the one that the model was loaded from.
     shard_bytes: how large a file may become before the next one is begun; so much is held on the CPU, and no more.
     Where FSDP2, tensor or expert parallelism shard the model, all ranks call it, and the first one writes: weights are
@@ -65,7 +66,8 @@ def export(
     own: it is quantized anew, from the weight's values, and a warning says so. So are, in NVFP4, weights that engines
     run as one (q, k and v; gate and up; all experts') where their tensor scales differ: all get the largest one's; and
     weights whose amax is below 3.2e-35, which get the least tensor scale that engines can read.
-    Raises ValueError for another format, for a model without weights of that format, for weights of another one, for
+    Raises ValueError for another format, for one that engines do not read for this model ("fp8_block_ue8m0" of a
+    Llama), for a model without weights of that format, for weights of another one, for
     experts of a layer in one tensor under a name that no reader quantizes (GraniteMoe's input_linear), for
     converted weights with NaN or Inf, and for a directory that is the working one or a mount point; FileExistsError
     for one that is not empty; OSError where it cannot be written. On all ranks.
@@ -121,7 +123,7 @@ def _write_others(
     tensors: Sequence[Written],
 ) -> None:
     """What is there beside the tensors: configs, and the tokenizer's files."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         with folder.writing():
             config.save_pretrained(folder.path)
@@ -180,6 +182,8 @@ def _chosen(op: str, model: nn.Module, format: str) -> Any:
             f"{op}: format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}"
         )
     chosen, found = FORMATS[format], 0
+    if chosen is fp8_block_ue8m0:
+        fp8_block_ue8m0.check_model(op, model)
     for name, x in tensors_of(model).items():
         weight: Any = _compat.local_of(x)
         if isinstance(weight, (MasterWeightTensor, QuantizedTensor)):

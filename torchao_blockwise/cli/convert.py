@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         chosen = conversion.recommended_layers(model)
         quantize_(model, _config(args), filter_fn=chosen & conversion.skip_fqns(*args.skip) if args.skip else chosen)
     try:
+        if args.to == fp8_block_ue8m0.NAME:
+            fp8_block_ue8m0.check_model("convert", model)
         files = Files(args.input)
         _check_format(files, args.to, args.power_of_2_scales)
         quantized, bits = _convert(args, model, files)

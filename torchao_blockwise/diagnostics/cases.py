@@ -32,8 +32,8 @@ from torchao_blockwise.ops.fused import norm, swiglu
 from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.gemm import grouped, plain
 from torchao_blockwise.ops.groups import permutation, tables
-from torchao_blockwise.ops.groups import quantization as grouped_quantization
 from torchao_blockwise.ops.groups.tables.layout import HEIGHTS, layout_of
+from torchao_blockwise.ops.registry import Operation
 from torchao_blockwise.ops.shards import merge, partial_cast
 from torchao_blockwise.ops.shards.flat import WHOLE, Shards, block_count
 from torchao_blockwise.ops.transposition import many
@@ -48,12 +48,12 @@ TOP_K = 2
 class Case(NamedTuple):
     """An operation and what it is called with.
 
-    op: as `define_op` returns it. of: formats, or what else tells the case from others of the operation.
+    of: formats, or what else tells the case from others of the operation.
     args: whole values, without the backend. exact: whether all backends give the same bits.
     defined: what of a result, on the CPU, is defined.
     """
 
-    op: Callable[..., Any]
+    op: Operation
     of: str
     args: Sequence[Any]
     exact: bool = True
@@ -76,7 +76,7 @@ def cases(device: torch.device) -> list[Case]:
         found += _product_cases(x, dy, w, fmt, weight_fmt)
         found += _group_cases(x, dy, experts, ends, fmt, weight_fmt)
         found += _shard_cases(w, weight_fmt)
-    return sorted(found, key=lambda case: case.op.__name__.removesuffix("_op"))
+    return sorted(found, key=lambda case: case.op.name)
 
 
 def _amax_bits(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor | None:
@@ -87,21 +87,34 @@ def _rowwise(x: torch.Tensor, fmt: BlockFormat) -> Operand:
     return quantize(x, fmt, backend="reference").rowwise
 
 
+def _quantize(
+    of: str,
+    x: torch.Tensor,
+    amax_bits: torch.Tensor | None,
+    options: CastOptions,
+    groups: Groups | None = None,
+    key: torch.Tensor | None = None,
+) -> Case:
+    place = Place(operand=int(key is not None and options.columnwise))
+    op = quantization.quantize_both_op if options.rowwise and options.columnwise else quantization.quantize_op
+    return Case(op, of, (x, amax_bits, options, groups, key, place))
+
+
 def _cast_cases(x: torch.Tensor, w: torch.Tensor, fmt: BlockFormat, weight_fmt: BlockFormat) -> list[Case]:
     both, columnwise = CastOptions(fmt, True, True, padded=True), CastOptions(fmt, False, True, padded=True)
-    weight, quantized = (w, _amax_bits(w, weight_fmt), CastOptions(weight_fmt)), _rowwise(w, weight_fmt)
+    quantized = _rowwise(w, weight_fmt)
     two = [quantized.qdata] * 2, [quantized.scale] * 2, [FEATURES_IN] * 2, weight_fmt
     found = [
-        Case(quantization.quantize_op, f"{weight_fmt.name} of a weight", weight),
-        Case(quantization.quantize_op, f"{fmt.name} columnwise", (x, _amax_bits(x, fmt), columnwise)),
-        Case(quantization.quantize_both_op, fmt.name, (x, _amax_bits(x, fmt), both)),
+        _quantize(f"{weight_fmt.name} of a weight", w, _amax_bits(w, weight_fmt), CastOptions(weight_fmt)),
+        _quantize(f"{fmt.name} columnwise", x, _amax_bits(x, fmt), columnwise),
+        _quantize(fmt.name, x, _amax_bits(x, fmt), both),
         Case(dequantization.dequantize_op, weight_fmt.name, (quantized, FEATURES_IN, torch.bfloat16)),
         Case(transposition.transpose_op, weight_fmt.name, (quantized, FEATURES_IN)),
         Case(many.transpose_many_op, weight_fmt.name, two),
     ]
     if fmt.has_global_scale:
         found += [
-            Case(quantization.tensor_amax_bits_op, fmt.name, (x,)),
+            Case(quantization.tensor_amax_bits_op, fmt.name, (x, None, False)),
             Case(quantization.global_scale_op, fmt.name, (_amax_bits(x, fmt),)),
             *_randomized_cases(x, None, fmt),
         ]
@@ -121,11 +134,9 @@ def _randomized_cases(x: torch.Tensor, groups: Groups | None, fmt: BlockFormat) 
             )
             for per_group in ((False, True) if in_groups else (False,))
         ),
-        Case(randomization.randomized_quantize_op, f"{fmt.name}{in_groups}", (x, bits, rowwise, groups, key, Place())),
-        Case(
-            randomization.randomized_quantize_op,
-            f"{fmt.name} columnwise{in_groups}",
-            (x, bits, columnwise, groups, key, Place(operand=1)),
+        *(
+            _quantize(f"{fmt.name} randomized{' columnwise' * one.columnwise}{in_groups}", x, bits, one, groups, key)
+            for one in (rowwise, columnwise)
         ),
     ]
 
@@ -165,13 +176,13 @@ def _group_cases(
     by_row, by_token = f"{fmt.name} · {weight_fmt.name}", f"{fmt.name} · {fmt.name}"
     found = [
         Case(tables.group_tables_op, fmt.name, (ends, TOKENS, fmt), defined=lambda x: _used_entries(x, fmt)),
-        Case(grouped_quantization.grouped_quantize_op, fmt.name, (x, _amax_bits(x, fmt), options, groups)),
+        _quantize(f"{fmt.name} in groups", x, _amax_bits(x, fmt), options, groups),
         Case(grouped.grouped_matmul_op, by_row, (*output, groups, "m", torch.bfloat16), exact=False),
         Case(grouped.grouped_matmul_op, by_token, (a, b, groups, "k", torch.bfloat16), exact=False),
         Case(grouped.add_grouped_matmul_op, by_token, (main_grad, a, b, groups), exact=False),
     ]
     if fmt.has_global_scale:
-        found.append(Case(grouped_quantization.grouped_amax_bits_op, fmt.name, (x, ends, False)))
+        found.append(Case(quantization.tensor_amax_bits_op, f"{fmt.name} in groups", (x, ends, False)))
         found += _randomized_cases(x, groups, fmt)
         found += _scaled_group_cases(x, dy, experts, ends, groups, (fmt, weight_fmt))
     return found
@@ -195,20 +206,16 @@ def _scaled_group_cases(
     )
     w = quantize(experts, weight_fmt, scale_per_group=True, backend="reference").rowwise
     by_row, by_token = (b.rowwise, w, groups, "m"), (a.columnwise, b.columnwise, groups, "k")
-    weight = experts, each.view(torch.int32), CastOptions(weight_fmt, scale_per_group=True)
+    of_weight, bits = CastOptions(weight_fmt, scale_per_group=True), each.view(torch.int32)
     rowwise, columnwise = (options._replace(rowwise=row, columnwise=not row) for row in (True, False))
     return [
-        Case(grouped_quantization.grouped_amax_bits_op, name, (x, ends, True)),
-        Case(quantization.matrix_amax_bits_op, weight_fmt.name, (experts,)),
-        Case(quantization.global_scale_op, name, (each.view(torch.int32),)),
-        Case(quantization.quantize_op, f"{weight_fmt.name} of experts, a scale each", weight),
-        Case(grouped_quantization.grouped_quantize_op, name, (x, each.view(torch.int32), options, groups)),
+        Case(quantization.tensor_amax_bits_op, f"{fmt.name} in groups, one each", (x, ends, True)),
+        Case(quantization.tensor_amax_bits_op, f"{weight_fmt.name} of experts, one each", (experts, None, True)),
+        Case(quantization.global_scale_op, name, (bits,)),
+        _quantize(f"{weight_fmt.name} of experts, a scale each", experts, bits, of_weight),
+        _quantize(f"{fmt.name} in groups, a scale each", x, bits, options, groups),
         *(
-            Case(
-                randomization.randomized_quantize_op,
-                f"{name}{' columnwise' * one.columnwise}",
-                (x, each.view(torch.int32), one, groups, key, Place(operand=int(one.columnwise))),
-            )
+            _quantize(f"{name}, randomized{' columnwise' * one.columnwise}", x, bits, one, groups, key)
             for one in (rowwise, columnwise)
         ),
         Case(grouped.grouped_matmul_op, f"{name}, by row", (*by_row, torch.bfloat16), exact=False),

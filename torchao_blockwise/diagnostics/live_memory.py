@@ -13,7 +13,7 @@ from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.formats import Groups, Operand, get_format
 from torchao_blockwise.nn import gemms
 from torchao_blockwise.ops import get_backend
-from torchao_blockwise.ops.op import NAMESPACE
+from torchao_blockwise.ops.registry import NAMESPACE
 
 _OURS = f"{NAMESPACE}::"
 # What makes copies of weights inside of a product with one.

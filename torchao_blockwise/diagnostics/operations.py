@@ -42,14 +42,14 @@ def check_operations(device: torch.device, run: bool = True) -> Iterator[Operati
 
 
 def _report(case: Case, run: bool) -> OperationReport:
-    rows = case.op.ranked(*case.args)  # type: ignore[attr-defined]  # set by define_op
+    rows = case.op.ranked(*case.args)
     reasons = [row.reason(case.args) for row in rows]
     able = [row for row, reason in zip(rows, reasons) if reason is None]
     done = {row.backend for row in able}
     # A backend may have several rows, of which the last one says why the backend cannot.
     passed = {row.backend: reason for row, reason in zip(rows, reasons) if reason and row.backend not in done}
     checks = _checks(case, able) if run else {}
-    name = case.op.__name__.removesuffix("_op")
+    name = case.op.name
     return OperationReport(name, case.of, able[0].backend, tuple(passed.items()), tuple(checks.items()))
 
 
@@ -82,7 +82,7 @@ def _results(row: Implementation, case: Case) -> list[torch.Tensor]:
     own = _compat.pytree.tree_map_only(torch.Tensor, torch.clone, list(case.args))
     with torch.no_grad():
         out = row.function(*own)
-    writes = _compat.schema_of(case.op.overload).is_mutable  # type: ignore[attr-defined]
+    writes = _compat.schema_of(case.op.overload).is_mutable
     leaves = _compat.pytree.tree_leaves(own if writes else out)
     return [case.defined(x.cpu()) for x in leaves if isinstance(x, torch.Tensor)]
 

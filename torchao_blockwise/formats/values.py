@@ -1,4 +1,4 @@
-"""The values that travel between layers, operations and kernels: they go whole, and `ops.op` alone takes them apart."""
+"""The values that travel between layers, operations and kernels: operations take them apart, and nobody else."""
 
 from __future__ import annotations
 

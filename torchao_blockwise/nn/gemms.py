@@ -20,7 +20,7 @@ from torchao_blockwise._compat import modes
 from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Draws, Groups, Operand, Place
 from torchao_blockwise.nn.observation import note_multiplied
 from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
-from torchao_blockwise.ops.op import define_op
+from torchao_blockwise.ops.registry import Operation, groups, operand
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over, weight_operand
 
@@ -263,25 +263,17 @@ def _noted_master_matmul(*args: Any) -> torch.Tensor:
 # One operation from the master's values to the output: the quantized copy is never a value of a compiled graph, which
 # could hold it from forward to backward, and a scope that keeps it is asked when the graph runs. It serves experts too:
 # checkpoint policies name one operation.
-@define_op(
-    (Implementation(Backend.AUTO, _noted_master_matmul),),
+master_matmul_op = Operation(
+    f"master_matmul({operand('a')}, Tensor hp, str fmt, bool power_of_2_scales, bool scale_per_group, bool columnwise, "
+    f"str amax_groups, ScalarType? rounded_to, ScalarType out_dtype, Tensor? bias, {groups('Tensor?')}, "
+    "str products_by) -> Tensor",
+    takes=(Operand, None, BlockFormat, *[None] * 7, Groups, Backend),
+    table=[Implementation(Backend.AUTO, _noted_master_matmul)],
+    fake=lambda a, hp, fmt, power_of_2_scales, scale_per_group, columnwise, amax_groups, rounded_to, out_dtype, *_: (
+        a.qdata.new_empty((a.qdata.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
+    ),
     flops=lambda a, hp, *_: gemm_flops(a.qdata.shape[0], hp.shape),
 )
-def master_matmul_op(
-    a: Operand,
-    hp: torch.Tensor,
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
-    scale_per_group: bool,
-    columnwise: bool,
-    amax_groups: str,
-    rounded_to: torch.dtype | None,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    groups: Groups | None,
-    products_by: Backend,
-) -> torch.Tensor:
-    return a.qdata.new_empty((a.qdata.shape[0], hp.shape[-1 if columnwise else -2]), dtype=out_dtype)
 
 
 def quantized_matmul(
@@ -301,21 +293,16 @@ def quantized_matmul(
 
 # One operation in graphs, for the same reason: PyTorch's partitioner would as soon hold the transposed copy as the
 # payload, and would not see that the payload changed.
-@define_op(
-    (Implementation(Backend.AUTO, quantized_matmul),),
+quantized_matmul_op = Operation(
+    f"quantized_matmul({operand('a')}, {operand('weight')}, SymInt columns, bool columnwise, ScalarType out_dtype, "
+    f"Tensor? bias, {groups('Tensor?')}, str products_by) -> Tensor",
+    takes=(Operand, Operand, None, None, None, None, Groups, Backend),
+    table=[Implementation(Backend.AUTO, quantized_matmul)],
+    fake=lambda a, weight, columns, columnwise, out_dtype, *_: a.qdata.new_empty(
+        (a.qdata.shape[0], columns if columnwise else weight.qdata.shape[-2]), dtype=out_dtype
+    ),
     flops=lambda a, weight, columns, *_: gemm_flops(a.qdata.shape[0], (weight.qdata.shape[-2], columns)),
 )
-def quantized_matmul_op(
-    a: Operand,
-    weight: Operand,
-    columns: int,
-    columnwise: bool,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    groups: Groups | None,
-    products_by: Backend,
-) -> torch.Tensor:
-    return a.qdata.new_empty((a.qdata.shape[0], columns if columnwise else weight.qdata.shape[-2]), dtype=out_dtype)
 
 
 def _grad_weight(
@@ -326,13 +313,19 @@ def _grad_weight(
     return ops.grouped_matmul(a, b, groups, along="k", out_dtype=out_dtype, backend=products_by)
 
 
-# The GEMMs' own operations do not know how many tokens are padding, nor so how many operations they are.
-@define_op(
-    (Implementation(Backend.AUTO, _grad_weight),),
-    flops=lambda a, b, groups, tokens, *_: gemm_flops(tokens, (a.qdata.shape[0], b.qdata.shape[0])),
-)
-def grad_weight_op(
+def _grad_weight_fake(
     a: Operand, b: Operand, groups: Groups | None, tokens: int, out_dtype: torch.dtype, products_by: Backend
 ) -> torch.Tensor:
     shape = a.qdata.shape[0], b.qdata.shape[0]
     return a.qdata.new_empty(shape if groups is None else (groups.ends.shape[0], *shape), dtype=out_dtype)
+
+
+# The GEMMs' own operations do not know how many tokens are padding, nor so how many operations they are.
+grad_weight_op = Operation(
+    f"grad_weight({operand('a')}, {operand('b')}, {groups('Tensor?')}, SymInt tokens, ScalarType out_dtype, "
+    "str products_by) -> Tensor",
+    takes=(Operand, Operand, Groups, None, None, Backend),
+    table=[Implementation(Backend.AUTO, _grad_weight)],
+    fake=_grad_weight_fake,
+    flops=lambda a, b, groups, tokens, *_: gemm_flops(tokens, (a.qdata.shape[0], b.qdata.shape[0])),
+)

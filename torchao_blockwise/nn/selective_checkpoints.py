@@ -6,13 +6,12 @@ from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.nn.gemms import master_matmul_op, quantized_matmul_op
 from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
 from torchao_blockwise.ops.gemm.plain import matmul_op
-from torchao_blockwise.ops.groups.quantization import grouped_amax_bits_op
-from torchao_blockwise.ops.quantization import matrix_amax_bits_op, tensor_amax_bits_op
+from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
 
 _PRODUCTS = (master_matmul_op, quantized_matmul_op, matmul_op, grouped_matmul_op)
 # Four bytes, for which a whole tensor is read.
-_AMAXES = (tensor_amax_bits_op, matrix_amax_bits_op, grouped_amax_bits_op, hadamard_amax_bits_op)
+_AMAXES = (tensor_amax_bits_op, hadamard_amax_bits_op)
 
 
 def sac_save_list() -> list[Operation]:
@@ -23,4 +22,4 @@ def sac_save_list() -> list[Operation]:
     A new list, for `torch.utils.checkpoint.create_selective_checkpoint_contexts`, by itself or with PyTorch's.
     Eager and compiled.
     """
-    return [op.overload for op in (*_PRODUCTS, *_AMAXES)]  # type: ignore[attr-defined]
+    return [op.overload for op in (*_PRODUCTS, *_AMAXES)]

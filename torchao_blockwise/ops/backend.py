@@ -39,7 +39,7 @@ class Backend(str, Enum):
     @classmethod
     def _missing_(cls, value: object) -> Backend | None:
         """Those of `register_backend`: pickles and copies look a member up by its value."""
-        return _BY_NAME.get(value)
+        return BACKENDS.get(value)
 
     # Reads as its value in messages on every Python version.
     __str__ = str.__str__
@@ -48,16 +48,16 @@ class Backend(str, Enum):
 
 
 # Looking an enum's member up by value takes 0.5 µs, and every operation asks several times.
-_BY_NAME = {backend.value: backend for backend in Backend}
+BACKENDS = {backend.value: backend for backend in Backend}
 
 
 def register_backend(name: str) -> Backend:
     """A backend that the package does not have, for rows that a program adds to tables; raises ValueError if taken."""
-    if name in _BY_NAME:
+    if name in BACKENDS:
         raise ValueError(f"register_backend: {name} is registered already; choose another name")
     backend = str.__new__(Backend, name)
     backend._name_, backend._value_ = name.upper(), name
-    _BY_NAME[name] = backend
+    BACKENDS[name] = backend
     return backend
 
 
@@ -67,10 +67,10 @@ def get_backend(backend: Backend | str | None) -> Backend:
         return backend
     if backend is None:
         return Backend.AUTO
-    if backend not in _BY_NAME:
-        known = ", ".join(_BY_NAME)
-        raise ValueError(f"no backend {backend!r}; the backends are {known}{did_you_mean(backend, _BY_NAME)}")
-    return _BY_NAME[backend]
+    if backend not in BACKENDS:
+        known = ", ".join(BACKENDS)
+        raise ValueError(f"no backend {backend!r}; the backends are {known}{did_you_mean(backend, BACKENDS)}")
+    return BACKENDS[backend]
 
 
 def casting_backend(backend: Backend | str | None) -> Backend:
@@ -126,11 +126,13 @@ class Implementation(NamedTuple):
     run: a function of the operation's arguments but for `backend`, or "module:function", imported when it is first
         chosen: kernels need Triton, which may not be there.
     why_not: of the same arguments, why it cannot compute them, or None if it can; None: it always can.
+    on_cpu: whether AUTO asks it on a CPU, where Triton's interpreter is off.
     """
 
     backend: Backend
     run: Callable[..., Any] | str
     why_not: Callable[..., str | None] | None = None
+    on_cpu: bool = True
 
     def reason(self, args: Sequence[Any]) -> str | None:
         """Why it cannot compute these arguments, or None if it can."""
@@ -142,6 +144,13 @@ class Implementation(NamedTuple):
             return self.run  # type: ignore[return-value]
         module, name = _place(self.run)
         return getattr(module, name)
+
+
+def kernels(
+    backend: Backend, run: Callable[..., Any] | str, why_not: Callable[..., str | None] | None = None
+) -> Implementation:
+    """A row of kernels for GPUs, by default of Triton kernels for all arguments."""
+    return Implementation(backend, run, why_not or why_no_kernels, on_cpu=False)
 
 
 @functools.cache
@@ -165,7 +174,8 @@ def choose(
 
     AUTO takes the first row that can, and before all others that of the backend `first(*args)`, if it is not None.
     Falling short of `expected(*args)`, by default Triton on a GPU, warns with the reason, once for an operation: later
-    reasons, a token count that changes each step for one, are left unsaid.
+    reasons, a token count that changes each step for one, are left unsaid. On a CPU, where kernels are not interpreted,
+    neither is asked, nor are kernels.
     Raises ValueError where a named backend cannot run.
     """
     if backend is not Backend.AUTO:
@@ -177,6 +187,13 @@ def choose(
             if (reason := row.reason(args)) is None:
                 return row
         raise ValueError(f"{op}: backend {backend} cannot run: {reason}; choose another, or auto")
+    x = args
+    while isinstance(x, (tuple, list)) and x:
+        x = x[0]
+    if isinstance(x, torch.Tensor) and x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        for row in table:
+            if row.on_cpu and (row.why_not is None or row.why_not(*args) is None):
+                return row
     rows, preferred = ranked(table, args, first)
     passed: list[tuple[Backend, str]] = []
     for row in rows:

@@ -1,7 +1,7 @@
-"""What quantizes: `quantize` of a tensor, `grouped_quantize` of tokens in groups, and which operations they take.
+"""Quantize a tensor, or tokens in groups, block by block.
 
-Copies that are transformed or rounded stochastically are made one by one (ops/randomization); all others come from one
-read (ops/quantization, ops/groups/quantization).
+Copies that are transformed or rounded stochastically are made one by one, because each has its tensor scale and its
+random bits; all others come from one read.
 """
 
 from __future__ import annotations
@@ -11,22 +11,29 @@ from collections.abc import Sequence
 import torch
 
 from torchao_blockwise.formats import (
+    HIGH_PRECISION_DTYPES,
     BlockFormat,
     CastOptions,
     Copies,
     Draws,
     Groups,
+    Operand,
+    Place,
     StochasticRounding,
     get_format,
     hadamard_number,
 )
 from torchao_blockwise.ops.backend import Backend, get_backend
 from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
-from torchao_blockwise.ops.groups.quantization import amax_bits_of, grouped_quantize_op
-from torchao_blockwise.ops.op import with_global_scale, without_grad
-from torchao_blockwise.ops.operands import check_dtype, check_options, check_tensor_amax, tensor_scales_shape
-from torchao_blockwise.ops.quantization import global_scale_op, quantize_both_op, quantize_op, scaling_backend
-from torchao_blockwise.ops.randomization import checked_draws, randomized_copies
+from torchao_blockwise.ops.operands import check_dtype, check_options, copies_of, tensor_scales_shape
+from torchao_blockwise.ops.quantization import (
+    global_scale_op,
+    quantize_both_op,
+    quantize_op,
+    scaling_backend,
+    tensor_amax_bits_op,
+)
+from torchao_blockwise.ops.randomization import checked_draws, hadamard_amax_bits_op
 
 
 def quantize(
@@ -130,46 +137,111 @@ def quantize_by(
     backend: Backend | str | None = None,
 ) -> Copies:
     """`quantize` of `x` by options that travel whole, or `grouped_quantize` where its rows are in groups."""
-    op = "quantize" if groups is None else "grouped_quantize"
-    check_dtype(op, x)
-    if groups is not None:
+    op, one_by_one = "quantize" if groups is None else "grouped_quantize", bool(options.hadamard) or draws is not None
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        check_dtype(op, x)
+    check_options(op, options)
+    if one_by_one or groups is not None or tensor_amax is not None or x.dim() < 2:
+        _check(op, x, options, groups, tensor_amax, one_by_one)
+    if groups is not None and not options.padded:
         # Each group is padded anyway.
-        options = options if options.padded else options._replace(padded=True)
-        check_row_blocks(op, options.fmt)
-        if x.dim() != 2:
-            raise ValueError(f"{op}: x must be [M, K], got shape {list(x.shape)}; flatten its leading dims")
-    if options.hadamard or draws is not None:
-        return randomized_copies(op, x, options, groups, draws, tensor_amax, backend)
-    if isinstance(tensor_amax, tuple):
-        raise ValueError(f"{op}: two of tensor_amax are for hadamard=True; pass one")
-    if x.dim() < 2:
-        raise ValueError(f"{op}: x must have at least 2 dims [.., M, K], got shape {list(x.shape)}; reshape it")
-    return _from_one_read(op, x, options, groups, tensor_amax, get_backend(backend))
+        options = options._replace(padded=True)
+    if type(backend) is not Backend:
+        backend = get_backend(backend)
+    if x.requires_grad and torch.is_grad_enabled():
+        # Operations lie below autograd.
+        x = x.detach()
+    cast = quantize_both_op if options.rowwise and options.columnwise else quantize_op
+    if not options.fmt.has_global_scale:
+        tensors = cast(x, None, options, groups, None, _ALL, backend)
+        # As `copies_of`; each call of a layer that is left out shows in a step of small layers.
+        name = options.fmt.name
+        rowwise = Operand(tensors[0], tensors[1], None, name) if options.rowwise else None
+        return Copies(rowwise, Operand(tensors[-2], tensors[-1], None, name) if options.columnwise else None)
+    scaled_by = scaling_backend(backend)
+    amaxes = _amax_bits(x, options, groups, tensor_amax, scaled_by)
+    if not one_by_one:
+        scale = global_scale_op(amaxes[0], scaled_by)
+        return copies_of(cast(x, amaxes[0], options, groups, None, _ALL, backend), options, scale)
+    copies: list[Operand | None] = []
+    key, *places = (None, _ALL, _ALL) if draws is None else draws
+    for columnwise, asked in enumerate((options.rowwise, options.columnwise)):
+        if not asked:
+            copies.append(None)
+            continue
+        # Not by `_replace`: compilers of PyTorch 2.11 cannot return what it makes.
+        one = CastOptions(
+            options.fmt,
+            not columnwise,
+            bool(columnwise),
+            padded=options.padded,
+            hadamard=options.hadamard * columnwise,
+            scale_per_group=options.scale_per_group,
+        )
+        tensors = quantize_op(x, amaxes[columnwise], one, groups, key, places[columnwise], backend)
+        scale = global_scale_op(amaxes[columnwise], scaled_by)
+        copies.append(copies_of(tensors, one, scale)[columnwise])
+    return Copies(*copies)
 
 
-def _from_one_read(
+# All blocks, of which none is rounded by random bits.
+_ALL = Place()
+
+
+def _check(
     op: str,
     x: torch.Tensor,
     options: CastOptions,
     groups: Groups | None,
-    tensor_amax: torch.Tensor | None,
-    backend: Backend,
-) -> Copies:
-    """The copies of `x` that are rounded to nearest and not transformed, with the tensor scale where there is one."""
-    check_options(op, options)
-    check_tensor_amax(op, options.fmt, tensor_amax, tensor_scales_shape(x, options, groups))
-    (x,) = without_grad(x)  # type: ignore[assignment]  # no None
-    others: tuple[Groups | Backend, ...] = (backend,) if groups is None else (groups, backend)
+    tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
+    one_by_one: bool,
+) -> None:
+    """Raise ValueError for what only some calls have: groups, amaxes, a transform or random bits, few dims."""
+    shape = list(x.shape)
     if groups is not None:
-        cast = grouped_quantize_op
-    else:
-        cast = quantize_both_op if options.rowwise and options.columnwise else quantize_op
-    if not options.fmt.has_global_scale:
-        return cast(x, None, options, *others)
-    scaled_by = scaling_backend(backend)
+        check_row_blocks(op, options.fmt)
+        if len(shape) != 2:
+            raise ValueError(f"{op}: x must be [M, K], got shape {shape}; flatten its leading dims")
+    if one_by_one and len(shape) != 2:
+        raise ValueError(
+            f"{op}: x must be [M, K] for hadamard and stochastic, got shape {shape}; flatten its leading dims"
+        )
+    if len(shape) < 2:
+        raise ValueError(f"{op}: x must have at least 2 dims [.., M, K], got shape {shape}; reshape it")
     if tensor_amax is None:
-        amax_bits = amax_bits_of(x, groups, options.scale_per_group, scaled_by)
+        return
+    are_two = isinstance(tensor_amax, tuple)
+    if are_two and not one_by_one:
+        raise ValueError(f"{op}: two of tensor_amax are for hadamard=True; pass one")
+    if are_two != bool(options.hadamard):
+        raise ValueError(
+            f"{op}: tensor_amax must be two, of the tensor and of its transform, with hadamard, and one without it"
+        )
+    if not options.fmt.has_global_scale:
+        raise ValueError(f"{op}: {options.fmt.name} has no tensor scale; leave tensor_amax out")
+    of_scales = tensor_scales_shape(x, options, groups)
+    for amax in tensor_amax if isinstance(tensor_amax, tuple) else (tensor_amax,):
+        if amax.dtype != torch.float32 or tuple(amax.shape) != of_scales:
+            got = f"{amax.dtype} of shape {list(amax.shape)}"
+            wanted = f"{list(of_scales)} float32, one for each group" if of_scales else "a float32 scalar"
+            raise ValueError(f"{op}: tensor_amax must be {wanted}, got {got}")
+
+
+def _amax_bits(
+    x: torch.Tensor,
+    options: CastOptions,
+    groups: Groups | None,
+    tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
+    backend: Backend,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bits of the amaxes that the rowwise and the columnwise copy of `x` are scaled by: the first twice, or two."""
+    if isinstance(tensor_amax, tuple):
+        return tensor_amax[0].view(torch.int32), tensor_amax[1].view(torch.int32)
+    if tensor_amax is not None:
+        bits = tensor_amax.view(torch.int32)
+    elif options.hadamard:
+        return hadamard_amax_bits_op(x, options.hadamard, groups, options.scale_per_group, backend)
     else:
-        amax_bits = tensor_amax.view(torch.int32)
-    global_scale = global_scale_op(amax_bits, scaled_by)
-    return with_global_scale(cast(x, amax_bits, options, *others), global_scale)
+        each = options.scale_per_group and (groups is not None or x.dim() > 2)
+        bits = tensor_amax_bits_op(x, None if groups is None else groups.ends, each, backend)
+    return bits, bits

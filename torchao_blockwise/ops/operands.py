@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -27,12 +28,29 @@ from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.padding import padded_size, without_padding
 
 
-def check_operand(op: str, name: str, x: object) -> None:
-    """Raise TypeError unless `x` is a quantized operand, ValueError for a format that is not registered."""
+def without_grad(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors as values that no gradient is asked of: operations here lie below autograd."""
+    if not torch.is_grad_enabled():
+        return list(tensors)
+    return [t.detach() if t is not None and t.requires_grad else t for t in tensors]
+
+
+def copies_of(tensors: Sequence[torch.Tensor], options: CastOptions, scale: torch.Tensor | None = None) -> Copies:
+    """The copies that an operation of these options returned as tensors. scale: the global scale that they share."""
+    name = options.fmt.name
+    return Copies(
+        Operand(tensors[0], tensors[1], scale, name) if options.rowwise else None,
+        Operand(tensors[-2], tensors[-1], scale, name) if options.columnwise else None,
+    )
+
+
+def check_operand(op: str, name: str, x: object) -> BlockFormat:
+    """The format of `x`; raises TypeError unless it is an operand, ValueError for a format that is not registered."""
     if not isinstance(x, Operand):
         raise TypeError(f"{op}: {name} must be a result of quantize, got {type(x).__name__}; quantize it first")
     if x.format_name not in FORMATS:
         raise ValueError(f"{op}: {name} has no format {x.format_name!r}; the formats are {', '.join(FORMATS)}")
+    return FORMATS[x.format_name]
 
 
 def check_dtype(op: str, x: torch.Tensor, name: str = "x") -> None:
@@ -54,19 +72,6 @@ def check_options(op: str, options: CastOptions) -> None:
         raise ValueError(f"{op}: scale_per_group is for tensor scales, which {fmt.name} has not; leave it out")
     if options.hadamard and not options.columnwise:
         raise ValueError(f"{op}: hadamard transforms the columnwise copy, which is not asked for; leave it out")
-
-
-def check_tensor_amax(op: str, fmt: BlockFormat, tensor_amax: torch.Tensor | None, shape: tuple[int, ...] = ()) -> None:
-    """Raise ValueError unless this is an amax to derive a tensor scale of `fmt` from, or None.
-
-    shape: () where the tensor has one scale, else that of its scales.
-    """
-    if tensor_amax is not None and not fmt.has_global_scale:
-        raise ValueError(f"{op}: {fmt.name} has no tensor scale; leave tensor_amax out")
-    if tensor_amax is not None and (tensor_amax.dtype != torch.float32 or tuple(tensor_amax.shape) != shape):
-        got = f"{tensor_amax.dtype} of shape {list(tensor_amax.shape)}"
-        wanted = f"{list(shape)} float32, one for each group" if shape else "a float32 scalar"
-        raise ValueError(f"{op}: tensor_amax must be {wanted}, got {got}")
 
 
 def tensor_scales_shape(x: torch.Tensor, options: CastOptions, groups: Groups | None) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 # A DTensorSpec. Rules get it in the place of each tensor, in operands too.
 Spec: TypeAlias = Any
-# (placements of what is returned, of what is given): an operation may run on shards that lie so.
-Rules: TypeAlias = "list[tuple[list[Placement], list[Placement | Operand | None]]]"
+# (placements of what is returned, of each tensor argument): an operation may run on shards that lie so.
+Rules: TypeAlias = "list[tuple[list[Placement], list[Placement | None]]]"
 
 
 def shards_on_blocks(x: Spec, dim: int, fmt: BlockFormat, columnwise: bool) -> bool:
@@ -31,15 +31,15 @@ def shards_on_blocks(x: Spec, dim: int, fmt: BlockFormat, columnwise: bool) -> b
     return x.shape[dim] % (length * x.mesh.size()) == 0
 
 
-def placements_of(x: Operand, qdata: Placement, scale: Placement) -> Operand:
-    """The placements of an operand's parts, as a DTensor rule gives them.
+def placements_of(x: Operand, qdata: Placement, scale: Placement) -> list[Placement | None]:
+    """The placements of an operand's tensors, as a DTensor rule gives them.
 
     A global scale is on every rank, those of matrices where these are.
     """
     from torch.distributed.tensor import Replicate
 
-    of_tensor: Any = None
+    of_tensor: Placement | None = None
     if x.global_scale is not None:
         is_split = any(qdata.is_shard(dim) for dim in range(len(x.global_scale.shape)))
         of_tensor = qdata if is_split else Replicate()
-    return Operand(qdata, scale, of_tensor, None)  # type: ignore[arg-type]
+    return [qdata, scale, of_tensor]

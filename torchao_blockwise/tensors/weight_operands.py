@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import cuda_graphs
 from torchao_blockwise.formats import BlockFormat, Operand
-from torchao_blockwise.ops.quantization import matrix_amax_bits_op, tensor_amax_bits_op
+from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
 
 # Names of the process groups over which the tensor is split that the values are a part of.
@@ -187,8 +187,7 @@ def amax_over(x: torch.Tensor, groups: str, per_matrix: bool = False) -> torch.T
     if not groups:
         return None
     # Bits, because a MAX over ranks loses a NaN among floats.
-    amax_bits_op = matrix_amax_bits_op if per_matrix else tensor_amax_bits_op
-    return _largest_over(amax_bits_op(x, ops.Backend.AUTO), groups)
+    return _largest_over(tensor_amax_bits_op(x, None, per_matrix, ops.Backend.AUTO), groups)
 
 
 def amaxes_over(x: torch.Tensor, groups: str, hadamard: int) -> tuple[torch.Tensor, torch.Tensor] | None:

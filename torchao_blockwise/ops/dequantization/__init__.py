@@ -7,8 +7,8 @@ import torch
 from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.dequantization import reference
-from torchao_blockwise.ops.op import define_op
 from torchao_blockwise.ops.operands import check_operand
+from torchao_blockwise.ops.registry import Operation, operand
 from torchao_blockwise.ops.sharding import Rules, placements_of
 
 
@@ -39,10 +39,13 @@ def dequantize(x: Operand, *, dtype: torch.dtype = torch.float32, columns: int |
 def _sharding(x: Operand, columns: int, dtype: torch.dtype) -> Rules:
     from torch.distributed.tensor import Replicate
 
-    replicated = placements_of(x, Replicate(), Replicate())
-    return [([Replicate()], [replicated, None, None])]
+    return [([Replicate()], placements_of(x, Replicate(), Replicate()))]
 
 
-@define_op((Implementation(Backend.REFERENCE, reference.dequantize),), sharding=_sharding)
-def dequantize_op(x: Operand, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    return x.qdata.new_empty((*x.qdata.shape[:-1], columns), dtype=dtype)
+dequantize_op = Operation(
+    f"dequantize({operand('x')}, SymInt columns, ScalarType dtype) -> Tensor",
+    takes=(Operand, None, None),
+    table=[Implementation(Backend.REFERENCE, reference.dequantize)],
+    fake=lambda x, columns, dtype: x.qdata.new_empty((*x.qdata.shape[:-1], columns), dtype=dtype),
+    sharding=_sharding,
+)

@@ -23,6 +23,6 @@ def adding_rows(table: Sequence[Implementation], *last: object) -> list[Implemen
             return row.reason((*operands, *last))
 
         run = row.run.replace(":", ":add_") if isinstance(row.run, str) else add
-        return Implementation(row.backend, run, why_not)
+        return row._replace(run=run, why_not=why_not)
 
     return [adding(row) for row in table]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,14 +14,18 @@ from torchao_blockwise.formats import (
     BlockFormat,
     CastOptions,
     Copies,
-    Operand,
+    Groups,
+    Place,
     global_scale_of,
 )
-from torchao_blockwise.ops.backend import Backend, Implementation, why_no_encoders, why_no_kernels
-from torchao_blockwise.ops.op import define_op
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders
+from torchao_blockwise.ops.groups.ends import check_group_ends
+from torchao_blockwise.ops.groups.quantization.reference import amax_bits as amax_bits_by_reference
+from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.operands import new_copies, why_no_tiles
 from torchao_blockwise.ops.padding import padded_size
-from torchao_blockwise.ops.quantization import reference
+from torchao_blockwise.ops.randomization.reference import quantize as quantize_by_reference
+from torchao_blockwise.ops.registry import OPTIONS, PLACE, Operation, groups
 from torchao_blockwise.ops.sharding import Rules, Spec, shards_on_blocks
 
 if TYPE_CHECKING:
@@ -36,35 +40,22 @@ def scaling_backend(backend: Backend) -> Backend:
     return Backend.REFERENCE if backend is Backend.REFERENCE else Backend.AUTO
 
 
-def _by_reference(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions) -> Copies:
-    return reference.copies(x, options, amax_of(amax_bits))
+# --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def amax_of(bits: torch.Tensor | None) -> torch.Tensor | None:
-    """The amax whose bits travel between ranks as an integer."""
-    return None if bits is None else bits.view(torch.float32)
-
-
-def why_no_quantizers(x: torch.Tensor, *args: object) -> str | None:
-    """Why Triton kernels cannot quantize `x` by the options behind it, or None if they can."""
-    for arg in args:
-        if isinstance(arg, CastOptions) and arg.fmt.name not in _KERNEL_FORMATS:
-            return f"{arg.fmt.name} has no kernel yet"
+def _why_no_kernels(x: torch.Tensor, amax_bits: object, options: CastOptions, *_: object) -> str | None:
+    if options.fmt.name not in _KERNEL_FORMATS:
+        return f"{options.fmt.name} has no kernel yet"
     return why_no_encoders(x)
 
 
-def _global_scale_sharding(amax_bits: Spec, backend: Backend) -> Rules:
-    from torch.distributed.tensor import Replicate, Shard
-
-    placements: list[Placement] = [Replicate(), *map(Shard, range(len(amax_bits.shape)))]
-    return [([placement], [placement, None]) for placement in placements]
+def _check_groups(x: torch.Tensor, amax_bits: object, options: CastOptions, groups: Groups | None, *_: object) -> None:
+    if groups is not None:
+        check_groups("grouped_quantize", groups, x.shape[0], x.device, options.fmt.block[1])
 
 
-def _amax_sharding(x: Spec, backend: Backend) -> Rules:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    sharded: Rules = [([Partial("max")], [Shard(dim), None]) for dim in range(len(x.shape))]
-    return [([Replicate()], [Replicate(), None]), *sharded]
+def _fake(x: torch.Tensor, amax_bits: object, options: CastOptions, groups: Groups | None, *_: object) -> Copies:
+    return new_copies(x, x.shape, options, groups)
 
 
 def _copy_placements(x: Spec, fmt: BlockFormat, columnwise: bool, dim: int) -> list[Placement]:
@@ -81,86 +72,121 @@ def _copy_placements(x: Spec, fmt: BlockFormat, columnwise: bool, dim: int) -> l
     return [Shard(dim), Shard(scale_dim)]
 
 
-def _sharding(x: Spec, amax_bits: Spec | None, options: CastOptions, backend: Backend) -> Rules:
+def _sharding(
+    x: Spec,
+    amax_bits: Spec | None,
+    options: CastOptions,
+    groups: Groups | None,
+    key: Spec | None,
+    place: Place,
+) -> Rules:
     """x replicated, or sharded on a dim whose shards end on block borders; without an amax NVFP4 needs all of x."""
     from torch.distributed.tensor import Replicate, Shard
 
+    def rule(outputs: list[Placement], of_x: Placement, of_amax: Placement) -> tuple[list[Any], list[Any]]:
+        of_groups = [None, None] if groups is None else [t if t is None else Replicate() for t in groups]
+        of_key = None if key is None else Replicate()
+        return outputs, [of_x, None if amax_bits is None else of_amax, *of_groups, of_key]
+
     copies = [columnwise for columnwise, asked in ((False, options.rowwise), (True, options.columnwise)) if asked]
-    amax = None if amax_bits is None else Replicate()
     replicated: list[Placement] = [Replicate()]
-    rules: Rules = [(replicated * 2 * len(copies), [Replicate(), amax, None, None])]
+    rules: Rules = [rule(replicated * 2 * len(copies), Replicate(), Replicate())]
+    if options.hadamard or groups is not None or key is not None:
+        return rules
     for dim in range(len(x.shape)):
         # A shard that is padded by itself is another one than in the whole.
         whole = not options.padded or dim != len(x.shape) - 2 or x.shape[dim] % (padded_size(1) * x.mesh.size()) == 0
         if whole and all(shards_on_blocks(x, dim, options.fmt, columnwise) for columnwise in copies):
             outputs = [p for columnwise in copies for p in _copy_placements(x, options.fmt, columnwise, dim)]
             is_of_matrices = options.scale_per_group and dim < len(x.shape) - 2
-            rules.append((outputs, [Shard(dim), Shard(dim) if is_of_matrices else amax, None, None]))
+            rules.append(rule(outputs, Shard(dim), Shard(dim) if is_of_matrices else Replicate()))
     return rules
 
 
 _TABLE = [
-    Implementation(
-        Backend.GLUON, f"{__name__}.kernels_gluon:quantize", lambda x, amax_bits, options: why_no_tiles(options, x)
+    kernels(
+        Backend.GLUON,
+        f"{__name__}.kernels_gluon:quantize",
+        lambda x, amax_bits, options, *_: why_no_tiles(options, x),
     ),
-    Implementation(Backend.TRITON, f"{__name__}.kernels_triton:quantize", why_no_quantizers),
-    Implementation(Backend.REFERENCE, _by_reference),
+    kernels(Backend.TRITON, "torchao_blockwise.ops.randomization.kernels_triton:quantize", _why_no_kernels),
+    Implementation(Backend.REFERENCE, quantize_by_reference),
 ]
 
-
-@define_op(_TABLE, sharding=_sharding)
-def quantize_op(x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions, backend: Backend) -> Operand:
-    return new_copies(x, x.shape, options)  # type: ignore[return-value]  # with one of them
-
-
-@define_op(_TABLE, sharding=_sharding, said="quantize")
-def quantize_both_op(
-    x: torch.Tensor, amax_bits: torch.Tensor | None, options: CastOptions, backend: Backend
-) -> tuple[Operand, Operand]:
-    return new_copies(x, x.shape, options)
-
-
-# Bits, because a MAX over ranks loses a NaN among floats; as integers magnitudes keep their order, NaN above all.
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{__name__}.kernels_amax:tensor_amax_bits", why_no_kernels),
-        Implementation(Backend.REFERENCE, lambda x: reference.tensor_amax(x).view(torch.int32)),
-    ),
-    sharding=_amax_sharding,
+# x [.., M, K] -> (qdata, scale) of each copy that is asked for. amax_bits: of the tensor, of each group or matrix; None
+# in formats without tensor scales. key: of random bits, None for round to nearest. A key and a transform are for one
+# copy of x [M, K].
+# Two operations, because DTensor rules cannot place the tensors of a list one by one; they share their table.
+quantize_op, quantize_both_op = (
+    Operation(
+        f"{name}(Tensor x, Tensor? amax_bits, {OPTIONS}, {groups('Tensor?')}, Tensor? key, {PLACE}, str backend)"
+        f" -> {returns}",
+        takes=(None, None, CastOptions, Groups, None, Place),
+        table=_TABLE,
+        fake=_fake,
+        check=_check_groups,
+        sharding=_sharding,
+        called="quantize",
+    )
+    for name, returns in (("quantize", "(Tensor, Tensor)"), ("quantize_both", "(Tensor, Tensor, Tensor, Tensor)"))
 )
-def tensor_amax_bits_op(x: torch.Tensor, backend: Backend) -> torch.Tensor:
-    return x.new_empty((), dtype=torch.int32)
+
+# --- amaxes and tensor scales -----------------------------------------------------------------------------------------
 
 
-def _matrix_amax_sharding(x: Spec, backend: Backend) -> Rules:
+def _check_ends(x: torch.Tensor, ends: torch.Tensor | None, each: bool) -> None:
+    if ends is not None:
+        check_group_ends("grouped_quantize", ends, x.shape[0], x.device)
+
+
+def _amax_fake(x: torch.Tensor, ends: torch.Tensor | None, each: bool) -> torch.Tensor:
+    shape = () if not each else x.shape[:-2] if ends is None else ends.shape
+    return x.new_empty(shape, dtype=torch.int32)
+
+
+def _amax_sharding(x: Spec, ends: Spec | None, each: bool) -> Rules:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    inner = len(x.shape) - 2
-    sharded: Rules = [
-        ([Shard(dim) if dim < inner else Partial("max")], [Shard(dim), None]) for dim in range(len(x.shape))
-    ]
-    return [([Replicate()], [Replicate(), None]), *sharded]
+    rules: Rules = [([Replicate()], [Replicate(), None if ends is None else Replicate()])]
+    if ends is None:
+        matrices = len(x.shape) - 2 if each else 0
+        rules += [
+            ([Shard(dim) if dim < matrices else Partial("max")], [Shard(dim), None]) for dim in range(len(x.shape))
+        ]
+    return rules
 
 
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{__name__}.kernels_amax:matrix_amax_bits", why_no_kernels),
-        Implementation(Backend.REFERENCE, lambda x: reference.matrix_amaxes(x).view(torch.int32)),
-    ),
-    sharding=_matrix_amax_sharding,
+# The amax of x, or of its rows in groups; each: of every group, or of every matrix of x [.., M, K]. Bits, because a MAX
+# over ranks loses a NaN among floats; as integers magnitudes keep their order, NaN above all.
+tensor_amax_bits_op = Operation(
+    "tensor_amax_bits(Tensor x, Tensor? group_ends, bool each, str backend) -> Tensor",
+    table=[
+        kernels(Backend.TRITON, f"{__name__}.kernels_amax:tensor_amax_bits"),
+        Implementation(Backend.REFERENCE, amax_bits_by_reference),
+    ],
+    fake=_amax_fake,
+    check=_check_ends,
+    sharding=_amax_sharding,
 )
-def matrix_amax_bits_op(x: torch.Tensor, backend: Backend) -> torch.Tensor:
-    return x.new_empty(x.shape[:-2], dtype=torch.int32)
 
 
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{__name__}.kernels_amax:global_scale", why_no_kernels),
-        Implementation(Backend.REFERENCE, lambda amax_bits: global_scale_of(amax_bits.view(torch.float32))),
-    ),
-    sharding=_global_scale_sharding,
+def _scale_by_reference(amax_bits: torch.Tensor) -> torch.Tensor:
+    return global_scale_of(amax_bits.view(torch.float32))
+
+
+def _scale_sharding(amax_bits: Spec) -> Rules:
+    from torch.distributed.tensor import Replicate, Shard
+
+    placements: list[Placement] = [Replicate(), *map(Shard, range(len(amax_bits.shape)))]
+    return [([placement], [placement]) for placement in placements]
+
+
+global_scale_op = Operation(
+    "global_scale(Tensor amax_bits, str backend) -> Tensor",
+    table=[
+        kernels(Backend.TRITON, f"{__name__}.kernels_amax:global_scale"),
+        Implementation(Backend.REFERENCE, _scale_by_reference),
+    ],
+    fake=lambda amax_bits: amax_bits.new_empty(amax_bits.shape, dtype=torch.float32),
+    sharding=_scale_sharding,
 )
-def global_scale_op(amax_bits: torch.Tensor, backend: Backend) -> torch.Tensor:
-    # Not the number itself: with dynamic=True a compiler makes a float symbolic, and PyTorch 2.13 then fails in the
-    # backward of a second layer.
-    return amax_bits.new_empty(amax_bits.shape, dtype=torch.float32)

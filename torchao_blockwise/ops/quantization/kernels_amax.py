@@ -130,19 +130,6 @@ def _store_scale(amax_ptr, scale_ptr, mask, LARGEST: tl.constexpr):
     tl.store(scale_ptr, tl.where(amax - amax == 0, scale, float("nan")), mask=mask)
 
 
-def tensor_amax_bits(x: torch.Tensor) -> torch.Tensor:
-    """Arguments and result as in the op."""
-    return grouped_amax_bits(x, None, False)
-
-
-def matrix_amax_bits(x: torch.Tensor) -> torch.Tensor:
-    """Arguments and result as in the op."""
-    bits = torch.zeros(x.shape[:-2], dtype=torch.int32, device=x.device)
-    if x.numel() > 0:
-        _group_amaxes(x, None, bits)
-    return bits
-
-
 def _group_amaxes(x: torch.Tensor, group_ends: torch.Tensor | None, bits: torch.Tensor) -> None:
     """Write the amax of each group of rows of `x`, or of each of its matrices, to `bits`, which are zeros."""
     (rows, columns), K, groups = _TILE, x.shape[-1], bits.numel()
@@ -154,10 +141,11 @@ def _group_amaxes(x: torch.Tensor, group_ends: torch.Tensor | None, bits: torch.
     )  # fmt: skip
 
 
-def grouped_amax_bits(x: torch.Tensor, group_ends: torch.Tensor | None, per_group: bool) -> torch.Tensor:
-    """Arguments and result as in the op; without ends, of all rows."""
-    if per_group:
-        bits = torch.zeros(group_ends.shape, dtype=torch.int32, device=x.device)
+def tensor_amax_bits(x: torch.Tensor, group_ends: torch.Tensor | None, each: bool) -> torch.Tensor:
+    """Arguments and result as in the op."""
+    if each:
+        shape = x.shape[:-2] if group_ends is None else group_ends.shape
+        bits = torch.zeros(shape, dtype=torch.int32, device=x.device)
         if x.numel() > 0:
             _group_amaxes(x, group_ends, bits)
         return bits

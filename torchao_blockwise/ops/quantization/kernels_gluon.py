@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
+from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups, Place
 from torchao_blockwise.ops.device.gluon_tiles import Tiling, barrier, copy_layout, make_copies, new_tile, store_copies
 from torchao_blockwise.ops.device.group_blocks import locate_rows
 
@@ -69,6 +69,9 @@ def quantize(
     amax_bits: None,
     options: CastOptions,
     groups: Groups | None = None,
+    key: None = None,
+    place: Place | None = None,
+    *,
     build: tuple[int, int] | None = None,
 ) -> Copies:
     """Arguments and result as in the op, or in that of tokens in groups, within what `gluon_tiles.why_not` admits.

@@ -7,7 +7,7 @@ import torch
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import Draws, Place
 from torchao_blockwise.ops.backend import Backend, Implementation
-from torchao_blockwise.ops.op import define_op
+from torchao_blockwise.ops.registry import Operation
 
 _USE = 2
 
@@ -36,6 +36,8 @@ def _take(key: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 # The schema does not say that `key` changes. Else no pass of a layer could run while another one's backward is to come:
 # autograd refuses what was saved and changed. A compiler may do with it what it does with what reads a generator; it
 # stays in the backward graph, as it takes the gradient. The count is no value that anything else reads.
-@define_op((Implementation(Backend.AUTO, _take),))
-def take_key_op(key: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    return key.new_empty(key.shape)
+take_key_op = Operation(
+    "take_key(Tensor key, Tensor gradient) -> Tensor",
+    table=[Implementation(Backend.AUTO, _take)],
+    fake=lambda key, gradient: key.new_empty(key.shape),
+)

@@ -165,16 +165,16 @@ def amaxes(x: torch.Tensor, hadamard: int, groups: Groups | None, per_group: boo
 
 def quantize(
     x: torch.Tensor,
-    amax_bits: torch.Tensor,
+    amax_bits: torch.Tensor | None,
     options: CastOptions,
     groups: Groups | None,
     key: torch.Tensor | None,
     place: Place,
 ) -> Copies:
     """Arguments and result as in the op."""
-    if options.rowwise and key is None:
-        # Neither transformed nor rounded otherwise: the copy that all have.
+    if key is None and not options.hadamard:
         return nearest(x, amax_bits, options, groups)
+    assert amax_bits is not None
     padded = options.padded or groups is not None
     copies = new_copies(x, x.shape, options if padded else options._replace(padded=True), groups)
     if x.numel() > 0:

@@ -10,6 +10,7 @@ from torchao_blockwise.formats import (
     E2M1,
     HADAMARD_SIZE,
     CastOptions,
+    Copies,
     Groups,
     Operand,
     Place,
@@ -17,9 +18,11 @@ from torchao_blockwise.formats import (
     hadamard_transform,
 )
 from torchao_blockwise.ops.groups.ends import clamped_ends, padded_ends, starts_of
+from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
 from torchao_blockwise.ops.groups.quantization.reference import amax_of_grid, group_amaxes, in_groups, padded
 from torchao_blockwise.ops.padding import with_zero_tokens
-from torchao_blockwise.ops.quantization.reference import block_scales, expand_blocks, quantize, tensor_amax
+from torchao_blockwise.ops.quantization import reference
+from torchao_blockwise.ops.quantization.reference import block_scales, expand_blocks, tensor_amax
 
 _BLOCK = HADAMARD_SIZE
 
@@ -33,6 +36,33 @@ def amaxes(
         return group_amaxes(x, ends), group_amaxes(_tokens(x, groups, hadamard), of_chunks)
     made_of = x if groups is None else in_groups(x, groups.ends)
     return tensor_amax(made_of), tensor_amax(_tokens(x, groups, hadamard))
+
+
+def quantize(
+    x: torch.Tensor,
+    amax_bits: torch.Tensor | None,
+    options: CastOptions,
+    groups: Groups | None,
+    key: torch.Tensor | None,
+    place: Place,
+) -> Copies:
+    """Arguments and result as in the op: of copies that are rounded to nearest and not transformed both at once."""
+    amax = None if amax_bits is None else amax_bits.view(torch.float32)
+    if options.hadamard or key is not None:
+        assert amax is not None
+        made = copy(x, amax, options, groups, key, place)
+        return Copies(made, None) if options.rowwise else Copies(None, made)
+    if groups is not None:
+        return grouped_reference.quantize(x, groups.ends, options, amax)
+    return reference.copies(x, options, amax)
+
+
+def amax_bits(
+    x: torch.Tensor, hadamard: int, groups: Groups | None, per_group: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments and result as in the op."""
+    plain, transformed = amaxes(x, hadamard, groups, per_group)
+    return plain.view(torch.int32), transformed.view(torch.int32)
 
 
 def copy(
@@ -78,7 +108,7 @@ def _round(
 ) -> Operand:
     """`x` [rows, columns] quantized, rounded by the bits of blocks of these numbers; to nearest without a key."""
     if key is None:
-        return quantize(x, options, amax)
+        return reference.quantize(x, options, amax)
     x = x.float().contiguous()
     # The random bits have no part in the choice of scales: else the mean would not be kept.
     fmt, scales = options.fmt, block_scales(x, options, amax)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, get_format
-from torchao_blockwise.ops.op import travels
+from torchao_blockwise.ops.registry import by_name
 
 # Where `partial_cast_` writes: the whole payload, the entries that hold the shard, or one code an entry.
 WHOLE, ENTRIES, CODES = "whole", "entries", "codes"
@@ -25,7 +25,7 @@ class Shard(NamedTuple):
     first_block: int
 
 
-@travels
+@by_name(fmt=BlockFormat)
 class Shards(NamedTuple):
     """A shard of each of a list of tensors, to be rounded to `dtype` and quantized in `fmt`."""
 

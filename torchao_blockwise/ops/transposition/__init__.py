@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from torchao_blockwise.formats import Operand
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
-from torchao_blockwise.ops.op import define_op
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels
 from torchao_blockwise.ops.operands import check_operand
+from torchao_blockwise.ops.registry import Operation, operand
 from torchao_blockwise.ops.sharding import Rules, placements_of, shards_on_blocks
 from torchao_blockwise.ops.transposition import reference
 
@@ -19,14 +21,13 @@ def transpose(x: Operand, *, columns: int | None = None, backend: Backend | str 
     Raises TypeError if `x` is not a quantized operand, ValueError for blocks that are not square.
     """
     columns = check_transposable("transpose", "x", x, columns)
-    qdata, scale = transpose_op(x, columns, get_backend(backend))
+    qdata, scale = transpose_op(x, columns, backend)
     return Operand(qdata, scale, x.global_scale, x.format_name)
 
 
 def check_transposable(op: str, name: str, x: Operand, columns: int | None) -> int:
     """The number of columns that `x` holds; raises as `transpose` does."""
-    check_operand(op, name, x)
-    fmt = x.format
+    fmt = check_operand(op, name, x)
     if not fmt.is_square:
         raise ValueError(
             f"{op}: {name} in {fmt.name} has blocks of {fmt.block[0]}x{fmt.block[1]}, a transpose would need other "
@@ -38,29 +39,34 @@ def check_transposable(op: str, name: str, x: Operand, columns: int | None) -> i
     return columns
 
 
-def _sharding(x: Operand, columns: int, backend: Backend) -> Rules:
+def _sharding(x: Operand, columns: int) -> Rules:
     from torch.distributed.tensor import Replicate, Shard
 
     replicated = placements_of(x, Replicate(), Replicate())
-    rules: Rules = [([Replicate(), Replicate()], [replicated, None, None])]
+    rules: Rules = [([Replicate(), Replicate()], replicated)]
     ndim = len(x.qdata.shape)
     for dim in range(ndim - 1):
         # `columns` counts the whole tensor, so only dims that leave it alone can be sharded.
         if shards_on_blocks(x.qdata, dim, x.format, columnwise=True):
             out = dim if dim < ndim - 2 else ndim - 1
             sharded = placements_of(x, Shard(dim), Shard(dim))
-            rules.append(([Shard(out), Shard(out)], [sharded, None, None]))
+            rules.append(([Shard(out), Shard(out)], sharded))
     return rules
 
 
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{__name__}.kernels_triton:transpose", why_no_kernels),
-        Implementation(Backend.REFERENCE, reference.transpose),
-    ),
-    sharding=_sharding,
-)
-def transpose_op(x: Operand, columns: int, backend: Backend) -> Operand:
+def _fake(x: Operand, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     *batch, rows, _ = x.qdata.shape
     qdata = x.qdata.new_empty((*batch, columns, x.format.element.packed(rows)))
-    return Operand(qdata, x.scale.new_empty(x.scale.mT.shape), None, x.format_name)
+    return qdata, x.scale.new_empty(x.scale.mT.shape)
+
+
+transpose_op = Operation(
+    f"transpose({operand('x')}, SymInt columns, str backend) -> (Tensor, Tensor)",
+    takes=(Operand, None),
+    table=[
+        kernels(Backend.TRITON, f"{__name__}.kernels_triton:transpose"),
+        Implementation(Backend.REFERENCE, reference.transpose),
+    ],
+    fake=_fake,
+    sharding=_sharding,
+)

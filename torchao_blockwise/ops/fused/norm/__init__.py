@@ -7,13 +7,20 @@ from typing import NamedTuple
 import torch
 
 from torchao_blockwise.formats import FP8_1X128, HIGH_PRECISION_DTYPES, CastOptions, Copies
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders
 from torchao_blockwise.ops.casting import quantize_by
 from torchao_blockwise.ops.fused.norm import reference
 from torchao_blockwise.ops.fused.norm.values import Norm
-from torchao_blockwise.ops.op import define_op, without_grad
-from torchao_blockwise.ops.operands import check_dtype, check_options, new_copies, why_no_tiles
+from torchao_blockwise.ops.operands import (
+    check_dtype,
+    check_options,
+    copies_of,
+    new_copies,
+    why_no_tiles,
+    without_grad,
+)
 from torchao_blockwise.ops.quantization import reference as quantize_reference
+from torchao_blockwise.ops.registry import OPTIONS, Operation
 
 _KINDS = ("rms", "layer")
 
@@ -38,7 +45,7 @@ def norm_statistics(x: torch.Tensor, kind: str, eps: float, *, backend: Backend 
         raise ValueError(f"norm_statistics: kind must be one of {_KINDS}, got {kind!r}")
     _check_x("norm_statistics", x)
     (x,) = without_grad(x)  # type: ignore[assignment]  # no None
-    *mean, rstd = norm_statistics_op(x, kind == "layer", eps, get_backend(backend))
+    *mean, rstd = norm_statistics_op(x, kind == "layer", eps, backend)
     return NormStatistics(mean[0] if mean else None, rstd)
 
 
@@ -57,7 +64,7 @@ def normalize(
     Returns [M, K] of `dtype`, default that of `x`. Bits do not depend on the backend. Not differentiable.
     Raises TypeError for a dtype, ValueError for shapes or a backend that does not exist.
     """
-    return normalize_op(_norm_of("normalize", x, statistics, weight, bias, dtype), get_backend(backend))
+    return normalize_op(_norm_of("normalize", x, statistics, weight, bias, dtype), backend)
 
 
 def norm_quantize(
@@ -83,10 +90,10 @@ def norm_quantize(
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3 and §5 (fusing the cast with the layer before).
     """
     check_options("norm_quantize", options)
-    norm, backend = _norm_of("norm_quantize", x, statistics, weight, bias, dtype), get_backend(backend)
+    norm = _norm_of("norm_quantize", x, statistics, weight, bias, dtype)
     if options.fmt is not FP8_1X128:
         return quantize_by(normalize_op(norm, backend), options, backend=backend)
-    return norm_quantize_op(norm, options, backend)
+    return copies_of(norm_quantize_op(norm, options, backend), options)
 
 
 def _check_x(op: str, x: torch.Tensor) -> None:
@@ -124,24 +131,25 @@ def _norm_of(
 _TRITON, _GLUON = (f"{__name__}.kernels_{name}" for name in ("triton", "gluon"))
 
 
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{_TRITON}:statistics", why_no_kernels),
+NORM = "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, ScalarType dtype"
+
+norm_statistics_op = Operation(
+    "norm_statistics(Tensor x, bool layer, float eps, str backend) -> Tensor[]",
+    table=[
+        kernels(Backend.TRITON, f"{_TRITON}:statistics"),
         Implementation(Backend.REFERENCE, reference.statistics),
-    )
+    ],
+    fake=lambda x, layer, eps: [x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2 if layer else 1)],
 )
-def norm_statistics_op(x: torch.Tensor, layer: bool, eps: float, backend: Backend) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2 if layer else 1)]
-
-
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{_TRITON}:normalize", why_no_kernels),
+normalize_op = Operation(
+    f"normalize({NORM}, str backend) -> Tensor",
+    takes=(Norm,),
+    table=[
+        kernels(Backend.TRITON, f"{_TRITON}:normalize"),
         Implementation(Backend.REFERENCE, lambda norm: reference.normalize(norm).contiguous()),
-    )
+    ],
+    fake=lambda norm: norm.x.new_empty(norm.x.shape, dtype=norm.dtype),
 )
-def normalize_op(norm: Norm, backend: Backend) -> torch.Tensor:
-    return norm.x.new_empty(norm.x.shape, dtype=norm.dtype)
 
 
 def _why_no_tiles(norm: Norm, options: CastOptions) -> str | None:
@@ -150,14 +158,15 @@ def _why_no_tiles(norm: Norm, options: CastOptions) -> str | None:
     return why_no_tiles(options, norm.x)
 
 
-@define_op(
-    (
-        Implementation(Backend.GLUON, f"{_GLUON}:norm_quantize", _why_no_tiles),
-        Implementation(Backend.TRITON, f"{_TRITON}:norm_quantize", why_no_encoders),
+norm_quantize_op = Operation(
+    f"norm_quantize({NORM}, {OPTIONS}, str backend) -> Tensor[]",
+    takes=(Norm, CastOptions),
+    table=[
+        kernels(Backend.GLUON, f"{_GLUON}:norm_quantize", _why_no_tiles),
+        kernels(Backend.TRITON, f"{_TRITON}:norm_quantize", why_no_encoders),
         Implementation(
             Backend.REFERENCE, lambda norm, options: quantize_reference.copies(reference.normalize(norm), options)
         ),
-    )
+    ],
+    fake=lambda norm, options: new_copies(norm.x, norm.x.shape, options),
 )
-def norm_quantize_op(norm: Norm, options: CastOptions, backend: Backend) -> Copies:
-    return new_copies(norm.x, norm.x.shape, options)

@@ -6,10 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchao_blockwise.ops.op import travels
 
-
-@travels
 class Norm(NamedTuple):
     """y = (x - mean) · rstd · weight + bias, in `dtype`; see `ops.normalize`.
 

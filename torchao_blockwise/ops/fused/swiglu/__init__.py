@@ -5,15 +5,22 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Draws, Groups
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders
 from torchao_blockwise.ops.casting import quantize_by
 from torchao_blockwise.ops.fused.swiglu import reference
 from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
 from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
-from torchao_blockwise.ops.op import define_op, without_grad
-from torchao_blockwise.ops.operands import check_dtype, check_options, new_copies, why_no_tiles
+from torchao_blockwise.ops.operands import (
+    check_dtype,
+    check_options,
+    copies_of,
+    new_copies,
+    why_no_tiles,
+    without_grad,
+)
 from torchao_blockwise.ops.quantization import reference as quantize_reference
+from torchao_blockwise.ops.registry import OPTIONS, Operation, groups
 
 # Bytes of payload that a store of a kernel writes.
 _ALIGNMENT = 16
@@ -30,7 +37,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, backend: Backend | str | Non
     Source: GLU Variants Improve Transformer (arXiv 2002.05202).
     """
     _check("swiglu", gate=gate, up=up)
-    return swiglu_op(*without_grad(gate, up), get_backend(backend))
+    return swiglu_op(*without_grad(gate, up), backend)
 
 
 def swiglu_quantize(
@@ -52,10 +59,10 @@ def swiglu_quantize(
     """
     groups = _check_quantize("swiglu_quantize", options, groups)
     _check("swiglu_quantize", gate=gate, up=up)
-    backend, inputs = get_backend(backend), without_grad(gate, up)
+    inputs = without_grad(gate, up)
     if options.fmt is not FP8_1X128:
         return quantize_by(swiglu_op(*inputs, backend), options, groups, backend=backend)
-    return swiglu_quantize_op(*inputs, options, groups, backend)
+    return copies_of(swiglu_quantize_op(*inputs, options, groups, backend), options)
 
 
 def swiglu_backward(
@@ -69,7 +76,7 @@ def swiglu_backward(
     Raises TypeError for a dtype, ValueError for shapes or a backend that does not exist.
     """
     _check("swiglu_backward", gate=gate, up=up, dh=dh)
-    return swiglu_backward_op(*without_grad(dh, gate, up), get_backend(backend))
+    return swiglu_backward_op(*without_grad(dh, gate, up), backend)
 
 
 def swiglu_backward_quantize(
@@ -93,11 +100,11 @@ def swiglu_backward_quantize(
     """
     groups = _check_quantize("swiglu_backward_quantize", options, groups)
     _check("swiglu_backward_quantize", gate=gate, up=up, dh=dh)
-    backend, inputs = get_backend(backend), without_grad(dh, gate, up)
+    inputs = without_grad(dh, gate, up)
     if options.fmt is not FP8_1X128 or gate.shape[1] % _ALIGNMENT:
         gradient = torch.cat(swiglu_backward_op(*inputs, backend), 1)
         return quantize_by(gradient, options, groups, draws=draws, backend=backend)
-    return swiglu_backward_quantize_op(*inputs, options, groups, backend)
+    return copies_of(swiglu_backward_quantize_op(*inputs, options, groups, backend), options)
 
 
 def _check_quantize(op: str, options: CastOptions, groups: Groups | torch.Tensor | None) -> Groups | None:
@@ -106,11 +113,6 @@ def _check_quantize(op: str, options: CastOptions, groups: Groups | torch.Tensor
         return None
     check_row_blocks(op, options.fmt)
     return as_groups(groups)
-
-
-def _merged_shape(gate: torch.Tensor) -> tuple[int, int]:
-    """Of the gradient of gate and up side by side."""
-    return gate.shape[0], 2 * gate.shape[1]
 
 
 def _check(op: str, **tensors: torch.Tensor) -> None:
@@ -142,33 +144,30 @@ def _by_reference(y: torch.Tensor, options: CastOptions, groups: Groups | None) 
 _TRITON, _GLUON = (f"{__name__}.kernels_{name}" for name in ("triton", "gluon"))
 
 
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{_TRITON}:swiglu", why_no_kernels),
+swiglu_op = Operation(
+    "swiglu(Tensor gate, Tensor up, str backend) -> Tensor",
+    table=[
+        kernels(Backend.TRITON, f"{_TRITON}:swiglu"),
         Implementation(Backend.REFERENCE, lambda gate, up: reference.swiglu(gate, up).contiguous()),
-    )
+    ],
+    fake=lambda gate, up: gate.new_empty(gate.shape),
 )
-def swiglu_op(gate: torch.Tensor, up: torch.Tensor, backend: Backend) -> torch.Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@define_op(
-    (
-        Implementation(
+swiglu_quantize_op = Operation(
+    f"swiglu_quantize(Tensor gate, Tensor up, {OPTIONS}, {groups('Tensor?')}, str backend) -> Tensor[]",
+    takes=(None, None, CastOptions, Groups),
+    table=[
+        kernels(
             Backend.GLUON, f"{_GLUON}:swiglu_quantize", lambda gate, up, options, _: why_no_tiles(options, gate, up)
         ),
-        Implementation(Backend.TRITON, f"{_TRITON}:swiglu_quantize", why_no_encoders),
+        kernels(Backend.TRITON, f"{_TRITON}:swiglu_quantize", why_no_encoders),
         Implementation(
             Backend.REFERENCE,
             lambda gate, up, options, groups: _by_reference(reference.swiglu(gate, up), options, groups),
         ),
-    ),
+    ],
+    fake=lambda gate, up, options, groups: new_copies(gate, gate.shape, options, groups),
     check=lambda gate, up, options, groups: _check_groups("swiglu_quantize", gate, options, groups),
 )
-def swiglu_quantize_op(
-    gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None, backend: Backend
-) -> Copies:
-    return new_copies(gate, gate.shape, options, groups)
 
 
 def _gradients_by_reference(
@@ -178,16 +177,14 @@ def _gradients_by_reference(
     return dgate.contiguous(), dup.contiguous()
 
 
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{_TRITON}:swiglu_backward", why_no_kernels),
+swiglu_backward_op = Operation(
+    "swiglu_backward(Tensor dh, Tensor gate, Tensor up, str backend) -> (Tensor, Tensor)",
+    table=[
+        kernels(Backend.TRITON, f"{_TRITON}:swiglu_backward"),
         Implementation(Backend.REFERENCE, _gradients_by_reference),
-    )
+    ],
+    fake=lambda dh, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
 )
-def swiglu_backward_op(
-    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, backend: Backend
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
 def _copies_of_gradients_by_reference(
@@ -196,24 +193,19 @@ def _copies_of_gradients_by_reference(
     return _by_reference(torch.cat(reference.swiglu_backward(dh, gate, up), 1), options, groups)
 
 
-@define_op(
-    (
-        Implementation(
+swiglu_backward_quantize_op = Operation(
+    f"swiglu_backward_quantize(Tensor dh, Tensor gate, Tensor up, {OPTIONS}, {groups('Tensor?')}, str backend)"
+    " -> Tensor[]",
+    takes=(None, None, None, CastOptions, Groups),
+    table=[
+        kernels(
             Backend.GLUON,
             f"{_GLUON}:swiglu_backward_quantize",
             lambda dh, gate, up, options, _: why_no_tiles(options, dh, gate, up),
         ),
-        Implementation(Backend.TRITON, f"{_TRITON}:swiglu_backward_quantize", why_no_encoders),
+        kernels(Backend.TRITON, f"{_TRITON}:swiglu_backward_quantize", why_no_encoders),
         Implementation(Backend.REFERENCE, _copies_of_gradients_by_reference),
-    ),
+    ],
+    fake=lambda dh, gate, up, options, groups: new_copies(gate, (gate.shape[0], 2 * gate.shape[1]), options, groups),
     check=lambda dh, gate, up, options, groups: _check_groups("swiglu_backward_quantize", gate, options, groups),
 )
-def swiglu_backward_quantize_op(
-    dh: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    options: CastOptions,
-    groups: Groups | None,
-    backend: Backend,
-) -> Copies:
-    return new_copies(gate, _merged_shape(gate), options, groups)

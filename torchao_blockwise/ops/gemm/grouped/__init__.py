@@ -20,7 +20,7 @@ from torchao_blockwise.ops.backend import (
     Backend,
     Implementation,
     compute_capability,
-    get_backend,
+    kernels,
     why_no_gluon,
     why_no_kernels,
 )
@@ -30,7 +30,7 @@ from torchao_blockwise.ops.gemm.plain import KERNEL_PAIRS, check_operands, check
 from torchao_blockwise.ops.gemm.rows import why_not_copied
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.groups.tables.layout import check_groups
-from torchao_blockwise.ops.op import Changed, define_op
+from torchao_blockwise.ops.registry import Operation, groups, operand
 
 _ALONG = ("m", "k")
 # In NVFP4 on Hopper AUTO decodes before the product where each decoded element is multiplied so often: decoding moves 4
@@ -67,7 +67,7 @@ def grouped_matmul(
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2 for the promotion of partial sums to fp32.
     """
     _check("grouped_matmul", a, b, along, out_dtype)
-    return grouped_matmul_op(a, b, as_groups(groups), along, out_dtype, get_backend(backend))
+    return grouped_matmul_op(a, b, as_groups(groups), along, out_dtype, backend)
 
 
 def add_grouped_matmul_(
@@ -89,7 +89,7 @@ def add_grouped_matmul_(
     groups = as_groups(groups)
     wanted = [groups.ends.numel(), a.qdata.shape[0], b.qdata.shape[0]]
     check_sum("add_grouped_matmul_", out, wanted, a.qdata.device)
-    add_grouped_matmul_op(out, a, b, groups, get_backend(backend))
+    add_grouped_matmul_op(out, a, b, groups, backend)
     count_change(out)
     return out
 
@@ -176,35 +176,37 @@ def _first(a: Operand, b: Operand, *_: object) -> Backend | None:
 
 
 # Along "m" Gluon's kernel took half the time of Triton's at every shape and routing measured on an H200.
-_TABLE = (
-    Implementation(Backend.GLUON, f"{__name__}.kernels_gluon:grouped_matmul", _why_no_gluon),
-    Implementation(Backend.GLUON, f"{__name__}.kernels_decoded:grouped_matmul", _why_not_decoded),
-    Implementation(Backend.CUTLASS, cutlass.grouped_matmul, cutlass.why_not),
-    Implementation(Backend.TRITON, f"{__name__}.kernels_triton:grouped_matmul", _why_no_triton),
+_TABLE = [
+    kernels(Backend.GLUON, f"{__name__}.kernels_gluon:grouped_matmul", _why_no_gluon),
+    kernels(Backend.GLUON, f"{__name__}.kernels_decoded:grouped_matmul", _why_not_decoded),
+    kernels(Backend.CUTLASS, cutlass.grouped_matmul, cutlass.why_not),
+    kernels(Backend.TRITON, f"{__name__}.kernels_triton:grouped_matmul", _why_no_triton),
     Implementation(Backend.REFERENCE, f"{__name__}.reference:grouped_matmul"),
-)
+]
 
 
-# Sizes of groups are on the device: each row of a, along "k" each padded token, counts as one of a group.
-@define_op(
-    _TABLE,
-    check=lambda a, b, groups, along, out_dtype: _check_groups("grouped_matmul", a, b, groups, along),
-    first=_first,
-    flops=count_flops,
-)
-def grouped_matmul_op(
-    a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype, backend: Backend
-) -> torch.Tensor:
+def _fake(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:
     (rows, *_), (*_, columns, _) = a.qdata.shape, b.qdata.shape
     shape = (rows, columns) if along == "m" else (groups.ends.shape[0], rows, columns)
     return a.qdata.new_empty(shape, dtype=out_dtype)
 
 
-@define_op(
-    adding_rows(_TABLE, "k", torch.float32),
+# Sizes of groups are on the device: in FLOPs each row of a, along "k" each padded token, counts as one of a group.
+grouped_matmul_op = Operation(
+    f"grouped_matmul({operand('a')}, {operand('b')}, {groups()}, str along, ScalarType out_dtype, str backend)"
+    " -> Tensor",
+    takes=(Operand, Operand, Groups, None, None),
+    table=_TABLE,
+    fake=_fake,
+    check=lambda a, b, groups, along, out_dtype: _check_groups("grouped_matmul", a, b, groups, along),
+    first=_first,
+    flops=count_flops,
+)
+add_grouped_matmul_op = Operation(
+    f"add_grouped_matmul_(Tensor(a!) out, {operand('a')}, {operand('b')}, {groups()}, str backend) -> ()",
+    takes=(None, Operand, Operand, Groups),
+    table=adding_rows(_TABLE, "k", torch.float32),
     check=lambda out, a, b, groups: _check_groups("add_grouped_matmul_", a, b, groups, "k"),
     first=lambda out, *ab: _first(*ab),
     flops=lambda out, *ab: count_flops(*ab),
 )
-def add_grouped_matmul_op(out: Changed, a: Operand, b: Operand, groups: Groups, backend: Backend) -> None:
-    """Writes in place."""

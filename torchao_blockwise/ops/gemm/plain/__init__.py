@@ -20,14 +20,14 @@ from torchao_blockwise.ops.backend import (
     Backend,
     Implementation,
     compute_capability,
-    get_backend,
+    kernels,
     why_no_gluon,
     why_no_kernels,
 )
 from torchao_blockwise.ops.gemm.adding import adding_rows
 from torchao_blockwise.ops.gemm.plain import cublas, deepgemm, reference
-from torchao_blockwise.ops.op import Changed, define_op
 from torchao_blockwise.ops.operands import check_operand
+from torchao_blockwise.ops.registry import Operation, operand
 from torchao_blockwise.ops.sharding import Rules, placements_of
 
 _GLUON_PAIRS = {(FP8_1X128.name, FP8_128X128.name), (FP8_1X128.name, FP8_1X128.name)}
@@ -62,7 +62,7 @@ def matmul(
     Source: DeepSeek-V3 report (arXiv 2412.19437) §3.3.2 for the promotion of partial sums to fp32.
     """
     _check(a, b, out_dtype, bias)
-    return matmul_op(a, b, out_dtype, bias, get_backend(backend))
+    return matmul_op(a, b, out_dtype, bias, backend)
 
 
 def add_matmul_(out: torch.Tensor, a: Operand, b: Operand, *, backend: Backend | str | None = None) -> torch.Tensor:
@@ -74,7 +74,7 @@ def add_matmul_(out: torch.Tensor, a: Operand, b: Operand, *, backend: Backend |
     """
     _check(a, b, torch.float32, None)
     check_sum("add_matmul_", out, [a.qdata.shape[0], b.qdata.shape[0]], a.qdata.device)
-    add_matmul_op(out, a, b, get_backend(backend))
+    add_matmul_op(out, a, b, backend)
     count_change(out)
     return out
 
@@ -94,11 +94,9 @@ def count_change(out: torch.Tensor) -> None:
 
 def check_operands(op: str, a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
     """Raise TypeError or ValueError unless the two can be multiplied, whatever their shapes are."""
-    check_operand(op, "a", a)
-    check_operand(op, "b", b)
+    a_fmt, b_fmt = check_operand(op, "a", a), check_operand(op, "b", b)
     if out_dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    a_fmt, b_fmt = a.format, b.format
     if a_fmt.element is not b_fmt.element or a_fmt.block[1] != b_fmt.block[1]:
         raise ValueError(
             f"{op}: {a.format_name} · {b.format_name} differ in element or block length along the contraction"
@@ -168,9 +166,10 @@ def _first(
     docs/design.md says what they cost.
     """
     capability = compute_capability(a.qdata.device)
-    if a.format.element is E2M1 and (0, 0) < capability < (10, 0):
+    element = a.format.element
+    if element is E2M1 and (0, 0) < capability < (10, 0):
         return Backend.TRITON if a.qdata.shape[0] <= _DECODED_ROWS else None
-    if capability != (9, 0) or a.format.element is not E4M3:
+    if capability != (9, 0) or element is not E4M3:
         return None
     if b.format.block[0] > 1:
         return Backend.DEEP_GEMM if deepgemm.pays(a, b, out_dtype, bias) else Backend.GLUON
@@ -184,7 +183,7 @@ def _expected(a: Operand, b: Operand, *_: object) -> Backend | None:
     return Backend.CUBLAS if has_blocks else Backend.TRITON
 
 
-def _sharding(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, backend: Any) -> Rules:
+def _sharding(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> Rules:
     """Rows of a, rows of b (on block borders), or the contraction (on block borders, no bias; gives partial sums)."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -193,11 +192,11 @@ def _sharding(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor
     a_fmt, b_fmt, ranks = a.format, b.format, mesh.mesh.size()
 
     def rule(out: Any, a_dim: int | None, b_dim: int | None, bias_placement: Any) -> Any:
-        def placed(x: Operand, dim: int | None) -> Any:
+        def placed(x: Operand, dim: int | None) -> list[Any]:
             scale_dim = dim if dim is None or not x.format.transposed_scales else 1 - dim
             return placements_of(x, *(Replicate() if d is None else Shard(d) for d in (dim, scale_dim)))
 
-        return [out], [placed(a, a_dim), placed(b, b_dim), None, None if bias is None else bias_placement, None]
+        return [out], [*placed(a, a_dim), *placed(b, b_dim), None if bias is None else bias_placement]
 
     rules = [rule(Replicate(), None, None, Replicate())]
     if a.qdata.shape[0] % (ranks * a_fmt.block[0]) == 0:
@@ -215,29 +214,36 @@ def count_flops(a: Operand, b: Operand, *_: object) -> int:
     return 2 * m * n * k
 
 
-_TABLE = (
-    Implementation(Backend.CUBLAS, cublas.matmul, cublas.why_not),
-    Implementation(Backend.CUBLAS, f"{__name__}.kernels_decode:matmul", _why_not_decoded),
-    Implementation(Backend.GLUON, f"{__name__}.kernels_gluon:matmul", _why_no_gluon),
-    Implementation(Backend.TRITON, f"{__name__}.kernels_triton:matmul", _why_no_triton),
+_TABLE = [
+    kernels(Backend.CUBLAS, cublas.matmul, cublas.why_not),
+    kernels(Backend.CUBLAS, f"{__name__}.kernels_decode:matmul", _why_not_decoded),
+    kernels(Backend.GLUON, f"{__name__}.kernels_gluon:matmul", _why_no_gluon),
+    kernels(Backend.TRITON, f"{__name__}.kernels_triton:matmul", _why_no_triton),
     # Only where `_first` takes it.
-    Implementation(Backend.DEEP_GEMM, deepgemm.matmul, deepgemm.why_not),
+    kernels(Backend.DEEP_GEMM, deepgemm.matmul, deepgemm.why_not),
     Implementation(Backend.REFERENCE, reference.matmul),
-)
+]
 
 
-@define_op(_TABLE, first=_first, expected=_expected, sharding=_sharding, flops=count_flops)
-def matmul_op(
-    a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, backend: Backend
-) -> torch.Tensor:
+def _fake(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
     return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
 
 
-@define_op(
-    adding_rows(_TABLE, torch.float32, None),
+matmul_op = Operation(
+    f"matmul({operand('a')}, {operand('b')}, ScalarType out_dtype, Tensor? bias, str backend) -> Tensor",
+    takes=(Operand, Operand, None, None),
+    table=_TABLE,
+    fake=_fake,
+    first=_first,
+    expected=_expected,
+    sharding=_sharding,
+    flops=count_flops,
+)
+add_matmul_op = Operation(
+    f"add_matmul_(Tensor(a!) out, {operand('a')}, {operand('b')}, str backend) -> ()",
+    takes=(None, Operand, Operand),
+    table=adding_rows(_TABLE, torch.float32, None),
     first=lambda out, *ab: _first(*ab),
     expected=lambda out, *ab: _expected(*ab),
     flops=lambda out, *ab: count_flops(*ab),
 )
-def add_matmul_op(out: Changed, a: Operand, b: Operand, backend: Backend) -> None:
-    """Writes in place."""

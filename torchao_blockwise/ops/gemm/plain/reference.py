@@ -15,9 +15,10 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
     to the elements first: an e2m1 element times an e4m3 scale is exact in fp32, so both ways are the same product.
     """
     a_fmt, b_fmt = a.format, b.format
-    columns = min(x.qdata.shape[1] * x.format.element.per_byte for x in (a, b))
-    a_elements, b_elements = (x.format.element.decode(x.qdata, columns) for x in (a, b))
-    a_scale, b_scale = (x.scale.float().mT if x.format.transposed_scales else x.scale.float() for x in (a, b))
+    columns = min(a.qdata.shape[1], b.qdata.shape[1]) * a_fmt.element.per_byte
+    a_elements, b_elements = a_fmt.element.decode(a.qdata, columns), b_fmt.element.decode(b.qdata, columns)
+    a_scale = a.scale.float().mT if a_fmt.transposed_scales else a.scale.float()
+    b_scale = b.scale.float().mT if b_fmt.transposed_scales else b.scale.float()
     if a.global_scale is not None and b.global_scale is not None:
         a_elements = a_elements * expand_blocks(a_scale, a_fmt, *a_elements.shape)
         b_elements = b_elements * expand_blocks(b_scale, b_fmt, *b_elements.shape)

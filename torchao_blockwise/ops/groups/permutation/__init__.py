@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels
 from torchao_blockwise.ops.groups.permutation import reference
-from torchao_blockwise.ops.op import define_op, without_grad
-from torchao_blockwise.ops.operands import check_dtype
+from torchao_blockwise.ops.operands import check_dtype, without_grad
+from torchao_blockwise.ops.registry import Operation
 
 _ID_DTYPES = (torch.int32, torch.int64)
 _INT32_MAX = torch.iinfo(torch.int32).max
@@ -46,7 +46,7 @@ def permute(
         raise ValueError(f"{op}: x is on {x.device}, expert_ids on {expert_ids.device}; move one of them")
     if not 1 <= experts < _INT32_MAX:
         raise ValueError(f"{op}: experts must be from 1 to {_INT32_MAX - 1}, got {experts}")
-    return permute_op(*without_grad(x), expert_ids, experts, get_backend(backend))
+    return permute_op(*without_grad(x), expert_ids, experts, backend)
 
 
 def unpermute(
@@ -72,7 +72,7 @@ def unpermute(
     if top_k < 1 or y.shape[0] % top_k:
         raise ValueError(f"{op}: y must be [T · top_k, H] with top_k >= 1, got {list(y.shape)} and top_k={top_k}")
     _check_routing(op, y.shape[0] // top_k, y.device, source, top_k, weights)
-    return unpermute_op(*without_grad(y), source, top_k, *without_grad(weights), get_backend(backend))
+    return unpermute_op(*without_grad(y), source, top_k, *without_grad(weights), backend)
 
 
 def unpermute_backward(
@@ -101,7 +101,7 @@ def unpermute_backward(
         wanted = f"{grad_output.dtype} {[tokens * top_k, width]}"
         raise ValueError(f"{op}: y must be {wanted}, as its gradient is, got {y.dtype} {list(y.shape)}")
     inputs = *without_grad(grad_output, y), source, top_k, *without_grad(weights)
-    grad_y, *grad_weights = unpermute_backward_op(*inputs, get_backend(backend))
+    grad_y, *grad_weights = unpermute_backward_op(*inputs, backend)
     return grad_y, grad_weights[0] if grad_weights else None
 
 
@@ -139,73 +139,63 @@ def _check_permutation(op: str, source: torch.Tensor) -> None:
         raise ValueError(f"{op}: source must hold each of 0 .. {source.numel() - 1} once; pass what permute returned")
 
 
-def _check_source(y: torch.Tensor, source: torch.Tensor, top_k: int, weights: torch.Tensor | None) -> None:
-    _check_permutation("unpermute", source)
-
-
-def _check_gradient_source(
-    grad_output: torch.Tensor, y: torch.Tensor | None, source: torch.Tensor, top_k: int, weights: torch.Tensor | None
-) -> None:
-    _check_permutation("unpermute_backward", source)
-
-
 _KERNELS = f"{__name__}.kernels_triton"
 
 
 def _permute(
     x: torch.Tensor, expert_ids: torch.Tensor, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from torchao_blockwise.ops.groups.permutation import kernels_triton as kernels
+    from torchao_blockwise.ops.groups.permutation import kernels_triton
 
-    if experts <= kernels.MAX_EXPERTS and expert_ids.numel() <= kernels.MAX_ASSIGNMENTS:
-        return kernels.permute(x, expert_ids, experts)
+    if experts <= kernels_triton.MAX_EXPERTS and expert_ids.numel() <= kernels_triton.MAX_ASSIGNMENTS:
+        return kernels_triton.permute(x, expert_ids, experts)
     source, group_ends = reference.route(expert_ids, experts)
-    tokens, _ = kernels.unpermute_backward(x, None, source, expert_ids.shape[1], None)
+    tokens, _ = kernels_triton.unpermute_backward(x, None, source, expert_ids.shape[1], None)
     return tokens, source, group_ends
 
 
-@define_op(
-    (
-        Implementation(Backend.TRITON, _permute, why_no_kernels),
-        Implementation(Backend.REFERENCE, reference.permute),
-    )
-)
-def permute_op(
-    x: torch.Tensor, expert_ids: torch.Tensor, experts: int, backend: Backend
+def _permute_fake(
+    x: torch.Tensor, expert_ids: torch.Tensor, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     assignments = expert_ids.shape[0] * expert_ids.shape[1]
     source = expert_ids.new_empty(assignments, dtype=torch.int32)
     return x.new_empty(assignments, x.shape[1]), source, expert_ids.new_empty(experts, dtype=torch.int32)
 
 
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{_KERNELS}:unpermute", why_no_kernels),
+permute_op = Operation(
+    "permute(Tensor x, Tensor expert_ids, SymInt experts, str backend) -> (Tensor, Tensor, Tensor)",
+    table=[
+        kernels(Backend.TRITON, _permute),
+        Implementation(Backend.REFERENCE, reference.permute),
+    ],
+    fake=_permute_fake,
+)
+unpermute_op = Operation(
+    "unpermute(Tensor y, Tensor source, SymInt top_k, Tensor? weights, str backend) -> Tensor",
+    table=[
+        kernels(Backend.TRITON, f"{_KERNELS}:unpermute"),
         Implementation(Backend.REFERENCE, reference.unpermute),
-    ),
-    check=_check_source,
+    ],
+    fake=lambda y, source, top_k, weights: y.new_empty(y.shape[0] // top_k, y.shape[1]),
+    check=lambda y, source, *_: _check_permutation("unpermute", source),
 )
-def unpermute_op(
-    y: torch.Tensor, source: torch.Tensor, top_k: int, weights: torch.Tensor | None, backend: Backend
-) -> torch.Tensor:
-    return y.new_empty(y.shape[0] // top_k, y.shape[1])
 
 
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{_KERNELS}:unpermute_backward", why_no_kernels),
-        Implementation(Backend.REFERENCE, reference.unpermute_backward),
-    ),
-    check=_check_gradient_source,
-)
-def unpermute_backward_op(
-    grad_output: torch.Tensor,
-    y: torch.Tensor | None,
-    source: torch.Tensor,
-    top_k: int,
-    weights: torch.Tensor | None,
-    backend: Backend,
+def _backward_fake(
+    grad_output: torch.Tensor, y: torch.Tensor | None, source: torch.Tensor, top_k: int, weights: torch.Tensor | None
 ) -> list[torch.Tensor]:
     tokens, width = grad_output.shape
     grad_y = grad_output.new_empty(tokens * top_k, width)
     return [grad_y] if y is None else [grad_y, grad_output.new_empty(tokens, top_k, dtype=torch.float32)]
+
+
+unpermute_backward_op = Operation(
+    "unpermute_backward(Tensor grad_output, Tensor? y, Tensor source, SymInt top_k, Tensor? weights, str backend)"
+    " -> Tensor[]",
+    table=[
+        kernels(Backend.TRITON, f"{_KERNELS}:unpermute_backward"),
+        Implementation(Backend.REFERENCE, reference.unpermute_backward),
+    ],
+    fake=_backward_fake,
+    check=lambda grad_output, y, source, *_: _check_permutation("unpermute_backward", source),
+)

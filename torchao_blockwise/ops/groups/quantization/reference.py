@@ -26,6 +26,15 @@ def tensor_amax(x: torch.Tensor, group_ends: torch.Tensor) -> torch.Tensor:
     return reference.tensor_amax(in_groups(x, group_ends))
 
 
+def amax_bits(x: torch.Tensor, group_ends: torch.Tensor | None, each: bool) -> torch.Tensor:
+    """Bits of the amax of `x`, or of its rows in groups; each: of every group, or of every matrix of `x`."""
+    if group_ends is None:
+        amax = reference.matrix_amaxes(x) if each else reference.tensor_amax(x)
+    else:
+        amax = group_amaxes(x, clamped_ends(group_ends, x.shape[0])) if each else tensor_amax(x, group_ends)
+    return amax.view(torch.int32)
+
+
 def group_of(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The group in which each row lies, by clamped ends; E for those behind the last one."""
     return torch.searchsorted(ends, rows.to(ends.dtype), right=True)

@@ -32,11 +32,11 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import BlockFormat, Groups, get_format
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels
 from torchao_blockwise.ops.groups.ends import check_group_ends, check_row_blocks
 from torchao_blockwise.ops.groups.tables import reference
 from torchao_blockwise.ops.groups.tables.layout import FIELDS, layout_of
-from torchao_blockwise.ops.op import define_op
+from torchao_blockwise.ops.registry import Operation
 
 
 def make_groups(
@@ -54,19 +54,20 @@ def make_groups(
     """
     fmt = get_format(fmt)
     check_row_blocks("make_groups", fmt)
-    return Groups(ends, group_tables_op(ends, tokens, fmt, get_backend(backend)))
+    return Groups(ends, group_tables_op(ends, tokens, fmt, backend))
 
 
-def _check(ends: torch.Tensor, tokens: int, fmt: BlockFormat) -> None:
-    check_group_ends("make_groups", ends, tokens, ends.device)
-
-
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{__name__}.kernels_triton:group_tables", why_no_kernels),
-        Implementation(Backend.REFERENCE, reference.group_tables),
-    ),
-    check=_check,
-)
-def group_tables_op(ends: torch.Tensor, tokens: int, fmt: BlockFormat, backend: Backend) -> torch.Tensor:
+def _fake(ends: torch.Tensor, tokens: int, fmt: BlockFormat) -> torch.Tensor:
     return ends.new_empty((layout_of(tokens, ends.shape[0], fmt.block[1]).length, FIELDS))
+
+
+group_tables_op = Operation(
+    "group_tables(Tensor ends, SymInt tokens, str fmt, str backend) -> Tensor",
+    takes=(None, None, BlockFormat),
+    table=[
+        kernels(Backend.TRITON, f"{__name__}.kernels_triton:group_tables"),
+        Implementation(Backend.REFERENCE, reference.group_tables),
+    ],
+    fake=_fake,
+    check=lambda ends, tokens, fmt: check_group_ends("make_groups", ends, tokens, ends.device),
+)

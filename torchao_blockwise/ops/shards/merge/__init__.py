@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 
 from torchao_blockwise.formats import BlockFormat, get_format
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
-from torchao_blockwise.ops.op import ChangedList, define_op
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels
+from torchao_blockwise.ops.registry import Operation
 from torchao_blockwise.ops.shards.flat import check_devices, described, flat_bytes, shard_entries
 from torchao_blockwise.ops.shards.merge import reference
 
@@ -59,7 +59,7 @@ def merge_shards_(
     check_devices(op, [*targets, *flat])
     if not targets:
         return
-    merge_shards_op(list(targets), flat, *numbers, counts_of, list(columns), fmt, get_backend(backend))
+    merge_shards_op(list(targets), flat, *numbers, counts_of, list(columns), fmt, backend)
 
 
 # (shards, starts, lengths) of one target.
@@ -100,20 +100,12 @@ def _by_kernels(targets: list[torch.Tensor], of_targets: list[_Pieces], columns:
     kernels_triton.merge_shards_(targets, of_targets, columns, fmt)
 
 
-@define_op(
-    (
-        Implementation(Backend.TRITON, _by_kernels, why_no_kernels),
+merge_shards_op = Operation(
+    "merge_shards_(Tensor(a!)[] targets, Tensor[] shards, SymInt[] starts, SymInt[] lengths, SymInt[] pieces, "
+    "SymInt[] columns, str fmt, str backend) -> ()",
+    takes=(None, None, None, None, None, None, BlockFormat),
+    table=[
+        kernels(Backend.TRITON, _by_kernels),
         Implementation(Backend.REFERENCE, _by_reference),
-    ),
+    ],
 )
-def merge_shards_op(
-    targets: ChangedList,
-    shards: list[torch.Tensor],
-    starts: list[int],
-    lengths: list[int],
-    pieces: list[int],
-    columns: list[int],
-    fmt: BlockFormat,
-    backend: Backend,
-) -> None:
-    """Writes in place."""

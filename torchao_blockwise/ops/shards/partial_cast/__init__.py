@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16, BlockFormat, get_format
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_encoders, why_no_kernels
-from torchao_blockwise.ops.op import Changed, ChangedList, define_op
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders, why_no_kernels
+from torchao_blockwise.ops.registry import Operation
 from torchao_blockwise.ops.shards.flat import (
     CODES,
     ENTRIES,
@@ -64,7 +64,7 @@ def partial_block_amax(
         out = torch.zeros(total, dtype=torch.int32, device=device)
     check_buffer(op, "out", out, torch.int32, total)
     check_devices(op, [out, *shards])
-    partial_block_amax_op(out, flat, get_backend(backend))
+    partial_block_amax_op(out, flat, backend)
     return out
 
 
@@ -116,8 +116,7 @@ def block_scales_(
         encode = torch.empty_like(amax_bits, dtype=torch.float32)
     check_buffer(op, "encode", encode, torch.float32, total)
     check_devices(op, [amax_bits, encode, *scales, *global_scales])
-    chosen = get_backend(backend)
-    block_scales_op(encode, list(scales), global_scales, amax_bits, first_blocks, fmt, power_of_2_scales, chosen)
+    block_scales_op(encode, list(scales), global_scales, amax_bits, first_blocks, fmt, power_of_2_scales, backend)
     return encode
 
 
@@ -151,7 +150,7 @@ def partial_cast_(
     check_buffer(op, "encode", encode, torch.float32, total)
     _check_targets(op, targets, shards, starts, shapes, fmt, into)
     check_devices(op, [encode, *targets, *shards])
-    partial_cast_op(list(targets), flat, encode, into, get_backend(backend))
+    partial_cast_op(list(targets), flat, encode, into, backend)
 
 
 def whole_block_cast_(
@@ -189,7 +188,7 @@ def whole_block_cast_(
     check_buffer(op, "amax_bits", amax_bits, torch.int32, total)
     _check_targets(op, targets, shards, starts, shapes, fmt, into)
     check_devices(op, [amax_bits, *targets, *shards])
-    whole_block_cast_op(list(targets), amax_bits, flat, power_of_2_scales, into, get_backend(backend))
+    whole_block_cast_op(list(targets), amax_bits, flat, power_of_2_scales, into, backend)
 
 
 def _check_targets(
@@ -249,52 +248,39 @@ def _why_no_whole_casts(targets: list[torch.Tensor], amax_bits: torch.Tensor, sh
 _KERNELS = f"{__name__}.kernels_triton"
 
 
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{_KERNELS}:partial_block_amax_", _why_no_kernels),
+SHARDS = "Tensor[] tensors, SymInt[] starts, SymInt[] shapes, SymInt[] first_blocks, ScalarType dtype, str fmt"
+
+partial_block_amax_op = Operation(
+    f"partial_block_amax_(Tensor(a!) amax_bits, {SHARDS}, str backend) -> ()",
+    takes=(None, Shards),
+    table=[
+        kernels(Backend.TRITON, f"{_KERNELS}:partial_block_amax_", _why_no_kernels),
         Implementation(Backend.REFERENCE, reference.partial_block_amax_),
-    ),
+    ],
 )
-def partial_block_amax_op(amax_bits: Changed, shards: Shards, backend: Backend) -> None:
-    """Writes in place."""
-
-
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{_KERNELS}:block_scales_", _why_no_kernels),
+block_scales_op = Operation(
+    "block_scales_(Tensor(a!) encode, Tensor(b!)[] scales, Tensor(c!)[] global_scales, Tensor amax_bits, "
+    "SymInt[] first_blocks, str fmt, bool power_of_2_scales, str backend) -> ()",
+    takes=(None, None, None, None, None, BlockFormat, None),
+    table=[
+        kernels(Backend.TRITON, f"{_KERNELS}:block_scales_", _why_no_kernels),
         Implementation(Backend.REFERENCE, _scales_by_reference),
-    ),
+    ],
 )
-def block_scales_op(
-    encode: Changed,
-    scales: ChangedList,
-    global_scales: ChangedList,
-    amax_bits: torch.Tensor,
-    first_blocks: list[int],
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
-    backend: Backend,
-) -> None:
-    """Writes in place."""
-
-
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{_KERNELS}:partial_cast_", _why_no_casts),
+partial_cast_op = Operation(
+    f"partial_cast_(Tensor(a!)[] targets, {SHARDS}, Tensor encode, str into, str backend) -> ()",
+    takes=(None, Shards, None, None),
+    table=[
+        kernels(Backend.TRITON, f"{_KERNELS}:partial_cast_", _why_no_casts),
         Implementation(Backend.REFERENCE, reference.partial_cast_),
-    ),
+    ],
 )
-def partial_cast_op(targets: ChangedList, shards: Shards, encode: torch.Tensor, into: str, backend: Backend) -> None:
-    """Writes in place."""
-
-
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{_KERNELS}:whole_block_cast_", _why_no_whole_casts),
+whole_block_cast_op = Operation(
+    f"whole_block_cast_(Tensor(a!)[] targets, Tensor(b!) amax_bits, {SHARDS}, bool power_of_2_scales, str into, "
+    "str backend) -> ()",
+    takes=(None, None, Shards, None, None),
+    table=[
+        kernels(Backend.TRITON, f"{_KERNELS}:whole_block_cast_", _why_no_whole_casts),
         Implementation(Backend.REFERENCE, reference.whole_block_cast_),
-    ),
+    ],
 )
-def whole_block_cast_op(
-    targets: ChangedList, amax_bits: Changed, shards: Shards, power_of_2_scales: bool, into: str, backend: Backend
-) -> None:
-    """Writes in place."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from torchao_blockwise.formats import BlockFormat, Operand, get_format
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend, why_no_kernels
-from torchao_blockwise.ops.op import define_op
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels
+from torchao_blockwise.ops.registry import Operation
 from torchao_blockwise.ops.transposition import check_transposable, reference
 
 
@@ -36,7 +36,7 @@ def transpose_many(
     for name, indices in by_format.items():
         qdata, scales = ([getattr(operands[i], part) for i in indices] for part in ("qdata", "scale"))
         widths_of = [widths[i] for i in indices]
-        copies = transpose_many_op(qdata, scales, widths_of, get_format(name), get_backend(backend))
+        copies = transpose_many_op(qdata, scales, widths_of, get_format(name), backend)
         for i, q, s in zip(indices, copies[: len(indices)], copies[len(indices) :]):
             results[i] = operands[i]._replace(qdata=q, scale=s)
     return results
@@ -49,15 +49,20 @@ def _by_reference(
     return [x.qdata for x in copies] + [x.scale for x in copies]
 
 
-@define_op(
-    (
-        Implementation(Backend.TRITON, f"{__name__}.kernels_triton:transpose_many", why_no_kernels),
-        Implementation(Backend.REFERENCE, _by_reference),
-    ),
-)
-def transpose_many_op(
-    qdata: list[torch.Tensor], scales: list[torch.Tensor], columns: list[int], fmt: BlockFormat, backend: Backend
+def _fake(
+    qdata: list[torch.Tensor], scales: list[torch.Tensor], columns: list[int], fmt: BlockFormat
 ) -> list[torch.Tensor]:
     packed = fmt.element.packed
     copies = [q.new_empty((*q.shape[:-2], width, packed(q.shape[-2]))) for q, width in zip(qdata, columns)]
     return copies + [s.new_empty(s.mT.shape) for s in scales]
+
+
+transpose_many_op = Operation(
+    "transpose_many(Tensor[] qdata, Tensor[] scales, SymInt[] columns, str fmt, str backend) -> Tensor[]",
+    takes=(None, None, None, BlockFormat),
+    table=[
+        kernels(Backend.TRITON, f"{__name__}.kernels_triton:transpose_many"),
+        Implementation(Backend.REFERENCE, _by_reference),
+    ],
+    fake=_fake,
+)

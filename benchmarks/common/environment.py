@@ -1,0 +1,104 @@
+"""Where a number comes from: device, versions and commit; and how results are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+# For NCCL and symmetric memory: NVLink multicast is off on shared hosts, whose other GPUs it can put out of service.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+def environment(device: torch.device) -> dict:
+    """Device, versions and commit, so that a number can be traced to what made it."""
+    return {
+        "device": device_name(device),
+        "power limit W": _power_limit(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **{name: _version(name) for name in ("torchao", "triton", "torchao_blockwise", "sgl-deep-gemm")},
+        "commit": _git_commit(),
+        "command": " ".join(sys.argv[1:]),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def slug(device: torch.device) -> str:
+    """The device in a file name: `cpu`, `nvidia_h200`."""
+    return "cpu" if device.type == "cpu" else slug_of(device_name(device))
+
+
+def slug_of(name: str) -> str:
+    """A device's name in a file name."""
+    return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `path` whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """`content` as strict JSON: NaN and Inf are errors."""
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _power_limit(device: torch.device) -> float | None:
+    """Watts that a GPU is held to."""
+    if device.type != "cuda":
+        return None
+    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = ["nvidia-smi", "-i", gpu, "--query-gpu=enforced.power.limit", "--format=csv,noheader,nounits"]
+    try:
+        return float(subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _git_commit() -> str | None:
+    """BENCHMARK_COMMIT; without it the checkout's commit, `-dirty` with uncommitted changes; None without git."""
+    if "BENCHMARK_COMMIT" in os.environ:
+        return os.environ["BENCHMARK_COMMIT"]
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

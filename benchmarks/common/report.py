@@ -1,0 +1,121 @@
+"""The report of a benchmark: a table as it runs, and a JSON and a Markdown table in results/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from common import environment, roofline
+from common.errors import reason
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+MISSING = "-"
+
+
+class Report:
+    """The rows of one benchmark, printed and saved as they come: a run that is cut short has left so many.
+
+    name: of the files. columns: what the table shows, in order; rows may hold more, which only the JSON has.
+    A row's numbers are µs, TFLOP/s, TB/s or ratios, as the column says; None where there is nothing.
+    """
+
+    def __init__(self, name: str, device: torch.device, columns: Sequence[str], arguments: Mapping):
+        self.name, self.device, self.columns = name, device, list(columns)
+        self.arguments = {name: plain(value) for name, value in arguments.items()}
+        self.device_name = environment.device_name(device)
+        self.environment = environment.environment(device)
+        self.rows: list[dict] = []
+        # Markdown that stands below the table.
+        self.sections: list[str] = []
+        self.left_out: dict[tuple[str, str], list[str]] = {}
+        self.ceilings: roofline.Ceilings | None = None
+
+    def measure_ceilings(self) -> None:
+        """Measure and print them; all floors of this run come from them."""
+        self.ceilings = c = roofline.measure_ceilings(self.device, smoke=self.arguments["smoke"])
+        print(f"{self.device_name}: copy {c.copy:.3g} TB/s, bf16 {c.bf16:.4g} TFLOP/s, ", end="")
+        print(f"fp8 tensorwise {c.fp8:.4g} TFLOP/s\n")
+
+    def add(self, row: Mapping) -> None:
+        """Print a row, the first one under the header, and save what is there."""
+        if not self.rows:
+            print(markdown(self.columns, [], left=2))
+        self.rows.append(dict(row))
+        print(_line(self._cells(row)), flush=True)
+        if self.arguments.get("out"):
+            self._save(Path(self.arguments["out"]))
+
+    def leave_out(self, name: str, where: str, why: str | Exception) -> None:
+        """Say below the table that `name` has no figure for `where`, and why."""
+        why = why if isinstance(why, str) else reason(why)
+        self.left_out.setdefault((name, why), []).append(where)
+
+    def attempt(self, name: str, where: str, call: Callable, *arguments):
+        """Return what `call` returns; None where it fails, for which `name` is left out."""
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self.leave_out(name, where, error)
+            return None
+
+    def notes(self) -> list[str]:
+        """A line for each reason why something has no figure."""
+        return [f"- {name}: {why} ({', '.join(places)})" for (name, why), places in self.left_out.items()]
+
+    def write(self, folder: Path) -> None:
+        """<name>_<device>.json and .md in `folder`."""
+        print("\n".join(["", *self.notes()]))
+        print(f"wrote {self._save(folder)}.json, .md")
+
+    def _cells(self, row: Mapping) -> list[str]:
+        return [_text(row.get(column)) for column in self.columns]
+
+    def _save(self, folder: Path) -> Path:
+        content = {
+            "environment": self.environment,
+            "arguments": self.arguments,
+            "ceilings": self.ceilings.as_dict() if self.ceilings else None,
+            "rows": self.rows,
+            "left out": [{"what": name, "why": why, "where": w} for (name, why), w in self.left_out.items()],
+        }
+        table = [markdown(self.columns, map(self._cells, self.rows), left=2), *[""] * bool(self.left_out)]
+        text = "\n\n".join(["\n".join([*table, *self.notes()]), *self.sections])
+        return save(folder, f"{self.name}_{environment.slug(self.device)}", content, text)
+
+
+def save(folder: Path, name: str, content: Mapping, table: str) -> Path:
+    """Write <name>.json and <name>.md; returns their path without a suffix."""
+    environment.write_json(folder / f"{name}.json", dict(content))
+    environment.write_text(folder / f"{name}.md", table + "\n")
+    return folder / name
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table of these cells, the first `left` columns aligned to the left."""
+    rule = "|".join("---" if i < left else "--:" for i in range(len(columns)))
+    head = _line(columns).replace("|  |", "| |")
+    return "\n".join([head, f"|{rule}|", *map(_line, rows)])
+
+
+def plain(value):
+    """An argument as a JSON holds it."""
+    # A shape is a tuple that reads better as text.
+    if isinstance(value, Path) or hasattr(value, "_fields"):
+        return str(value)
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _text(value) -> str:
+    if value is None:
+        return MISSING
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"

@@ -1,0 +1,223 @@
+"""Operations of the package: `torch.library` definitions over flat tensors, each with a table of backends.
+
+    matmul_op = Operation(
+        f"matmul({operand('a')}, {operand('b')}, ScalarType out_dtype, Tensor? bias, str backend) -> Tensor",
+        takes=(Operand, Operand, None, None),
+        table=[Implementation(Backend.REFERENCE, reference.matmul)],
+        fake=lambda a, b, out_dtype, bias: a.qdata.new_empty((len(a.qdata), len(b.qdata)), dtype=out_dtype),
+    )
+    out = matmul_op(a, b, torch.bfloat16, None, Backend.AUTO)
+
+PyTorch's dispatcher knows tensors, numbers and strings. `takes` says which of the schema's arguments belong to one
+value: they are the fields of that NamedTuple, in order. Formats and backends travel by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from torchao_blockwise import _compat
+from torchao_blockwise.formats import FORMATS, BlockFormat, CastOptions, Copies, Groups, Operand, get_format
+from torchao_blockwise.ops.backend import BACKENDS, Backend, Choice, Implementation, choose, get_backend, ranked
+
+NAMESPACE = "torchao_blockwise"
+_library = torch.library.Library(NAMESPACE, "DEF")
+_T = TypeVar("_T", bound=type)
+
+# --- pieces of schemas ------------------------------------------------------------------------------------------------
+
+OPTIONS = (
+    "str fmt, bool rowwise, bool columnwise, bool power_of_2_scales, bool padded, SymInt hadamard, bool scale_per_group"
+)
+PLACE = "SymInt operand, SymInt row, SymInt column, SymInt grid"
+
+
+def operand(name: str, tensor: str = "Tensor") -> str:
+    """The arguments of an `Operand`; tensor: "Tensor?" where it may be None."""
+    return f"{tensor} {name}, {tensor} {name}_scale, Tensor? {name}_global, str {name}_format"
+
+
+def groups(tensor: str = "Tensor") -> str:
+    """The arguments of `Groups`; tensor: "Tensor?" where they may be None."""
+    return f"{tensor} groups_ends, Tensor? groups_tables"
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+# What travels by name: the table of names, and what raises for a name that is not there.
+_NAMED: dict[Any, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    BlockFormat: (FORMATS, get_format),
+    Backend: (BACKENDS, get_backend),
+}
+# The parts that stand for no value.
+_NOTHING: dict[Any, tuple[Any, ...]] = {Operand: (None, None, None, ""), Groups: (None, None)}
+# Which fields of a NamedTuple travel by name.
+_NAMED_FIELDS: dict[Any, dict[int, type]] = {}
+
+
+def by_name(**fields: type) -> Callable[[_T], _T]:
+    """Class decorator for a NamedTuple that operations take: these fields are of `BlockFormat` or `Backend`."""
+
+    def decorate(value: Any) -> Any:
+        _NAMED_FIELDS[value] = {value._fields.index(field): kind for field, kind in fields.items()}
+        return value
+
+    return decorate
+
+
+by_name(fmt=BlockFormat)(CastOptions)
+
+
+class _Slot(NamedTuple):
+    """Which parts are those of a value: a part as it is where `value` is None, else fields of this NamedTuple."""
+
+    value: Any
+    start: int
+    stop: int
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Operation:
+    """An operation: called by position, with whole values, it goes through PyTorch's dispatcher.
+
+    schema: as `torch.library` takes it; `str backend` last where the caller may name a backend. All functions below
+        take the same values without it.
+    table: who computes it, best first for AUTO; below autograd, so that no operation is differentiable. Rows can be
+        added to it.
+    fake: allocates what the operation returns, for compilers and meta tensors; None where it writes in place.
+    takes: for each value in order a NamedTuple, `BlockFormat`, `Backend`, or None for an argument as it is; by default
+        all are as they are. An `Operand` or `Groups` may be None.
+    first, expected: (values) -> a backend, or None; see `choose`.
+    check: (values) -> raises; for what can be checked only where there are values. Fakes are checked too.
+    sharding: DTensor rule: (specs in the places of tensors) -> [(placements of results, of tensor arguments)].
+    flops: (values) -> floating point operations of its GEMMs, from shapes, for `FlopCounterMode`, which does not see
+        what other operations do inside.
+    called: the name in messages, where it is not the operation's.
+
+    Rows and fakes may return an `Operand` (as qdata, scale), `Copies` (as a list of these), or a list with None, which
+    is left out.
+    """
+
+    schema: str
+    table: list[Implementation]
+    fake: Callable[..., Any] | None = None
+    takes: tuple[Any, ...] | None = None
+    first: Choice | None = None
+    expected: Choice | None = None
+    check: Callable[..., None] | None = None
+    sharding: Callable[..., Any] | None = None
+    flops: Callable[..., int] | None = None
+    called: str = ""
+
+    def __post_init__(self) -> None:
+        defined = self.schema.partition("(")[0]
+        self.name = defined.removesuffix("_")
+        self.called = self.called or defined
+        _library.define(self.schema, tags=(torch.Tag.pt2_compliant_tag,))
+        packet = getattr(getattr(torch.ops, NAMESPACE), defined)
+        self.overload = packet.default
+        arguments = _compat.schema_of(self.overload).arguments
+        self._takes_backend = arguments[-1].name == "backend"
+        self._returns_list = self.schema.endswith("Tensor[]")
+        self._place_values(len(arguments))
+        _library.impl(defined, functools.partial(self._apply, None), "CompositeExplicitAutograd")
+        fake = functools.partial(self._apply, self._checked_fake)
+        torch.library.register_fake(f"{NAMESPACE}::{defined}", fake, lib=_library)
+        if self.sharding is not None and torch.distributed.is_available():
+            self._are_tensors = ["Tensor" in str(argument.type) for argument in arguments]
+            _compat.register_sharding(self.overload, self._rule)
+        if self.flops is not None:
+            register_flop_formula(packet, get_raw=True)(self._count)
+
+    def _place_values(self, count: int) -> None:
+        """Find the parts of each value among the `count` arguments of the schema."""
+        takes = (None,) * (count - self._takes_backend) if self.takes is None else self.takes
+        self._slots: list[_Slot] = []
+        # (part, table of names, what raises for a name that is not there).
+        self._named: list[tuple[int, dict[str, Any], Callable[[Any], Any]]] = []
+        self._formats: list[int] = []
+        self._backends: list[int] = []
+        start = 0
+        for value in (*takes, *([Backend] if self._takes_backend else [])):
+            named = {0: value} if value in _NAMED else _NAMED_FIELDS.get(value, {})
+            for field, kind in named.items():
+                self._named.append((start + field, *_NAMED[kind]))
+                (self._formats if kind is BlockFormat else self._backends).append(start + field)
+            value = None if value in _NAMED else value
+            stop = start + (1 if value is None else len(value._fields))
+            self._slots.append(_Slot(value, start, stop))
+            start = stop
+        assert start == count, f"{self.name} takes values of {start} arguments, its schema has {count}"
+
+    def __call__(self, *values: Any) -> Any:
+        """The operation on whole values; of several tensors a list or tuple."""
+        parts: list[Any] = []
+        for value, slot in zip(values, self._slots, strict=True):
+            if slot.value is None:
+                parts.append(value)
+            elif value is None:
+                parts.extend(_NOTHING[slot.value])
+            else:
+                parts.extend(value)
+        for i in self._formats:
+            parts[i] = parts[i].name
+        for i in self._backends:
+            backend = parts[i]
+            parts[i] = backend.value if type(backend) is Backend else get_backend(backend).value
+        return self.overload(*parts)
+
+    def _apply(self, function: Callable[..., Any] | None, *parts: Any) -> Any:
+        """`function` of the values that have these parts; None: that of the backend which is chosen for them."""
+        flat = list(parts)
+        for i, names, get in self._named:
+            flat[i] = names.get(flat[i]) or get(flat[i])
+        values: list[Any] = []
+        for value, start, stop in self._slots:
+            part = flat[start]
+            # Straight to `tuple`: the class itself would go through Python.
+            values.append(part if value is None or part is None else tuple.__new__(value, flat[start:stop]))
+        backend = values.pop() if self._takes_backend else Backend.AUTO
+        if function is None:
+            if self.check is not None:
+                self.check(*values)
+            row = choose(self.called, self.table, backend, values, self.first, self.expected)
+            function = row.run if callable(row.run) else row.function
+        result = function(*values)
+        if type(result) is Copies:
+            tensors: list[Any] = []
+            for copy in result:
+                if copy is not None:
+                    tensors += copy[:2]
+            return tensors
+        if type(result) is Operand:
+            return result[:2]
+        return [x for x in result if x is not None] if self._returns_list else result
+
+    def _checked_fake(self, *values: Any) -> Any:
+        if self.check is not None:
+            self.check(*values)
+        return None if self.fake is None else self.fake(*values)
+
+    def _rule(self, *specs: Any) -> list[tuple[Any, list[Any]]]:
+        """`sharding` as PyTorch takes it: with None for what is no tensor."""
+        rules = []
+        for outputs, inputs in self._apply(self.sharding, *specs):
+            placements = iter(inputs)
+            rules.append((outputs, [next(placements) if is_tensor else None for is_tensor in self._are_tensors]))
+        return rules
+
+    def _count(self, *parts: Any, out_val: Any) -> int:
+        return self._apply(self.flops, *parts)
+
+    def ranked(self, *values: Any) -> Sequence[Implementation]:
+        """The rows of the table as AUTO asks them for these values."""
+        return ranked(self.table, values, self.first)[0]
