@@ -117,7 +117,7 @@ def cases(target: int):
     yield transpose_case(FP8_128X128, 512, 1024, {0: transpose._QUADS_TILES[max(transpose._QUADS_TILES)]})
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.zeros(512, 1024, dtype=dtype)
-        yield f"tensor_amax {str(dtype)[6:]}", lambda x=x: amax.grouped_amax_bits(x, None, False)
+        yield f"tensor_amax {str(dtype)[6:]}", lambda x=x: amax.tensor_amax_bits(x, None, False)
     # Blackwell multiplies NVFP4 as it is.
     if target < 100:
         pair = kernel_builds.operand(NVFP4_1X16, 512, 64), kernel_builds.operand(NVFP4_16X16, 256, 64)
