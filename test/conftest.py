@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import sys
@@ -21,8 +22,9 @@ from pathlib import Path
 import pytest
 import torch
 
-# Tests share test/helpers.py, in spawned processes too.
-sys.path.append(str(Path(__file__).parent))
+# Tests share modules of this folder and of those in it, in spawned processes too.
+_HERE = Path(__file__).parent
+sys.path += map(str, (_HERE, *sorted(folder for folder in _HERE.iterdir() if folder.is_dir())))
 
 if not torch.cuda.is_available():
     # Before anything imports Triton, which reads it once.
@@ -48,6 +50,10 @@ gc.set_threshold(20_000, 50, 100)
 
 # Graphs that inductor keeps on disk know operations by name: they would go on with shapes and strides of old fakes.
 os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+
+
+# As many pairs of values of two options are few.
+FEW = 8
 
 
 def pytest_configure(config):
@@ -79,6 +85,7 @@ def pytest_xdist_make_scheduler(config, log):
 # Before -m chooses.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    _mark_products(items)
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker("device")
@@ -94,6 +101,44 @@ def pytest_collection_finish():
     # What was imported and collected stays: collections that tests and benchmarks ask for need not look through it.
     gc.collect()
     gc.freeze()
+
+
+def _mark_products(items) -> None:
+    """Mark tests of combined options slow, except some that have every value of every option.
+
+    And every pair of values of two options that make few pairs, such as formats and backends.
+    """
+    of_function: dict = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            of_function.setdefault((item.path, item.originalname), []).append(item)
+    for alike in of_function.values():
+        # By number, in the order of their first test: arguments that are drawn together are one option.
+        options = set()
+        for name in alike[0].callspec.params:
+            numbers: dict[int, int] = {}
+            values = [id(item.callspec.params[name]) for item in alike]
+            options.add(tuple(numbers.setdefault(value, len(numbers)) for value in values))
+        if len(alike) > FEW and len(options) > 1:
+            for index in _left_out(sorted(options), len(alike)):
+                alike[index].add_marker("slow")
+
+
+def _left_out(options: list[tuple], count: int) -> set[int]:
+    """Of `count` tests those that show nothing new; options: of each, the index of its value in every test."""
+    few = [
+        (a, b) for a, b in itertools.combinations(range(len(options)), 2)
+        if len(set(options[a])) * len(set(options[b])) <= FEW
+    ]  # fmt: skip
+    values = list(zip(*options))
+    shown = [{*enumerate(v), *((a, b, v[a], v[b]) for a, b in few)} for v in values]
+    wanted, chosen = set.union(*shown), set()
+    while wanted:
+        # Of equal ones not the first, which has the first value of all other options.
+        best = max(range(count), key=lambda i: (len(shown[i] & wanted), i * 2654435761 % 2**32))
+        chosen.add(best)
+        wanted -= shown[best]
+    return set(range(count)) - chosen
 
 
 @pytest.fixture(scope="module")

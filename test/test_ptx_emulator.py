@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from ptx_emulator import Kernel, PtxError
 
+pytestmark = pytest.mark.slow
 THREADS = 32
 # Each thread has its own 4 bytes: of `in` at %rd2, of `out` at %rd4, of shared memory at %r2.
 BEGIN = """

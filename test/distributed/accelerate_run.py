@@ -1,4 +1,4 @@
-"""What test_accelerate.py spawns: ranks that train by accelerate's FSDP2, and by `fully_shard` called by hand."""
+"""accelerate's FSDP2, and Hugging Face's Trainer over it: every weight trains, as by `fully_shard` called by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import tempfile
 
 import torch
 from helpers import FP8, NVFP4, replace
-from ranks import join, leave, run_each
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchao.quantization import quantize_
 
@@ -176,14 +175,38 @@ def trains_by_trainer(rank: int, kind: str, config: str, precision: str, loads_o
 RUNS = {"accelerator": trains, "quantized": trains_quantized, "trainer": trains_by_trainer}
 
 
-def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:
-    """Leaves what was raised in each case, or None."""
+NEEDS = ("accelerate", "transformers")
+# (what trains, model, recipe, precision, whether one rank alone loads)
+CASES = {
+    2: (
+        [
+            ("accelerator", "llama", "fp8", "bf16", True),
+            ("accelerator", "moe", "fp8", "no", True),
+            ("accelerator", "tied", "fp8", "bf16", False),
+            ("quantized", "moe", "nvfp4_quantized", "no", True),
+            ("trainer", "llama", "fp8", "bf16", True),
+        ],
+        [
+            *(("accelerator", "llama", "fp8", *rest) for rest in (("bf16", False), ("no", True), ("no", False))),
+            ("accelerator", "tied", "fp8", "no", True),
+            ("accelerator", "moe", "fp8", "bf16", False),
+            ("accelerator", "llama", "nvfp4", "no", True),
+            *(("quantized", "llama", "fp8_quantized", *rest) for rest in (("bf16", True), ("no", False))),
+            ("trainer", "moe", "fp8", "no", False),
+        ],
+    )
+}
+
+
+def start(rank: int, ranks: int):
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="localhost", MASTER_PORT=str(port), ACCELERATE_USE_FSDP="1", ACCELERATE_TORCH_DEVICE="cpu",
+        MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_FSDP="1", ACCELERATE_TORCH_DEVICE="cpu",
         FSDP_VERSION="2",
     )  # fmt: skip
-    join(rank, ranks, port, seconds=180)
-    act_as_gpus()
-    run_each(RUNS, rank, cases, file)
-    leave()
+
+    def run(name, *arguments):
+        act_as_gpus()
+        RUNS[name](rank, *arguments)
+
+    return run

@@ -1,4 +1,4 @@
-"""Checks of test_checkpoints.py: each runs on every rank of a mesh and raises what is wrong."""
+"""Checks of checkpoints over ranks: each runs on every rank of a mesh and raises what is wrong."""
 
 from __future__ import annotations
 

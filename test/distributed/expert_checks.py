@@ -1,4 +1,4 @@
-"""Checks of test_expert_parallel.py: experts spread over ranks, sharded by FSDP2, and both; each runs on every rank."""
+"""Checks of experts spread over ranks, sharded by FSDP2, and both; each runs on every rank."""
 
 from __future__ import annotations
 

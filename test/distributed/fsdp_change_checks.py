@@ -1,4 +1,4 @@
-"""Checks of test_fsdp.py on weights that change: whatever writes, the next forward pass reads it on every rank."""
+"""Checks of FSDP2 on weights that change: whatever writes, the next forward pass reads it on every rank."""
 
 from __future__ import annotations
 

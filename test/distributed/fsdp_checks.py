@@ -1,4 +1,4 @@
-"""Checks of test_fsdp.py on bits, losses and gradients: each runs on every rank of a mesh and raises what is wrong."""
+"""Checks of FSDP2 on bits, losses and gradients: each runs on every rank of a mesh and raises what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of test_fsdp.py on how a sharded model lives: begun, loaded, changed, entered, freed, grouped."""
+"""Checks of FSDP2 on how a sharded model lives: begun, loaded, changed, entered, freed, grouped."""
 
 from __future__ import annotations
 

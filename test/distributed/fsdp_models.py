@@ -1,4 +1,4 @@
-"""Models, training loops and comparisons that the checks of test_fsdp.py share; they run on every rank."""
+"""Models, training loops and comparisons that the checks of FSDP2 share; they run on every rank."""
 
 from __future__ import annotations
 

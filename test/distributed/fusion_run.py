@@ -1,11 +1,10 @@
-"""What test_fusion_over_ranks.py spawns: a Llama of transformers, fused or not, under FSDP2 or a plan of TP."""
+"""A Llama of transformers, fused or not, under FSDP2 or a plan of tensor parallelism: the bits are the same."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 from fsdp_models import CONFIGS
-from ranks import join, leave, run_each
 from shared_inputs import Counter
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -115,10 +114,20 @@ def splits(rank: int, config: str, order: str) -> None:
 
 
 RUNS = {"shards": shards, "compiles": compiles, "splits": splits}
+NEEDS = ("transformers",)
+# (what is run, recipe, and whether it is fused before or after `quantize_`, modules inside layers too, mixed precision)
+CASES = {
+    2: (
+        [("shards", "fp8", "before", True, True), ("compiles", "fp8"), ("splits", "nvfp4", "before")],
+        [
+            ("shards", "fp8", "after", False, False),
+            ("shards", "nvfp4", "after", True, False),
+            ("shards", "nvfp4", "before", False, True),
+            ("splits", "fp8", "after"),
+        ],
+    )
+}
 
 
-def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:
-    """Leaves what was raised in each case, or None."""
-    join(rank, ranks, port, seconds=180)
-    run_each(RUNS, rank, cases, file)
-    leave()
+def start(rank: int, ranks: int):
+    return lambda name, *arguments: RUNS[name](rank, *arguments)

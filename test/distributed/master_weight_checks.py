@@ -1,14 +1,12 @@
-"""What runs on every rank of test_master_weights.py: each check raises where something is wrong."""
+"""Partial cast of sharded masters over ranks: the bits of the whole, one all-reduce, and errors in place of hangs."""
 
 from __future__ import annotations
 
 import datetime
-import os
-import traceback
 
 import torch
 import torch.distributed as dist
-from ranks import BEGUN, device, join, leave, patient_group
+from ranks import device
 from shard_cases import framed
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat, ops
@@ -274,15 +272,28 @@ CHECKS = {"nan": check_nan, "collectives": check_collectives, "missing": check_m
 MISMATCHES = ("shape", "dtype", "format", "scales", "length")
 
 
-def cases() -> list[str]:
-    names = []
-    for ranks in (1, 2, 3, 4):
-        for kind in CASTS:
-            names += [f"{ranks}-{kind}-drawn", f"{ranks}-{kind}-flat", f"{ranks}-{kind}-entries"]
-            names += [f"{ranks}-{kind}-codes"] * (kind != "fp8")
-        names += [f"{ranks}-nan", f"{ranks}-collectives"]
-    names += [f"3-differ_in_{what}" for what in MISMATCHES]
-    return [*names, "4-default_group", "3-missing", "2-stale", "2-outsider"]
+_EACH = [
+    f"{kind}-{how}"
+    for kind in CASTS
+    for how in ("drawn", "flat", "entries", "codes")
+    if (kind, how) != ("fp8", "codes")
+]
+_DEFAULT = [
+    "3-mixed-drawn",
+    "4-mixed-flat",
+    "4-nvfp4-drawn",
+    "2-fp8-entries",
+    "3-mixed-entries",
+    "3-nvfp4-codes",
+    "3-nan",
+]
+_DEFAULT += ["2-collectives", "3-differ_in_shape", "3-differ_in_length", "4-default_group", "3-missing", "2-outsider"]
+_ALL = [f"{ranks}-{name}" for ranks in (1, 2, 3, 4) for name in (*_EACH, "nan", "collectives")]
+_ALL += [f"3-differ_in_{what}" for what in MISMATCHES]
+_SLOW = [name for name in _ALL if name not in _DEFAULT]
+# The one that leaves a group broken comes last.
+_SLOW.append("2-stale")
+CASES = {4: tuple([(name,) for name in tier] for tier in (_DEFAULT, _SLOW))}
 
 
 def ranks_of(case: str) -> int:
@@ -290,49 +301,32 @@ def ranks_of(case: str) -> int:
     return int(case.split("-")[0]) + case.endswith("outsider")
 
 
-def may_run_on_gpus(case: str) -> bool:
+def on_gpus(case: str) -> bool:
     """Not where ranks go separate ways: NCCL ends the process of one whose collective is never joined."""
     return not case.endswith(("missing", "stale"))
 
 
-def _run(case: str, group, rank: int, ranks: int) -> None:
-    _, *words = case.split("-")
-    name = words[-1]
-    if name in ("drawn", "flat"):
-        bounds_of = flat_bounds if name == "flat" else lambda w, n: drawn_bounds(w, n, seed=n)
-        check_whole(words[0], group, rank, ranks, bounds_of)
-    elif name in ("entries", "codes"):
-        check_shards(words[0], group, rank, ranks, one_code_a_byte=name == "codes")
-    elif name == "default_group":
-        check_whole("mixed", None, rank, ranks, flat_bounds)
-    elif name.startswith("differ_in_"):
-        check_mismatch(group, rank, ranks, name.removeprefix("differ_in_"))
-    else:
-        CHECKS[name](group, rank, ranks)
+def start(rank: int, ranks: int):
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, ranks + 1)}
+    stale = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=4)) if ranks > 1 else None
 
+    def run(case: str) -> None:
+        size, *words = case.split("-")
+        size, name = int(size), words[-1]
+        group = groups[size]
+        if name in ("drawn", "flat"):
+            bounds_of = flat_bounds if name == "flat" else lambda w, n: drawn_bounds(w, n, seed=n)
+            check_whole(words[0], group, rank, size, bounds_of)
+        elif name in ("entries", "codes"):
+            check_shards(words[0], group, rank, size, one_code_a_byte=name == "codes")
+        elif name == "default_group":
+            check_whole("mixed", None, rank, size, flat_bounds)
+        elif name == "outsider":
+            if rank >= size:
+                check_outsider(group, rank, size)
+        elif name.startswith("differ_in_"):
+            check_mismatch(group, rank, size, name.removeprefix("differ_in_"))
+        else:
+            CHECKS[name](stale if name == "stale" else group, rank, size)
 
-def run_checks(rank: int, world: int, port: int, file: str, chosen: list[str]) -> None:
-    """Run the chosen cases; saves the traceback of each that failed, "" of each that passed."""
-    os.environ["TRITON_INTERPRET"] = "0"
-    join(rank, world, port)
-    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(1, world + 1)}
-    stale = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=4)) if "2-stale" in chosen else None
-    between, results = patient_group(), {}
-    # The one that leaves a group broken comes last.
-    for case in sorted(chosen, key=lambda name: name.endswith("stale")):
-        ranks = int(case.split("-")[0])
-        dist.barrier(between)
-        results[case] = BEGUN
-        torch.save(results, file)
-        try:
-            if case.endswith("outsider"):
-                if rank >= ranks:
-                    check_outsider(groups[ranks], rank, ranks)
-            elif rank < ranks:
-                _run(case, stale if case.endswith("stale") else groups[ranks], rank, ranks)
-            results[case] = ""
-        except Exception:
-            results[case] = traceback.format_exc()
-    torch.save(results, file)
-    dist.barrier(between)
-    leave()
+    return run

@@ -1,4 +1,4 @@
-"""What test_monitor_over_ranks.py spawns: the numerics monitor on two ranks, beside one process with all there is."""
+"""The numerics monitor on two and four ranks: the figures of one process, however tensors are split."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from expert_checks import layer as experts_layer
 from expert_checks import on_one_device, on_this_rank, tokens
 from fsdp_models import blocks, config_of, shard
-from ranks import join, leave, run_each
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -201,8 +200,20 @@ RUNS = {
 }  # fmt: skip
 
 
-def run_cases(rank: int, ranks: int, port: int, file: str, cases) -> None:
-    """Leaves what was raised in each case, or None."""
-    join(rank, ranks, port, seconds=180)
-    run_each(RUNS, rank, cases, file)
-    leave()
+# Of two processes and of four.
+CASES = {
+    2: (
+        [("fsdp", "nvfp4"), ("fsdp_of_layers", None), ("tensor_parallel", "fp8"), ("expert_parallel", "fp8"),
+         ("pipeline",), ("nonfinite",)],
+        [("fsdp", "fp8"), ("fsdp_of_layers", "fp8"), ("fsdp_of_layers", "nvfp4"), ("ddp", "fp8"), ("ddp", "nvfp4"),
+         ("tensor_parallel", "nvfp4"), ("tensor_parallel", None), ("expert_parallel", "nvfp4")],
+    ),
+    4: (
+        [("fsdp_and_tensor_parallel", "nvfp4")],
+        [("fsdp_and_tensor_parallel", "fp8"), ("fsdp_and_tensor_parallel", None)],
+    ),
+}  # fmt: skip
+
+
+def start(rank: int, ranks: int):
+    return lambda name, *arguments: RUNS[name](rank, *arguments)

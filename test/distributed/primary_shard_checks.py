@@ -1,4 +1,4 @@
-"""Checks of test_primary_shards.py: quantized Parameters under FSDP2; each runs on every rank of a mesh."""
+"""Checks of quantized Parameters under FSDP2; each runs on every rank of a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of test_primary_shards.py on a model's life, from loads to checkpoints; each runs on every rank of a mesh."""
+"""Checks of quantized Parameters under FSDP2 from loads to checkpoints; each runs on every rank of a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on every rank of test_primary_weights.py: each check raises where something is wrong."""
+"""Masters of quantized Parameters over ranks: DDP, ZeRO-1 and ZeRO-2 train as high-precision parameters do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from primary_weight_models import (
     train,
     with_exact_means,
 )
-from ranks import device, join, run_in_turn
+from ranks import device, join
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -259,43 +259,50 @@ def accumulates_split_gradients(group, config: str) -> None:
 
 BOTH = ("fp8", "nvfp4")
 MODES = (None, "zero1")
-# Name → (check, group size, arguments).
-CASES = {
-    **{
-        f"trains_{size}_{config}": (trains_as_high_precision, size, (config, 10, MODES))
-        for size in (1, 2, 4)
-        for config in (*BOTH, "mixed")
-    },
+# (check, group size or None for the groups of all sizes, arguments)
+_DEFAULT = (
+    (trains_as_high_precision, 4, ("mixed", 10, MODES)),
+    (trains_as_high_precision, 3, ("fp8_pow2", 10, MODES)),
+    (continues_from_a_checkpoint, 4, ("mixed", "zero1")),
+    (continues_from_a_checkpoint, 2, ("mixed", "zero2")),
+    (reshards, None, ("mixed",)),
+    *((steps_with_nothing, 4, (config,)) for config in BOTH),
+    (splits_gradients, 4, ("mixed", 10)),
+    (accumulates_split_gradients, 3, ("mixed",)),
+    (adds_groups, 2, ("mixed", "zero1")),
+    (adopts_values, 2, ("mixed", "zero1")),
+    (steps_what_fsdp2_shards, 2, ("nvfp4",)),
+    (refuses_other_parts, 2, ()),
+)
+_SLOW = (
+    *((trains_as_high_precision, size, (config, 10, MODES)) for size in (1, 2, 4) for config in BOTH),
+    *((trains_as_high_precision, size, ("mixed", 10, MODES)) for size in (1, 2, 3)),
     # All formats side by side; the long run is of two ranks, as that of four takes four times as much.
-    "trains_long_2_mixed": (trains_as_high_precision, 2, ("mixed", 105, MODES)),
-    **{f"trains_3_{config}": (trains_as_high_precision, 3, (config, 10, MODES)) for config in ("mixed", "fp8_pow2")},
-    **{
-        f"checkpoint_{size}_{shard or 'ddp'}_mixed": (continues_from_a_checkpoint, size, ("mixed", shard))
-        for size in (2, 4)
-        for shard in MODES
-    },
-    **{f"reshards_{config}": (reshards, None, (config,)) for config in (*BOTH, "mixed")},
-    "checkpoint_2_zero2_mixed": (continues_from_a_checkpoint, 2, ("mixed", "zero2")),
-    **{f"nothing_{config}": (steps_with_nothing, 4, (config,)) for config in BOTH},
-    **{f"zero2_{size}_mixed": (splits_gradients, size, ("mixed", 10)) for size in (1, 2, 4)},
-    **{f"zero2_accumulates_{size}": (accumulates_split_gradients, size, ("mixed",)) for size in (2, 3)},
-    **{f"groups_{shard or 'ddp'}": (adds_groups, 2, ("mixed", shard)) for shard in MODES},
-    **{f"adopts_{shard or 'ddp'}": (adopts_values, 2, ("mixed", shard)) for shard in MODES},
-    **{f"fsdp2_{config}": (steps_what_fsdp2_shards, 2, (config,)) for config in BOTH},
-    "other_parts": (refuses_other_parts, 2, ()),
-}
+    (trains_as_high_precision, 2, ("mixed", 105, MODES)),
+    *((continues_from_a_checkpoint, size, ("mixed", None)) for size in (2, 4)),
+    (continues_from_a_checkpoint, 2, ("mixed", "zero1")),
+    *((reshards, None, (config,)) for config in BOTH),
+    *((splits_gradients, size, ("mixed", 10)) for size in (1, 2)),
+    (accumulates_split_gradients, 2, ("mixed",)),
+    (adds_groups, 2, ("mixed", None)),
+    (adopts_values, 2, ("mixed", None)),
+    (steps_what_fsdp2_shards, 2, ("fp8",)),
+)
+_BY_NAME = {check.__name__: check for check, _, _ in _DEFAULT}
+CASES = {4: tuple([(check.__name__, *rest) for check, *rest in tier] for tier in (_DEFAULT, _SLOW))}
 
 
-def run_cases(rank: int, ranks: int, port: int, file: str, chosen) -> None:
-    """Run the chosen cases in groups of the first ranks, up to one that fails; leaves what each raised, or None."""
-    join(rank, ranks, port, seconds=300)
+def ranks_of(name, size, arguments) -> int:
+    return size or 4
+
+
+def on_gpus(*case) -> bool:
+    return True
+
+
+def start(rank: int, ranks: int):
     groups = {size: dist.new_group(list(range(size))) for size in range(1, ranks + 1)}
-
-    def run(name):
-        check, size, arguments = CASES[name]
-        check(groups[size] if size else groups, *arguments)
-
-    run_in_turn(run, chosen, lambda name: CASES[name][1] or ranks, rank, file)
+    return lambda name, size, arguments: _BY_NAME[name](groups[size] if size else groups, *arguments)
 
 
 # --- ranks that differ ------------------------------------------------------------------------------------------------

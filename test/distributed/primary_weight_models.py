@@ -1,4 +1,4 @@
-"""Models of quantized Parameters, their training and comparisons, for the checks of test_primary_weights.py."""
+"""Models of quantized Parameters, their training and comparisons, for `primary_weight_checks.py`."""
 
 from __future__ import annotations
 

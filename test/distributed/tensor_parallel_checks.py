@@ -1,4 +1,4 @@
-"""Checks of test_tensor_parallel.py on bits, products and gradients: each runs on every rank of a mesh."""
+"""Checks of tensor parallelism on bits, products and gradients: each runs on every rank of a mesh."""
 
 from __future__ import annotations
 

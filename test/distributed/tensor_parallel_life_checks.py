@@ -1,4 +1,4 @@
-"""Checks of test_tensor_parallel.py on training, refusals, compilation and FSDP2: each runs on every rank of a mesh."""
+"""Checks of tensor parallelism on training, refusals, compilation and FSDP2: each runs on every rank of a mesh."""
 
 from __future__ import annotations
 

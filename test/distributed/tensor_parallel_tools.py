@@ -1,4 +1,4 @@
-"""Models, training loops and comparisons that the checks of test_tensor_parallel.py share; they run on every rank."""
+"""Models, training loops and comparisons that the checks of tensor parallelism share; they run on every rank."""
 
 from __future__ import annotations
 

@@ -5,17 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
-import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parent))
-
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
 
 import fsdp_install_checks
+import pytest
 
 
 @pytest.mark.parametrize("check", fsdp_install_checks.CHECKS, ids=lambda check: check.__name__)

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import selected_cases
-from torch import nn
-
-sys.path.append(str(Path(__file__).parent))
-
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
-
-from master_weight_checks import Weights, cases, check_scales, codes, may_run_on_gpus, ranks_of, run_checks
-from ranks import spawn_cases
+from master_weight_checks import Weights, check_scales, codes
 from shard_cases import framed
+from torch import nn
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat
 from torchao_blockwise.distributed import (
@@ -28,24 +16,6 @@ from torchao_blockwise.distributed import (
 )
 from torchao_blockwise.distributed.master_weights import cast_master_weights
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
-
-RANKS = 4
-CASES = cases()
-
-
-@pytest.fixture(scope="module")
-def raised(request, tmp_path_factory) -> list[dict]:
-    """What each rank raised in each selected case: all run in one set of processes."""
-    folder = tmp_path_factory.mktemp("master_weights")
-    return spawn_cases(run_checks, RANKS, folder, selected_cases(request), ranks_of, may_run_on_gpus)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ranks(case, raised):
-    results = [of_rank.get(case, "not reached") for of_rank in raised[: ranks_of(case)]]
-    failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if result]
-    assert not failures, "\n".join(failures)
-
 
 # --- one process ------------------------------------------------------------------------------------------------------
 

@@ -6,24 +6,15 @@ import copy
 import gc
 import io
 import pickle
-import sys
 import warnings
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-
-sys.path.append(str(Path(__file__).parent))
-
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
-
 from fsdp_models import CONFIGS
 from helpers import RECIPES, Tied, both_formats, every_recipe, replace, saved_and_loaded
 from primary_weight_models import adamw, assert_holds_masters, net, primary, quantized, train
+from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, is_linear, load_recipe_state, recipe_state, skip_fqns
@@ -31,8 +22,8 @@ from torchao_blockwise.tensors.state_values import plain_values
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-# Weights that share a tensor scale are not what each of them is by itself.
-every_config = pytest.mark.parametrize("config", (*CONFIGS, "mixed"))
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name not in ("fp8", "nvfp4")]
+every_config = pytest.mark.parametrize("config", ("fp8", "nvfp4", "mixed", *SLOW))
 both = pytest.mark.parametrize("config", ("fp8", "nvfp4"))
 
 

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import ranks
-import torch.distributed as dist
-
-if not dist.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
-
-sys.path.append(str(Path(__file__).parent))
 from rank_checks import nothing_raises, one_computes_alone, one_crashes
 
 # Name → how many ranks it needs.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from helpers import FP8, NVFP4, mlp
@@ -15,7 +12,6 @@ from torchao_blockwise import NVFP4TrainingConfig
 from torchao_blockwise.integrations import recipes
 from torchao_blockwise.testing import assert_bitwise_equal
 
-sys.path.append(str(Path(__file__).parent))
 lightning = pytest.importorskip("lightning", "2.4")
 
 from monitored import Monitored  # noqa: E402

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parent))
 
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
@@ -18,8 +13,8 @@ import lightning_checks
 from helpers import selected_cases
 from ranks import spawn
 
-CASES = [("resumes", recipe, saved_as) for recipe in ("fp8", "nvfp4") for saved_as in ("shards", "one_file")]
-CASES += [("needs_conversion_before_shards",)]
+CASES = [("resumes", "fp8", "shards"), ("resumes", "nvfp4", "one_file"), ("needs_conversion_before_shards",)]
+SLOW = [("resumes", "fp8", "one_file"), ("resumes", "nvfp4", "shards")]
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +22,6 @@ def raised(request, tmp_path_factory) -> list[dict]:
     return spawn(lightning_checks.run, 2, tmp_path_factory.mktemp("lightning"), selected_cases(request))
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids="-".join)
 def test_training(case, raised):
     assert [(of_rank or {}).get(case, "not reached") for of_rank in raised] == [None, None]

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parent))
 
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
@@ -19,11 +14,11 @@ import trainer_checks
 from helpers import selected_cases
 from ranks import spawn
 
-CASES = [("resumes", wrapper, recipe) for wrapper in ("ddp", "fsdp") for recipe in ("fp8", "nvfp4")]
-CASES += [("resumes", "fsdp_shards", "fp8")]
-CASES += [("example_resumes", wrapper) for wrapper in ("ddp", "fsdp")]
+CASES = [("resumes", "ddp", "nvfp4"), ("resumes", "fsdp", "fp8"), ("resumes", "fsdp_shards", "fp8")]
+CASES += [("example_resumes", "fsdp")]
 
-SLOW = [("compiled", recipe) for recipe in ("fp8", "nvfp4")]
+SLOW = [("resumes", "ddp", "fp8"), ("resumes", "fsdp", "nvfp4"), ("example_resumes", "ddp")]
+SLOW += [("compiled", recipe) for recipe in ("fp8", "nvfp4")]
 
 
 @pytest.fixture(scope="module")

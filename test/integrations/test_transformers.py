@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from torchao_blockwise import (
 from torchao_blockwise.integrations import recipes
 from torchao_blockwise.testing import assert_bitwise_equal
 
-sys.path.append(str(Path(__file__).parent))
 transformers = pytest.importorskip("transformers", "5.0")
 
 from monitored import Monitored  # noqa: E402

@@ -4,6 +4,7 @@ A subprocess (without the interpreter, which Triton picks once a process) runs t
 driver that names a GPU but has none: kernels are built as a GPU would build them, and never launched.
 """
 
+import importlib
 import itertools
 import json
 import os
@@ -19,8 +20,11 @@ from pathlib import Path
 TARGETS = (80, 90, 100)
 
 
-def _record_builds(target: int):
-    """Make Triton build for `target` and launch nothing; returns the list that builds are appended to."""
+def _record_builds(target: int, once: bool):
+    """Make Triton build for `target` and launch nothing; returns the list that builds are appended to.
+
+    once: whether each kernel is built with the first of its configurations only.
+    """
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -32,10 +36,13 @@ def _record_builds(target: int):
         get_current_stream = staticmethod(lambda device=0: 0)
         get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
 
-    builds = []
+    builds, seen = [], set()
     run = JITFunction.run
 
     def build(self, *args, grid, warmup, **kwargs):
+        if once and self.fn in seen:
+            return None
+        seen.add(self.fn)
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         builds.append((self.fn.__name__, compiled))
         # No build to launch the next time: each launch comes here.
@@ -82,9 +89,11 @@ def _machine_instructions(cubin: bytes) -> dict[str, int]:
     return Counter(_SASS_NAME.findall(_dumped(cubin, "--dump-sass")))
 
 
+# Sums and products too: without ".rn" ptxas may contract two of them. And estimates, and copies to shared memory that
+# do not pass through registers: "cg" of 16 bytes, "ca" of 4 or 8.
 INSTRUCTIONS = re.compile(
     r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync|cvt\.rn\.satfinite|div(?=\.\w+\.f32)|fma|st\.global)\.[\w.:]*"
-    r"|\S*\.ftz\S*"
+    r"|\S*\.ftz\S*|(?:add|sub|mul)\.(?:[\w.]+\.)?f32(?:x2)?|\S*\.approx\S*|cp\.async\.c[ag]"
 )
 
 
@@ -118,48 +127,44 @@ def _loads_in_loops(ttgir: str) -> list[int]:
     return [len(re.findall(r"tt\.load", *loop)) if loop else 0 for loop in loops]
 
 
-def _rows(cases, target: int, instructions: re.Pattern, disassembled: bool) -> list[dict]:
+def _rows(modules, target: int, once: bool) -> list[dict]:
     """What each build for `target` is like."""
-    builds = _record_builds(target)
+    builds = _record_builds(target, once)
     rows, resources = [], {}
-    for label, launch in cases(target):
-        launch()
-        for kernel, compiled in builds:
-            if compiled.hash not in resources:
-                resources[compiled.hash] = _resources(compiled.asm["cubin"])
-                if disassembled:
-                    resources[compiled.hash]["sass"] = _machine_instructions(compiled.asm["cubin"])
-            # How many there are of each.
-            counts = Counter(instructions.findall(compiled.asm["ptx"]))
-            row = {"label": label, "kernel": kernel, "build": compiled.hash, "instructions": counts}
-            row["SHARED"] = compiled.metadata.shared
-            row["loads_in_loops"] = _loads_in_loops(compiled.asm["ttgir"])
-            row["half_defined_words"] = _half_defined_words(compiled.asm["ptx"])
-            row["ptxas_12_9_hazards"] = ptxas_12_9_hazards(compiled.asm["ptx"])
-            rows.append(resources[compiled.hash] | row)
-        builds.clear()
+    for module in modules:
+        for label, launch in module.cases(target):
+            launch()
+            for kernel, compiled in builds:
+                if compiled.hash not in resources:
+                    resources[compiled.hash] = _resources(compiled.asm["cubin"])
+                    if getattr(module, "DISASSEMBLED", False) and not once:
+                        resources[compiled.hash]["sass"] = _machine_instructions(compiled.asm["cubin"])
+                # How many there are of each.
+                counts = Counter(INSTRUCTIONS.findall(compiled.asm["ptx"]))
+                row = {"label": label, "kernel": kernel, "build": compiled.hash, "instructions": counts}
+                row["SHARED"] = compiled.metadata.shared
+                row["loads_in_loops"] = _loads_in_loops(compiled.asm["ttgir"])
+                row["half_defined_words"] = _half_defined_words(compiled.asm["ptx"])
+                row["ptxas_12_9_hazards"] = ptxas_12_9_hazards(compiled.asm["ptx"])
+                rows.append(resources[compiled.hash] | row)
+            builds.clear()
     return rows
 
 
-def main(
-    cases, folder: str, *targets: str, instructions: re.Pattern = INSTRUCTIONS, disassembled: bool = False
-) -> None:
-    """Leave the rows of each target as JSON in `folder`: children that share what is imported compile side by side.
-
-    cases: of a target, (label, call of a launcher) of what is built. instructions: which of PTX's are counted.
-    disassembled: whether all of the GPU's are counted as well.
-    """
+def _main(folder: str, once: str, modules: str, *targets: str) -> None:
+    """Leave the rows of each target as JSON in `folder`: children that share what is imported compile side by side."""
     import triton
 
     import torchao_blockwise
 
     assert triton and torchao_blockwise
+    imported = [importlib.import_module(name) for name in modules.split(",")]
     children = []
     for target in targets:
         child = os.fork()
         if child == 0:
             try:
-                Path(folder, target).write_text(json.dumps(_rows(cases, int(target), instructions, disassembled)))
+                Path(folder, target).write_text(json.dumps(_rows(imported, int(target), once == "once")))
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -169,11 +174,12 @@ def main(
     sys.exit(any(statuses))
 
 
-def built_for(script: str, targets) -> dict[int, list]:
-    """{target: the rows that `script` leaves for it}."""
+def built_for(modules, targets, once: bool = False) -> dict[int, list]:
+    """{target: what the builds of all `cases(target)` of these modules are like}; once: of each kernel the first."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, script, folder, *map(str, targets)]
+        how = "once" if once else "all"
+        command = [sys.executable, __file__, folder, how, ",".join(modules), *map(str, targets)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         rows = {target: json.loads(Path(folder, str(target)).read_text()) for target in targets}
@@ -203,7 +209,54 @@ def spilled_bytes(rows) -> dict[str, int]:
     return {label: n for label, kernel, n in found if n > allowed.get(kernel, 0)}
 
 
+# Of builds that need one register more than there is: the number of the thread, read back once a tile, in no loop. The
+# last one by ptxas for Blackwell, told to allocate registers in a simpler way; by itself it needs no stack.
+SPILLED_BYTES = {
+    (90, "plain 256x128x1 fp8_1x128 512x512x1024 float32"): 8,
+    (90, "grouped_k 256x128x1 1024x512x1024 E4 float32"): 8,  # by Triton 3.6
+    (100, "swiglu_backward_quantize gluon E8 512x1024 bfloat16 rowwise+columnwise"): 8,
+}
+
+
+# Kernels whose sums no bits depend on: of a norm's statistics, and of products.
+_SUMS = ("_statistics_kernel", "_scale_kernel")
+
+
+def assert_sound(rows, target: int) -> None:
+    """Nothing spills; kernels multiply on tensor cores, or round each step by itself and leave no half of a word."""
+    of_builds = {row["build"]: row for row in reversed(rows)}.values()
+    spilled = {(target, label): n for label, n in spilled_bytes(of_builds).items()}
+    assert spilled.items() <= SPILLED_BYTES.items()
+    for row in rows:
+        is_product = "matmul" in row["kernel"] or row["kernel"] in ("_grouped_fp8_kernel", "_grouped_nvfp4_kernel")
+        if is_product:
+            assert any("mma" in name for name in row["instructions"]), row["label"]
+        elif row["kernel"] != "_decode_kernel":
+            assert_each_step_is_rounded_by_itself(row)
+            assert row["half_defined_words"] == [], row["label"]
+
+
+def assert_each_step_is_rounded_by_itself(row) -> None:
+    """No contraction, by the compiler or by ptxas; division rounded correctly; subnormals kept.
+
+    But for `reciprocal`, of which SwiGLU has one an element: an estimate and two FMAs, which make it right.
+    """
+    counts, is_fused = row["instructions"], any(word in row["kernel"] for word in ("swiglu", "norm"))
+    inexact = {i: n for i, n in counts.items() if re.match(r"fma\..*f32", i) or ".ftz" in i or ".approx" in i}
+    reciprocals = counts.get("rcp.approx.ftz.f32", 0)
+    assert (reciprocals > 0) == ("swiglu" in row["kernel"]), row["label"]
+    if row["kernel"] not in _SUMS:
+        expected = {"rcp.approx.ftz.f32": reciprocals, "fma.rn.f32": 2 * reciprocals} if reciprocals else {}
+        assert inexact == expected, row["label"]
+    arithmetic = [name for name in counts if re.match(r"(add|sub|mul|div)\." if is_fused else r"div\.", name)]
+    assert row["kernel"] in _SUMS or all(".rn." in name for name in arithmetic), row["label"]
+
+
 def of(rows, *words):
     found = [row for row in rows if all(word in row["label"].split() for word in words)]
     assert found, words
     return found
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -20,6 +20,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 pytest.importorskip("triton")
 
+# The emulator takes minutes.
+pytestmark = pytest.mark.slow
 TARGET = 90
 SHAPES = ((128, 128), (37, 150))
 # Only whole runs of 16 elements of a row, over the edge of a tile.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from grouped_products import PAIRS, Case, along_and_pairs, assert_close_to_each_group, backends, quantize
-from product_budgets import accumulation_unit, assert_within_budget, out_dtypes, pair_id
+from product_budgets import accumulation_unit, assert_within_budget, pair_id
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.ops.gemm.grouped import grouped_matmul_op
 from torchao_blockwise.ops.groups.ends import as_groups, clamped_ends
@@ -50,15 +49,6 @@ def test_auto_takes_the_first_that_can(along, pair, device):
     hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
     assert first is Backend.TRITON or (hopper and first is Backend.GLUON)
     assert_bitwise_equal(case.run(), case.run(backend=first))
-
-
-@out_dtypes
-@along_and_pairs
-def test_meta_tensors(along, pair, out_dtype):
-    case = Case(along, pair, ([30, 0, 9], 2), "cpu")
-    a, b = (Operand(*(None if t is None else t.to("meta") for t in x.tensors), x.format_name) for x in (case.a, case.b))
-    out = ops.grouped_matmul(a, b, case.ends.to("meta"), along=along, out_dtype=out_dtype)
-    assert (out.device.type, out.shape, out.dtype) == ("meta", case.run(backend="reference").shape, out_dtype)
 
 
 @backends

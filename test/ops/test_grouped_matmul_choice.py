@@ -46,32 +46,24 @@ def choice(along: str, a_shape, b_shape, pair=NVFP4, named=Backend.AUTO):
     return choose("grouped_matmul", grouped_matmul_op.table, named, args, _first)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "module"), ((1, "triton"), (16384, "triton"), (32768, "decoded"), (2**20, "decoded")), ids=str
-)
-def test_nvfp4_along_m_goes_by_tokens_an_expert(tokens, module, gpu):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        row = choice("m", (tokens, 2048), (128, 1536, 2048))
-    assert row.run.endswith(f"kernels_{module}:grouped_matmul")
+# (compute capability, direction, shapes of a and b, module): along "m" by tokens an expert, along "k" by features.
+CHOSEN = [
+    *(((9, 0), "m", (tokens, 2048), (128, 1536, 2048), "triton") for tokens in (1, 16384)),
+    *(((9, 0), "m", (tokens, 2048), (128, 1536, 2048), "decoded") for tokens in (32768, 2**20)),
+    *(((9, 0), "k", (64, tokens), (2048, tokens), "triton") for tokens in (64, 65536)),
+    *(((9, 0), "k", (768, tokens), (2048, tokens), "decoded") for tokens in (64, 65536)),
+    *((other, "m", (2048, 4096), (8, 2048, 4096), "triton") for other in ((8, 0), (8, 9), (12, 0))),
+    *((other, "k", (2048, 4096), (2048, 4096), "triton") for other in ((8, 0), (8, 9), (12, 0))),
+]
 
 
-@pytest.mark.parametrize(("features", "module"), ((64, "triton"), (768, "decoded")))
-@pytest.mark.parametrize("tokens", (64, 65536))
-def test_nvfp4_along_k_goes_by_features(tokens, features, module, gpu):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        row = choice("k", (features, tokens), (2048, tokens))
-    assert row.run.endswith(f"kernels_{module}:grouped_matmul")
-
-
-@every_direction
-@pytest.mark.parametrize("capability", ((8, 0), (8, 9), (12, 0)), ids=str)
-def test_elsewhere_nvfp4_is_multiplied_in_triton(capability, along, gpu):
+@pytest.mark.parametrize(("capability", "along", "a_shape", "b_shape", "module"), CHOSEN, ids=str)
+def test_nvfp4_is_chosen_in_silence(capability, along, a_shape, b_shape, module, gpu):
     gpu.has_gpu_of(capability)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choice(along, (2048, 4096), (8, 2048, 4096) if along == "m" else (2048, 4096)).backend is Backend.TRITON
+        row = choice(along, a_shape, b_shape)
+    assert row.run.endswith(f"kernels_{module}:grouped_matmul")
 
 
 @pytest.mark.parametrize("kernels", (None, "this build has none"))

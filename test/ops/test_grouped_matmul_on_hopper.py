@@ -50,13 +50,6 @@ def test_why_not(machine):
     assert why_not(a, b, FORMATS["m"], "m") == "Triton's interpreter does not know Gluon"
 
 
-def test_backend_by_name_says_why_it_cannot_run():
-    group_ends, tokens = ends_of("aligned")
-    a, b = OPERANDS["m"](group_ends, tokens, 128, 128)
-    with pytest.raises(ValueError, match="gluon cannot run: the kernels are for Hopper GPUs"):
-        ops.grouped_matmul(a, b, group_ends, out_dtype=torch.bfloat16, backend="gluon")
-
-
 @pytest.fixture
 def hopper():
     if torch.cuda.get_device_capability() != (9, 0):

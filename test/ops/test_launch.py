@@ -104,12 +104,12 @@ class Launches:
 
 
 def _kernel_cases():
-    """Every variant of every kernel that takes no descriptors, as test_kernel_builds.py lists them."""
+    """The first variant of every kernel that takes no descriptors, as test_kernel_builds.py lists them."""
     path = Path(__file__).with_name("test_kernel_builds.py")
     spec = importlib.util.spec_from_file_location("test_kernel_builds", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return list(module._cases(TARGET))
+    return list({tuple(label.split()[:2]): (label, call) for label, call in reversed([*module.cases(TARGET)])}.values())
 
 
 if triton is not None and not triton.knobs.runtime.interpret:
@@ -237,7 +237,7 @@ def what_is_launched(record: dict) -> list:
 
 
 def test_every_kernel_launches_the_build_that_triton_would(results):
-    assert len(results["kernels"]) > 50
+    assert len(results["kernels"]) > 20
     for case in results["kernels"]:
         assert case["again"]["by_triton"] == 0, case["label"]
         assert case["plain"]["by_triton"] == len(case["plain"]["launches"]) > 0, case["label"]

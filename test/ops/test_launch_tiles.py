@@ -6,7 +6,6 @@ down what it is given: a tensor map is all that it is made of. Needs no GPU.
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from torchao_blockwise import _compat
 if not _compat.has_gluon():
     pytest.skip("needs Gluon, which Triton has from 3.6 on", allow_module_level=True)
 
-sys.path.append(str(Path(__file__).parent))
 import test_launch
 import triton
 from triton.experimental import gluon

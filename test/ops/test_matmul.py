@@ -181,14 +181,6 @@ def test_noise_is_that_of_the_formats(pair):
 # --- meta tensors and refusals ----------------------------------------------------------------------------------------
 
 
-@out_dtypes
-@pairs
-def test_meta_tensors(pair, out_dtype):
-    a, b = (torch.empty(n, 65, device="meta") for n in (5, 7))
-    out = ops.matmul(*quantize_pair(a, b, pair), out_dtype=out_dtype)
-    assert (out.device.type, out.shape, out.dtype) == ("meta", (5, 7), out_dtype)
-
-
 def quantized(*shape, fmt=FP8_1X128, device="cpu"):
     return ops.quantize(torch.ones(*shape, device=device), fmt, backend="reference").rowwise
 

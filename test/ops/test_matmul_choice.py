@@ -58,11 +58,29 @@ def choice(m, n, k, pair=SQUARE, out_dtype=torch.bfloat16, adds=False):
 # --- the order --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", (1, 64, 4096, 65536))
-def test_on_hopper_square_blocks_go_to_gluon(tokens, gpu):
+# (compute capability, (M, N, K), formats, backend): by tokens on Hopper, and decoded first where there are many rows.
+CHOSEN = [
+    *(((9, 0), (tokens, 2048, 7168), SQUARE, "gluon") for tokens in (1, 64, 4096, 65536)),
+    *(((9, 0), (2048, 7168, tokens), ONE_ROW, "gluon") for tokens in (16, 256)),
+    *(((9, 0), (2048, 7168, tokens), ONE_ROW, "cublas") for tokens in (257, 65536)),
+    *(((major, 0), (rows, 2048, 7168), NVFP4, "triton") for major in (8, 9) for rows in (1, 64)),
+    *(((major, 0), (rows, 2048, 7168), NVFP4, "cublas") for major in (8, 9) for rows in (65, 65536)),
+    *(((major, 0), (4096, 2048, 7168), NVFP4, "cublas") for major in (10, 12)),
+    *(((major, 0), (4096, 2048, 7168), SQUARE, "triton") for major in (8, 10)),
+    ((8, 9), (4096, 2048, 7168), ONE_ROW, "triton"),
+]
+
+
+def case_id(value) -> str:
+    return value if isinstance(value, str) else "x".join(getattr(part, "name", str(part)) for part in value)
+
+
+@pytest.mark.parametrize(("capability", "shape", "pair", "chosen"), CHOSEN, ids=case_id)
+def test_auto_chooses_in_silence(capability, shape, pair, chosen, gpu):
+    gpu.has_gpu_of(capability)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choice(tokens, 2048, 7168) is Backend.GLUON
+        assert choice(*shape, pair) == chosen
 
 
 def test_on_hopper_deep_gemm_takes_what_pays(gpu, monkeypatch):
@@ -74,41 +92,6 @@ def test_on_hopper_deep_gemm_takes_what_pays(gpu, monkeypatch):
         assert choice(4096, 4096, 7168) is choice(16384, 4096, 7168, out_dtype=torch.float32) is Backend.GLUON
         monkeypatch.setattr(deep_gemm_library, "product_on", lambda device: "it is broken")
         assert choice(16384, 4096, 7168) is Backend.GLUON
-
-
-@pytest.mark.parametrize(("tokens", "chosen"), ((16, "gluon"), (256, "gluon"), (257, "cublas"), (65536, "cublas")))
-def test_on_hopper_one_row_blocks_go_by_their_tokens(tokens, chosen, gpu):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert choice(2048, 7168, tokens, ONE_ROW) == chosen
-
-
-@pytest.mark.parametrize(
-    ("capability", "pair", "chosen"),
-    (
-        ((8, 0), SQUARE, "triton"),
-        ((8, 9), ONE_ROW, "triton"),
-        ((9, 0), NVFP4, "cublas"),
-        ((10, 0), SQUARE, "triton"),
-        ((10, 0), NVFP4, "cublas"),
-        ((12, 0), NVFP4, "cublas"),
-    ),
-    ids=lambda x: x if isinstance(x, str) else "_".join(getattr(part, "name", str(part)) for part in x),
-)
-def test_elsewhere_gluon_is_none(capability, pair, chosen, gpu):
-    gpu.has_gpu_of(capability)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert choice(4096, 2048, 7168, pair) == chosen
-
-
-@pytest.mark.parametrize("capability", ((8, 0), (9, 0)), ids=str)
-@pytest.mark.parametrize(("rows", "chosen"), ((1, "triton"), (64, "triton"), (65, "cublas"), (65536, "cublas")))
-def test_nvfp4_is_decoded_first_where_there_are_many_rows(rows, chosen, capability, gpu):
-    gpu.has_gpu_of(capability)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert choice(rows, 2048, 7168, NVFP4) == chosen
 
 
 @pytest.mark.parametrize("n", (2048, 2040))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 
 import pytest
 import torch
@@ -46,16 +45,6 @@ COPIES = ((True, False), (False, True), (True, True))
 copies_asked = pytest.mark.parametrize("copies", COPIES, ids=("rowwise", "columnwise", "both"))
 
 
-def with_copies(*lists) -> list[tuple]:
-    """All that can be drawn from `lists`, each with one kind of copies; every value meets every kind."""
-    places = itertools.product(*(range(len(values)) for values in lists))
-    return [(*(values[i] for values, i in zip(lists, place)), COPIES[sum(place) % 3]) for place in places]
-
-
-def case_id(value) -> str:
-    return getattr(value, "name", None) or "x".join(map(str, value))
-
-
 # No groups, no random bits: the arguments of `quantize` behind its options.
 PLAIN = None, None, None, 0, 0, 0, -1
 
@@ -72,7 +61,9 @@ def quantize(x: torch.Tensor, fmt):
 # --- opcheck ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fmt", "shape", "copies"), with_copies([*FORMATS.values()], SHAPES), ids=case_id)
+@copies_asked
+@shapes
+@formats
 def test_quantize(fmt, shape, copies):
     x = random_tensor(*shape)
     op = (library.quantize_both if all(copies) else library.quantize).default
@@ -145,7 +136,9 @@ def test_norm(shape, layer):
     opcheck(library.normalize.default, (*arguments, "reference"))
 
 
-@pytest.mark.parametrize(("layer", "shape", "copies"), with_copies((False, True), MATRICES), ids=str)
+@copies_asked
+@layers
+@matrices
 def test_norm_quantize(layer, shape, copies):
     arguments = normalize_arguments(shape, layer)
     for padded in (False, True):
@@ -184,9 +177,9 @@ def test_amax_bits_of_groups(each, ends, tokens):
     opcheck(library.tensor_amax_bits.default, (x, ends, each, "auto"))
 
 
-@pytest.mark.parametrize(
-    ("fmt", "groups", "copies"), with_copies((FP8_1X128, NVFP4_1X16), list(GROUP_ENDS.values())), ids=case_id
-)
+@copies_asked
+@pytest.mark.parametrize("groups", GROUP_ENDS.values(), ids=GROUP_ENDS)
+@pytest.mark.parametrize("fmt", (FP8_1X128, NVFP4_1X16), ids=("fp8", "nvfp4"))
 def test_grouped_quantize(fmt, groups, copies):
     ends, tokens = groups
     dh, gate, up = (torch.randn(tokens, 48, dtype=torch.bfloat16) for _ in range(3))

@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantize_cases import formats, shapes
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, Operand
-
-
-@shapes
-@formats
-def test_meta_tensors_have_the_shapes_of_the_result(fmt, shape):
-    meta = ops.quantize(torch.empty(shape, device="meta"), fmt, columnwise=True)
-    real = ops.quantize(torch.ones(shape), fmt, columnwise=True, backend="reference")
-    for m, r in zip(meta, real):
-        assert type(m) is type(r) is Operand and m.format_name == r.format_name
-        for part, expected in zip(m.tensors, r.tensors):
-            assert (part is None) == (expected is None)
-            if part is not None:
-                assert (part.device.type, part.shape, part.dtype) == ("meta", expected.shape, expected.dtype)
-                assert part.is_contiguous() and expected.is_contiguous()
-
+from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16
 
 X = torch.ones(2, 32)
 TYPE_REFUSALS = {

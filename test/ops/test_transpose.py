@@ -155,16 +155,6 @@ def test_shares_no_memory_with_its_input(fmt, shape, backend, device):
     assert got.scale.data_ptr() != q.scale.data_ptr()
 
 
-@shapes
-@formats
-def test_meta_tensors_have_the_shapes_of_the_result(fmt, shape):
-    meta = ops.transpose(quantize(torch.empty(shape, device="meta"), fmt), columns=shape[-1])
-    real = ops.transpose(quantize(torch.ones(shape), fmt), columns=shape[-1], backend="reference")
-    for got, expected in ((meta.qdata, real.qdata), (meta.scale, real.scale)):
-        assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-        assert got.is_contiguous()
-
-
 @pytest.mark.parametrize("fmt", (FP8_1X128, NVFP4_1X16), ids=lambda f: f.name)
 def test_refuses_one_row_blocks(fmt):
     with pytest.raises(ValueError) as error:

@@ -1,0 +1,193 @@
+"""Checks that run on meshes of ranks, as data: FSDP2, checkpoints, quantized Parameters, experts and TP."""
+
+from __future__ import annotations
+
+import checkpoint_checks as checkpoints
+import expert_checks as experts
+import fsdp_change_checks as change
+import fsdp_checks as checks
+import fsdp_life_checks as life
+import primary_shard_checks as primary
+import primary_shard_life_checks as primary_life
+import tensor_parallel_checks as tensor_parallel
+import tensor_parallel_life_checks as tensor_parallel_life
+from fsdp_models import CONFIGS, config_of
+from ranks import device, gpus
+from torch.distributed.device_mesh import DeviceMesh
+
+EVERY = ("fp8", "fp8_pow2", "nvfp4")
+BOTH = ("fp8", "nvfp4")
+FULL = "nvfp4_full"
+# How values are rounded, and activations and gradients scaled: ranks exchange nothing for these, however many they are.
+OF_ELEMENTS = ("fp8_pow2", FULL)
+PER_EXPERT, PER_EXPERT_NEAREST = "nvfp4_per_expert", "nvfp4_per_expert_nearest"
+# (check, mesh sizes, configs)
+FSDP_CHECKS = (
+    (checks.gathers_exactly_at_any_split, (1, 2, 3, 4), BOTH),
+    (checks.gathers_special_values, (3,), EVERY),
+    (checks.trains_as_unsharded, (1, 2, 3, 4), BOTH),
+    (checks.trains_as_unsharded, (3,), OF_ELEMENTS),
+    (checks.trains_in_one_group, (4,), BOTH),
+    (checks.gives_ranks_seeds_of_their_own, (2,), (FULL,)),
+    (checks.shards_columns, (1, 4), EVERY),
+    (checks.reshards_after_forward, (4,), BOTH),
+    (checks.reshards_to_fewer_ranks, (4,), ("fp8",)),
+    (checks.offloads, (2,), (*BOTH, FULL)),
+    (checks.trains_in_mixed_precision, (1, 2, 3), EVERY),
+    (checks.trains_bf16, (2,), BOTH),
+    (checks.accumulates, (1, 2), (*BOTH, FULL)),
+    (checks.reduces_once_a_step, (4,), ("fp8",)),
+    (checks.leaves_frozen_weights, (2,), BOTH),
+    (checks.ties_embeddings, (1, 2), BOTH),
+    (checks.checkpoints_activations, (2,), (*BOTH, FULL)),
+    (checks.clips_and_steps, (2,), BOTH),
+    (checks.compiles_blocks, (2,), (*BOTH, FULL)),
+    (life.starts_on_meta, (4,), ("fp8", FULL)),
+    (life.loads, (3,), BOTH),
+    (life.follows_changes_by_hand, (1, 4), BOTH),
+    (life.follows_changes_between_microbatches, (2,), BOTH),
+    (life.refuses_stale_values, (2,), ("fp8",)),
+    (change.follows_every_writer, (2,), BOTH),
+    (change.follows_changes_between_microbatches, (2,), BOTH),
+    (change.refills_what_evaluation_left_gathered, (1, 2), BOTH),
+    (change.keeps_the_scales_of_what_is_gathered, (2,), BOTH),
+    (change.quantizes_shards_once_in_a_scope, (1, 2), BOTH),
+    (change.refuses_changes_in_a_scope, (2,), ("fp8",)),
+    (change.whole_is_what_was_written, (3,), BOTH),
+    (life.enters_by_other_ways, (2,), BOTH),
+    (life.frees_what_it_gathers, (1, 4), BOTH),
+    (life.dies_with_the_model, (2,), BOTH),
+    (life.synchronises_by_hand, (1, 4), BOTH),
+    (life.gathers_few_bytes, (3, 4), BOTH),
+    (checks.asks_no_store, (2,), BOTH),
+    (checks.shards_hybrid, ((2, 2),), BOTH),
+    (life.replicates_and_groups, (2,), ("fp8",)),
+    (life.gathers_by_redistribution, (2,), ("fp8",)),
+    (life.checks_forward_passes, (1, 2), BOTH),
+)
+CHECKPOINT_CHECKS = (
+    (checkpoints.holds_plain_shards, (1, 4, (2, 2)), BOTH),
+    (checkpoints.resumes, (4, (2, 2)), BOTH),
+    (checkpoints.reshards, (4,), BOTH),
+    (checkpoints.exchanges_with_unconverted, (4,), ("fp8",)),
+    (checkpoints.gives_full_state_dicts, (4,), ("fp8",)),
+    (checkpoints.assigns, (4,), BOTH),
+    (checkpoints.saves_asynchronously, (4,), ("fp8",)),
+    (checkpoints.saves_two_dims, ((2, 2),), ("fp8",)),
+    (checkpoints.saves_shared_weights, (4,), ("fp8",)),
+)
+PRIMARY_CHECKS = (
+    (primary.gathers_exactly_at_any_split, (1, 3, 4), BOTH),
+    (primary.keeps_dtypes_of_gradients, (2,), BOTH),
+    (primary.trains_long, (1, 2, 4), BOTH),
+    (primary.trains_in_many_ways, (2,), (*BOTH, FULL)),
+    (primary.accumulates, (2,), (*BOTH, FULL)),
+    (primary.compiles_blocks, (2,), ("fp8",)),
+    (primary.gathers_few_bytes, (3, 4), BOTH),
+    (primary_life.leaves_frozen_weights, (2,), BOTH),
+    (primary_life.loads, (3,), BOTH),
+    (primary_life.adopts_loads, (2,), BOTH),
+    (primary_life.casts_loads_between_microbatches, (2,), BOTH),
+    (primary_life.refuses_stale_values, (2,), ("fp8",)),
+    (primary_life.refuses_writes_into_state_dicts, (2,), BOTH),
+    (primary_life.starts_on_meta, (4,), BOTH),
+    (primary_life.refuses, (2,), BOTH),
+    (primary_life.reshards_to_fewer_ranks, (4,), ("fp8",)),
+    (primary_life.frees_what_it_gathers, (2,), BOTH),
+    (primary_life.resumes, (4,), ("nvfp4",)),
+    (primary_life.reshards, (4,), BOTH),
+    (primary_life.gives_full_state_dicts, (2,), BOTH),
+    (primary.shards_hybrid, ((2, 2),), BOTH),
+)
+EXPERT_CHECKS = (
+    (experts.computes_as_one_device, (1, 2, 3, 4), (*BOTH, PER_EXPERT)),
+    (experts.computes_as_one_device, (3,), ("fp8_pow2", FULL)),
+    (experts.exchanges_no_amaxes, (2,), (PER_EXPERT,)),
+    (experts.compiles, (2,), (*BOTH, FULL, PER_EXPERT)),
+    (experts.keeps_copies_in_a_scope, (2,), (*BOTH, PER_EXPERT)),
+    (experts.shards_experts, (1, 3, 4), (*BOTH, FULL, PER_EXPERT)),
+    (experts.trains_sharded_experts, (2, 4), (*BOTH, PER_EXPERT_NEAREST)),
+    (experts.spreads_and_shards, ((2, 2),), (*BOTH, PER_EXPERT_NEAREST)),
+    (experts.saves_whole_experts, (3,), BOTH),
+    (experts.refuses_other_modules, (2,), ("fp8",)),
+)
+TENSOR_PARALLEL_CHECKS = (
+    (tensor_parallel.colwise, (2, 4), tuple(CONFIGS)),
+    (tensor_parallel.rowwise, (2, 4), tuple(CONFIGS)),
+    (tensor_parallel.computes_in_low_precision, (2, 4), BOTH),
+    (tensor_parallel.sequence_parallel, (2, 4), (*BOTH, FULL)),
+    (tensor_parallel.prepares_module_output, (2,), BOTH),
+    (tensor_parallel.loss_in_parallel, (2, 4), BOTH),
+    (tensor_parallel.splits_tokens_alone, (2, 4), (*BOTH, FULL)),
+    (tensor_parallel.redistributes_what_lies_otherwise, (2,), BOTH),
+    (tensor_parallel.takes_any_tokens, (1, 2), BOTH),
+    (tensor_parallel.leaves_frozen_parts, (2,), BOTH),
+    (tensor_parallel_life.trains, (2, 4), BOTH),
+    (tensor_parallel_life.trains, (2,), (FULL,)),
+    (tensor_parallel_life.keeps_copies_in_a_scope, (2,), BOTH),
+    (tensor_parallel_life.trains_in_mixed_precision, (2,), BOTH),
+    (tensor_parallel_life.checkpoints_activations, (2,), (*BOTH, FULL)),
+    (tensor_parallel_life.saves_high_precision, (2,), BOTH),
+    (tensor_parallel_life.catches_changes_before_backward, (2,), BOTH),
+    (tensor_parallel_life.sees_changes_inside_a_graph, (2,), BOTH),
+    (tensor_parallel.holds_quantised_weights, (2, 4), BOTH),
+    (tensor_parallel.sends_quantised_weights_without_handles, (2,), BOTH),
+    (tensor_parallel_life.starts_on_meta, (2,), BOTH),
+    (tensor_parallel_life.is_copied_and_reported, (2,), BOTH),
+    (tensor_parallel_life.refuses_cut_blocks, (2, 4), BOTH),
+    (tensor_parallel_life.refuses_what_it_cannot_place, (2,), BOTH),
+    (tensor_parallel_life.compiles, (2,), (*BOTH, FULL)),
+    (tensor_parallel_life.compiles_quantized_weights, (2,), BOTH),
+    (tensor_parallel_life.checks_forward_passes, (2,), BOTH),
+    (tensor_parallel_life.shards_in_two_dims, ((2, 2),), tuple(CONFIGS)),
+)
+ALL = FSDP_CHECKS + CHECKPOINT_CHECKS + PRIMARY_CHECKS + EXPERT_CHECKS + TENSOR_PARALLEL_CHECKS
+BY_NAME = {f"{check.__module__}.{check.__name__}": check for check, _, _ in ALL}
+# What resharding to a part of the ranks means shows on four of them.
+FOUR_ALONE = (checks.reshards_to_fewer_ranks, primary_life.reshards_to_fewer_ranks)
+# A step on the CPU rounds otherwise than one on a GPU, so that training there has nothing to be compared with.
+CPU_ALONE = (checks.offloads,)
+
+
+def _cases() -> tuple[list, list]:
+    """(name of a check, mesh size, name of a config): one of each check in the default tier, and the rest."""
+    default, slow = [], []
+    for index, (check, sizes, configs) in enumerate(ALL):
+        first, *others = sorted(_sizes_here(check, sizes), key=lambda size: -ranks_of(None, size))
+        for size in (first, *others):
+            for config in configs:
+                tier = default if (size, config) == (first, configs[index % len(configs)]) else slow
+                tier.append((f"{check.__module__}.{check.__name__}", size, config))
+    return default, slow
+
+
+def _sizes_here(check, sizes) -> tuple:
+    """`sizes`, and as many ranks as there are GPUs, where those are too few for all of them."""
+    scales = check not in FOUR_ALONE + CPU_ALONE and any(isinstance(size, int) for size in sizes)
+    fits = any(1 < ranks_of(None, size) <= gpus() for size in sizes)
+    return (*sizes, gpus()) if scales and not fits and gpus() > 1 else sizes
+
+
+def ranks_of(name, size: int | tuple[int, int], config=None) -> int:
+    return size if isinstance(size, int) else size[0] * size[1]
+
+
+def on_gpus(name, size, config) -> bool:
+    return BY_NAME[name] not in CPU_ALONE
+
+
+CASES = {4: _cases()}
+
+
+def start(rank: int, ranks: int):
+    kind = device().type
+    meshes = {size: DeviceMesh(kind, list(range(size))) for size in range(1, ranks + 1)}
+    if ranks == 4:
+        meshes[2, 2] = DeviceMesh(kind, [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+        meshes["tensor"] = DeviceMesh(kind, [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+
+    def run(name, size, config):
+        in_two_dims = "tensor" if size == (2, 2) and name.startswith("tensor_parallel") else size
+        BY_NAME[name](meshes[in_two_dims], config_of(config))
+
+    return run

@@ -1,0 +1,149 @@
+"""What test_weight_scales.py spawns: ranks of which one goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from fsdp_models import CONFIGS, adamw, blocks, shard, train
+from helpers import FP8, replace
+from ranks import device, join
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torchao.quantization import quantize_
+
+from torchao_blockwise import _compat, recommended_layers
+from torchao_blockwise.distributed import collective_watchdog, watch_collectives
+from torchao_blockwise.nn import SwiGLUExperts
+
+# Over gloo: its collectives raise where a rank is missing, those of NCCL end the process.
+
+
+def _other_config(rank, config):
+    return blocks(replace(config, power_of_2_scales=rank == 1))
+
+
+def _other_shape(rank, config):
+    return blocks(config, hidden=151 if rank == 1 else 150)
+
+
+def _fewer_weights(rank, config):
+    model = blocks(None)
+    quantize_(model, config, filter_fn=lambda m, name: name.endswith((".up", ".down")) and (rank, name) != (1, "1.up"))
+    return model
+
+
+def _no_weights(rank, config):
+    return blocks(None if rank == 1 else config)
+
+
+def _fails_early(rank, config):
+    if rank == 1:
+        raise FloatingPointError("rank 1 gives up")
+    return blocks(config)
+
+
+def _fails_later(rank, config):
+    return blocks(config)
+
+
+WRONG = (_other_config, _other_shape, _fewer_weights, _fails_early, _fails_later, _no_weights)
+
+
+def go_wrong(rank: int, ranks: int, port: int, file: str, timeout: float) -> None:
+    """Rank 1 builds another model, or fails; leaves what the rank raised each time and after how many seconds."""
+    left = {}
+    for build in WRONG:
+        join(rank, ranks, port, seconds=timeout, name=build.__name__)
+        start = time.monotonic()
+        try:
+            model = shard(build(rank, CONFIGS["fp8"]), DeviceMesh(device().type, list(range(ranks))))
+            optimizer = adamw(model)
+            train(model, optimizer, steps=1)
+            if rank == 1:
+                raise FloatingPointError("rank 1 gives up")
+            train(model, optimizer, steps=1)
+            message = "nothing"
+        except Exception as e:
+            message = f"{type(e).__name__}: {e}"
+        left[build.__name__[1:]] = (message, time.monotonic() - start)
+        torch.save(left, file)
+        dist.destroy_process_group()
+
+
+def come_late(rank: int, ranks: int, port: int, file: str, seconds: float) -> None:
+    """The last rank pauses before the second step, so long that others lose patience; leaves what each rank logged.
+
+    seconds: that NCCL would wait, and does on GPUs.
+    """
+    join(rank, ranks, port, seconds=10 * seconds if device().type == "cpu" else seconds)
+    pause = 0.85 * seconds
+    if device().type == "cpu":
+        _compat.nccl_timeout, pause = lambda group: timedelta(seconds=seconds), 2 * seconds
+    watch_collectives()
+    logged = []
+    collective_watchdog._log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: logged.append(record.getMessage())
+    model = shard(blocks(CONFIGS["fp8"]), DeviceMesh(device().type, list(range(ranks))))
+    optimizer = adamw(model)
+    train(model, optimizer, steps=1)
+    if rank == ranks - 1:
+        time.sleep(pause)
+    train(model, optimizer, steps=1)
+    time.sleep(seconds)
+    torch.save(logged, file)
+    dist.destroy_process_group()
+
+
+def fail_later(rank: int, ranks: int, port: int, file: str, seconds: float) -> None:
+    """The last rank ends after the first step; leaves what each rank raised."""
+    join(rank, ranks, port, seconds=seconds)
+    model = shard(blocks(CONFIGS["fp8"]), DeviceMesh(device().type, list(range(ranks))))
+    optimizer = adamw(model)
+    train(model, optimizer, steps=1)
+    message = "gave up"
+    if rank < ranks - 1:
+        try:
+            train(model, optimizer, steps=1)
+            message = "nothing"
+        except RuntimeError as e:
+            message = str(e)
+    torch.save(message, file)
+
+
+class Experts(torch.nn.Module):
+    """Two experts, of FP8, that share the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = SwiGLUExperts(2, 48, 64)
+        quantize_(self, FP8, filter_fn=recommended_layers(self))
+
+    def forward(self, x):
+        return self.experts(x, torch.tensor([1, 2], dtype=torch.int32, device=x.device))
+
+
+def flatten(rank: int, ranks: int, port: int, file: str, cases: list[tuple]) -> None:
+    """Wrap converted models by FSDP1 and run them; leaves (what was raised, where) of each case."""
+    join(rank, ranks, port)
+    left = {}
+    for case in cases:
+        name, master_weights, use_orig_params, mixed = case
+        model = Experts() if name == "experts" else blocks(replace(CONFIGS[name], master_weights=master_weights))
+        where = "wrap"
+        try:
+            policy = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None
+            wrapped = FullyShardedDataParallel(
+                model, use_orig_params=use_orig_params, mixed_precision=policy, device_id=device()
+            )
+            where = "forward"
+            with torch.set_grad_enabled(not mixed):
+                wrapped(torch.ones(2, 48, device=device()))
+            left[case] = ("nothing", where)
+        except Exception as e:
+            left[case] = (f"{type(e).__name__}: {e}", where)
+    torch.save(left, file)
+    dist.destroy_process_group()
