@@ -23,7 +23,7 @@ NAMES_IN_COMPAT = (
     "torch._scaled_mm_v2",
     "torch.compiler.config.cache_key_tag",
     "torch._C._len_torch_dispatch_stack",
-    "torch.autograd.profiler._is_profiler_enabled",
+    "torch.autograd._profiler_enabled",
     "torch._C._current_graph_task_id",
     "torch.autograd.grad_mode._unsafe_preserve_version_counter",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",

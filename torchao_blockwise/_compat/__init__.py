@@ -318,9 +318,8 @@ def wrap_module_apply(wrapper: WrappedApply) -> None:
     torch.nn.Module._apply = wrapped  # type: ignore[method-assign]
 
 
-def no_torch_function() -> AbstractContextManager[None]:
-    """A context in which `__torch_function__` of subclasses is not called, for use inside of it."""
-    return torch._C.DisableTorchFunctionSubclass()
+# A context in which `__torch_function__` of subclasses is not called, for use inside of it.
+no_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
 def counting_changes() -> AbstractContextManager[object]:

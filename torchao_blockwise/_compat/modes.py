@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 __all__ = [
     "TorchDispatchMode",
-    "is_dispatch_watched",
+    "dispatch_modes",
     "is_profiling",
     "is_traceable_wrapper_subclass",
     "storage_of",
@@ -32,11 +33,7 @@ def storage_of(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def is_profiling() -> bool:
-    """Whether one of PyTorch's profilers runs."""
-    return torch.autograd.profiler._is_profiler_enabled
-
-
-def is_dispatch_watched() -> bool:
-    """Whether a dispatch mode sees every operation: selective checkpointing, a counter of FLOPs, fake tensors."""
-    return torch._C._len_torch_dispatch_stack() > 0
+# Whether one of PyTorch's profilers runs.
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+# The number of dispatch modes that see every operation: selective checkpointing, a counter of FLOPs, fake tensors.
+dispatch_modes = torch._C._len_torch_dispatch_stack

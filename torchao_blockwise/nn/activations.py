@@ -43,7 +43,8 @@ class Input:
 
     @staticmethod
     def prepare(inputs: Sequence[Any], spec: GemmSpec) -> Prepared:
-        x = as_rows(inputs[0])
+        x = inputs[0]
+        x = x if x.dim() == 2 else as_rows(x)
         return (x if x.dtype == spec.dtype else x.to(spec.dtype),)
 
     @staticmethod

@@ -22,12 +22,12 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
-from torchao_blockwise.nn.linear_layer import linear
+from torchao_blockwise.nn.linear_layer import linear, local_linear
 from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.nn.observation import multiplied_weights, traced_gemms
 from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
 from torchao_blockwise.nn.shared_input import SharedInput
-from torchao_blockwise.nn.weights import config_of, is_low_precision
+from torchao_blockwise.nn.weights import WEIGHTS, config_of, is_low_precision
 from torchao_blockwise.tensors.reads import key_of, recorded_reads
 from torchao_blockwise.tensors.unchanged import check_unchanged
 
@@ -70,8 +70,10 @@ class ConvertedLinear(ConvertedModule, nn.Linear):
         if not torch.compiler.is_compiling():
             check_unchanged(self)
         weight: Any = self.weight
+        shared = self.shared_input
+        if shared is None and isinstance(weight, WEIGHTS):
+            return local_linear(input, weight, self.bias, weight)
         if is_low_precision(weight):
-            shared = self.shared_input
             return (linear if shared is None else shared.linear)(input, weight, self.bias)
         torch_fsdp.check_not_flattened(weight, self.fqn or "a converted layer")
         if torch.compiler.is_compiling():

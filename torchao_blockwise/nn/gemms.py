@@ -19,7 +19,7 @@ from torchao_blockwise import ops
 from torchao_blockwise._compat import modes
 from torchao_blockwise.formats import BlockFormat, CastOptions, Copies, Draws, Groups, Operand, Place
 from torchao_blockwise.nn.observation import note_multiplied
-from torchao_blockwise.ops.backend import Backend, Implementation, get_backend
+from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.registry import Operation, groups, operand
 from torchao_blockwise.tensors import MasterWeightTensor, TrainingConfig
 from torchao_blockwise.tensors.weight_operands import amax_over, amaxes_over, weight_operand
@@ -99,7 +99,7 @@ def is_traced(x: torch.Tensor) -> bool:
 
     PyTorch 2.11 may trace backward where nothing is compiling, and tensors are not plain.
     """
-    return torch.compiler.is_compiling() or type(x) is not torch.Tensor or modes.is_dispatch_watched()
+    return torch.compiler.is_compiling() or type(x) is not torch.Tensor or modes.dispatch_modes() > 0
 
 
 def weight_gemm(
@@ -111,7 +111,8 @@ def weight_gemm(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a · wᵀ (+ bias), or with the columnwise copy of the weight a · w, of `out_dtype`."""
-    config, backend = spec.config, get_backend(spec.config.backend)
+    config = spec.config
+    backend: Any = config.backend
     traced = is_traced(a.qdata)
     if isinstance(weight, MasterWeightTensor):
         # Compiled, the weight itself: its values would be a second input of the graph, which sees no change inside.
@@ -163,7 +164,8 @@ def grad_weight(
     `.grad` stays as it is, and its hooks do not run. In eager mode only: a compiled layer gives `.grad`.
     """
     a, b = (x, dy) if spec.transposed else (dy, x)
-    groups, backend = spec.groups, get_backend(spec.config.backend)
+    groups = spec.groups
+    backend: Any = spec.config.backend
     main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
     if main_grad is None:
         multiply = grad_weight_op if is_traced(a.qdata) else _grad_weight

@@ -74,9 +74,10 @@ class _Layer(torch.autograd.Function):
             rounding_key,
             *(spec.groups or (None, None)),
             *(prepared if saves_prepared else ()),
-            *(columnwise.tensors if saves_copy else ()),
+            *(columnwise[:3] if saves_copy else ()),
         )
-        ctx.layer, ctx.kind, ctx.spec, ctx.seen = name, kind, without_groups(spec), seen
+        ctx.layer, ctx.kind, ctx.seen = name, kind, seen
+        ctx.spec = spec if spec.groups is None else without_groups(spec)
         ctx.saves_copy, ctx.x_shape, ctx.x_dtype = saves_copy, inputs[0].shape, inputs[0].dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.is_transposed = isinstance(weight, TransposedWeight)
@@ -111,7 +112,8 @@ def _forward(
         copies = kind.quantize(prepared, spec, True, columnwise)
     out = weight_gemm(copies.rowwise, weight, spec, spec.transposed, spec.out_dtype, bias)
     seen = observe_gemm(weight, lambda: kind.values(prepared, spec), spec)
-    return as_shape_of(out, x), weight, spec, prepared, copies.columnwise, seen
+    out = out if x.dim() == 2 else as_shape_of(out, x)
+    return out, weight, spec, prepared, copies.columnwise, seen
 
 
 def _backward(
@@ -166,19 +168,19 @@ def _backward(
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype that a layer computes in: autocast's, else that of `x`."""
+    """The dtype that a layer computes in: autocast's, else that of `x`; integers are left for the layer to refuse."""
     device = x.device.type
     # Meta tensors have no autocast, and asking for its state raises.
-    if device != "meta" and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device) and x.is_floating_point():
         return torch.get_autocast_dtype(device)
     return x.dtype
 
 
 def cast_for_compute(x: torch.Tensor) -> torch.Tensor:
-    """`x` in the dtype of `compute_dtype`; integers are left for the layer to refuse."""
+    """`x` in the dtype of `compute_dtype`."""
     # A cast that changes nothing returns the same tensor, which in a graph of DDP's optimizer then has two names: it
     # cannot compile a part of the graph that takes one tensor twice.
-    dtype = compute_dtype(x) if x.is_floating_point() else x.dtype
+    dtype = compute_dtype(x)
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -251,7 +253,7 @@ def groups_of(group_ends: torch.Tensor, tokens: int, *configs: TrainingConfig) -
 
 def without_groups(spec: GemmSpec) -> GemmSpec:
     """The spec as backward's context may hold it: tensors are saved, so that autograd knows of them."""
-    return spec if spec.groups is None else GemmSpec(None, *spec[1:])
+    return GemmSpec(None, *spec[1:])
 
 
 def grad_bias(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

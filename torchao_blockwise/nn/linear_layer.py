@@ -32,11 +32,11 @@ def linear(
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3.
     """
     if not isinstance(weight, WEIGHTS):
-        return sharded_linear(_local_linear, x, weight, bias)
-    return _local_linear(x, weight, bias, weight)
+        return sharded_linear(local_linear, x, weight, bias)
+    return local_linear(x, weight, bias, weight)
 
 
-def _local_linear(
+def local_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -54,7 +54,8 @@ def _local_linear(
         check_linear(x, weight, bias)
         config = config_of(like)
         spec = GemmSpec(None, config, x.dtype, config.out_dtype or x.dtype, amax_groups=amax_groups, places=places)
-        return run_layer("linear", Input, spec, weight, bias, rounding_key_of(like), (x,))
+        key = rounding_key_of(like) if config.stochastic_rounding else None
+        return run_layer("linear", Input, spec, weight, bias, key, (x,))
 
 
 @MasterWeightTensor.implements_torch_function(F.linear)
@@ -65,7 +66,7 @@ def _linear_function(func: Any, types: Any, args: Any, kwargs: Any) -> torch.Ten
     x, weight, bias = _by_names_of_torch(*args, **(kwargs or {}))
     if not isinstance(weight, WEIGHTS):
         raise TypeError(f"linear: x is a {type(x).__name__}, weight a plain tensor; quantized tensors are weights")
-    return _local_linear(x, weight, bias, weight)
+    return local_linear(x, weight, bias, weight)
 
 
 def _by_names_of_torch(input: Any, weight: Any, bias: torch.Tensor | None = None) -> tuple[Any, Any, Any]:

@@ -48,7 +48,10 @@ def observe_gemm(weight: Any, values: Callable[[], torch.Tensor], spec: GemmSpec
     if torch.compiler.is_compiling():
         _note_traced()
         return None
-    note_multiplied(weight)
+    if _multiplied.records:
+        note_multiplied(weight)
+    else:
+        _multiplied.traced += 1
     if _observer is None:
         return None
     with torch.no_grad():

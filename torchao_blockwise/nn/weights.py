@@ -8,6 +8,7 @@ import torch
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import fakes
+from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -82,7 +83,8 @@ def check_square_blocks(op: str, name: str, weight: torch.Tensor) -> None:
 
 def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise TypeError or ValueError for operands of one device that no linear layer can take."""
-    check_dtype("linear", x)
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        check_dtype("linear", x)
     if weight.dim() != 2:
         raise ValueError(f"linear: weight must be [N, K], got shape {list(weight.shape)}")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
@@ -90,6 +92,7 @@ def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         raise ValueError(f"linear: x [.., K] and weight [N, K] must agree in K, got {got}")
     if x.device != weight.device:
         raise ValueError(f"linear: x is on {x.device}, weight on {weight.device}; move one of them")
-    check_square_blocks("linear", "a weight", weight)
+    if isinstance(weight, NVFP4Tensor):
+        check_square_blocks("linear", "a weight", weight)
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"linear: bias must be [N] = [{weight.shape[0]}], got shape {list(bias.shape)}")

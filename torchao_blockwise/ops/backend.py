@@ -75,8 +75,9 @@ def get_backend(backend: Backend | str | None) -> Backend:
 
 def casting_backend(backend: Backend | str | None) -> Backend:
     """The backend that quantizes and transposes beside products on `backend`: most libraries only multiply."""
-    backend = get_backend(backend)
-    return backend if backend in (Backend.TRITON, Backend.REFERENCE) else Backend.AUTO
+    if type(backend) is not Backend:
+        backend = get_backend(backend)
+    return backend if backend is Backend.TRITON or backend is Backend.REFERENCE else Backend.AUTO
 
 
 def interpreting() -> bool:

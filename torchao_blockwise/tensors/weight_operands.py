@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import cuda_graphs
-from torchao_blockwise.formats import BlockFormat, Operand
+from torchao_blockwise.formats import BlockFormat, CastOptions, Operand
 from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
 
@@ -50,26 +50,27 @@ def weight_operand(
         amax_groups = amax_groups or _splits.get(hp, "")
     amax_groups = amax_groups if fmt.has_global_scale else ""
 
-    def quantize(columnwise: bool) -> Operand:
-        values = hp if rounded_to is None else hp.to(rounded_to)
-        copies = ops.quantize(
-            values,
-            fmt,
-            rowwise=not columnwise,
-            columnwise=columnwise,
-            power_of_2_scales=power_of_2_scales,
-            scale_per_group=scale_per_group,
-            tensor_amax=amax_over(values, amax_groups, scale_per_group),
-            backend=backend,
-        )
-        return copies[columnwise]
-
+    recipe = fmt, power_of_2_scales, amax_groups, rounded_to, scale_per_group
     # Replays of a CUDA graph repeat what was captured: it must not read copies that die with a scope, nor own them.
     kept = None if not kept_weights or cuda_graphs.is_capturing(hp) else kept_weights.get(id(hp))
-    if kept is None:
-        return quantize(columnwise)
-    recipe = fmt.name, power_of_2_scales, amax_groups, rounded_to, scale_per_group
-    return kept.operand(recipe, columnwise, quantize, backend)
+    return quantized(hp, columnwise, backend, *recipe) if kept is None else kept.operand(columnwise, backend, *recipe)
+
+
+def quantized(
+    hp: torch.Tensor,
+    columnwise: bool,
+    backend: ops.Backend | str | None,
+    fmt: BlockFormat,
+    power_of_2_scales: bool,
+    amax_groups: str,
+    rounded_to: torch.dtype | None,
+    scale_per_group: bool,
+) -> Operand:
+    """`hp` quantized now; arguments as in `weight_operand`."""
+    values = hp if rounded_to is None else hp.to(rounded_to)
+    amax = amax_over(values, amax_groups, scale_per_group) if amax_groups else None
+    options = CastOptions(fmt, not columnwise, columnwise, power_of_2_scales, scale_per_group=scale_per_group)
+    return ops.quantize_by(values, options, tensor_amax=amax, backend=backend)[columnwise]
 
 
 class KeptCopies:
@@ -84,34 +85,27 @@ class KeptCopies:
         self.keeps: list[str] = []
         self._copies: dict[tuple[Any, ...], list[Any]] = {}
 
-    def operand(
-        self,
-        recipe: tuple[Any, ...],
-        columnwise: bool,
-        quantize: Callable[..., Operand],
-        backend: ops.Backend | str | None,
-    ) -> Operand:
-        """The copy of this recipe, made now or before.
+    def operand(self, columnwise: bool, backend: ops.Backend | str | None, fmt: BlockFormat, *others: Any) -> Operand:
+        """The copy that `quantized` makes of these arguments, made now or before.
 
-        recipe: all that its bits depend on but the values. quantize: (columnwise) -> a new copy. backend: who
-        transposes. A copy belongs to the stream that made it: no other waits for it.
+        A copy belongs to the stream that made it: no other waits for it.
         """
         stream = torch.cuda.current_stream(self.hp.device) if self.hp.is_cuda else None
         with lock:
             self.check()
-            key = *recipe, stream
+            key = fmt.name, *others, stream
             rowwise, transposed = copies = self._copies.setdefault(key, [None, None])
             if not columnwise:
-                copies[0] = quantize(columnwise=False) if rowwise is None else rowwise
+                copies[0] = quantized(self.hp, False, backend, fmt, *others) if rowwise is None else rowwise
                 return copies[0]
             if transposed is not None:
                 return transposed
             if "both" not in self.keeps:
                 if rowwise is None:
-                    return quantize(columnwise=True)
+                    return quantized(self.hp, True, backend, fmt, *others)
                 return ops.transpose(rowwise, columns=self.hp.shape[-1], backend=backend)
             if rowwise is None:
-                copies[1] = quantize(columnwise=True)
+                copies[1] = quantized(self.hp, True, backend, fmt, *others)
             else:
                 self._transpose_all(key, backend)
             return copies[1]

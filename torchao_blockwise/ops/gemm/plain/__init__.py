@@ -9,6 +9,7 @@ import torch
 from torchao_blockwise.formats import (
     E2M1,
     E4M3,
+    FORMATS,
     FP8_1X128,
     FP8_128X128,
     HIGH_PRECISION_DTYPES,
@@ -94,7 +95,10 @@ def count_change(out: torch.Tensor) -> None:
 
 def check_operands(op: str, a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
     """Raise TypeError or ValueError unless the two can be multiplied, whatever their shapes are."""
-    a_fmt, b_fmt = check_operand(op, "a", a), check_operand(op, "b", b)
+    if not (isinstance(a, Operand) and isinstance(b, Operand) and {a.format_name, b.format_name} <= FORMATS.keys()):
+        check_operand(op, "a", a)
+        check_operand(op, "b", b)
+    a_fmt, b_fmt = FORMATS[a.format_name], FORMATS[b.format_name]
     if out_dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if a_fmt.element is not b_fmt.element or a_fmt.block[1] != b_fmt.block[1]:
