@@ -145,10 +145,10 @@ def weight_calls():
     """
     calls = types.SimpleNamespace(quantize=0, columnwise=0, transpose=0, on_columnwise=lambda result: None)
 
-    def quantize(*args, columnwise=False, **kwargs):
+    def quantize_by(values, options, **kwargs):
         calls.quantize += 1
-        result = ops.quantize(*args, columnwise=columnwise, **kwargs)
-        if columnwise:
+        result = ops.quantize_by(values, options, **kwargs)
+        if options.columnwise:
             calls.columnwise += 1
             calls.on_columnwise(result.columnwise)
         return result
@@ -164,7 +164,7 @@ def weight_calls():
         return ops.transpose_many(*args, **kwargs)
 
     counting = types.SimpleNamespace(
-        quantize=quantize, transpose=transpose, transpose_many=transpose_many, Backend=ops.Backend
+        quantize_by=quantize_by, transpose=transpose, transpose_many=transpose_many, Backend=ops.Backend
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_operands, "ops", counting)

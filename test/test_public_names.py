@@ -102,7 +102,7 @@ def test_signatures():
         "\n".join(lines),
         """\
 BlockwiseFP8Tensor.from_hp(w, power_of_2_scales, config)
-NVFP4Tensor.from_hp(w, block_size, scale_per_expert, config, tensor_amax)
+NVFP4Tensor.from_hp(w, block_size, scale_per_expert, config)
 linear(x, weight, bias)
 conversion_report(model)
 dry_run(model, config, filter_fn)

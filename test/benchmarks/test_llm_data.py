@@ -82,14 +82,14 @@ def installation(tmp_path, monkeypatch) -> Path:
     packages = str(tmp_path / "lib/site-packages")
     paths = {"stdlib": str(tmp_path / "lib"), "purelib": packages, "platlib": packages}
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: paths)
-    read = data._read
+    open_file = Path.open
 
-    def refuse_secrets(file: Path) -> bytes:
+    def refuse_secrets(file: Path, *args, **kwargs):
         if file.name == "secret.py":
             raise PermissionError(13, "Permission denied")
-        return read(file)
+        return open_file(file, *args, **kwargs)
 
-    monkeypatch.setattr(data, "_read", refuse_secrets)
+    monkeypatch.setattr(Path, "open", refuse_secrets)
     return tmp_path
 
 

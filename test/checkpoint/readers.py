@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torchao_blockwise.tensors.scale_groups import FUSED_BY_ENGINES
 
 from torchao_blockwise.checkpoint import stored
 from torchao_blockwise.checkpoint.files import Files
+from torchao_blockwise.checkpoint.fused_layers import FUSED_BY_ENGINES
 
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
 # (layer, names in config.json, all layers of the files) -> whether the layer is read in high precision.

@@ -103,7 +103,7 @@ def computes_in_low_precision(mesh, config):
     assert not HIGH_PRECISION & set(watch.ops), HIGH_PRECISION & set(watch.ops)
     master = 4 if config.master_weights else 0
     assert ours.count("master_matmul") == master, ours
-    assert ours.count("matmul") == 4 - master, ours
+    assert ours.count("quantized_matmul") == 4 - master, ours
     assert ours.count("grad_weight") == 2, ours
     assert ours.count("quantize_both") == 4, ours
 

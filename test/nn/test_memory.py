@@ -72,17 +72,17 @@ def test_copies_of_a_weight_die_with_their_product(config, backend, monkeypatch)
     """Each is quantized straight from the values, used once, and gone before the next one is made."""
     model = mlp(config, bias=False)
     run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-    x, refs, seen, real = torch.randn(300, 64, requires_grad=True), [], [], weight_operands.ops.quantize
+    x, refs, seen, real = torch.randn(300, 64, requires_grad=True), [], [], weight_operands.ops.quantize_by
 
-    def quantize(values, *args, columnwise, **kwargs):
-        seen.append((columnwise, any(alive(refs))))
-        result = real(values, *args, columnwise=columnwise, **kwargs)
-        copy = result.columnwise if columnwise else result.rowwise
+    def quantize_by(values, options, **kwargs):
+        seen.append((options.columnwise, any(alive(refs))))
+        result = real(values, options, **kwargs)
+        copy = result.columnwise if options.columnwise else result.rowwise
         refs.extend(StorageWeakRef(t.untyped_storage()) for t in copy[:2])
         return result
 
     with weight_calls() as calls:
-        monkeypatch.setattr(weight_operands.ops, "quantize", quantize)
+        monkeypatch.setattr(weight_operands.ops, "quantize_by", quantize_by)
         for _ in range(2):
             out = run(x)
             assert not any(alive(refs)) and [m.weight.quantized_bytes for m in (model[0], model[2])] == [0, 0]

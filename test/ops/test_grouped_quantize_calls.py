@@ -145,7 +145,7 @@ REFUSALS = {
     "backend": (
         lambda: ops.grouped_quantize(X, ENDS, FP8_1X128, backend="cublas"),
         ValueError,
-        "grouped_quantize: backend cublas has no implementation; choose one of gluon, triton, reference, or auto",
+        "quantize: backend cublas has no implementation; choose one of gluon, triton, reference, or auto",
     ),
 }
 

@@ -29,9 +29,9 @@ def calls(monkeypatch):
         Backend = ops.Backend
 
         @staticmethod
-        def quantize(hp, *args, columnwise, **options):
-            seen.append("columnwise" if columnwise else "rowwise")
-            return ops.quantize(hp, *args, columnwise=columnwise, **options)
+        def quantize_by(hp, options, **others):
+            seen.append("columnwise" if options.columnwise else "rowwise")
+            return ops.quantize_by(hp, options, **others)
 
         @staticmethod
         def transpose(*args, **options):

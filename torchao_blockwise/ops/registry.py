@@ -82,6 +82,15 @@ class _Slot(NamedTuple):
     stop: int
 
 
+def _discard(function: Callable[..., Any]) -> Callable[..., None]:
+    """`function`, returning None: PyTorch wants that of an operation that writes in place."""
+
+    def run(*args: Any) -> None:
+        function(*args)
+
+    return run
+
+
 # --- operations -------------------------------------------------------------------------------------------------------
 
 
@@ -128,9 +137,9 @@ class Operation:
         arguments = _compat.schema_of(self.overload).arguments
         self._takes_backend = arguments[-1].name == "backend"
         self._returns_list = self.schema.endswith("Tensor[]")
-        self._returns_nothing = self.schema.endswith("()")
         self._place_values(len(arguments))
-        _library.impl(defined, functools.partial(self._apply, None), "CompositeExplicitAutograd")
+        run = functools.partial(self._apply, None)
+        _library.impl(defined, _discard(run) if self.schema.endswith("()") else run, "CompositeExplicitAutograd")
         fake = functools.partial(self._apply, self._checked_fake)
         torch.library.register_fake(f"{NAMESPACE}::{defined}", fake, lib=_library)
         if self.sharding is not None and torch.distributed.is_available():
@@ -201,8 +210,6 @@ class Operation:
             return tensors
         if type(result) is Operand:
             return result[:2]
-        if self._returns_nothing:
-            return None
         return [x for x in result if x is not None] if self._returns_list else result
 
     def _checked_fake(self, *values: Any) -> Any:
