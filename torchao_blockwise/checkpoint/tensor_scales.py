@@ -86,7 +86,7 @@ def _local_amax_bits(local: Any) -> torch.Tensor:
         scale: torch.Tensor = local.global_scale
         return (scale * (local.fmt.element.max * local.fmt.scale_max)).view(torch.int32)
     dtype = local.hp.dtype if local.shard is None else local.shard.layout.dtype
-    return tensor_amax_bits_op(local.hp.detach().to(dtype), Backend.AUTO)
+    return tensor_amax_bits_op(local.hp.detach().to(dtype), None, False, Backend.AUTO)
 
 
 def _largest_of_ranks(bits: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> torch.Tensor:
