@@ -11,7 +11,6 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -148,7 +147,7 @@ class NumericsMonitor:
     def __enter__(self) -> NumericsMonitor:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _arm(self) -> None:
