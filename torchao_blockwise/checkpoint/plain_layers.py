@@ -11,7 +11,7 @@ import bisect
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -199,3 +199,8 @@ def _first(names: list[str]) -> str:
 
 def is_converted(x: torch.Tensor) -> bool:
     return isinstance(_compat.local_of(x), (MasterWeightTensor, QuantizedTensor))
+
+
+def has_power_of_2_scales(x: Any) -> bool:
+    """Whether a converted weight is quantized with scales that are powers of two."""
+    return bool(getattr(x.config if isinstance(x, MasterWeightTensor) else x, "power_of_2_scales", False))
