@@ -208,11 +208,8 @@ def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | Non
 
 def saved_buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that `module` itself holds and that state dicts have."""
-    return {name: x for name, x in module._buffers.items() if x is not None and name not in _left_out(module)}
-
-
-def _left_out(module: torch.nn.Module) -> set[str]:
-    return module._non_persistent_buffers_set
+    left_out = module._non_persistent_buffers_set
+    return {name: x for name, x in module._buffers.items() if x is not None and name not in left_out}
 
 
 def state_dict_hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:

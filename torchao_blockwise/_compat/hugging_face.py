@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -28,9 +29,27 @@ def adapters_in(model: torch.nn.Module) -> set[torch.nn.Module]:
     return found
 
 
-def lora_of_tensor_subclasses() -> Any:
-    """PEFT's class of LoRA on layers whose weights are torchao's tensors; None where PEFT is not imported."""
-    return getattr(sys.modules.get("peft.tuners.lora.torchao"), "TorchaoLoraLinear", None)
+def tell_lora_how_to_merge(kind: type) -> None:
+    """Let PEFT's LoRA on a converted layer quantize what it merges by the config, of class `kind`, of the weight.
+
+    Called by conversions, where PEFT is imported. It merges by `quantize_`, and knows a config only of models that
+    transformers has loaded quantized.
+    """
+    lora = getattr(sys.modules.get("peft.tuners.lora.torchao"), "TorchaoLoraLinear", None)
+    if lora is None or hasattr(lora.__init__, "__wrapped__"):
+        return
+    own = lora.__init__
+
+    @functools.wraps(own)
+    def init(self: Any, base_layer: Any, *args: Any, **options: Any) -> None:
+        inner = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
+        config = getattr(inner.weight, "config", None)
+        if isinstance(config, kind):
+            # To be pickled with the layer.
+            options.setdefault("get_apply_tensor_subclass", functools.partial(copy.copy, config))
+        own(self, base_layer, *args, **options)
+
+    lora.__init__ = init
 
 
 def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:

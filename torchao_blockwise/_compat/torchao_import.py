@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # By logger: what its messages about torchao contain. Compiled kernels for recipes that are not ours, and an enum of
@@ -35,12 +35,8 @@ def without_noise() -> Iterator[None]:
             logging.getLogger(name).removeFilter(drop)
 
 
-def _without(text: str) -> logging.Filter:
-    class Without(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            return text not in record.getMessage()
-
-    return Without()
+def _without(text: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: text not in record.getMessage()
 
 
 def files_not_loaded() -> list[str]:

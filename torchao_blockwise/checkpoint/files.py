@@ -76,7 +76,8 @@ class Folder:
         self._check_place()
         self._torch = importlib.import_module(f"{safetensors().__name__}.torch")
         self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = self._bytes = 0
+        # nbytes: of all tensors.
+        self.nbytes = self._pending_bytes = 0
         self._shards: list[list[str]] = []
         self._resumes = resume is not None
         with self.writing():
@@ -118,7 +119,7 @@ class Folder:
             what = "the same command goes on" if self._resumes else "nothing is left of it"
             raise OSError(
                 f"export: {self.final} cannot be written ({error}): it is made in {self.final.parent} and takes its "
-                f"name when it is whole; {free:,} bytes are free there, {self._bytes:,} were to be written so far, "
+                f"name when it is whole; {free:,} bytes are free there, {self.nbytes:,} were to be written so far, "
                 f"{what}; give a directory that can be written, or make room"
             ) from error
 
@@ -134,12 +135,7 @@ class Folder:
             with safetensors().safe_open(str(file), framework="pt") as opened:
                 self._shards.append(list(opened.keys()))
             with file.open("rb") as raw:
-                self._bytes += file.stat().st_size - 8 - int.from_bytes(raw.read(8), "little")
-
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return self._bytes
+                self.nbytes += file.stat().st_size - 8 - int.from_bytes(raw.read(8), "little")
 
     @property
     def done(self) -> set[str]:
@@ -182,7 +178,7 @@ class Folder:
         # Memory of its own: what is given may be a view, and change.
         self._pending[name] = x.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += x.nbytes
-        self._bytes += x.nbytes
+        self.nbytes += x.nbytes
         if self._pending_bytes >= self.shard_bytes:
             self._flush()
 
@@ -227,7 +223,7 @@ class Folder:
             file = f"model-{number + 1:05}-of-{len(self._shards):05}.safetensors"
             self._shard(number).rename(self.path / file)
             where |= dict.fromkeys(names, file)
-        self.write_json(INDEX, {"metadata": {"total_size": self._bytes}, "weight_map": where})
+        self.write_json(INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": where})
 
 
 class _Held(NamedTuple):

@@ -94,7 +94,9 @@ def check(files: Files, name: str, shape: tuple[int, ...]) -> None:
     scales = files.read(scale).float()
     is_sound = bool((scales >= 0).logical_and(scales.isfinite()).all())
     if is_sound and bool((is_zero := scales == 0).any()):
-        is_sound = not _has_values(files.read(name), is_zero)
+        codes = files.read(name)
+        # A code in such a block stands for zero unless it has other bits than the sign.
+        is_sound = not bool((codes.view(torch.uint8) & 0x7F)[over_blocks(is_zero, codes.shape, FORMAT)].any())
     if not is_sound:
         raise ValueError(f"load: {files.where(scale)} has scales that are no positive numbers; copy the file again")
 
@@ -109,11 +111,6 @@ def read(files: Files, name: str, dtype: torch.dtype) -> BlockwiseFP8Tensor:
     of_zeros = ops.quantize(scales.new_zeros(1, 1), FORMAT, power_of_2_scales=powers_of_2).rowwise
     assert of_zeros is not None
     return BlockwiseFP8Tensor(files.read(name), torch.where(scales == 0, of_zeros.scale, scales), dtype, powers_of_2)
-
-
-def _has_values(qdata: torch.Tensor, is_chosen: torch.Tensor) -> bool:
-    """Whether any code of these blocks stands for another number than zero, or for NaN."""
-    return bool((qdata.view(torch.uint8) & 0x7F)[over_blocks(is_chosen, qdata.shape, FORMAT)].any())
 
 
 def above_half(held: BlockwiseFP8Tensor, values: torch.Tensor) -> torch.Tensor:

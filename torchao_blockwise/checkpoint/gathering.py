@@ -35,11 +35,6 @@ def is_shared(model: nn.Module) -> bool:
     return any(_compat.local_of(p) is not p for p in model.parameters())
 
 
-def is_first() -> bool:
-    """Whether this process is the first rank, or the only one."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
 class _Piece(NamedTuple):
     """This rank's part of a tensor, and what makes the whole tensor of all parts.
 
@@ -205,16 +200,4 @@ def agreed_by_all(shared: bool, work: Callable[[], _T]) -> _T:
 
 def agreed(shared: bool, work: Callable[[], _T]) -> _T | None:
     """What `work` gives on the first rank, None on others; what it raises there is raised on all."""
-    if not shared:
-        return work()
-    result, raised = None, None
-    if is_first():
-        try:
-            result = work()
-        except Exception as error:
-            raised = error
-    said = [raised]
-    dist.broadcast_object_list(said)
-    if said[0] is not None:
-        raise said[0]
-    return result
+    return agreed_by_all(shared, work if not shared or dist.get_rank() == 0 else lambda: None)

@@ -27,17 +27,12 @@ def described(
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """{name: (dtype, shape)} of payload, scales of rows and tensor scale of a weight. of_tensor: shape of the last."""
     *rows, columns = shape
-    return dict(
-        zip(
-            names,
-            (
-                (torch.uint8, (*rows, E2M1.packed(columns))),
-                (NVFP4_16X16.scale_dtype, (*rows, columns // BLOCK)),
-                (torch.float32, of_tensor),
-            ),
-            strict=True,
-        )
-    )
+    payload, scales, tensor_scale = names
+    return {
+        payload: (torch.uint8, (*rows, E2M1.packed(columns))),
+        scales: (NVFP4_16X16.scale_dtype, (*rows, columns // BLOCK)),
+        tensor_scale: (torch.float32, of_tensor),
+    }
 
 
 def of_operand(op: str, part: Part, weight: Operand) -> tuple[torch.Tensor, torch.Tensor]:

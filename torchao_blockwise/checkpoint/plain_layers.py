@@ -11,7 +11,7 @@ import bisect
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -161,7 +161,7 @@ def warn_of_fused(tensors: Sequence[Written], block: int | None) -> None:
         warnings.warn(
             f"export: engines run {_first(mixed)} as one and want all of it quantized or nothing, but some weights are "
             "not converted; convert all (filter_fn), or none",
-            stacklevel=7,
+            stacklevel=8,
         )
     if ragged:
         groups = _first([f"{group} ({rows} rows)" for group, rows in ragged.items()])
@@ -170,7 +170,7 @@ def warn_of_fused(tensors: Sequence[Written], block: int | None) -> None:
         warnings.warn(
             f"export: vLLM fuses {groups} and refuses files where the rows of all but the last are no multiple of "
             f"{block}; leave these layers unconverted (skip_fqns({patterns}); convert: --skip)",
-            stacklevel=7,
+            stacklevel=8,
         )
 
 
@@ -189,7 +189,7 @@ def warn_of_ragged(tensors: Iterable[Written], block: int) -> None:
             "export: where transformers dequantizes files, as it does without an FP8 GPU, it raises or loads wrong "
             f"values for {names}: it reads dims above {block} only if they are multiples of it; use checkpoint.load "
             "there, or leave these layers unconverted",
-            stacklevel=7,
+            stacklevel=8,
         )
 
 
@@ -199,3 +199,8 @@ def _first(names: list[str]) -> str:
 
 def is_converted(x: torch.Tensor) -> bool:
     return isinstance(_compat.local_of(x), (MasterWeightTensor, QuantizedTensor))
+
+
+def has_power_of_2_scales(x: Any) -> bool:
+    """Whether a converted weight is quantized with scales that are powers of two."""
+    return bool(getattr(x.config if isinstance(x, MasterWeightTensor) else x, "power_of_2_scales", False))

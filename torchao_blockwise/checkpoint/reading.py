@@ -18,6 +18,7 @@ from torchao_blockwise.checkpoint import fp8_block, stored
 from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
 from torchao_blockwise.checkpoint.names import OF_AN_ENGINE, Part, all_parts_on_disk, tensors_of, unwrapped
+from torchao_blockwise.checkpoint.plain_layers import has_power_of_2_scales
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 
 _SHOWN = 3
@@ -160,7 +161,7 @@ def _payload(files: Files, x: Any, parts: list[Part]) -> QuantizedTensor | None:
     tensor_scale = None
     for part in parts:
         held: Any = stored.quantized(files, part.name, x.dtype)
-        if held is None or held.fmt is not x.fmt or (_rounds_scales(x) and not held.power_of_2_scales):
+        if held is None or held.fmt is not x.fmt or (has_power_of_2_scales(x) and not held.power_of_2_scales):
             return None
         part.of(made.qdata).copy_(held.qdata)
         part.in_blocks(rows).of(made.scale).copy_(held.scale)
@@ -170,11 +171,6 @@ def _payload(files: Files, x: Any, parts: list[Part]) -> QuantizedTensor | None:
             tensor_scale = held.global_scale
             made.global_scale.copy_(tensor_scale)
     return made
-
-
-def _rounds_scales(x: Any) -> bool:
-    """Whether a weight is quantized with scales that are powers of two."""
-    return bool(getattr(x.config if isinstance(x, MasterWeightTensor) else x, "power_of_2_scales", False))
 
 
 def _warn_of_scales(files: Files, tensors: dict[str, torch.Tensor], wanted: dict[str, list[Part]]) -> None:
@@ -189,8 +185,8 @@ def _warn_of_scales(files: Files, tensors: dict[str, torch.Tensor], wanted: dict
         for part in wanted[name]:
             in_files = stored.has_powers_of_2(files, part.name)
             # A quantized Parameter takes any scales, if they need not be powers of two.
-            if in_files is not None and (is_master or _rounds_scales(local)):
-                kinds.setdefault((in_files, _rounds_scales(local)), part.name)
+            if in_files is not None and (is_master or has_power_of_2_scales(local)):
+                kinds.setdefault((in_files, has_power_of_2_scales(local)), part.name)
     # All scales of a weight may be powers of two by chance.
     if (True, False) in kinds and (False, False) not in kinds:
         name, theirs, option = kinds[True, False], "powers of two", True

@@ -79,6 +79,12 @@ def quantized(files: Files, name: str, dtype: torch.dtype) -> QuantizedTensor | 
     return None if layout is None else layout.read(files, name, dtype)
 
 
+def values(files: Files, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """What the files have of `name`, decoded to `dtype` where it is quantized."""
+    held = quantized(files, name, dtype)
+    return files.read(name) if held is None else held.dequantize()
+
+
 def is_quantized(files: Files, name: str) -> bool:
     """Whether the files have `name` in a quantized format that is read."""
     return _layout_of(files, name) is not None

@@ -22,6 +22,7 @@ from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_
 from torchao_blockwise.checkpoint.plain_layers import (
     Written,
     check_read,
+    has_power_of_2_scales,
     is_converted,
     plain_layers,
     warn_of_fused,
@@ -129,7 +130,7 @@ def _write_others(
             config.save_pretrained(folder.path)
         written_config = json.loads((folder.path / "config.json").read_text())
         weights = [_compat.local_of(x) for x in tensors_of(model).values() if is_converted(x)]
-        write_settings(folder, written_config, chosen, tensors, all(map(_has_power_of_2_scales, weights)))
+        write_settings(folder, written_config, chosen, tensors, all(map(has_power_of_2_scales, weights)))
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         with folder.writing():
@@ -193,7 +194,7 @@ def _chosen(op: str, model: nn.Module, format: str) -> Any:
                     f"{op}: {name} trains in {fmt.name}, and {chosen.NAME} holds {chosen.FORMAT.name}; convert the "
                     "model with another config, or unconvert it and call save_pretrained"
                 )
-            if chosen.POWER_OF_2_SCALES and not _has_power_of_2_scales(weight):
+            if chosen.POWER_OF_2_SCALES and not has_power_of_2_scales(weight):
                 raise ValueError(
                     f"{op}: {name} trains with scales that are no powers of two, and {chosen.NAME} holds such alone; "
                     f"convert the model with power_of_2_scales=True, or export it as {fp8_block.NAME}"
@@ -274,12 +275,8 @@ def _has_scales_of_experts(weight: Any) -> bool:
     return bool(weight.config.scale_per_expert)
 
 
-def _has_power_of_2_scales(weight: Any) -> bool:
-    return bool(getattr(weight.config, "power_of_2_scales", getattr(weight, "power_of_2_scales", False)))
-
-
 def _quantized_anew(values: torch.Tensor, weight: Any, fmt: BlockFormat, tensor_amax: torch.Tensor | None) -> Operand:
-    power_of_2 = _has_power_of_2_scales(weight)
+    power_of_2 = has_power_of_2_scales(weight)
     made = ops.quantize(values.detach(), fmt, power_of_2_scales=power_of_2, tensor_amax=tensor_amax).rowwise
     assert made is not None
     return made

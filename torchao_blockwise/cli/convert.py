@@ -145,10 +145,9 @@ def _convert(args: argparse.Namespace, model: nn.Module, files: Files) -> tuple[
 
 
 def _values(files: Files, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """What the files have of a tensor, decoded to `dtype` where it is quantized."""
+    """`stored.values` of a tensor that the files have whole."""
     stored.check(files, name, torch.Size(stored.shape(files, name)))
-    held = stored.quantized(files, name, dtype)
-    return files.read(name) if held is None else held.dequantize()
+    return stored.values(files, name, dtype)
 
 
 def _group_amaxes(files: Files, fused: dict[str, str]) -> dict[str, torch.Tensor]:

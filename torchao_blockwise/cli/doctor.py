@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     examination = examine(_device(args.device), run=not args.no_run)
-    show(examination, args.json)
+    show(str(examination), examination.to_dict() if args.json else None)
     return 0 if examination.is_healthy else 1
 
 

@@ -41,10 +41,7 @@ def _config(name: str, transformers: Any) -> Any:
         return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         if path.exists():
-            raise UsageError(f"transformers cannot read the configuration in {name}: {_first_line(error)}") from None
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UsageError(f"transformers cannot read the configuration in {name}: {why}") from None
         remedy = f"download it (hf download {name} config.json), or give the path of a config.json"
         raise UsageError(f"no configuration of {name!r} is in the Hugging Face cache; {remedy}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -24,8 +24,6 @@ import operator
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +33,9 @@ from torchao_blockwise import conversion
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.cli.models import meta_model
 from torchao_blockwise.cli.terminal import UsageError, show
-from torchao_blockwise.conversion import ConversionReport, Filter, FusionReport
+from torchao_blockwise.conversion import Filter
 from torchao_blockwise.conversion.report import CANNOT
-from torchao_blockwise.diagnostics import MemoryReport, memory_report
+from torchao_blockwise.diagnostics import memory_report
 
 HELP = "what quantize_ and fuse do to a Hugging Face model"
 
@@ -54,24 +52,6 @@ _FILTERS: dict[str, Callable[[nn.Module, str], Filter]] = {
     "keep_last_blocks": lambda model, value: conversion.keep_last_blocks(model, _number_or_share(value)),
 }
 _TAKE_VALUES = ("skip_fqns", "min_features", "keep_last_blocks")
-
-
-@dataclass(frozen=True)
-class ModelReport:
-    """What became of a model: print it for tables, `to_dict()` for data."""
-
-    model: str
-    conversion: ConversionReport
-    fusion: FusionReport | None
-    memory: MemoryReport | None
-
-    def to_dict(self) -> dict[str, Any]:
-        parts = {"conversion": self.conversion, "fusion": self.fusion, "memory": self.memory}
-        return {"model": self.model, **{name: part.to_dict() for name, part in parts.items() if part is not None}}
-
-    def __str__(self) -> str:
-        parts = (self.model, self.conversion, self.fusion, self.memory)
-        return "\n\n".join(str(part) for part in parts if part is not None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +92,10 @@ def run(args: argparse.Namespace) -> int:
     fusion = None if not args.fuse else conversion.fuse(model) if can else conversion.fusion_report(model)
     what = f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters, {filter_fn!r}"
     memory = memory_report(model, *_batch(model, args.tokens)) if can else None
-    show(ModelReport(what, report, fusion, memory), args.json)
+    parts = {"conversion": report, "fusion": fusion, "memory": memory}
+    made = {name: part for name, part in parts.items() if part is not None}
+    data = {"model": what, **{name: part.to_dict() for name, part in made.items()}}
+    show("\n\n".join((what, *map(str, made.values()))), data if args.json else None)
     return 0 if can else 1
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 # Words that say how something is, by the code of their color.
 _COLORS = {
@@ -26,14 +26,12 @@ class UsageError(Exception):
     """Input that a command cannot work with: one sentence that says what was wanted, what was given and the remedy."""
 
 
-class _Report(Protocol):
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-def show(report: _Report, as_json: bool) -> None:
-    """Print a report as text or as JSON."""
-    text = json.dumps(report.to_dict(), indent=1) if as_json else str(report)
-    print(colored(text) if not as_json and wants_color() else text)
+def show(text: str, data: dict[str, Any] | None) -> None:
+    """Print a report: its data as JSON, or its text where they are None."""
+    if data is not None:
+        print(json.dumps(data, indent=1))
+    else:
+        print(colored(text) if wants_color() else text)
 
 
 def wants_color() -> bool:

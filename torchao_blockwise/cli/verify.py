@@ -103,12 +103,7 @@ def _missing(where: Path, names: set[str]) -> list[str]:
 
 
 def _error(first: Files, second: Files, name: str) -> float:
-    a, b = (_values(files, name) for files in (first, second))
+    a, b = (stored.values(files, name, torch.float32).float() for files in (first, second))
     if torch.equal(a, b):
         return 0.0
     return float((a - b).norm() / b.norm())
-
-
-def _values(files: Files, name: str) -> torch.Tensor:
-    held = stored.quantized(files, name, torch.float32)
-    return files.read(name).float() if held is None else held.dequantize()

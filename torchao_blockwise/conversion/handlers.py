@@ -23,7 +23,6 @@ from torchao_blockwise import _compat, _versions
 from torchao_blockwise._compat import hugging_face, torch_fsdp
 from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.filters import Filter
-from torchao_blockwise.conversion.lora import tell_lora_how_to_merge
 from torchao_blockwise.conversion.model_index import ModelIndex, looked_up
 from torchao_blockwise.conversion.recommended import warn_of_plain
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
@@ -207,7 +206,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
         warn_of_plain(model, config, targets)
     torch_fsdp.install()
     move_whole()
-    tell_lora_how_to_merge()
+    hugging_face.tell_lora_how_to_merge(TrainingConfig)
     if not isinstance(module, nn.Linear):
         take_products_of_others()
     if id(module) in left_out:

@@ -87,9 +87,9 @@ class Examination:
         checks = sum(len(x.checks) for x in self.operations) + len(self.products)
         failed = len(self._failures()) + len(self._wrong())
         tested = f"{checks - failed} of {checks} checks passed" if self.tested else "nothing was run"
-        return (
-            f"{'healthy' if self.is_healthy else 'not healthy'}: {tested}, {_count(len(self._problems()), 'problem')}"
-        )
+        problems = len(self._problems())
+        healthy = "healthy" if self.is_healthy else "not healthy"
+        return f"{healthy}: {tested}, {problems} problem{'s' * (problems != 1)}"
 
 
 def examine(device: torch.device | str | None = None, *, run: bool = True) -> Examination:
@@ -121,7 +121,3 @@ def _verdict(is_right: bool, backend: Backend | None = None) -> str:
     # There is nothing that the reference could be compared with.
     right = "ran" if backend is Backend.REFERENCE else "ok"
     return right if is_right else "failed"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -168,11 +168,8 @@ def _of_gpu(device: torch.device) -> Iterator[Finding]:
         yield Finding(
             NOTE, f"{name} has no FP8: products decode to f16, and eager PyTorch quantizes; it saves memory only"
         )
-    if capability == (9, 0) and _numbers(torch.version.cuda) < (12, 9):
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if capability == (9, 0) and cuda < (12, 9):
         yield Finding(
             NOTE, f"cuBLASLt scales blocks from CUDA 12.9 on, got {torch.version.cuda}: Gluon and Triton multiply alone"
         )
-
-
-def _numbers(version: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in (version or "0.0").split(".")[:2])

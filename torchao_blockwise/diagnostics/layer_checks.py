@@ -11,13 +11,9 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import ops
 from torchao_blockwise.diagnostics.cases import FEATURES_IN, FEATURES_OUT, TOKENS
+from torchao_blockwise.diagnostics.layers import RECIPES
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
-
-RECIPES: dict[str, TrainingConfig] = {
-    "fp8": BlockwiseFP8TrainingConfig(),
-    "nvfp4": NVFP4TrainingConfig(hadamard=False, stochastic_rounding=False),
-}
+from torchao_blockwise.tensors import TrainingConfig
 
 
 class ProductReport(NamedTuple):
@@ -45,7 +41,8 @@ def check_layers(device: torch.device) -> Iterator[ProductReport]:
         for shape in ((FEATURES_OUT, FEATURES_IN), (TOKENS, FEATURES_IN), (TOKENS, FEATURES_OUT))
     )
     plain = {"output": x @ w.mT, "grad_input": dy @ w, "grad_weight": dy.mT @ x}
-    for recipe, config in RECIPES.items():
+    for recipe in ("fp8", "nvfp4"):
+        config = RECIPES[recipe]
         fmt, weight_fmt = config.activation_format, config.weight_format
         errors = {"x": _rounding(x, fmt), "dy": _rounding(dy, fmt), "w": _rounding(w, weight_fmt)}
         of = {"output": ("x", "w"), "grad_input": ("dy", "w"), "grad_weight": ("dy", "x")}

@@ -71,15 +71,11 @@ def find_layers(model: nn.Module, patterns: str | Sequence[str]) -> list[Layer]:
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(layer.name, pattern) for layer in layers):
-            raise ValueError(_nothing_matches(pattern, [layer.name for layer in layers]))
+            if not layers:
+                raise ValueError("NumericsMonitor: the model has no linear layer and no experts")
+            near = nearest_names(pattern, [layer.name for layer in layers])
+            raise ValueError(f"NumericsMonitor: layers={pattern!r} matches no layer; the nearest names are {near}")
     return [layer for layer in layers if any(fnmatch.fnmatchcase(layer.name, pattern) for pattern in patterns)]
-
-
-def _nothing_matches(pattern: str, names: list[str]) -> str:
-    if not names:
-        return "NumericsMonitor: the model has no linear layer and no experts"
-    near = nearest_names(pattern, names)
-    return f"NumericsMonitor: layers={pattern!r} matches no layer; the nearest names are {near}"
 
 
 def recipe_name(config: TrainingConfig) -> str:

@@ -23,7 +23,6 @@ from torchao_blockwise.diagnostics.steps import (
     Step,
     bf16_of,
     fake_of,
-    first_line,
     nbytes_of,
     real_of,
     run_step,
@@ -150,7 +149,7 @@ def memory_report(
                 raise
             except Exception as error:
                 # Code that asks for values, say. What is real can be measured all the same.
-                notes.append(f"{name} needs values: {first_line(error)}")
+                notes.append(f"{name} needs values: {type(error).__name__}: {error}".splitlines()[0])
         if not any(p.is_meta for p in weights):
             step, allocated = _measured_step(model, batch, loss)
             measured = replace(at_rest.with_step(step), states=_states_there_are(optimizer), gathered=None)

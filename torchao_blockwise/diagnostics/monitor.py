@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from torchao_blockwise.diagnostics.records import (
 )
 from torchao_blockwise.diagnostics.tallies import Tallies
 from torchao_blockwise.diagnostics.unconverted import watch_products
-from torchao_blockwise.diagnostics.writers import Writer, Writers
+from torchao_blockwise.diagnostics.writers import Writer
 from torchao_blockwise.formats import Groups
 from torchao_blockwise.nn.activations import as_rows
 from torchao_blockwise.nn.gemms import GemmSpec, quantize
@@ -87,7 +86,7 @@ class NumericsMonitor:
         self.report: Report | None = None
         self._layers, self._what_if = find_layers(model, layers), find_recipes(what_if)
         self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
-        self._writers = Writers(writers if self._group is None or self._group.rank() == 0 else ())
+        self._writers = list(writers) if self._group is None or self._group.rank() == 0 else []
         self._index = WeightIndex(self._layers)
         self._tallies, self._owned = self._agree()
         self._step, self._order = step, 0
@@ -143,12 +142,13 @@ class NumericsMonitor:
         """Take everything away again that watches the model, and close the writers; a report under way is dropped."""
         self._disarm()
         self._is_closed = True
-        self._writers.close()
+        self._call_writers(lambda writer: writer.close())
+        self._writers.clear()
 
     def __enter__(self) -> NumericsMonitor:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _arm(self) -> None:
@@ -182,8 +182,19 @@ class NumericsMonitor:
                 else "all of them are in evaluation mode, in which layers are not observed; call model.train()"
             )
             warnings.warn(f"NumericsMonitor: no monitored layer ran in step {self._step}: {why}", stacklevel=3)
-        self._writers.write(self.report)
-        return self.report
+        report = self.report
+        self._call_writers(lambda writer: writer.write(report))
+        return report
+
+    def _call_writers(self, call: Callable[[Writer], None]) -> None:
+        """Call each writer; one that fails says so once and is asked no more, and training goes on."""
+        for writer in list(self._writers):
+            try:
+                call(writer)
+            except Exception as e:
+                self._writers.remove(writer)
+                failed = f"{type(writer).__name__} failed and is left out from now on: {type(e).__name__}: {e}"
+                warnings.warn(f"NumericsMonitor: {failed}", stacklevel=2)
 
     # --- what is seen --------------------------------------------------------------------------------------------
 

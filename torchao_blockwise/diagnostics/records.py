@@ -117,7 +117,7 @@ class Report:
         noise = {g.layer: g.to_noise for g in self.gradients if g.trains}
         rows = []
         for layer, tensors in by_layer(self, None).items():
-            worst = min(tensors, key=_sqnr_or_worst)
+            worst = min(tensors, key=lambda t: _order(t.sqnr_db))
             figures = worst.sqnr_db, worst.underflow, worst.saturated, noise.get(layer, math.nan)
             rows.append((layer, worst.recipe, str(worst.kind), *(f"{figure:.2f}" for figure in figures)))
         rows.sort(key=lambda row: _order(float(row[3])))
@@ -137,10 +137,6 @@ def by_layer(report: Report, recipe: str | None) -> dict[str, list[TensorReport]
 
 def _order(sqnr: float) -> float:
     return -math.inf if math.isnan(sqnr) else sqnr
-
-
-def _sqnr_or_worst(tensor: TensorReport) -> float:
-    return _order(tensor.sqnr_db)
 
 
 def recommend(report: Report, recipe: str | None = None) -> list[Recommendation]:

@@ -232,8 +232,3 @@ def undone(model: nn.Module) -> Iterator[None]:
             p.original = original
         for key, before in keys.items():
             key.copy_(before)
-
-
-def first_line(error: Exception) -> str:
-    """A message in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]

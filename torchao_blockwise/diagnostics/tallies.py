@@ -143,6 +143,7 @@ def tensor_report(
     extremes = _value_of(-maxima[SMALLEST_SCALE]), _value_of(maxima[LARGEST_SCALE])
     has_scales = maxima[SMALLEST_SCALE] != -NEVER and all(math.isfinite(s) and s > 0 for s in extremes)
     scale_log2 = (math.log2(extremes[0]), math.log2(extremes[1])) if has_scales else None
+    ratio = _quotient(sums[VALUES], sums[ERROR])
     return TensorReport(
         layer,
         kind.tensor,
@@ -157,7 +158,7 @@ def tensor_report(
         saturated,
         scale_log2,
         histogram,
-        10 * math.log10(ratio) if (ratio := _quotient(sums[VALUES], sums[ERROR])) > 0 else _no_signal(ratio),
+        10 * math.log10(ratio) if ratio > 0 else -math.inf if ratio == 0 else math.nan,
         _cosine(sums),
     )
 
@@ -171,10 +172,6 @@ def _quotient(value: float, by: float) -> float:
     if math.isnan(value) or math.isnan(by):
         return math.nan
     return value / by if by > 0 else math.inf
-
-
-def _no_signal(ratio: float) -> float:
-    return math.nan if math.isnan(ratio) else -math.inf
 
 
 def _ratio(square: float, noise: float) -> float:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import csv
-import functools
 import importlib
 import math
 import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,32 +20,6 @@ class Writer(Protocol):
     def write(self, report: Report) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Writers:
-    """Several of them; one that fails says so once and is asked no more, and training goes on."""
-
-    def __init__(self, writers: Sequence[Writer]) -> None:
-        self._writers = list(writers)
-
-    def write(self, report: Report) -> None:
-        for writer in list(self._writers):
-            self._try(writer, functools.partial(writer.write, report))
-
-    def close(self) -> None:
-        for writer in list(self._writers):
-            self._try(writer, writer.close)
-        self._writers.clear()
-
-    def _try(self, writer: Writer, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as e:
-            self._writers.remove(writer)
-            warnings.warn(
-                f"NumericsMonitor: {type(writer).__name__} failed and is left out from now on: {type(e).__name__}: {e}",
-                stacklevel=2,
-            )
 
 
 def writable_file(writer: str, path: str | os.PathLike[str]) -> Path:

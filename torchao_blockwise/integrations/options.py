@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -64,19 +64,15 @@ class Selection:
                         f"are called {_examples(names)}; mend the pattern or leave it out"
                     )
         if self.include != ("*",):
-            chosen &= Filter(_why_not_included(self.include), f"include{self.include!r}")
+            chosen &= Filter(self._why_not_included, f"include{self.include!r}")
         if self.exclude:
             chosen &= skip_fqns(*self.exclude)
         if self.min_features:
             chosen &= min_features(self.min_features)
         return chosen
 
-
-def _why_not_included(patterns: tuple[str, ...]) -> Callable[[nn.Module, str], str | None]:
-    def why_not(module: nn.Module, fqn: str) -> str | None:
-        return None if any(fnmatch.fnmatchcase(fqn, p) for p in patterns) else "include: no pattern matches"
-
-    return why_not
+    def _why_not_included(self, module: nn.Module, fqn: str) -> str | None:
+        return None if any(fnmatch.fnmatchcase(fqn, p) for p in self.include) else "include: no pattern matches"
 
 
 def _examples(names: list[str]) -> str:

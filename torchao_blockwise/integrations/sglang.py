@@ -36,47 +36,36 @@ def update_weights(
     Raises RuntimeError where the engine refuses or fails: it then holds weights of two steps, until the next update.
     That is raised when all is gathered, as other ranks gather too. ValueError as `checkpoint.export`.
     """
-    weights, update = quantized_weights(model, format), _Update(engine)
+    weights = quantized_weights(model, format)
     bucket: list[tuple[str, torch.Tensor]] = []
     held = sent = 0
-    update.begin()
+    has_begin, failed = hasattr(engine, "begin_weight_update"), None
+    if has_begin:
+        failed = _failed("begin_weight_update", "no weight was sent", engine.begin_weight_update)
+    is_begun = has_begin and failed is None
+
+    def send(last: bool) -> Exception | None:
+        """Why the engine did not take the bucket; after a failure, or without an engine, it is not asked."""
+        if engine is None or failed is not None:
+            return failed
+        options = {"named_tensors": bucket, "load_format": None, "flush_cache": last}
+        what = f"{bucket[0][0]} and {len(bucket) - 1} others"
+        return _failed(what, _OF_TWO_STEPS, engine.update_weights_from_tensor, options)
+
     for name, tensor in weights:
         if bucket and held + tensor.nbytes > bucket_bytes:
-            update.send(bucket, last=False)
+            failed = send(last=False)
             bucket, held = [], 0
         bucket.append((name, tensor.detach()))
         held, sent = held + tensor.nbytes, sent + tensor.nbytes
-    update.send(bucket, last=True)
-    update.end()
+    failed = send(last=True)
+    if is_begun:
+        # Of a failed update as well: one that is open refuses the next.
+        ended = _failed("end_weight_update", _OF_TWO_STEPS, engine.end_weight_update)
+        failed = failed or ended
+    if failed is not None:
+        raise failed
     return sent
-
-
-class _Update:
-    """One update of an engine, or of none; after a failure it is asked no more but to end what was begun."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.is_begun = False
-        self.failed: Exception | None = None
-
-    def begin(self) -> None:
-        if hasattr(self.engine, "begin_weight_update"):
-            self.failed = _failed("begin_weight_update", "no weight was sent", self.engine.begin_weight_update)
-            self.is_begun = self.failed is None
-
-    def send(self, bucket: list[tuple[str, torch.Tensor]], *, last: bool) -> None:
-        if self.engine is not None and self.failed is None:
-            options = {"named_tensors": bucket, "load_format": None, "flush_cache": last}
-            what = f"{bucket[0][0]} and {len(bucket) - 1} others"
-            self.failed = _failed(what, _OF_TWO_STEPS, self.engine.update_weights_from_tensor, options)
-
-    def end(self) -> None:
-        """Of a failed one as well: one that is open refuses the next."""
-        if self.is_begun:
-            ended = _failed("end_weight_update", _OF_TWO_STEPS, self.engine.end_weight_update)
-            self.failed = self.failed or ended
-        if self.failed is not None:
-            raise self.failed
 
 
 def _failed(what: str, now: str, call: Callable[..., Any], options: dict[str, Any] | None = None) -> Exception | None:
