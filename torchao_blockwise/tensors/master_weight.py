@@ -24,8 +24,6 @@ from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_
 from torchao_blockwise.tensors.weight_operands import kept_bytes, kept_weights, weight_operand
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
     from typing_extensions import Self
 
 aten = torch.ops.aten
@@ -144,27 +142,9 @@ class MasterWeightTensor(TorchAOBaseTensor):
             scale_per_group=config.scale_per_expert,
         )
 
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: torch.nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor], fsdp.WeightShard]:
-        """FSDP2 calls it for what this rank sends; see `tensors.fsdp`."""
-        return fsdp.pre_all_gather(self, module)
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: fsdp.WeightShard,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> fsdp.Gathered | None:
-        """FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor."""
-        return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
+    # FSDP2 calls them for what this rank sends, and for the weight that layers use until it is sharded again.
+    fsdp_pre_all_gather = fsdp.pre_all_gather
+    fsdp_post_all_gather = fsdp.post_all_gather
 
     def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # A weight and its values have one storage. Where PyTorch makes fakes of them, it sets that of the fake values,

@@ -199,16 +199,8 @@ class QuantizedShard(QuantizedTensor):
         self._refuse_written(f"FSDP2 gathers {module}")
         return (self._sent(),), WeightShard(self.part, scale=self.scale, global_scale=self.global_scale)
 
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: WeightShard,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> fsdp.Gathered | None:
-        """FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor."""
-        return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
+    # FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor.
+    fsdp_post_all_gather = fsdp.post_all_gather
 
     def _sent(self) -> torch.Tensor:
         """The payload in bytes, padded to the size of the largest shard; one code a byte where rows split unevenly."""
