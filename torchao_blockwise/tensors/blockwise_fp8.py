@@ -79,17 +79,6 @@ class BlockwiseFP8Tensor(QuantizedTensor):
     def _check(self) -> None:
         _check_parts(type(self).__name__, self.qdata, self.scale, self.global_scale)
 
-    def _make(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        *,
-        columns: int | None = None,
-        dtype: torch.dtype | None = None,
-        global_scale: torch.Tensor | None = None,
-    ) -> Self:
-        return self._named(type(self)(qdata, scale, dtype or self.dtype, self.power_of_2_scales, self.config))
-
     def _requantize(self, hp: torch.Tensor) -> BlockwiseFP8Tensor:
         return self.from_hp(hp, power_of_2_scales=self.power_of_2_scales, config=self.config)
 

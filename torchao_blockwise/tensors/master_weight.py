@@ -161,8 +161,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
             if name not in ("layer", "_cast_of", "rounding_keys", "shard", "whole")
         }
 
-    def _stable_hash_for_caching(self) -> str:
-        return stable_hash(self)
+    _stable_hash_for_caching = stable_hash
 
     def __format__(self, spec: str) -> str:
         # PyTorch formats the number of a plain tensor alone.

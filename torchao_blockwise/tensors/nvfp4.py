@@ -12,7 +12,6 @@ from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files, check_quantizable
-from torchao_blockwise.tensors.rounding import carry_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,21 +111,6 @@ class NVFP4Tensor(QuantizedTensor):
 
     def _check(self) -> None:
         _check_parts(type(self).__name__, self.fmt, self.qdata, self.scale, self.global_scale, self.columns)
-
-    def _make(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        *,
-        columns: int | None = None,
-        dtype: torch.dtype | None = None,
-        global_scale: torch.Tensor | None = None,
-    ) -> Self:
-        columns = self.columns if columns is None else columns
-        global_scale = self.global_scale if global_scale is None else global_scale
-        made = type(self)(qdata, scale, global_scale, columns, self.block_size, dtype or self.dtype, self.config)
-        carry_key(self, made)
-        return self._named(made)
 
     def _requantize(self, hp: torch.Tensor) -> NVFP4Tensor:
         per_expert = self.global_scale.dim() > 0

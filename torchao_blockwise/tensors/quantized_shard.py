@@ -166,19 +166,11 @@ class QuantizedShard(QuantizedTensor):
     def _check(self) -> None:
         _check_parts(type(self).__name__, self.qdata, self.scale, self.global_scale, self.part, self.dtype)
 
-    def _make(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        *,
-        columns: int | None = None,
-        dtype: torch.dtype | None = None,
-        global_scale: torch.Tensor | None = None,
-    ) -> Self:
-        part = self.part
-        if dtype is not None and part.dtype == self.dtype:
-            part = dataclasses.replace(part, dtype=dtype)
-        return type(self)(qdata, scale, part, dtype or self.dtype, self.global_scale)
+    def _make(self, *parts: torch.Tensor, dtype: torch.dtype | None = None, **others: Any) -> Self:
+        made = super()._make(*parts, dtype=dtype, **others)
+        if dtype is not None and self.part.dtype == self.dtype:
+            made.part = dataclasses.replace(self.part, dtype=dtype)
+        return made
 
     def fsdp_pre_all_gather(
         self,
