@@ -30,6 +30,8 @@ class BlockwiseFP8Tensor(QuantizedTensor):
     tensor_data_names = ["qdata", "scale"]  # noqa: RUF012  # torchao copies it as a list
     tensor_attribute_names = ["dtype", "power_of_2_scales", "config"]  # noqa: RUF012
 
+    power_of_2_scales: bool
+
     @staticmethod
     def __new__(
         cls,
@@ -43,22 +45,11 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         if not isinstance(power_of_2_scales, bool):
             raise TypeError(f"{cls.__name__}: power_of_2_scales must be True or False, got {power_of_2_scales!r}")
         _check_parts(cls.__name__, qdata, scale)
-        return _compat.make_wrapper(
+        x = _compat.make_wrapper(
             cls, qdata.shape, inner=qdata, strides=qdata.stride(), dtype=dtype, device=qdata.device
         )
-
-    def __init__(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        dtype: torch.dtype,
-        power_of_2_scales: bool = False,
-        config: TrainingConfig | None = None,
-    ):
-        self.qdata = qdata
-        self.scale = scale
-        self.power_of_2_scales = power_of_2_scales
-        self.config = config
+        x.qdata, x.scale, x.power_of_2_scales, x.config = qdata, scale, power_of_2_scales, config
+        return x
 
     @classmethod
     def from_hp(

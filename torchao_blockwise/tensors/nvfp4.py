@@ -39,6 +39,8 @@ class NVFP4Tensor(QuantizedTensor):
     optional_tensor_data_names = ["rounding_key"]  # noqa: RUF012
 
     global_scale: torch.Tensor
+    columns: int
+    block_size: tuple[int, int]
 
     @staticmethod
     def __new__(
@@ -59,27 +61,12 @@ class NVFP4Tensor(QuantizedTensor):
         # Of a part whose rows lie apart it must be seen that they do: `contiguous()` looks at nothing else.
         apart = () if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
         layout = {"strides": apart} if apart else {}
-        return _compat.make_wrapper(cls, shape, inner=qdata, dtype=dtype, device=qdata.device, **layout)
-
-    def __init__(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        global_scale: torch.Tensor,
-        columns: int,
-        block_size: tuple[int, int],
-        dtype: torch.dtype,
-        config: TrainingConfig | None = None,
-        rounding_key: torch.Tensor | None = None,
-    ):
-        self.qdata = qdata
-        self.scale = scale
-        self.global_scale = global_scale
-        self.columns = columns
-        self.block_size = _FORMATS[tuple(block_size)].block
-        self.config = config
+        x = _compat.make_wrapper(cls, shape, inner=qdata, dtype=dtype, device=qdata.device, **layout)
+        x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
+        x.columns, x.block_size, x.config = columns, fmt.block, config
         if rounding_key is not None:
-            self.rounding_key = rounding_key
+            x.rounding_key = rounding_key
+        return x
 
     @classmethod
     def from_hp(

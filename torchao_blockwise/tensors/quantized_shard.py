@@ -66,6 +66,7 @@ class QuantizedShard(QuantizedTensor):
     tensor_attribute_names = ["part", "dtype"]  # noqa: RUF012
     optional_tensor_data_names = ["global_scale"]  # noqa: RUF012
 
+    part: ShardLayout
     original: Original
 
     @staticmethod
@@ -78,22 +79,10 @@ class QuantizedShard(QuantizedTensor):
         global_scale: torch.Tensor | None = None,
     ) -> Self:
         _check_parts(cls.__name__, qdata, scale, global_scale, part, dtype)
-        return _compat.make_wrapper(cls, part.local_shape, dtype=dtype, device=qdata.device)
-
-    def __init__(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        part: ShardLayout,
-        dtype: torch.dtype,
-        global_scale: torch.Tensor | None = None,
-    ):
-        self.qdata = qdata
-        self.scale = scale
-        self.part = part
-        self.global_scale = global_scale
-        self.config = part.config
-        self.original = Original()
+        x = _compat.make_wrapper(cls, part.local_shape, dtype=dtype, device=qdata.device)
+        x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
+        x.part, x.config, x.original = part, part.config, Original()
+        return x
 
     @property
     def fmt(self) -> BlockFormat:
