@@ -225,7 +225,8 @@ class MasterWeightTensor(TorchAOBaseTensor):
                 for changed in (master, master.hp):
                     if not changed.is_inference():
                         torch.autograd.graph.increment_version(changed)
-            return _same_objects(out, args, kwargs)
+            # In-place operations return the tensor that they were given, and lists of them return nothing.
+            return kwargs.get("out", args[0]) if isinstance(out, torch.Tensor) else out
         if result is Result.PLAIN:
             return out
         if func in _compat.functional_gathers():
@@ -377,8 +378,3 @@ def _written(func: Operation, args: Args, kwargs: Kwargs) -> list[MasterWeightTe
     given = {**dict(zip((a.name for a in arguments), args)), **kwargs}
     leaves = pytree.tree_leaves([given.get(name) for name in names])
     return [x for x in leaves if isinstance(x, MasterWeightTensor)]
-
-
-def _same_objects(out: Any, args: Args, kwargs: Kwargs) -> Any:
-    """In-place operations return the tensor that they were given, and lists of them return nothing."""
-    return kwargs.get("out", args[0]) if isinstance(out, torch.Tensor) else out
