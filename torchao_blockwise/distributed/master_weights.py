@@ -43,9 +43,8 @@ def cast_master_weights_to_fp8(
     A new list of weights is compared between ranks once, at the first call with it.
     Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3; docs/numerics.md, "Partial cast".
     """
-    name = "cast_master_weights_to_fp8"
-    _check_kind(name, model_weights, BlockwiseFP8Tensor)
-    _cast(name, model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights, flat.ENTRIES)
+    lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
+    _cast("cast_master_weights_to_fp8", BlockwiseFP8Tensor, *lists, group)
 
 
 def cast_master_weights_to_nvfp4(
@@ -63,10 +62,8 @@ def cast_master_weights_to_nvfp4(
         first and the last may be shared with a neighbor, whose nibble stays; `ops.merge_shards_` joins gathered ones.
     one_code_a_byte: the buffers are [n], a code in the low bits of a byte, for gathers that split between any elements.
     """
-    name = "cast_master_weights_to_nvfp4"
-    _check_kind(name, model_weights, NVFP4Tensor)
-    into = flat.CODES if one_code_a_byte else flat.ENTRIES
-    _cast(name, model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights, into)
+    lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
+    _cast("cast_master_weights_to_nvfp4", NVFP4Tensor, *lists, group, one_code_a_byte)
 
 
 def cast_master_weights(
@@ -79,23 +76,35 @@ def cast_master_weights(
     one_code_a_byte: bool = False,
 ) -> None:
     """`cast_master_weights_to_fp8` and `_to_nvfp4` in one: weights of any formats and dtypes, still one all-reduce."""
-    name = "cast_master_weights"
-    _check_kind(name, model_weights, QuantizedTensor)
-    into = flat.CODES if one_code_a_byte else flat.ENTRIES
-    _cast(name, model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights, into)
+    lists = model_weights, master_weights, start_offsets, fsdp_shard_model_weights
+    _cast("cast_master_weights", QuantizedTensor, *lists, group, one_code_a_byte)
 
 
 def _cast(
     name: str,
+    kind: type[QuantizedTensor],
     weights: Sequence[QuantizedTensor],
     masters: Sequence[torch.Tensor | None],
     starts: Sequence[int | None],
-    group: dist.ProcessGroup | None,
     targets: Sequence[torch.Tensor | None] | None,
-    into: str,
+    group: dist.ProcessGroup | None,
+    one_code_a_byte: bool = False,
 ) -> None:
-    _check_lists(name, weights, masters, starts, targets)
+    for i, w in enumerate(weights):
+        if not isinstance(w, kind):
+            raise TypeError(
+                f"{name}: weight {i} must be a {kind.__name__}, got {type(w).__name__}; weights of several kinds go "
+                f"through {cast_master_weights.__module__}.cast_master_weights"
+            )
+    sizes = [len(x) for x in (weights, masters, starts, *(() if targets is None else (targets,)))]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"{name}: all lists must have an entry a weight, got lengths {sizes}")
+    first: dict[int, int] = {}
+    for i, w in enumerate(weights):
+        if first.setdefault(id(w), i) != i:
+            raise ValueError(f"{name}: weight {i} is the same tensor as weight {first[id(w)]}; list a tied weight once")
     if weights:
+        into = flat.CODES if one_code_a_byte else flat.ENTRIES
         write_masters(name, weights, masters, starts, _group(name, group), targets, into)
 
 
@@ -160,31 +169,6 @@ def _group(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | No
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _check_kind(name: str, weights: Sequence[QuantizedTensor], wanted: type[QuantizedTensor]) -> None:
-    for i, w in enumerate(weights):
-        if not isinstance(w, wanted):
-            raise TypeError(
-                f"{name}: weight {i} must be a {wanted.__name__}, got {type(w).__name__}; weights of several kinds go "
-                f"through {cast_master_weights.__module__}.cast_master_weights"
-            )
-
-
-def _check_lists(
-    name: str,
-    weights: Sequence[QuantizedTensor],
-    masters: Sequence[torch.Tensor | None],
-    starts: Sequence[int | None],
-    shards: Sequence[torch.Tensor | None] | None,
-) -> None:
-    sizes = [len(x) for x in (weights, masters, starts, *(() if shards is None else (shards,)))]
-    if len(set(sizes)) > 1:
-        raise ValueError(f"{name}: all lists must have an entry a weight, got lengths {sizes}")
-    first: dict[int, int] = {}
-    for i, w in enumerate(weights):
-        if first.setdefault(id(w), i) != i:
-            raise ValueError(f"{name}: weight {i} is the same tensor as weight {first[id(w)]}; list a tied weight once")
 
 
 def _why_not(

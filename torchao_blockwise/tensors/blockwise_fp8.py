@@ -30,6 +30,8 @@ class BlockwiseFP8Tensor(QuantizedTensor):
     tensor_data_names = ["qdata", "scale"]  # noqa: RUF012  # torchao copies it as a list
     tensor_attribute_names = ["dtype", "power_of_2_scales", "config"]  # noqa: RUF012
 
+    power_of_2_scales: bool
+
     @staticmethod
     def __new__(
         cls,
@@ -43,22 +45,11 @@ class BlockwiseFP8Tensor(QuantizedTensor):
         if not isinstance(power_of_2_scales, bool):
             raise TypeError(f"{cls.__name__}: power_of_2_scales must be True or False, got {power_of_2_scales!r}")
         _check_parts(cls.__name__, qdata, scale)
-        return _compat.make_wrapper(
+        x = _compat.make_wrapper(
             cls, qdata.shape, inner=qdata, strides=qdata.stride(), dtype=dtype, device=qdata.device
         )
-
-    def __init__(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        dtype: torch.dtype,
-        power_of_2_scales: bool = False,
-        config: TrainingConfig | None = None,
-    ):
-        self.qdata = qdata
-        self.scale = scale
-        self.power_of_2_scales = power_of_2_scales
-        self.config = config
+        x.qdata, x.scale, x.power_of_2_scales, x.config = qdata, scale, power_of_2_scales, config
+        return x
 
     @classmethod
     def from_hp(
@@ -78,17 +69,6 @@ class BlockwiseFP8Tensor(QuantizedTensor):
 
     def _check(self) -> None:
         _check_parts(type(self).__name__, self.qdata, self.scale, self.global_scale)
-
-    def _make(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        *,
-        columns: int | None = None,
-        dtype: torch.dtype | None = None,
-        global_scale: torch.Tensor | None = None,
-    ) -> Self:
-        return self._named(type(self)(qdata, scale, dtype or self.dtype, self.power_of_2_scales, self.config))
 
     def _requantize(self, hp: torch.Tensor) -> BlockwiseFP8Tensor:
         return self.from_hp(hp, power_of_2_scales=self.power_of_2_scales, config=self.config)

@@ -14,9 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,10 +29,10 @@ from torchao_blockwise.tensors.quantized import QuantizedTensor
 from torchao_blockwise.tensors.rounding import carry_key
 
 if TYPE_CHECKING:
-    from torchao_blockwise.tensors.master_weight import MasterWeightTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-# A weight, and the tensors in it that FSDP2 must free.
-Gathered: TypeAlias = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
+    from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,14 @@ def check_installed(module: torch.nn.Module) -> None:
         raise RuntimeError(f"FSDP2 gathers a weight of {module}: {reason}")
 
 
-def pre_all_gather(master: MasterWeightTensor, module: torch.nn.Module) -> tuple[tuple[torch.Tensor], WeightShard]:
+def pre_all_gather(
+    master: MasterWeightTensor,
+    mesh: DeviceMesh,
+    outer_size: torch.Size,
+    outer_stride: tuple[int, ...],
+    module: torch.nn.Module,
+    mp_policy: MixedPrecisionPolicy,
+) -> tuple[tuple[torch.Tensor], WeightShard]:
     """What this rank sends of `master`, a parameter of `module`, and what turns all ranks' parts into the weight."""
     check_installed(module)
     shard = master.shard
@@ -209,17 +215,18 @@ def padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def post_all_gather(
     master: torch.Tensor,
-    outs: Sequence[torch.Tensor],
-    shard: WeightShard,
-    dtype: torch.dtype,
-    out: torch.Tensor | None,
-) -> Gathered | None:
+    all_gather_outputs: tuple[torch.Tensor, ...],
+    metadata: WeightShard,
+    param_dtype: torch.dtype,
+    *,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
     """The gathered weight and the tensors in it that FSDP2 must free; into `out`, an earlier result, where given.
 
     A quantized weight is a view of what was gathered, or, where codes came one a byte, packed memory of its own.
     """
-    layout = shard.layout
-    (gathered,) = outs
+    layout = metadata.layout
+    (gathered,) = all_gather_outputs
     if not layout.quantized:
         if out is not None:
             return None
@@ -230,7 +237,7 @@ def post_all_gather(
     payload = _whole(gathered, layout.config.weight_format.qdata_shape(*layout.shape) if layout.packs else layout.shape)
     if out is None:
         qdata = payload.view(element.storage_dtype) if layout.travels_as_stored else element.pack(payload)
-        made = quantized(qdata, layout, shard.scale, shard.global_scale, dtype)
+        made = quantized(qdata, layout, metadata.scale, metadata.global_scale, param_dtype)
         carry_key(master, made)
         made.layer = getattr(master, "layer", "")
         return made, () if layout.travels_as_stored else (qdata,)
@@ -239,7 +246,7 @@ def post_all_gather(
     if not layout.travels_as_stored:
         with _compat.keeping_version(weight.qdata):
             weight.qdata.copy_(element.pack(payload))
-    weight.scale, weight.global_scale = shard.scale, shard.global_scale
+    weight.scale, weight.global_scale = metadata.scale, metadata.global_scale
     return None
 
 

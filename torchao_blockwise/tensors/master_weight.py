@@ -24,8 +24,6 @@ from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_
 from torchao_blockwise.tensors.weight_operands import kept_bytes, kept_weights, weight_operand
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
     from typing_extensions import Self
 
 aten = torch.ops.aten
@@ -144,27 +142,9 @@ class MasterWeightTensor(TorchAOBaseTensor):
             scale_per_group=config.scale_per_expert,
         )
 
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: torch.nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor], fsdp.WeightShard]:
-        """FSDP2 calls it for what this rank sends; see `tensors.fsdp`."""
-        return fsdp.pre_all_gather(self, module)
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: fsdp.WeightShard,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> fsdp.Gathered | None:
-        """FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor."""
-        return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
+    # FSDP2 calls them for what this rank sends, and for the weight that layers use until it is sharded again.
+    fsdp_pre_all_gather = fsdp.pre_all_gather
+    fsdp_post_all_gather = fsdp.post_all_gather
 
     def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # A weight and its values have one storage. Where PyTorch makes fakes of them, it sets that of the fake values,
@@ -181,8 +161,7 @@ class MasterWeightTensor(TorchAOBaseTensor):
             if name not in ("layer", "_cast_of", "rounding_keys", "shard", "whole")
         }
 
-    def _stable_hash_for_caching(self) -> str:
-        return stable_hash(self)
+    _stable_hash_for_caching = stable_hash
 
     def __format__(self, spec: str) -> str:
         # PyTorch formats the number of a plain tensor alone.
@@ -246,7 +225,8 @@ class MasterWeightTensor(TorchAOBaseTensor):
                 for changed in (master, master.hp):
                     if not changed.is_inference():
                         torch.autograd.graph.increment_version(changed)
-            return _same_objects(out, args, kwargs)
+            # In-place operations return the tensor that they were given, and lists of them return nothing.
+            return kwargs.get("out", args[0]) if isinstance(out, torch.Tensor) else out
         if result is Result.PLAIN:
             return out
         if func in _compat.functional_gathers():
@@ -398,8 +378,3 @@ def _written(func: Operation, args: Args, kwargs: Kwargs) -> list[MasterWeightTe
     given = {**dict(zip((a.name for a in arguments), args)), **kwargs}
     leaves = pytree.tree_leaves([given.get(name) for name in names])
     return [x for x in leaves if isinstance(x, MasterWeightTensor)]
-
-
-def _same_objects(out: Any, args: Args, kwargs: Kwargs) -> Any:
-    """In-place operations return the tensor that they were given, and lists of them return nothing."""
-    return kwargs.get("out", args[0]) if isinstance(out, torch.Tensor) else out

@@ -12,7 +12,6 @@ from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files, check_quantizable
-from torchao_blockwise.tensors.rounding import carry_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,6 +39,8 @@ class NVFP4Tensor(QuantizedTensor):
     optional_tensor_data_names = ["rounding_key"]  # noqa: RUF012
 
     global_scale: torch.Tensor
+    columns: int
+    block_size: tuple[int, int]
 
     @staticmethod
     def __new__(
@@ -60,27 +61,12 @@ class NVFP4Tensor(QuantizedTensor):
         # Of a part whose rows lie apart it must be seen that they do: `contiguous()` looks at nothing else.
         apart = () if qdata.is_contiguous() else (*(fmt.element.per_byte * s for s in qdata.stride()[:-1]), 1)
         layout = {"strides": apart} if apart else {}
-        return _compat.make_wrapper(cls, shape, inner=qdata, dtype=dtype, device=qdata.device, **layout)
-
-    def __init__(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        global_scale: torch.Tensor,
-        columns: int,
-        block_size: tuple[int, int],
-        dtype: torch.dtype,
-        config: TrainingConfig | None = None,
-        rounding_key: torch.Tensor | None = None,
-    ):
-        self.qdata = qdata
-        self.scale = scale
-        self.global_scale = global_scale
-        self.columns = columns
-        self.block_size = _FORMATS[tuple(block_size)].block
-        self.config = config
+        x = _compat.make_wrapper(cls, shape, inner=qdata, dtype=dtype, device=qdata.device, **layout)
+        x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
+        x.columns, x.block_size, x.config = columns, fmt.block, config
         if rounding_key is not None:
-            self.rounding_key = rounding_key
+            x.rounding_key = rounding_key
+        return x
 
     @classmethod
     def from_hp(
@@ -112,21 +98,6 @@ class NVFP4Tensor(QuantizedTensor):
 
     def _check(self) -> None:
         _check_parts(type(self).__name__, self.fmt, self.qdata, self.scale, self.global_scale, self.columns)
-
-    def _make(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        *,
-        columns: int | None = None,
-        dtype: torch.dtype | None = None,
-        global_scale: torch.Tensor | None = None,
-    ) -> Self:
-        columns = self.columns if columns is None else columns
-        global_scale = self.global_scale if global_scale is None else global_scale
-        made = type(self)(qdata, scale, global_scale, columns, self.block_size, dtype or self.dtype, self.config)
-        carry_key(self, made)
-        return self._named(made)
 
     def _requantize(self, hp: torch.Tensor) -> NVFP4Tensor:
         per_expert = self.global_scale.dim() > 0

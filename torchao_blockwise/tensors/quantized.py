@@ -32,7 +32,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class QuantizedTensor(TorchAOBaseTensor):
     """Base of tensors that are stored as rowwise payload and scales. Subclasses list their tensors and attributes.
 
-    Subclasses define `fmt`, `_check()`, `_make(qdata, scale)` and `from_hp`.
+    Subclasses define `fmt`, `_check()`, `_requantize(hp)` and `from_hp`.
     """
 
     # Names for torchao, which flattens by them.
@@ -98,10 +98,15 @@ class QuantizedTensor(TorchAOBaseTensor):
 
         columns: the logical last dim, default this one's. global_scale: where it is another than this one's.
         """
-        raise NotImplementedError
+        global_scale = self.global_scale if global_scale is None else global_scale
+        parts = {"qdata": qdata, "scale": scale, "global_scale": global_scale}
+        attributes = {"columns": columns, "dtype": dtype}
+        return self._rebuilt(parts, {name: value for name, value in attributes.items() if value is not None})
 
-    def _named(self, made: Self) -> Self:
-        """`made`, of the same layer."""
+    def _rebuilt(self, parts: dict[str, torch.Tensor | None], changed: dict[str, Any]) -> Self:
+        """A tensor of the same layer, with the same key, of these parts and, where not `changed`, these attributes."""
+        made = type(self).__tensor_unflatten__(parts, self.__tensor_flatten__()[1] | changed, None, None)
+        carry_key(self, made)
         if self.layer:
             made.layer = self.layer
         return made
@@ -178,8 +183,7 @@ class QuantizedTensor(TorchAOBaseTensor):
         is_parameter = {"_is_param": True} if isinstance(self, torch.nn.Parameter) else {}
         return _rebuild, (type(self), tensors, attributes, is_parameter, self.requires_grad)
 
-    def _stable_hash_for_caching(self) -> str:
-        return stable_hash(self)
+    _stable_hash_for_caching = stable_hash
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         rows, columns = self.fmt.block
@@ -308,10 +312,7 @@ def implements(*funcs: Operation) -> Callable[[_F], _F]:
 
 def map_tensors(x: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
     """A tensor like `x` with `fn` over what holds its values."""
-    made = {name: fn(getattr(x, name)) for name in parts_of(x)}
-    result = type(x).__tensor_unflatten__(made, x.__tensor_flatten__()[1], None, None)
-    carry_key(x, result)
-    return x._named(result)
+    return x._rebuilt({name: fn(getattr(x, name)) for name in parts_of(x)}, {})
 
 
 def parts_of(x: QuantizedTensor) -> list[str]:

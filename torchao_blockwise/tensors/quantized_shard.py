@@ -66,6 +66,7 @@ class QuantizedShard(QuantizedTensor):
     tensor_attribute_names = ["part", "dtype"]  # noqa: RUF012
     optional_tensor_data_names = ["global_scale"]  # noqa: RUF012
 
+    part: ShardLayout
     original: Original
 
     @staticmethod
@@ -78,22 +79,10 @@ class QuantizedShard(QuantizedTensor):
         global_scale: torch.Tensor | None = None,
     ) -> Self:
         _check_parts(cls.__name__, qdata, scale, global_scale, part, dtype)
-        return _compat.make_wrapper(cls, part.local_shape, dtype=dtype, device=qdata.device)
-
-    def __init__(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        part: ShardLayout,
-        dtype: torch.dtype,
-        global_scale: torch.Tensor | None = None,
-    ):
-        self.qdata = qdata
-        self.scale = scale
-        self.part = part
-        self.global_scale = global_scale
-        self.config = part.config
-        self.original = Original()
+        x = _compat.make_wrapper(cls, part.local_shape, dtype=dtype, device=qdata.device)
+        x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
+        x.part, x.config, x.original = part, part.config, Original()
+        return x
 
     @property
     def fmt(self) -> BlockFormat:
@@ -166,19 +155,11 @@ class QuantizedShard(QuantizedTensor):
     def _check(self) -> None:
         _check_parts(type(self).__name__, self.qdata, self.scale, self.global_scale, self.part, self.dtype)
 
-    def _make(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        *,
-        columns: int | None = None,
-        dtype: torch.dtype | None = None,
-        global_scale: torch.Tensor | None = None,
-    ) -> Self:
-        part = self.part
-        if dtype is not None and part.dtype == self.dtype:
-            part = dataclasses.replace(part, dtype=dtype)
-        return type(self)(qdata, scale, part, dtype or self.dtype, self.global_scale)
+    def _make(self, *parts: torch.Tensor, dtype: torch.dtype | None = None, **others: Any) -> Self:
+        made = super()._make(*parts, dtype=dtype, **others)
+        if dtype is not None and self.part.dtype == self.dtype:
+            made.part = dataclasses.replace(self.part, dtype=dtype)
+        return made
 
     def fsdp_pre_all_gather(
         self,
@@ -199,16 +180,8 @@ class QuantizedShard(QuantizedTensor):
         self._refuse_written(f"FSDP2 gathers {module}")
         return (self._sent(),), WeightShard(self.part, scale=self.scale, global_scale=self.global_scale)
 
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: WeightShard,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> fsdp.Gathered | None:
-        """FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor."""
-        return fsdp.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
+    # FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor.
+    fsdp_post_all_gather = fsdp.post_all_gather
 
     def _sent(self) -> torch.Tensor:
         """The payload in bytes, padded to the size of the largest shard; one code a byte where rows split unevenly."""

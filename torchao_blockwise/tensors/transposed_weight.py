@@ -43,6 +43,8 @@ class TransposedWeight(TorchAOBaseTensor):
     tensor_data_names = ["weight"]  # noqa: RUF012  # torchao copies it as a list
     tensor_attribute_names: list[str] = []  # noqa: RUF012
 
+    weight: torch.Tensor
+
     @staticmethod
     def __new__(cls, weight: torch.Tensor) -> Self:
         if not isinstance(weight, TorchAOBaseTensor) or weight.dim() != 3:
@@ -50,7 +52,7 @@ class TransposedWeight(TorchAOBaseTensor):
             raise TypeError(f"TransposedWeight: weight must be experts [E, N, K] of ours, got {got}; use x.mT")
         *batch, rows, columns = weight.shape
         *batch_strides, row_stride, column_stride = weight.stride()
-        return _compat.make_wrapper(
+        x = _compat.make_wrapper(
             cls,
             (*batch, columns, rows),
             inner=weight,
@@ -59,16 +61,14 @@ class TransposedWeight(TorchAOBaseTensor):
             dtype=weight.dtype,
             device=weight.device,
         )
-
-    def __init__(self, weight: torch.Tensor):
-        self.weight = weight
+        x.weight = weight
+        return x
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values of a quantized weight as a plain tensor [E, K, N] of `dtype`, default the reported dtype."""
         return self.weight.dequantize(dtype).transpose(-2, -1)  # type: ignore[call-arg]  # a subclass's
 
-    def _stable_hash_for_caching(self) -> str:
-        return stable_hash(self)
+    _stable_hash_for_caching = stable_hash
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"TransposedWeight(shape={tuple(self.shape)}, of {self.weight!r})"

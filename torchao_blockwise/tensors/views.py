@@ -24,10 +24,7 @@ def _slice(
     start, end, _ = slice(start, end).indices(size)
     end = max(start, end)
     if dim < x.dim() - 2:
-        parts = func(x.qdata, dim, start, end, step), func(x.scale, dim, start, end, step)
-        of_matrices = _scale_of_matrices(x)
-        of_matrices = None if of_matrices is None else func(of_matrices, dim, start, end, step)
-        return x._make(*parts, global_scale=of_matrices)
+        return _by_matrices(func, x, dim, start, end, step)
     if step != 1:
         raise NotImplementedError(f"slice: steps other than 1 cut blocks, got step={step}; dequantize() first")
     axis = dim - x.dim()
@@ -67,9 +64,7 @@ def _select(func: Operation, x: QuantizedTensor, dim: int, index: int) -> Quanti
         raise NotImplementedError(
             f"select: dim {dim} runs through blocks; slice on their borders or dequantize() first"
         )
-    of_matrices = _scale_of_matrices(x)
-    of_matrices = None if of_matrices is None else func(of_matrices, dim % x.dim(), index)
-    return x._make(func(x.qdata, dim, index), func(x.scale, dim, index), global_scale=of_matrices)
+    return _by_matrices(func, x, dim % x.dim(), index)
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -104,6 +99,13 @@ def _scale_of_matrices(x: QuantizedTensor) -> torch.Tensor | None:
     return x.global_scale if x.global_scale is not None and x.global_scale.dim() else None
 
 
+def _by_matrices(func: Operation, x: QuantizedTensor, *args: int) -> QuantizedTensor:
+    """`func`, which changes leading dims only, of all parts."""
+    of_matrices = _scale_of_matrices(x)
+    of_matrices = None if of_matrices is None else func(of_matrices, *args)
+    return x._make(func(x.qdata, *args), func(x.scale, *args), global_scale=of_matrices)
+
+
 def _infer_size(size: list[int], numel: int) -> list[int]:
     if size.count(-1) == 1:
         known = math.prod(s for s in size if s != -1)
@@ -129,9 +131,7 @@ def _unsqueeze(func: Operation, x: QuantizedTensor, dim: int) -> QuantizedTensor
     dim = dim % (x.dim() + 1)
     if dim > x.dim() - 2:
         raise ValueError(f"unsqueeze: dim {dim} lies inside the blocks; use a dim of at most {x.dim() - 2}")
-    of_matrices = _scale_of_matrices(x)
-    of_matrices = None if of_matrices is None else func(of_matrices, dim)
-    return x._make(func(x.qdata, dim), func(x.scale, dim), global_scale=of_matrices)
+    return _by_matrices(func, x, dim)
 
 
 @implements(aten.t.default)

@@ -160,10 +160,6 @@ def split_over(hp: torch.Tensor, *groups: torch.distributed.ProcessGroup) -> Non
     _splits[hp] = group_names(groups)
 
 
-def _is_split(x: torch.Tensor) -> bool:
-    return bool(_splits) and x in _splits
-
-
 def group_names(groups: Iterable[torch.distributed.ProcessGroup]) -> str:
     """Process groups as `amax_over` takes them.
 

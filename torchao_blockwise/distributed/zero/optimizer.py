@@ -268,7 +268,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             if self._splits:
                 # A copy, so that the whole is freed.
                 values = values.view(-1)[edges[rank] : edges[rank + 1]].clone()
-            added.begin_with(values)
+            added.master = nn.Parameter(_compat.with_local(weight, values))
             self._of[weight] = added
             self._weights.append(added)
         if quantized_only:
@@ -294,7 +294,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         original = weight.original
         if original.changed:
             values = original.take(self._saved_master)
-            weight.set_master(weight.quantized.dequantize(torch.float32) if values is None else values)
+            values = weight.quantized.dequantize(torch.float32) if values is None else values
+            _compat.local_of(weight.master).copy_(weight.part(values))
 
     def _saved_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What a state dict of the model holds in the place of a quantized weight."""

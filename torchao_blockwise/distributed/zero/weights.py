@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.distributed.collective_watchdog import naming_absent
@@ -65,10 +64,6 @@ class PrimaryWeight:
             self.quantized._settle()
         return original
 
-    def begin_with(self, values: torch.Tensor) -> None:
-        """Make a master of f32 values, those that this rank steps; it takes their memory."""
-        self.master = nn.Parameter(_compat.with_local(self.weight, values))
-
     @property
     def flat_master(self) -> torch.Tensor:
         return _compat.local_of(self.master.detach()).view(-1)
@@ -90,10 +85,6 @@ class PrimaryWeight:
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """What the master covers of a tensor in the weight's shape; a view where that is contiguous."""
         return whole.reshape(-1)[self.range] if self.is_split else whole
-
-    def set_master(self, values: torch.Tensor) -> None:
-        """Take over values in the shape of what this rank holds of the weight."""
-        _compat.local_of(self.master).copy_(self.part(values))
 
 
 def flat_edges(sizes: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
