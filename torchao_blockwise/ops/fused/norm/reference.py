@@ -27,4 +27,4 @@ def normalize(norm: Norm) -> torch.Tensor:
         y = y * norm.weight.float()
     if norm.bias is not None:
         y = y + norm.bias.float()
-    return y.to(norm.dtype)
+    return y.to(norm.dtype).contiguous()
