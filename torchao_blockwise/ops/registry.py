@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -72,14 +72,6 @@ def by_name(**fields: type) -> Callable[[_T], _T]:
 
 
 by_name(fmt=BlockFormat)(CastOptions)
-
-
-class _Slot(NamedTuple):
-    """Which parts are those of a value: a part as it is where `value` is None, else fields of this NamedTuple."""
-
-    value: Any
-    start: int
-    stop: int
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -142,7 +134,8 @@ class Operation:
     def _place_values(self, count: int) -> None:
         """Find the parts of each value among the `count` arguments of the schema."""
         takes = (None,) * (count - self._takes_backend) if self.takes is None else self.takes
-        self._slots: list[_Slot] = []
+        # (NamedTuple that the parts from start to stop are the fields of, or None for a part as it is, start, stop).
+        self._slots: list[tuple[Any, int, int]] = []
         # (part, table of names, what raises for a name that is not there).
         self._named: list[tuple[int, dict[str, Any], Callable[[Any], Any]]] = []
         self._formats: list[int] = []
@@ -155,18 +148,18 @@ class Operation:
                 (self._formats if kind is BlockFormat else self._backends).append(start + field)
             value = None if value in _NAMED else value
             stop = start + (1 if value is None else len(value._fields))
-            self._slots.append(_Slot(value, start, stop))
+            self._slots.append((value, start, stop))
             start = stop
         assert start == count, f"{self.name} takes values of {start} arguments, its schema has {count}"
 
     def __call__(self, *values: Any) -> Any:
         """The operation on whole values; of several tensors a list or tuple."""
         parts: list[Any] = []
-        for value, slot in zip(values, self._slots, strict=True):
-            if slot.value is None:
+        for value, (kind, _, _) in zip(values, self._slots, strict=True):
+            if kind is None:
                 parts.append(value)
             elif value is None:
-                parts.extend(_NOTHING[slot.value])
+                parts.extend(_NOTHING[kind])
             else:
                 parts.extend(value)
         for i in self._formats:
