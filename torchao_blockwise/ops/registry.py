@@ -96,7 +96,7 @@ class Operation:
     called: the name in messages, where it is not the operation's.
 
     Rows and fakes may return an `Operand` (as qdata, scale), `Copies` (as a list of these), or a list with None, which
-    is left out.
+    is left out. Rows of what writes in place return None.
     """
 
     schema: str
@@ -120,7 +120,6 @@ class Operation:
         arguments = _compat.schema_of(self.overload).arguments
         self._takes_backend = arguments[-1].name == "backend"
         self._returns_list = self.schema.endswith("Tensor[]")
-        self._returns_nothing = self.schema.endswith("()")
         self._place_values(len(arguments))
         _library.impl(defined, functools.partial(self._apply, None), "CompositeExplicitAutograd")
         fake = functools.partial(self._apply, self._checked_fake)
@@ -194,8 +193,6 @@ class Operation:
             return tensors
         if type(result) is Operand:
             return result[:2]
-        if self._returns_nothing:
-            return None
         return [x for x in result if x is not None] if self._returns_list else result
 
     def _checked_fake(self, *values: Any) -> Any:
