@@ -27,7 +27,6 @@ from torchao_blockwise.ops.backend import (
 from torchao_blockwise.ops.gemm.adding import adding_rows
 from torchao_blockwise.ops.gemm.grouped import cutlass
 from torchao_blockwise.ops.gemm.plain import KERNEL_PAIRS, check_operands, check_sum, count_change, count_flops
-from torchao_blockwise.ops.gemm.rows import why_not_copied
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.registry import Operation, groups, operand
@@ -146,7 +145,10 @@ def _why_no_gluon(a: Operand, b: Operand, groups: Groups, along: str, out_dtype:
     elif reason is None and (a.format, b.format) != pair:
         wanted = " · ".join(fmt.name for fmt in pair)
         reason = f'along "{along}" the kernels multiply {wanted}, got {a.format_name} · {b.format_name}'
-    return reason or why_not_copied(a, b)
+    if reason is None and 0 in (*a.qdata.shape, *b.qdata.shape):
+        got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
+        return f"the copy engine has no empty tensors, got payloads of shape {got}"
+    return reason
 
 
 def _why_no_triton(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> str | None:
