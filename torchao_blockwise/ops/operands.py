@@ -112,7 +112,7 @@ def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:
         return f"the kernels run on CUDA devices, got {inputs[0].device.type}"
     if not _compat.has_gluon():
         return "Gluon needs Triton 3.6 or newer"
-    return _gluon_tiles().why_not(options.fmt, *inputs)
+    return _gluon_tiles().why_not(*inputs)
 
 
 @functools.cache
