@@ -12,11 +12,10 @@ from torchao_blockwise.ops.gemm.builds import BUILDS as ALL_BUILDS
 from torchao_blockwise.ops.groups.ends import as_groups
 
 gluon = pytest.importorskip("torchao_blockwise.ops.gemm.grouped.kernels_gluon")
-decoded = pytest.importorskip("torchao_blockwise.ops.gemm.grouped.kernels_decoded")
 pipeline = pytest.importorskip("torchao_blockwise.ops.gemm.gluon_pipeline")
 tiles = pytest.importorskip("torchao_blockwise.ops.gemm.gluon_order")
 tables = pytest.importorskip("torchao_blockwise.ops.groups.tables.kernels_triton")
-decode = decoded.decode
+decode = gluon.decode
 _decoded: dict = {}
 every_routing = pytest.mark.parametrize("routing", ROUTINGS)
 BUILDS = dict(zip(("256x128-pair", "256x128", "128x128", "64x64"), ALL_BUILDS))
@@ -37,7 +36,7 @@ def simulate(monkeypatch, kernel=pipeline.grouped_matmul_fp8_kernel) -> simulato
     monkeypatch.setattr(gluon, "multiprocessors", launcher.multiprocessors)
     for name in ("row_schedule", "group_schedule"):
         monkeypatch.setattr(gluon, name, by_triton(getattr(tables, name)))
-    monkeypatch.setattr(decoded, "decode", decode_once)
+    monkeypatch.setattr(gluon, "decode", decode_once)
     return launcher
 
 

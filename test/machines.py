@@ -76,12 +76,10 @@ class Machine:
         Triton's kernels run where they ran before. `launches_of_tiles` sees that nothing is really launched.
         """
         from torchao_blockwise.ops.device import gluon_tiles
-        from torchao_blockwise.ops.gemm.grouped import kernels_gluon
 
         for module in (operands, gluon_tiles):
             self.patch.setattr(module, "compute_capability", lambda device: capability)
-        for module in (gluon_tiles, kernels_gluon):
-            self.patch.setattr(module, "interpreting", lambda: interprets)
+        self.patch.setattr(gluon_tiles, "interpreting", lambda: interprets)
 
     def multiplies_by(self, scaled_mm) -> None:
         """cuBLASLt's product with block scales, which CPUs do not have, is this function."""

@@ -141,7 +141,7 @@ def _cases() -> dict:
             options = CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True)
             if in_groups:
                 tokens, groups = x[:-3], Groups(ends)
-            assert gluon_tiles.why_not_this(FP8_1X128, tokens) is None
+            assert gluon_tiles.why_not_this(tokens) is None
             copies = gluon.quantize(tokens, None, options, groups, build=(128 if rowwise else 64, warps))
             if in_groups:
                 return copies, grouped_reference.quantize(tokens, ends, options, None)
@@ -157,7 +157,7 @@ def _cases() -> dict:
         from torchao_blockwise.ops.device import gluon_tiles
         from torchao_blockwise.ops.fused.norm import kernels_gluon as norm
         from torchao_blockwise.ops.fused.norm import reference as norm_reference
-        from torchao_blockwise.ops.fused.norm.values import Norm
+        from torchao_blockwise.ops.fused.norm.reference import Norm
         from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu
 
         dh, gate, up = (special_input(rows, width, dtype) / scale for scale in (1, 8, 16))
@@ -165,7 +165,7 @@ def _cases() -> dict:
         ends = torch.tensor([0, 37, 36, rows - 23], dtype=torch.int32)
 
         def compared(y, options, ends, copies):
-            assert gluon_tiles.why_not_this(FP8_1X128, y) is None
+            assert gluon_tiles.why_not_this(y) is None
             if ends is None:
                 return copies, reference.copies(y, options)
             return copies, grouped_reference.quantize(y, ends, options, None)

@@ -22,14 +22,13 @@ def cases(target: int):
     from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16
     from torchao_blockwise.ops.gemm.builds import BUILDS
     from torchao_blockwise.ops.gemm.gluon_pipeline import MAX_CTAS
-    from torchao_blockwise.ops.gemm.grouped import kernels_decoded, kernels_gluon
 
     for build in BUILDS:
         if build.ctas <= MAX_CTAS:
             for b_fmt in (FP8_128X128, FP8_1X128):
                 yield from _plain_cases(build, b_fmt)
-            yield from _grouped_cases("grouped", kernels_gluon, FP8_1X128, FP8_128X128, build)
-            yield from _grouped_cases("decoded", kernels_decoded, NVFP4_1X16, NVFP4_16X16, build)
+            yield from _grouped_cases("grouped", FP8_1X128, FP8_128X128, build)
+            yield from _grouped_cases("decoded", NVFP4_1X16, NVFP4_16X16, build)
 
 
 def _tile(build) -> str:
@@ -62,7 +61,7 @@ def _plain_cases(build, b_fmt):
     yield label, lambda: gluon.add_matmul(out, a, b, build)
 
 
-def _grouped_cases(kind, module, fmt, weight_fmt, build):
+def _grouped_cases(kind, fmt, weight_fmt, build):
     import torch
 
     from torchao_blockwise.formats import Groups
@@ -84,8 +83,8 @@ def _grouped_cases(kind, module, fmt, weight_fmt, build):
             label = label.replace(kind, "scaled")
             a, b = (x._replace(global_scale=torch.ones(groups)) for x in (a, b))
         if accumulate:
-            return label, lambda: module.add_grouped_matmul(torch.zeros(groups, n, k), a, b, ends, build)
-        return label, lambda: module.grouped_matmul(a, b, ends, along, out_dtype, build)
+            return label, lambda: gluon.add_grouped_matmul(torch.zeros(groups, n, k), a, b, ends, build)
+        return label, lambda: gluon.grouped_matmul(a, b, ends, along, out_dtype, build)
 
     bf16, f32 = torch.bfloat16, torch.float32
     for along in ("m", "k"):

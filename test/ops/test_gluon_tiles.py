@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
 
 pytest.importorskip("triton")
 if not _compat.has_gluon():
@@ -22,18 +21,12 @@ TAKEN = {
     "no rows": torch.zeros(0, 64, dtype=torch.bfloat16),
 }
 REFUSED = {
-    "square blocks": (
-        torch.zeros(16, 16, dtype=torch.bfloat16),
-        FP8_128X128,
-        "the kernel makes fp8_1x128, got fp8_128x",
-    ),
-    "nvfp4": (torch.zeros(16, 16, dtype=torch.bfloat16), NVFP4_1X16, "the kernel makes fp8_1x128, got nvfp4_1x16"),
-    "f32": (torch.zeros(16, 16), FP8_1X128, "the kernel takes elements of 16 bits, got torch.float32"),
-    "a batch": (torch.zeros(2, 16, 16).bfloat16(), FP8_1X128, "the kernel takes one matrix, got shape [2, 16, 16]"),
-    "ragged K": (torch.zeros(16, 24).bfloat16(), FP8_1X128, "got shape [16, 24]"),
-    "ragged rows apart": (torch.zeros(16, 40).bfloat16()[:, :32], FP8_1X128, "strides [40, 1]"),
-    "transposed": (torch.zeros(16, 32).bfloat16().mT, FP8_1X128, "strides [1, 32]"),
-    "off 16 bytes": (torch.zeros(16, 64).bfloat16()[:, 4:36], FP8_1X128, "address 0x"),
+    "f32": (torch.zeros(16, 16), "the kernel takes elements of 16 bits, got torch.float32"),
+    "a batch": (torch.zeros(2, 16, 16).bfloat16(), "the kernel takes one matrix, got shape [2, 16, 16]"),
+    "ragged K": (torch.zeros(16, 24).bfloat16(), "got shape [16, 24]"),
+    "ragged rows apart": (torch.zeros(16, 40).bfloat16()[:, :32], "strides [40, 1]"),
+    "transposed": (torch.zeros(16, 32).bfloat16().mT, "strides [1, 32]"),
+    "off 16 bytes": (torch.zeros(16, 64).bfloat16()[:, 4:36], "address 0x"),
 }
 
 
@@ -45,22 +38,22 @@ def on_hopper(machine):
 
 @pytest.mark.parametrize("x", TAKEN.values(), ids=TAKEN)
 def test_takes(x, on_hopper):
-    assert gluon_tiles.why_not_this(FP8_1X128, x) is None
-    assert gluon_tiles.why_not(FP8_1X128, x, x) is None
+    assert gluon_tiles.why_not_this(x) is None
+    assert gluon_tiles.why_not(x, x) is None
 
 
-@pytest.mark.parametrize(("x", "fmt", "reason"), REFUSED.values(), ids=REFUSED)
-def test_refuses(x, fmt, reason, on_hopper):
-    assert reason in gluon_tiles.why_not_this(fmt, x)
+@pytest.mark.parametrize(("x", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refuses(x, reason, on_hopper):
+    assert reason in gluon_tiles.why_not_this(x)
     # Whichever of several inputs it is.
     good = TAKEN["one run"]
     for inputs in ((x,), (x, good), (good, x)):
-        assert reason in gluon_tiles.why_not(fmt, *inputs)
+        assert reason in gluon_tiles.why_not(*inputs)
 
 
 def test_inputs_have_one_dtype(on_hopper):
     reason = "the kernel takes inputs of one dtype, got torch.bfloat16 and torch.float16"
-    assert gluon_tiles.why_not(FP8_1X128, TAKEN["one run"], TAKEN["f16"]) == reason
+    assert gluon_tiles.why_not(TAKEN["one run"], TAKEN["f16"]) == reason
 
 
 def test_needs_a_gpu_with_its_instructions(machine):
@@ -71,6 +64,6 @@ def test_needs_a_gpu_with_its_instructions(machine):
         ((10, 0), None),
     ):
         machine.runs_gluon(capability)
-        assert gluon_tiles.why_not(FP8_1X128, x) == reason
+        assert gluon_tiles.why_not(x) == reason
     machine.runs_gluon((9, 0), interprets=True)
-    assert gluon_tiles.why_not(FP8_1X128, x) == "Triton's interpreter does not know Gluon"
+    assert gluon_tiles.why_not(x) == "Triton's interpreter does not know Gluon"

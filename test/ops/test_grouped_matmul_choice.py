@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from product_budgets import out_dtypes
 
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
+from torchao_blockwise.ops import backend
 from torchao_blockwise.ops.backend import Backend, choose
 from torchao_blockwise.ops.gemm.grouped import _first, add_grouped_matmul_op, grouped_matmul_op
 
@@ -24,8 +26,6 @@ every_direction = pytest.mark.parametrize("along", NVFP4)
 @pytest.fixture
 def gpu(machine):
     """A machine with a Hopper GPU, to be changed, and no reason why a kernel could not run on it."""
-    kernels = pytest.importorskip("torchao_blockwise.ops.gemm.grouped.kernels_gluon")
-    machine.patch.setattr(kernels, "interpreting", lambda: False)
     machine.has_gpu_of((9, 0))
     machine.has_triton()
     machine.has_gluon()
@@ -49,9 +49,9 @@ def choice(along: str, a_shape, b_shape, pair=NVFP4, named=Backend.AUTO):
 # (compute capability, direction, shapes of a and b, module): along "m" by tokens an expert, along "k" by features.
 CHOSEN = [
     *(((9, 0), "m", (tokens, 2048), (128, 1536, 2048), "triton") for tokens in (1, 16384)),
-    *(((9, 0), "m", (tokens, 2048), (128, 1536, 2048), "decoded") for tokens in (32768, 2**20)),
+    *(((9, 0), "m", (tokens, 2048), (128, 1536, 2048), "gluon") for tokens in (32768, 2**20)),
     *(((9, 0), "k", (64, tokens), (2048, tokens), "triton") for tokens in (64, 65536)),
-    *(((9, 0), "k", (768, tokens), (2048, tokens), "decoded") for tokens in (64, 65536)),
+    *(((9, 0), "k", (768, tokens), (2048, tokens), "gluon") for tokens in (64, 65536)),
     *((other, "m", (2048, 4096), (8, 2048, 4096), "triton") for other in ((8, 0), (8, 9), (12, 0))),
     *((other, "k", (2048, 4096), (2048, 4096), "triton") for other in ((8, 0), (8, 9), (12, 0))),
 ]
@@ -77,20 +77,31 @@ def test_blackwell_takes_pytorchs_kernels_for_rows_where_they_are_built(kernels,
 
 
 @every_direction
-def test_fp8_is_not_decoded(along, gpu):
+def test_fp8_is_multiplied_by_gluon(along, gpu):
     shapes = (2048, 4096), (8, 2048, 4096) if along == "m" else (2048, 4096)
     for named in (Backend.AUTO, Backend.GLUON):
         assert choice(along, *shapes, FP8, named).run.endswith("kernels_gluon:grouped_matmul")
     wrong = {"m": FP8["k"], "k": FP8["m"]}
-    with pytest.raises(ValueError, match=f'gluon cannot run: along "{along}" the kernels multiply fp8_1x128'):
+    wanted, got = (" · ".join(fmt.name for fmt in pair[along]) for pair in (FP8, wrong))
+    match = f'gluon cannot run: along "{along}" the kernels multiply {wanted}, got {got}'
+    with pytest.raises(ValueError, match=match):
         choice(along, *shapes, wrong, Backend.GLUON)
 
 
 @every_direction
-def test_why_not_decoded(along, gpu):
+def test_why_not_gluon(along, gpu):
     b_shape = (8, 2048, 4096) if along == "m" else (2048, 4096)
-    with pytest.raises(ValueError, match=r"the copy engine has no empty tensors, got payloads of shape \[0, 2048\]"):
-        choice(along, (0, 4096), b_shape, NVFP4, Backend.GLUON)
+    empty = (8, 0, 4096) if along == "m" else (0, 4096)
+    for pair in (NVFP4, FP8):
+        for shapes in (((0, 4096), b_shape), ((2048, 4096), empty)):
+            payloads = [list(fmt.qdata_shape(*shape)) for fmt, shape in zip(pair[along], shapes)]
+            match = re.escape("the copy engine has no empty tensors, got payloads of shape {} and {}".format(*payloads))
+            with pytest.raises(ValueError, match=match):
+                choice(along, *shapes, pair, Backend.GLUON)
+        gpu.patch.setattr(backend, "interpreting", lambda: True)
+        with pytest.raises(ValueError, match="Triton's interpreter does not know Gluon"):
+            choice(along, (2048, 4096), b_shape, pair, Backend.GLUON)
+        gpu.without_interpreter()
     gpu.has_gluon(False)
     assert choice(along, (2048, 4096), b_shape).backend is Backend.TRITON
     with pytest.raises(ValueError, match="they need Gluon"):

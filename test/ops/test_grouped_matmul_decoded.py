@@ -10,7 +10,7 @@ from pathlib import Path
 import gluon_simulator as simulator
 import pytest
 import torch
-from grouped_gluon import BUILDS, decoded, every_build, pipeline, simulate
+from grouped_gluon import BUILDS, every_build, gluon, pipeline, simulate
 from grouped_products import ROUTINGS, Case, assert_close_to_each_group
 
 from torchao_blockwise import ops
@@ -47,7 +47,7 @@ def case(along: str, routing: str, n: int = 136, k: int = 200) -> Case:
 
 def product(case: Case, dtype=torch.float32, build: str = "256x128", ends=None) -> torch.Tensor:
     ends = case.ends if ends is None else ends
-    return decoded.grouped_matmul(case.a, case.b, as_groups(ends), case.along, dtype, BUILDS[build])
+    return gluon.grouped_matmul(case.a, case.b, as_groups(ends), case.along, dtype, BUILDS[build])
 
 
 def is_right(out: torch.Tensor, case: Case) -> bool:
@@ -90,7 +90,7 @@ def test_simulated_product_adds_to_gradients(simulated, routing, build):
     full = [g for g, size in enumerate(of.sizes) if size]
     start[empty, 0, :2] = torch.tensor([-0.0, float("nan")])
     out = start.clone()
-    decoded.add_grouped_matmul(out, of.a, of.b, as_groups(of.ends), BUILDS[build])
+    gluon.add_grouped_matmul(out, of.a, of.b, as_groups(of.ends), BUILDS[build])
     assert torch.equal(out[empty].view(torch.int32), start[empty].view(torch.int32))
     torch.testing.assert_close(out[full], start[full] + product(of)[full], rtol=2.0**-20, atol=1e-6)
 
@@ -110,7 +110,7 @@ def test_simulated_products_of_a_training_step(simulated):
     )
     for along, a, b in products:
         wanted = ops.grouped_matmul(a, b, ends, along=along, out_dtype=torch.float32, backend="reference")
-        out = decoded.grouped_matmul(a, b, as_groups(ends), along, torch.float32, BUILDS["128x128"])
+        out = gluon.grouped_matmul(a, b, as_groups(ends), along, torch.float32, BUILDS["128x128"])
         assert out.shape == wanted.shape
         torch.testing.assert_close(out, wanted, rtol=2.0**-16, atol=2.0**-16 * wanted.abs().max().item())
 

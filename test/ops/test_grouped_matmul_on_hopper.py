@@ -9,7 +9,6 @@ from grouped_cases import FORMATS, OPERANDS, ROUTINGS, TOLERANCE, ends_of, relat
 from grouped_gluon import BUILDS, add_product, gluon, product
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import NVFP4_1X16, Operand
 from torchao_blockwise.ops.groups.ends import clamped_ends
 
 
@@ -21,33 +20,6 @@ def test_choice_of_build():
         assert gluon.choose_build(along, 32768, 32, *sizes, 132, 2).ctas == 2
     assert gluon.choose_build("m", 4096, 256, 4096, 2048, 7168, 132, 1).tile_m == 128
     assert gluon.choose_build("m", 1, 8, 1, 64, 128, 132, 1).tile_m == 64
-
-
-def test_why_not(machine):
-    machine.runs_gluon()
-    a, b = (64, 256), (4, 128, 256)
-
-    def why_not(a_shape, b_shape, formats, along):
-        shapes = zip((a_shape, b_shape), formats)
-        operands = (Operand(torch.empty(shape, device="meta"), None, None, fmt.name) for shape, fmt in shapes)
-        return gluon.why_not(*operands, along)
-
-    assert why_not(a, b, FORMATS["m"], "m") is None
-    assert why_not(a, b[1:], FORMATS["k"], "k") is None
-    reasons = (
-        why_not(a, b, FORMATS["k"], "m"),
-        why_not(a, b, (NVFP4_1X16, NVFP4_1X16), "k"),
-        why_not((0, 256), b, FORMATS["m"], "m"),
-        why_not(a, (4, 0, 256), FORMATS["m"], "m"),
-    )
-    assert reasons == (
-        'along "m" the kernels multiply fp8_1x128 · fp8_128x128, got fp8_1x128 · fp8_1x128',
-        'along "k" the kernels multiply fp8_1x128 · fp8_1x128, got nvfp4_1x16 · nvfp4_1x16',
-        "the copy engine has no empty tensors, got payloads of shape [0, 256] and [4, 128, 256]",
-        "the copy engine has no empty tensors, got payloads of shape [64, 256] and [4, 0, 256]",
-    )
-    machine.runs_gluon(interprets=True)
-    assert why_not(a, b, FORMATS["m"], "m") == "Triton's interpreter does not know Gluon"
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def _shard_cases(target: int):
         amax_bits, encode = torch.zeros(2**16, dtype=torch.int32), torch.zeros(2**16)
         scales = [torch.zeros(64, dtype=fmt.scale_dtype)] * count
         global_scales = [torch.zeros(())] * count if fmt.has_global_scale else []
-        pieces = [([whole[:50], whole[60:90]], [3, 9], [6, 40])] * count
+        pieces = [whole[:50], whole[60:90]] * count, [3, 9] * count, [6, 40] * count, [2] * count
         operand_rows, operand_columns = shape[1:] if alignment == "aligned" else (301, 501)
         operand = kernel_builds.operand(fmt, operand_rows, operand_columns)
         launch = {
@@ -163,7 +163,7 @@ def _shard_cases(target: int):
             "block_scales": lambda: partial_cast.block_scales_(
                 encode, scales, global_scales, amax_bits, firsts, fmt, fmt.has_power_of_2_scales and count == 2
             ),
-            "merge_shards": lambda: merge_shards.merge_shards_([whole] * count, pieces, [501] * count, fmt),
+            "merge_shards": lambda: merge_shards.merge_shards_([whole] * count, *pieces, [501] * count, fmt),
             "transpose_many": lambda: transpose_many.transpose_many(
                 [operand.qdata] * count, [operand.scale] * count, [operand_columns] * count, fmt
             ),

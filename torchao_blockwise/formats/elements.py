@@ -104,11 +104,6 @@ def _e2m1_borders() -> list[float]:
 _E2M1_BORDERS = _e2m1_borders()
 
 
-def _e2m1_step(v: torch.Tensor) -> torch.Tensor:
-    """The distance of the values of the grid on both sides of v >= 0."""
-    return torch.where(v < 2, 0.5, torch.where(v < 4, 1.0, 2.0))
-
-
 class _E2M1(Element):
     """1 sign, 2 exponent, 1 mantissa bit; no NaN, no infinity. A NaN encodes as 0. Source: OCP Microscaling spec."""
 
@@ -122,7 +117,8 @@ class _E2M1(Element):
         v + u/256 · step(v) is rounded down to a value of the grid: on the grid already, v stays.
         """
         v = y.abs().clamp(max=self.max)
-        t = (v + random.float() / 256 * _e2m1_step(v)).clamp(max=self.max)
+        step = torch.where(v < 2, 0.5, torch.where(v < 4, 1.0, 2.0))
+        t = (v + random.float() / 256 * step).clamp(max=self.max)
         return self._pack_largest_below(t, E2M1_VALUES[1:], y)
 
     def _pack_largest_below(self, magnitude: torch.Tensor, borders: Sequence[float], y: torch.Tensor) -> torch.Tensor:

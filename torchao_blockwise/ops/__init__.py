@@ -10,7 +10,7 @@ from torchao_blockwise.ops.gemm.grouped import add_grouped_matmul_, grouped_matm
 from torchao_blockwise.ops.gemm.plain import add_matmul_, matmul
 from torchao_blockwise.ops.groups.permutation import permute, unpermute, unpermute_backward
 from torchao_blockwise.ops.groups.tables import make_groups
-from torchao_blockwise.ops.randomization.drawing import draws_for
+from torchao_blockwise.ops.randomization import draws_for
 from torchao_blockwise.ops.shards.flat import shard_entries
 from torchao_blockwise.ops.shards.merge import merge_shards_
 from torchao_blockwise.ops.shards.partial_cast import (

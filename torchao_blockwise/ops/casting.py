@@ -25,12 +25,11 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops.backend import Backend, get_backend
 from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
-from torchao_blockwise.ops.operands import check_dtype, check_options, copies_of, tensor_scales_shape
+from torchao_blockwise.ops.operands import check_dtype, check_options, copies_of
 from torchao_blockwise.ops.quantization import (
     global_scale_op,
     quantize_both_op,
     quantize_op,
-    scaling_backend,
     tensor_amax_bits_op,
 )
 from torchao_blockwise.ops.randomization import checked_draws, hadamard_amax_bits_op
@@ -158,7 +157,8 @@ def quantize_by(
         name = options.fmt.name
         rowwise = Operand(tensors[0], tensors[1], None, name) if options.rowwise else None
         return Copies(rowwise, Operand(tensors[-2], tensors[-1], None, name) if options.columnwise else None)
-    scaled_by = scaling_backend(backend)
+    # Amaxes and scales of the oracle are its own. Of the other backends not all have kernels for these.
+    scaled_by = Backend.REFERENCE if backend is Backend.REFERENCE else Backend.AUTO
     amaxes = _amax_bits(x, options, groups, tensor_amax, scaled_by)
     if not one_by_one:
         scale = global_scale_op(amaxes[0], scaled_by)
@@ -219,7 +219,9 @@ def _check(
         )
     if not options.fmt.has_global_scale:
         raise ValueError(f"{op}: {options.fmt.name} has no tensor scale; leave tensor_amax out")
-    of_scales = tensor_scales_shape(x, options, groups)
+    of_scales: tuple[int, ...] = ()
+    if options.scale_per_group:
+        of_scales = tuple(x.shape[:-2] if groups is None else groups.ends.shape)
     for amax in tensor_amax if isinstance(tensor_amax, tuple) else (tensor_amax,):
         if amax.dtype != torch.float32 or tuple(amax.shape) != of_scales:
             got = f"{amax.dtype} of shape {list(amax.shape)}"

@@ -74,13 +74,6 @@ def check_options(op: str, options: CastOptions) -> None:
         raise ValueError(f"{op}: hadamard transforms the columnwise copy, which is not asked for; leave it out")
 
 
-def tensor_scales_shape(x: torch.Tensor, options: CastOptions, groups: Groups | None) -> tuple[int, ...]:
-    """Shape of the tensor scales of `x` [.., M, K], or of its tokens in groups."""
-    if not options.scale_per_group:
-        return ()
-    return tuple(x.shape[:-2]) if groups is None else (groups.ends.shape[0],)
-
-
 def new_copies(x: torch.Tensor, shape: tuple[int, ...], options: CastOptions, groups: Groups | None = None) -> Copies:
     """Uninitialized copies of a tensor [.., rows, columns] beside `x`, those that are asked for.
 
@@ -119,7 +112,7 @@ def why_no_tiles(options: CastOptions, *inputs: torch.Tensor) -> str | None:
         return f"the kernels run on CUDA devices, got {inputs[0].device.type}"
     if not _compat.has_gluon():
         return "Gluon needs Triton 3.6 or newer"
-    return _gluon_tiles().why_not(options.fmt, *inputs)
+    return _gluon_tiles().why_not(*inputs)
 
 
 @functools.cache

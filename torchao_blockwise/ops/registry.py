@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -74,23 +74,6 @@ def by_name(**fields: type) -> Callable[[_T], _T]:
 by_name(fmt=BlockFormat)(CastOptions)
 
 
-class _Slot(NamedTuple):
-    """Which parts are those of a value: a part as it is where `value` is None, else fields of this NamedTuple."""
-
-    value: Any
-    start: int
-    stop: int
-
-
-def _discard(function: Callable[..., Any]) -> Callable[..., None]:
-    """`function`, returning None: PyTorch wants that of an operation that writes in place."""
-
-    def run(*args: Any) -> None:
-        function(*args)
-
-    return run
-
-
 # --- operations -------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +96,7 @@ class Operation:
     called: the name in messages, where it is not the operation's.
 
     Rows and fakes may return an `Operand` (as qdata, scale), `Copies` (as a list of these), or a list with None, which
-    is left out.
+    is left out. Rows of what writes in place return None.
     """
 
     schema: str
@@ -138,8 +121,7 @@ class Operation:
         self._takes_backend = arguments[-1].name == "backend"
         self._returns_list = self.schema.endswith("Tensor[]")
         self._place_values(len(arguments))
-        run = functools.partial(self._apply, None)
-        _library.impl(defined, _discard(run) if self.schema.endswith("()") else run, "CompositeExplicitAutograd")
+        _library.impl(defined, functools.partial(self._apply, None), "CompositeExplicitAutograd")
         fake = functools.partial(self._apply, self._checked_fake)
         torch.library.register_fake(f"{NAMESPACE}::{defined}", fake, lib=_library)
         if self.sharding is not None and torch.distributed.is_available():
@@ -151,7 +133,8 @@ class Operation:
     def _place_values(self, count: int) -> None:
         """Find the parts of each value among the `count` arguments of the schema."""
         takes = (None,) * (count - self._takes_backend) if self.takes is None else self.takes
-        self._slots: list[_Slot] = []
+        # (NamedTuple that the parts from start to stop are the fields of, or None for a part as it is, start, stop).
+        self._slots: list[tuple[Any, int, int]] = []
         # (part, table of names, what raises for a name that is not there).
         self._named: list[tuple[int, dict[str, Any], Callable[[Any], Any]]] = []
         self._formats: list[int] = []
@@ -164,18 +147,18 @@ class Operation:
                 (self._formats if kind is BlockFormat else self._backends).append(start + field)
             value = None if value in _NAMED else value
             stop = start + (1 if value is None else len(value._fields))
-            self._slots.append(_Slot(value, start, stop))
+            self._slots.append((value, start, stop))
             start = stop
         assert start == count, f"{self.name} takes values of {start} arguments, its schema has {count}"
 
     def __call__(self, *values: Any) -> Any:
         """The operation on whole values; of several tensors a list or tuple."""
         parts: list[Any] = []
-        for value, slot in zip(values, self._slots, strict=True):
-            if slot.value is None:
+        for value, (kind, _, _) in zip(values, self._slots, strict=True):
+            if kind is None:
                 parts.append(value)
             elif value is None:
-                parts.extend(_NOTHING[slot.value])
+                parts.extend(_NOTHING[kind])
             else:
                 parts.extend(value)
         for i in self._formats:

@@ -24,7 +24,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torchao_blockwise.formats import FP8_1X128, BlockFormat, CastOptions, Copies, Groups
+from torchao_blockwise.formats import CastOptions, Copies, Groups
 from torchao_blockwise.ops.backend import compute_capability, interpreting
 from torchao_blockwise.ops.device.elements import encode_e4m3
 from torchao_blockwise.ops.device.scales import fp8_scales
@@ -271,25 +271,23 @@ def make_copies(
     return copies if padded else as_asked(copies, M, options)
 
 
-def why_not(fmt: BlockFormat, *inputs: torch.Tensor) -> str | None:
-    """Why kernels of such tiles cannot make copies in `fmt` from these, or None if they can."""
+def why_not(*inputs: torch.Tensor) -> str | None:
+    """Why kernels of such tiles cannot make copies from these, or None if they can."""
     if interpreting():
         return "Triton's interpreter does not know Gluon"
     capability = compute_capability(inputs[0].device)
     if capability < _MIN_CAPABILITY:
         return "the kernel needs sm_{}{} or newer, got sm_{}{}".format(*_MIN_CAPABILITY, *capability)
     for x in inputs:
-        if (reason := why_not_this(fmt, x)) is not None:
+        if (reason := why_not_this(x)) is not None:
             return reason
         if x.dtype != inputs[0].dtype:
             return f"the kernel takes inputs of one dtype, got {inputs[0].dtype} and {x.dtype}"
     return None
 
 
-def why_not_this(fmt: BlockFormat, x: torch.Tensor) -> str | None:
+def why_not_this(x: torch.Tensor) -> str | None:
     """`why_not` of one input, whatever the GPU."""
-    if fmt is not FP8_1X128:
-        return f"the kernel makes {FP8_1X128.name}, got {fmt.name}"
     if x.dtype not in DTYPES:
         return f"the kernel takes elements of 16 bits, got {x.dtype}"
     if x.dim() != 2:

@@ -5,16 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.padding import ROW_BYTES
-
-
-def why_not_copied(a: Operand, b: Operand) -> str | None:
-    """Why the copy engine cannot move these operands, or None if it can."""
-    if 0 not in (*a.qdata.shape, *b.qdata.shape):
-        return None
-    got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
-    return f"the copy engine has no empty tensors, got payloads of shape {got}"
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:

@@ -34,12 +34,6 @@ if TYPE_CHECKING:
 _KERNEL_FORMATS = {fmt.name for fmt in (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)}
 
 
-def scaling_backend(backend: Backend) -> Backend:
-    """Who computes amaxes and tensor scales beside casts on `backend`."""
-    # The oracle's are its own. Of the others not all have kernels for these.
-    return Backend.REFERENCE if backend is Backend.REFERENCE else Backend.AUTO
-
-
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
@@ -170,10 +164,6 @@ tensor_amax_bits_op = Operation(
 )
 
 
-def _scale_by_reference(amax_bits: torch.Tensor) -> torch.Tensor:
-    return global_scale_of(amax_bits.view(torch.float32))
-
-
 def _scale_sharding(amax_bits: Spec) -> Rules:
     from torch.distributed.tensor import Replicate, Shard
 
@@ -185,7 +175,7 @@ global_scale_op = Operation(
     "global_scale(Tensor amax_bits, str backend) -> Tensor",
     table=[
         kernels(Backend.TRITON, f"{__name__}.kernels_amax:global_scale"),
-        Implementation(Backend.REFERENCE, _scale_by_reference),
+        Implementation(Backend.REFERENCE, lambda amax_bits: global_scale_of(amax_bits.view(torch.float32))),
     ],
     fake=lambda amax_bits: amax_bits.new_empty(amax_bits.shape, dtype=torch.float32),
     sharding=_scale_sharding,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from torchao_blockwise.formats import (
@@ -19,7 +17,7 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops.groups.ends import clamped_ends, padded_ends, starts_of
 from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
-from torchao_blockwise.ops.groups.quantization.reference import amax_of_grid, group_amaxes, in_groups, padded
+from torchao_blockwise.ops.groups.quantization.reference import amax_of_grid, group_amaxes, group_of, in_groups, padded
 from torchao_blockwise.ops.padding import with_zero_tokens
 from torchao_blockwise.ops.quantization import reference
 from torchao_blockwise.ops.quantization.reference import block_scales, expand_blocks, tensor_amax
@@ -27,15 +25,17 @@ from torchao_blockwise.ops.quantization.reference import block_scales, expand_bl
 _BLOCK = HADAMARD_SIZE
 
 
-def amaxes(
-    x: torch.Tensor, hadamard: int, groups: Groups | None, per_group: bool = False
+def amax_bits(
+    x: torch.Tensor, hadamard: int, groups: Groups | None, per_group: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The amax of `x` [M, K] and of its transform, fp32 scalars; with `per_group` of each group, fp32 [E]."""
+    """Bits of the amax of `x` [M, K] and of its transform, int32 scalars; with `per_group` of each group, int32 [E]."""
+    tokens = _tokens(x, groups, hadamard)
     if groups is not None and per_group:
         ends, of_chunks = clamped_ends(groups.ends, x.shape[0]), padded_ends(groups.ends, x.shape[0], _BLOCK)
-        return group_amaxes(x, ends), group_amaxes(_tokens(x, groups, hadamard), of_chunks)
-    made_of = x if groups is None else in_groups(x, groups.ends)
-    return tensor_amax(made_of), tensor_amax(_tokens(x, groups, hadamard))
+        plain, transformed = group_amaxes(x, ends), group_amaxes(tokens, of_chunks)
+    else:
+        plain, transformed = tensor_amax(x if groups is None else in_groups(x, groups.ends)), tensor_amax(tokens)
+    return plain.view(torch.int32), transformed.view(torch.int32)
 
 
 def quantize(
@@ -48,43 +48,21 @@ def quantize(
 ) -> Copies:
     """Arguments and result as in the op: of copies that are rounded to nearest and not transformed both at once."""
     amax = None if amax_bits is None else amax_bits.view(torch.float32)
-    if options.hadamard or key is not None:
-        assert amax is not None
-        made = copy(x, amax, options, groups, key, place)
-        return Copies(made, None) if options.rowwise else Copies(None, made)
-    if groups is not None:
-        return grouped_reference.quantize(x, groups.ends, options, amax)
-    return reference.copies(x, options, amax)
-
-
-def amax_bits(
-    x: torch.Tensor, hadamard: int, groups: Groups | None, per_group: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and result as in the op."""
-    plain, transformed = amaxes(x, hadamard, groups, per_group)
-    return plain.view(torch.int32), transformed.view(torch.int32)
-
-
-def copy(
-    x: torch.Tensor,
-    amax: torch.Tensor,
-    options: CastOptions,
-    groups: Groups | None,
-    key: torch.Tensor | None,
-    place: Place,
-) -> Operand:
-    """The one copy of `x` [M, K] that is asked for.
-
-    amax: of what it is made of, or of each group. key: None for round to nearest.
-    """
+    if not options.hadamard and key is None:
+        if groups is not None:
+            return grouped_reference.quantize(x, groups.ends, options, amax)
+        return reference.copies(x, options, amax)
+    assert amax is not None
     if groups is not None:
         amax = amax_of_grid(amax, x.shape[0], groups.ends, _BLOCK, options.columnwise)
     if options.rowwise:
         made_of = x if groups is None else in_groups(x, groups.ends)
-        return _round(made_of, options, amax, key, place, lambda key: _rowwise_numbers(x, groups, key, place))
+        numbers = None if key is None else _rowwise_numbers(x, groups, key, place)
+        return Copies(_round(made_of, options, amax, numbers, key, place), None)
     tokens = _tokens(x, groups, options.hadamard)
     made_of = (with_zero_tokens(tokens) if options.padded and groups is None else tokens).mT
-    return _round(made_of, options, amax, key, place, lambda key: _columnwise_numbers(x, groups, key, place, made_of))
+    numbers = None if key is None else _columnwise_numbers(x, groups, key, place, made_of)
+    return Copies(None, _round(made_of, options, amax, numbers, key, place))
 
 
 def _tokens(x: torch.Tensor, groups: Groups | None, hadamard: int) -> torch.Tensor:
@@ -102,17 +80,20 @@ def _round(
     x: torch.Tensor,
     options: CastOptions,
     amax: torch.Tensor,
+    numbers: torch.Tensor | None,
     key: torch.Tensor | None,
     place: Place,
-    numbers: Callable[[torch.Tensor], torch.Tensor],
 ) -> Operand:
-    """`x` [rows, columns] quantized, rounded by the bits of blocks of these numbers; to nearest without a key."""
-    if key is None:
+    """`x` [rows, columns] quantized, rounded by the bits of blocks of these numbers; to nearest without a key.
+
+    amax: of what it is made of, or of each block, as it broadcasts.
+    """
+    if numbers is None or key is None:
         return reference.quantize(x, options, amax)
     x = x.float().contiguous()
     # The random bits have no part in the choice of scales: else the mean would not be kept.
     fmt, scales = options.fmt, block_scales(x, options, amax)
-    random = block_bytes(numbers(key), key, place.operand).flatten(-2)[..., : x.shape[-1]]
+    random = block_bytes(numbers, key, place.operand).flatten(-2)[..., : x.shape[-1]]
     y = x * expand_blocks(scales.encode, fmt, *x.shape)
     return Operand(E2M1.encode_stochastically(y, random), scales.scale, None, fmt.name)
 
@@ -126,9 +107,9 @@ def _rowwise_numbers(x: torch.Tensor, groups: Groups | None, key: torch.Tensor, 
     if groups is None:
         return (place.row + row)[:, None] * grid + column
     ends = clamped_ends(groups.ends, x.shape[0])
-    group = _group_of(row, ends)
+    group = group_of(row, ends).clamp(max=len(ends) - 1)
     row = place.row + row - starts_of(ends)[group]
-    return (row[:, None] * grid + column) | _experts(key, group)[:, None] << 32
+    return (row[:, None] * grid + column) | (key[-1] + group)[:, None] << 32
 
 
 def _columnwise_numbers(
@@ -140,17 +121,7 @@ def _columnwise_numbers(
     if groups is None:
         return row * (-(-x.shape[0] // _BLOCK) if place.grid < 0 else place.grid) + place.column + block
     ends = padded_ends(groups.ends, x.shape[0], _BLOCK) // _BLOCK
-    group = _group_of(block, ends)
+    group = group_of(block, ends).clamp(max=len(ends) - 1)
     first = starts_of(ends)[group]
     grid = ends[group] - first if place.grid < 0 else place.grid
-    return (row * grid + place.column + block - first) | _experts(key, group) << 32
-
-
-def _experts(key: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Their numbers among all."""
-    return key[-1] + group
-
-
-def _group_of(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The group in which each row lies; the last one for those behind."""
-    return torch.searchsorted(ends, rows.to(ends.dtype), right=True).clamp(max=ends.numel() - 1)
+    return (row * grid + place.column + block - first) | (key[-1] + group) << 32

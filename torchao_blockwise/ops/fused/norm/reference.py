@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from torchao_blockwise.ops.fused.norm.values import Norm
+
+class Norm(NamedTuple):
+    """y = (x - mean) · rstd · weight + bias, in `dtype`; see `ops.normalize`.
+
+    x: [M, K]. weight, bias: [K] or None. mean, rstd: f32 [M], as `ops.norm_statistics` gives them.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+    dtype: torch.dtype
 
 
 def statistics(x: torch.Tensor, layer: bool, eps: float) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -27,4 +41,4 @@ def normalize(norm: Norm) -> torch.Tensor:
         y = y * norm.weight.float()
     if norm.bias is not None:
         y = y + norm.bias.float()
-    return y.to(norm.dtype)
+    return y.to(norm.dtype).contiguous()

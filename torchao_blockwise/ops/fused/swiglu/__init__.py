@@ -127,11 +127,6 @@ def _check(op: str, **tensors: torch.Tensor) -> None:
         raise TypeError(f"{op}: gate and up must have one dtype, got {gate.dtype} and {tensors['up'].dtype}")
 
 
-def _check_groups(op: str, gate: torch.Tensor, options: CastOptions, groups: Groups | None) -> None:
-    if groups is not None:
-        check_groups(op, groups, gate.shape[0], gate.device, options.fmt.block[1])
-
-
 # --- who computes it --------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +143,7 @@ swiglu_op = Operation(
     "swiglu(Tensor gate, Tensor up, str backend) -> Tensor",
     table=[
         kernels(Backend.TRITON, f"{_TRITON}:swiglu"),
-        Implementation(Backend.REFERENCE, lambda gate, up: reference.swiglu(gate, up).contiguous()),
+        Implementation(Backend.REFERENCE, reference.swiglu),
     ],
     fake=lambda gate, up: gate.new_empty(gate.shape),
 )
@@ -166,31 +161,20 @@ swiglu_quantize_op = Operation(
         ),
     ],
     fake=lambda gate, up, options, groups: new_copies(gate, gate.shape, options, groups),
-    check=lambda gate, up, options, groups: _check_groups("swiglu_quantize", gate, options, groups),
+    check=lambda gate, up, options, groups: check_groups(
+        "swiglu_quantize", groups, gate.shape[0], gate.device, options.fmt.block[1]
+    ),
 )
-
-
-def _gradients_by_reference(
-    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = reference.swiglu_backward(dh, gate, up)
-    return dgate.contiguous(), dup.contiguous()
 
 
 swiglu_backward_op = Operation(
     "swiglu_backward(Tensor dh, Tensor gate, Tensor up, str backend) -> (Tensor, Tensor)",
     table=[
         kernels(Backend.TRITON, f"{_TRITON}:swiglu_backward"),
-        Implementation(Backend.REFERENCE, _gradients_by_reference),
+        Implementation(Backend.REFERENCE, reference.swiglu_backward),
     ],
     fake=lambda dh, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
 )
-
-
-def _copies_of_gradients_by_reference(
-    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None
-) -> Copies:
-    return _by_reference(torch.cat(reference.swiglu_backward(dh, gate, up), 1), options, groups)
 
 
 swiglu_backward_quantize_op = Operation(
@@ -204,8 +188,15 @@ swiglu_backward_quantize_op = Operation(
             lambda dh, gate, up, options, _: why_no_tiles(options, dh, gate, up),
         ),
         kernels(Backend.TRITON, f"{_TRITON}:swiglu_backward_quantize", why_no_encoders),
-        Implementation(Backend.REFERENCE, _copies_of_gradients_by_reference),
+        Implementation(
+            Backend.REFERENCE,
+            lambda dh, gate, up, options, groups: _by_reference(
+                torch.cat(reference.swiglu_backward(dh, gate, up), 1), options, groups
+            ),
+        ),
     ],
     fake=lambda dh, gate, up, options, groups: new_copies(gate, (gate.shape[0], 2 * gate.shape[1]), options, groups),
-    check=lambda dh, gate, up, options, groups: _check_groups("swiglu_backward_quantize", gate, options, groups),
+    check=lambda dh, gate, up, options, groups: check_groups(
+        "swiglu_backward_quantize", groups, gate.shape[0], gate.device, options.fmt.block[1]
+    ),
 )

@@ -29,7 +29,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """h = (gate · sigmoid(gate)) · up in fp32, rounded to the dtype of `gate`."""
     g, u = gate.float(), up.float()
-    return (g * sigmoid(g) * u).to(gate.dtype)
+    return (g * sigmoid(g) * u).to(gate.dtype).contiguous()
 
 
 def swiglu_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,4 +37,4 @@ def swiglu_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> t
     d, g, u = dh.float(), gate.float(), up.float()
     s = sigmoid(g)
     dgate = d * u * (s * (1.0 + g * (1.0 - s)))
-    return dgate.to(gate.dtype), (d * (g * s)).to(gate.dtype)
+    return dgate.to(gate.dtype).contiguous(), (d * (g * s)).to(gate.dtype).contiguous()

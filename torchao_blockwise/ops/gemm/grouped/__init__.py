@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import E2M1, Groups, Operand
+from torchao_blockwise.formats import E2M1, FP8_1X128, FP8_128X128, Groups, Operand
 from torchao_blockwise.ops.backend import (
     Backend,
     Implementation,
@@ -27,12 +27,12 @@ from torchao_blockwise.ops.backend import (
 from torchao_blockwise.ops.gemm.adding import adding_rows
 from torchao_blockwise.ops.gemm.grouped import cutlass
 from torchao_blockwise.ops.gemm.plain import KERNEL_PAIRS, check_operands, check_sum, count_change, count_flops
-from torchao_blockwise.ops.gemm.rows import why_not_copied
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.registry import Operation, groups, operand
 
-_ALONG = ("m", "k")
+# The formats of the FP8 operands that Gluon multiplies along each.
+_GLUON_PAIRS = {"m": (FP8_1X128, FP8_128X128), "k": (FP8_1X128, FP8_1X128)}
 # In NVFP4 on Hopper AUTO decodes before the product where each decoded element is multiplied so often: decoding moves 4
 # bytes an element more, written and read again in bf16. On an H100, rows along "m": at 118 (128 tokens an expert) it
 # took 1.2 times as long as decoding in the kernel, above 200 (256 tokens) 0.7 times.
@@ -96,7 +96,7 @@ def add_grouped_matmul_(
 
 def _check(op: str, a: Operand, b: Operand, along: str, out_dtype: torch.dtype) -> None:
     check_operands(op, a, b, out_dtype)
-    if along not in _ALONG:
+    if along not in _GLUON_PAIRS:
         raise ValueError(f'{op}: along must be "m" (groups of rows) or "k" (groups of the contraction), got {along!r}')
     for name, fmt in (("a", a.format), ("b", b.format))[: 1 if along == "m" else 2]:
         if fmt.block[0] > 1:
@@ -138,19 +138,17 @@ def _check_groups(op: str, a: Operand, b: Operand, groups: Groups, along: str) -
 
 
 def _why_no_gluon(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> str | None:
-    reason = why_no_gluon(a.qdata.device)
-    if reason is not None:
-        return reason
-    from torchao_blockwise.ops.gemm.grouped import kernels_gluon
-
-    return kernels_gluon.why_not(a, b, along)
-
-
-def _why_not_decoded(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> str | None:
-    """Why Gluon does not multiply what was decoded to bf16 before, or None if it does."""
-    if a.format.element is not E2M1:
-        return _why_no_gluon(a, b, groups, along, out_dtype) or "it is multiplied as it is"
-    return why_no_gluon(a.qdata.device) or _why_no_triton(a, b, groups, along, out_dtype) or why_not_copied(a, b)
+    reason, pair = why_no_gluon(a.qdata.device), _GLUON_PAIRS[along]
+    if reason is None and a.format.element is E2M1:
+        # It is decoded by Triton before.
+        reason = _why_no_triton(a, b, groups, along, out_dtype)
+    elif reason is None and (a.format, b.format) != pair:
+        wanted = " · ".join(fmt.name for fmt in pair)
+        reason = f'along "{along}" the kernels multiply {wanted}, got {a.format_name} · {b.format_name}'
+    if reason is None and 0 in (*a.qdata.shape, *b.qdata.shape):
+        got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
+        return f"the copy engine has no empty tensors, got payloads of shape {got}"
+    return reason
 
 
 def _why_no_triton(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> str | None:
@@ -178,7 +176,6 @@ def _first(a: Operand, b: Operand, *_: object) -> Backend | None:
 # Along "m" Gluon's kernel took half the time of Triton's at every shape and routing measured on an H200.
 _TABLE = [
     kernels(Backend.GLUON, f"{__name__}.kernels_gluon:grouped_matmul", _why_no_gluon),
-    kernels(Backend.GLUON, f"{__name__}.kernels_decoded:grouped_matmul", _why_not_decoded),
     kernels(Backend.CUTLASS, cutlass.grouped_matmul, cutlass.why_not),
     kernels(Backend.TRITON, f"{__name__}.kernels_triton:grouped_matmul", _why_no_triton),
     Implementation(Backend.REFERENCE, f"{__name__}.reference:grouped_matmul"),

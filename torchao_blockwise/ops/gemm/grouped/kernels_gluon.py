@@ -1,4 +1,4 @@
-"""Grouped products on Hopper, of FP8 operands: the kernels of `ops/gemm/gluon_pipeline.py`, led by a schedule.
+"""Grouped products on Hopper: the kernels of `ops/gemm/gluon_pipeline.py`, led by a schedule.
 
     along "m"   a [M, K]   b [E·N, K]   out [M, N]      tiles of rows that begin where groups do
     along "k"   a [N, P]   b [K, P]     out [E·N, K]    tiles of out[g], whose contraction is the tokens of group g
@@ -6,6 +6,14 @@
 A tile's rows may run on into the next group, along "m" at the end of each group, along "k" where N is no multiple of
 the tile. Whole waves leave by the copy engine, what such a tile has beyond them by masked stores: decided as a wave
 ends, because only the device knows. Columns from N on are beside the output for both.
+
+Hopper has no FP4 tensor cores, so NVFP4 operands are decoded to bf16 first, then multiplied in bf16:
+
+    a, b  4 bits ──decode──▶ bf16, exact ──Gluon, by groups──▶ Σ in fp32 · both tensor scales ──▶ out, rounded once
+
+An element times its block scale has six significant bits, so bf16 holds it. Both operands in bf16, 2 bytes an element,
+live for this product alone: for weights of experts as much as a copy of them in high precision. PyTorch's grouped
+product in bf16 would not do: it rounds before the tensor scales could be applied.
 """
 
 import functools
@@ -14,8 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchao_blockwise.formats import FP8_1X128, FP8_128X128, BlockFormat, Groups, Operand
-from torchao_blockwise.ops.backend import interpreting
+from torchao_blockwise.formats import E2M1, BlockFormat, Groups, Operand
 from torchao_blockwise.ops.gemm.builds import Build, builds_for, bytes_of_rounds
 from torchao_blockwise.ops.gemm.gluon_pipeline import (
     MAX_CTAS,
@@ -23,23 +30,12 @@ from torchao_blockwise.ops.gemm.gluon_pipeline import (
     grouped_matmul_fp8_kernel,
 )
 from torchao_blockwise.ops.gemm.gluon_ring import WARPGROUP
+from torchao_blockwise.ops.gemm.plain.kernels_decode import decode
 from torchao_blockwise.ops.gemm.plain.kernels_gluon import copies_out, in_tiles, multiprocessors, tiles_of
-from torchao_blockwise.ops.gemm.rows import aligned_rows, why_not_copied
+from torchao_blockwise.ops.gemm.rows import aligned_rows
 from torchao_blockwise.ops.groups.tables.kernels_triton import group_schedule, row_schedule
 from torchao_blockwise.ops.groups.tables.layout import count_rows
 from torchao_blockwise.ops.launch import ceil_div, launch
-
-_PAIRS = {"m": (FP8_1X128, FP8_128X128), "k": (FP8_1X128, FP8_1X128)}
-
-
-def why_not(a: Operand, b: Operand, along: str) -> str | None:
-    """Why these kernels cannot compute this product on a Hopper GPU, or None if they can."""
-    if (a.format, b.format) != _PAIRS[along]:
-        wanted = " · ".join(fmt.name for fmt in _PAIRS[along])
-        return f'along "{along}" the kernels multiply {wanted}, got {a.format_name} · {b.format_name}'
-    reason = why_not_copied(a, b)
-    # Asked last: reading the environment takes 0.6 µs.
-    return "Triton's interpreter does not know Gluon" if reason is None and interpreting() else reason
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,30 +80,34 @@ class Factors(NamedTuple):
 def grouped_matmul(
     a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype, build: Build | None = None
 ) -> torch.Tensor:
-    """Product within what `why_not` admits. Arguments as in the op; build: the default is `choose_build`'s."""
-    return multiply(_factors(a, b), groups, along, out_dtype, build)
-
-
-def add_grouped_matmul(out: torch.Tensor, a: Operand, b: Operand, groups: Groups, build: Build | None = None) -> None:
-    """out [E, N, K] f32 += the groups' products, in the one pass that they take; empty groups are not touched."""
-    launch_along_k(out, _factors(a, b), groups, True, build)
-
-
-def _factors(a: Operand, b: Operand) -> Factors:
-    qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata.reshape(-1, b.qdata.shape[-1]))
-    return Factors(qa, a.scale, qb, b.scale, a.format, False)
-
-
-def multiply(factors: Factors, groups: Groups, along: str, out_dtype: torch.dtype, build: Build | None) -> torch.Tensor:
-    """The product of these factors, as `grouped_matmul` gives it."""
+    """Product of what the table admits. Arguments as in the op; build: the default is `choose_build`'s."""
+    factors = _factors(a, b)
     rows, experts = factors.a.shape[0], groups.ends.shape[0]
     if along == "m":
         out = factors.a.new_empty((rows, factors.b.shape[0] // experts), dtype=out_dtype)
         _launch_along_m(out, factors, groups, build)
     else:
         out = factors.a.new_empty((experts, rows, factors.b.shape[0]), dtype=out_dtype)
-        launch_along_k(out, factors, groups, False, build)
+        _launch_along_k(out, factors, groups, False, build)
     return out
+
+
+def add_grouped_matmul(out: torch.Tensor, a: Operand, b: Operand, groups: Groups, build: Build | None = None) -> None:
+    """out [E, N, K] f32 += the groups' products, in the one pass that they take; empty groups are not touched."""
+    _launch_along_k(out, _factors(a, b), groups, True, build)
+
+
+def _factors(a: Operand, b: Operand) -> Factors:
+    if a.format.element is E2M1:
+        assert a.global_scale is not None and b.global_scale is not None
+        da, db = aligned_rows(decode(a)), aligned_rows(decode(b))
+        a_scale, b_scale = a.global_scale, b.global_scale
+        if a_scale.dim() or b_scale.dim():
+            # One scale a group, so that a tile loads one.
+            a_scale = b_scale = a_scale * b_scale
+        return Factors(da, a_scale, db, b_scale, a.format, True)
+    qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata.reshape(-1, b.qdata.shape[-1]))
+    return Factors(qa, a.scale, qb, b.scale, a.format, False)
 
 
 def _launch_along_m(out: torch.Tensor, factors: Factors, groups: Groups, build: Build | None) -> None:
@@ -129,7 +129,7 @@ def _launch_along_m(out: torch.Tensor, factors: Factors, groups: Groups, build: 
     _launch(factors, schedule, out, (M, N, K), tiles, build)
 
 
-def launch_along_k(out: torch.Tensor, factors: Factors, groups: Groups, accumulate: bool, build: Build | None) -> None:
+def _launch_along_k(out: torch.Tensor, factors: Factors, groups: Groups, accumulate: bool, build: Build | None) -> None:
     """out [E, M, N] = or += the groups' products."""
     (experts, M, N), padded, fmt = out.shape, factors.a.shape[1], factors.fmt
     available, block = multiprocessors(out.device), fmt.block[1]

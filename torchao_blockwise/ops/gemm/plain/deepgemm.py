@@ -26,15 +26,6 @@ _MIN_PRODUCTS, _MIN_SIDE = 2**38, 2048
 
 def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
     """Why DeepGEMM cannot compute this product, or None if it can."""
-    why = _why_not_these(a, b, out_dtype, bias)
-    if why is not None:
-        return why
-    product = deep_gemm_library.product_on(a.qdata.device.index)
-    return product if isinstance(product, str) else None
-
-
-def _why_not_these(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
-    """Why no DeepGEMM could, wherever it is installed."""
     device = a.qdata.device
     if compute_capability(device) != (9, 0):
         major, minor = compute_capability(device)
@@ -47,7 +38,8 @@ def _why_not_these(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.T
     if 0 in (m, n, k) or k % _K_MULTIPLE or n % _N_MULTIPLE:
         wanted = f"K in multiples of {_K_MULTIPLE} and N of {_N_MULTIPLE}"
         return f"it needs rows, {wanted}, got M={m}, N={n}, K={k}"
-    return None
+    product = deep_gemm_library.product_on(device.index)
+    return product if isinstance(product, str) else None
 
 
 def pays(a: Operand, b: Operand, out_dtype: torch.dtype | None, bias: torch.Tensor | None) -> bool:

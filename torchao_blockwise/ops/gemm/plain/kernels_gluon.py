@@ -32,17 +32,18 @@ def matmul(
 ) -> torch.Tensor:
     """[M, N] product of what the table admits. Arguments as in the op; build: the default is `choose_build`'s."""
     out = a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
-    return _launch(out, a, b, bias, False, build)
+    _launch(out, a, b, bias, False, build)
+    return out
 
 
-def add_matmul(out: torch.Tensor, a: Operand, b: Operand, build: Build | None = None) -> torch.Tensor:
+def add_matmul(out: torch.Tensor, a: Operand, b: Operand, build: Build | None = None) -> None:
     """out [M, N] f32 += a @ b.T, in the one pass that the product takes."""
-    return _launch(out, a, b, None, True, build)
+    _launch(out, a, b, None, True, build)
 
 
 def _launch(
     out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, accumulate: bool, build: Build | None
-) -> torch.Tensor:
+) -> None:
     (M, N), K = out.shape, a.qdata.shape[1]
     available, block = multiprocessors(out.device), b.format.block[1]
     build = choose_build(M, N, K, block, available, MAX_CTAS) if build is None else build
@@ -78,7 +79,6 @@ def _launch(
             out.add_(product)
         else:
             out.copy_(product)
-    return out
 
 
 class TilesOf(NamedTuple):

@@ -14,15 +14,14 @@ import triton.language as tl
 
 from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.device.groups import load_ends, locate_tile_of_groups
-from torchao_blockwise.ops.gemm.swizzling import layout
-from torchao_blockwise.ops.gemm.swizzling.layout import TILE_COLUMNS, TILE_ROWS, tiles_along
+from torchao_blockwise.ops.gemm.swizzling.reference import ROWS_APART, TILE_COLUMNS, TILE_ROWS
 from torchao_blockwise.ops.groups.ends import padded_tokens
-from torchao_blockwise.ops.launch import launch
+from torchao_blockwise.ops.launch import ceil_div, launch
 
 # Tiles of a program, and warps: 64 bytes of a row are read, two sectors.
 _TILES, _WARPS = 16, 4
 _ROWS, _COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_COLUMNS)
-_BYTES, _APART = tl.constexpr(layout.TILE_BYTES), tl.constexpr(layout.ROWS_APART)
+_BYTES, _APART = tl.constexpr(TILE_ROWS * TILE_COLUMNS), tl.constexpr(ROWS_APART)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -64,8 +63,8 @@ def _swizzle_kernel(
 def swizzle(x: Operand) -> torch.Tensor:
     """Arguments and result as of `swizzled_scales`."""
     *batch, M, _ = x.qdata.shape
-    tiles = tiles_along(M, TILE_ROWS), tiles_along(x.scale.shape[-1], TILE_COLUMNS)
-    out = x.scale.new_empty((*batch, tiles[0] * tiles[1] * layout.TILE_BYTES))
+    tiles = ceil_div(M, TILE_ROWS) * ceil_div(x.scale.shape[-1], TILE_COLUMNS)
+    out = x.scale.new_empty((*batch, tiles * _BYTES.value))
     _launch(x, out, None, None)
     return out
 
@@ -74,7 +73,7 @@ def swizzle_groups(x: Operand, ends: torch.Tensor) -> tuple[torch.Tensor, torch.
     """Arguments and results as of `swizzled_scales_of_groups`."""
     M, columns = x.scale.shape
     rows = padded_tokens(M, ends.shape[0], TILE_ROWS)
-    out = x.scale.new_empty((rows, tiles_along(columns, TILE_COLUMNS) * TILE_COLUMNS))
+    out = x.scale.new_empty((rows, ceil_div(columns, TILE_COLUMNS) * TILE_COLUMNS))
     clamped = torch.empty_like(ends)
     _launch(x, out, ends, clamped)
     return out, clamped
@@ -85,10 +84,10 @@ def _launch(x: Operand, out: torch.Tensor, ends: torch.Tensor | None, clamped: t
         return
     columns = x.scale.shape[-1]
     groups = 1 if ends is None else ends.shape[0]
-    tiles_k = tiles_along(columns, TILE_COLUMNS)
-    tiles = out.numel() // (tiles_k * layout.TILE_BYTES)
+    tiles_k = ceil_div(columns, TILE_COLUMNS)
+    tiles = out.numel() // (tiles_k * _BYTES.value)
     launch(
-        _swizzle_kernel, tiles * tiles_along(tiles_k, _TILES),
+        _swizzle_kernel, tiles * ceil_div(tiles_k, _TILES),
         (x.scale.contiguous(), torch.uint8), (out, torch.uint8), ends, clamped, x.qdata.shape[-2], columns, groups,
         BLOCK_ROWS=x.format.block[0], TILES=_TILES, E_PAD=triton.next_power_of_2(groups), num_warps=_WARPS,
     )  # fmt: skip

@@ -48,15 +48,17 @@ def count_rows(tokens: int, groups: int, tile: int) -> int:
 
 
 def check_groups(
-    op: str, groups: Groups, tokens: int, device: torch.device, block: int, *, padded: bool = False
+    op: str, groups: Groups | None, tokens: int, device: torch.device, block: int, *, padded: bool = False
 ) -> None:
-    """Raise unless `groups` are groups of so many tokens on `device`, with tables for blocks that are `block` long.
+    """Raise unless `groups` are None, or of so many tokens on `device`, with tables for blocks that are `block` long.
 
     For implementations and fakes of operations; of the ends, see `check_group_ends`.
     padded: `tokens` are those of a columnwise copy, of which how many there were before is known within a block.
     Of the tables, another number of tokens is seen where it changes the length; other ends are not seen: those are on
     the device. Raises TypeError for a dtype, ValueError for a shape, strides or a device.
     """
+    if groups is None:
+        return
     check_group_ends(op, groups.ends, tokens, device)
     tables = groups.tables
     if tables is None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import torch
 
 from torchao_blockwise.formats import BlockFormat, get_format
 from torchao_blockwise.ops.backend import Backend, Implementation, kernels
 from torchao_blockwise.ops.registry import Operation
-from torchao_blockwise.ops.shards.flat import check_devices, described, flat_bytes, shard_entries
+from torchao_blockwise.ops.shards.flat import check_devices, described, shard_entries
 from torchao_blockwise.ops.shards.merge import reference
 
 
@@ -62,50 +61,12 @@ def merge_shards_(
     merge_shards_op(list(targets), flat, *numbers, counts_of, list(columns), fmt, backend)
 
 
-# (shards, starts, lengths) of one target.
-_Pieces: TypeAlias = tuple[list[torch.Tensor], list[int], list[int]]
-
-
-def _by_target(
-    merge: Callable[[list[torch.Tensor], list[_Pieces], list[int], BlockFormat], None],
-) -> Callable[..., None]:
-    """`merge(targets, pieces of each, columns, fmt)`, all of bytes, with the arguments of the operation."""
-
-    def run(
-        targets: list[torch.Tensor],
-        shards: list[torch.Tensor],
-        starts: list[int],
-        lengths: list[int],
-        pieces: list[int],
-        columns: list[int],
-        fmt: BlockFormat,
-    ) -> None:
-        shards, ends = flat_bytes(shards), [0, *itertools.accumulate(pieces)]
-        of_targets = [(shards[a:b], starts[a:b], lengths[a:b]) for a, b in itertools.pairwise(ends)]
-        merge(flat_bytes(targets), of_targets, columns, fmt)
-
-    return run
-
-
-@_by_target
-def _by_reference(targets: list[torch.Tensor], of_targets: list[_Pieces], columns: list[int], fmt: BlockFormat) -> None:
-    for target, pieces, width in zip(targets, of_targets, columns):
-        reference.merge_shards_(target, *pieces, width, fmt)
-
-
-@_by_target
-def _by_kernels(targets: list[torch.Tensor], of_targets: list[_Pieces], columns: list[int], fmt: BlockFormat) -> None:
-    from torchao_blockwise.ops.shards.merge import kernels_triton
-
-    kernels_triton.merge_shards_(targets, of_targets, columns, fmt)
-
-
 merge_shards_op = Operation(
     "merge_shards_(Tensor(a!)[] targets, Tensor[] shards, SymInt[] starts, SymInt[] lengths, SymInt[] pieces, "
     "SymInt[] columns, str fmt, str backend) -> ()",
     takes=(None, None, None, None, None, None, BlockFormat),
     table=[
-        kernels(Backend.TRITON, _by_kernels),
-        Implementation(Backend.REFERENCE, _by_reference),
+        kernels(Backend.TRITON, f"{__name__}.kernels_triton:merge_shards_"),
+        Implementation(Backend.REFERENCE, reference.merge_shards_),
     ],
 )

@@ -1,5 +1,7 @@
 """The merge of gathered shards in Triton: a launch writes those of many payloads; see `device/tables.py` for how."""
 
+import itertools
+
 import triton
 import triton.language as tl
 
@@ -61,12 +63,13 @@ def _merge_rows(target, shards, starts, lengths, columns: int, fmt: BlockFormat)
         yield ceil_div(entries, _CHUNK), shard.data_ptr(), target_ptr, entries, first_mask, last_mask, beside_last
 
 
-def merge_shards_(targets, of_targets, columns, fmt: BlockFormat) -> None:
-    """Write the shards of many payloads to their bytes; see `ops.merge_shards_`."""
+def merge_shards_(targets, shards, starts, lengths, pieces, columns, fmt: BlockFormat) -> None:
+    """Write the shards of many payloads to their bytes. Arguments as in the op."""
+    ends = itertools.accumulate(pieces, initial=0)
     rows = (
         row
-        for target, parts, width in zip(targets, of_targets, columns)
-        for row in _merge_rows(target, *parts, width, fmt)
+        for target, (a, b), width in zip(targets, itertools.pairwise(ends), columns)
+        for row in _merge_rows(target, shards[a:b], starts[a:b], lengths[a:b], width, fmt)
     )
     table = make_table(rows, targets[0].device)
     if table is not None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.shards.flat import flat_bytes
 from torchao_blockwise.ops.shards.partial_cast.reference import places_of, write_codes_
 
 
 def merge_shards_(
-    target: torch.Tensor,
+    targets: list[torch.Tensor],
     shards: list[torch.Tensor],
     starts: list[int],
     lengths: list[int],
-    columns: int,
+    pieces: list[int],
+    columns: list[int],
     fmt: BlockFormat,
 ) -> None:
-    """Write the elements that each shard owns to the bytes of the whole payload."""
-    for shard, start, n in zip(shards, starts, lengths):
-        if n:
-            write_codes_(target, read_codes(shard, start, n, columns, fmt), start, columns, fmt, 0)
+    """Write the elements that each shard owns to the bytes of its payload. Arguments as in the op."""
+    each = iter(zip(flat_bytes(shards), starts, lengths))
+    for target, count, width in zip(flat_bytes(targets), pieces, columns):
+        for shard, start, n in itertools.islice(each, count):
+            if n:
+                write_codes_(target, read_codes(shard, start, n, width, fmt), start, width, fmt, 0)
 
 
 def read_codes(source: torch.Tensor, start: int, n: int, columns: int, fmt: BlockFormat) -> torch.Tensor:

@@ -216,21 +216,6 @@ def _check_targets(
 # --- operations -------------------------------------------------------------------------------------------------------
 
 
-def _scales_by_reference(
-    encode: torch.Tensor,
-    scales: list[torch.Tensor],
-    global_scales: list[torch.Tensor],
-    amax_bits: torch.Tensor,
-    first_blocks: list[int],
-    fmt: BlockFormat,
-    power_of_2_scales: bool,
-) -> None:
-    for i, (scale, first) in enumerate(zip(scales, first_blocks)):
-        blocks = slice(first, first + scale.numel())
-        global_scale = global_scales[i] if fmt.has_global_scale else None
-        reference.block_scales_(encode[blocks], scale, global_scale, amax_bits[blocks], fmt, power_of_2_scales)
-
-
 def _why_no_kernels(x: torch.Tensor, *args: object) -> str | None:
     fmt = next(arg.fmt if isinstance(arg, Shards) else arg for arg in args if isinstance(arg, (BlockFormat, Shards)))
     return why_no_kernels(x) if fmt in _KERNEL_FORMATS else f"{fmt.name} has no kernel"
@@ -246,7 +231,6 @@ def _why_no_whole_casts(targets: list[torch.Tensor], amax_bits: torch.Tensor, sh
 
 
 _KERNELS = f"{__name__}.kernels_triton"
-
 
 SHARDS = "Tensor[] tensors, SymInt[] starts, SymInt[] shapes, SymInt[] first_blocks, ScalarType dtype, str fmt"
 
@@ -264,7 +248,7 @@ block_scales_op = Operation(
     takes=(None, None, None, None, None, BlockFormat, None),
     table=[
         kernels(Backend.TRITON, f"{_KERNELS}:block_scales_", _why_no_kernels),
-        Implementation(Backend.REFERENCE, _scales_by_reference),
+        Implementation(Backend.REFERENCE, reference.block_scales_),
     ],
 )
 partial_cast_op = Operation(

@@ -24,26 +24,25 @@ def partial_block_amax_(amax_bits: torch.Tensor, shards: Shards) -> None:
 
 def block_scales_(
     encode: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
+    scales: list[torch.Tensor],
+    global_scales: list[torch.Tensor],
     amax_bits: torch.Tensor,
+    first_blocks: list[int],
     fmt: BlockFormat,
     power_of_2_scales: bool,
 ) -> None:
-    """Write encode [blocks] f32, `scale` (the stored grid) and `global_scale` of one tensor.
-
-    global_scale: of the tensor, one element, or of each of its matrices; None where the format has none.
-    """
-    tensor_amax, matrices = None, 1 if global_scale is None else global_scale.numel()
-    amax_bits = amax_bits.view(matrices, amax_bits.numel() // max(1, matrices))
-    if fmt.has_global_scale:
-        tensor_amax = F.pad(amax_bits, (1, 0)).amax(1, keepdim=True).view(torch.float32)
-    scales = fmt.compute_scales(amax_bits.view(torch.float32), tensor_amax, power_of_2_scales)
-    encode.copy_(scales.encode.flatten())
-    scale.view(-1).copy_(scales.scale.flatten())
-    if global_scale is not None:
-        assert scales.global_scale is not None
-        global_scale.copy_(scales.global_scale.view(global_scale.shape))
+    """Write encode [blocks] f32, the stored grids and the global scales of each tensor; see `ops.block_scales_`."""
+    for i, (scale, first) in enumerate(zip(scales, first_blocks)):
+        blocks = slice(first, first + scale.numel())
+        tensor_amax, matrices = None, global_scales[i].numel() if fmt.has_global_scale else 1
+        amaxes = amax_bits[blocks].view(matrices, scale.numel() // max(1, matrices))
+        if fmt.has_global_scale:
+            tensor_amax = F.pad(amaxes, (1, 0)).amax(1, keepdim=True).view(torch.float32)
+        made = fmt.compute_scales(amaxes.view(torch.float32), tensor_amax, power_of_2_scales)
+        encode[blocks] = made.encode.flatten()
+        scale.view(-1).copy_(made.scale.flatten())
+        if made.global_scale is not None:
+            global_scales[i].copy_(made.global_scale.view(global_scales[i].shape))
 
 
 def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Tensor, into: str) -> None:
