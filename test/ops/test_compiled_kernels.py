@@ -157,7 +157,7 @@ def _cases() -> dict:
         from torchao_blockwise.ops.device import gluon_tiles
         from torchao_blockwise.ops.fused.norm import kernels_gluon as norm
         from torchao_blockwise.ops.fused.norm import reference as norm_reference
-        from torchao_blockwise.ops.fused.norm.reference import Norm
+        from torchao_blockwise.ops.fused.norm.values import Norm
         from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu
 
         dh, gate, up = (special_input(rows, width, dtype) / scale for scale in (1, 8, 16))

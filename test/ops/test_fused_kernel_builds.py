@@ -31,7 +31,7 @@ def _triton_cases():
 
     from torchao_blockwise.formats import FP8_1X128, CastOptions
     from torchao_blockwise.ops.fused.norm import kernels_triton as norm
-    from torchao_blockwise.ops.fused.norm.reference import Norm
+    from torchao_blockwise.ops.fused.norm.values import Norm
     from torchao_blockwise.ops.fused.swiglu import kernels_triton as swiglu
 
     def tensors(m, k, dtype, rowwise, columnwise, power_of_2):
@@ -96,7 +96,7 @@ def _gluon_cases():
 
     from torchao_blockwise.formats import FP8_1X128, CastOptions, Groups
     from torchao_blockwise.ops.fused.norm import kernels_gluon as norm
-    from torchao_blockwise.ops.fused.norm.reference import Norm
+    from torchao_blockwise.ops.fused.norm.values import Norm
     from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu
     from torchao_blockwise.ops.groups.tables.layout import FIELDS, layout_of
 

@@ -12,7 +12,7 @@ from torchao_blockwise.formats import FP8_128X128, NVFP4_1X16, BlockFormat, Cast
 from torchao_blockwise.ops import registry
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.fused.norm import NORM
-from torchao_blockwise.ops.fused.norm.reference import Norm
+from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.operands import copies_of
 from torchao_blockwise.ops.registry import OPTIONS, PLACE, groups, operand
 from torchao_blockwise.ops.shards.flat import Shards

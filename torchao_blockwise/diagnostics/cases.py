@@ -29,7 +29,7 @@ from torchao_blockwise.ops import (
     transposition,
 )
 from torchao_blockwise.ops.fused import norm, swiglu
-from torchao_blockwise.ops.fused.norm.reference import Norm
+from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.gemm import grouped, plain
 from torchao_blockwise.ops.groups import permutation, tables
 from torchao_blockwise.ops.groups.tables.layout import HEIGHTS, layout_of

@@ -10,7 +10,7 @@ from torchao_blockwise.formats import FP8_1X128, HIGH_PRECISION_DTYPES, CastOpti
 from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders
 from torchao_blockwise.ops.casting import quantize_by
 from torchao_blockwise.ops.fused.norm import reference
-from torchao_blockwise.ops.fused.norm.reference import Norm
+from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.operands import (
     check_dtype,
     check_options,

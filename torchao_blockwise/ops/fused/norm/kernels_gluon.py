@@ -16,7 +16,7 @@ from torchao_blockwise.ops.device.gluon_tiles import (
     new_tile,
     store_copies,
 )
-from torchao_blockwise.ops.fused.norm.reference import Norm
+from torchao_blockwise.ops.fused.norm.values import Norm
 
 # (parts of a tile, warps) of a program; measured on an H200.
 BUILD = 1, 8

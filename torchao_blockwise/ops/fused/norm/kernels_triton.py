@@ -15,7 +15,7 @@ import triton.language as tl
 from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies
 from torchao_blockwise.ops.device.elements import from_f32, to_f32
 from torchao_blockwise.ops.device.tiles import load_tile, options_of, store_plain, store_rowwise
-from torchao_blockwise.ops.fused.norm.reference import Norm
+from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import new_copies, pointers
 from torchao_blockwise.ops.quantization.kernels_triton import quantize
