@@ -142,6 +142,18 @@ def _check_permutation(op: str, source: torch.Tensor) -> None:
 _KERNELS = f"{__name__}.kernels_triton"
 
 
+def _permute(
+    x: torch.Tensor, expert_ids: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from torchao_blockwise.ops.groups.permutation import kernels_triton
+
+    if experts <= kernels_triton.MAX_EXPERTS and expert_ids.numel() <= kernels_triton.MAX_ASSIGNMENTS:
+        return kernels_triton.permute(x, expert_ids, experts)
+    source, group_ends = reference.route(expert_ids, experts)
+    tokens, _ = kernels_triton.unpermute_backward(x, None, source, expert_ids.shape[1], None)
+    return tokens, source, group_ends
+
+
 def _permute_fake(
     x: torch.Tensor, expert_ids: torch.Tensor, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,7 +165,7 @@ def _permute_fake(
 permute_op = Operation(
     "permute(Tensor x, Tensor expert_ids, SymInt experts, str backend) -> (Tensor, Tensor, Tensor)",
     table=[
-        kernels(Backend.TRITON, f"{_KERNELS}:permute"),
+        kernels(Backend.TRITON, _permute),
         Implementation(Backend.REFERENCE, reference.permute),
     ],
     fake=_permute_fake,

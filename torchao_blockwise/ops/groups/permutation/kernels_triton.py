@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from torchao_blockwise.ops.device.elements import from_f32, to_f32
-from torchao_blockwise.ops.groups.permutation import reference
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 # Elements of a strip: 16 bytes a thread in 16 bits.
@@ -232,15 +231,11 @@ def _flat(weights: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def permute(x: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(tokens, source, group_ends); see `ops.permute`."""
+    """(tokens, source, group_ends) of at most MAX_ASSIGNMENTS to at most MAX_EXPERTS experts; see `ops.permute`."""
     if expert_ids.numel() == 0:
         source, group_ends = (x.new_zeros(n, dtype=torch.int32) for n in (0, experts))
         return x.new_empty(0, x.shape[1]), source, group_ends
-    if experts <= MAX_EXPERTS and expert_ids.numel() <= MAX_ASSIGNMENTS:
-        source, group_ends, row_of = _route(expert_ids, experts)
-    else:
-        source, group_ends = reference.route(expert_ids, experts)
-        row_of = _inverse(source)
+    source, group_ends, row_of = _route(expert_ids, experts)
     return _scatter(x, None, row_of, expert_ids.shape[1], None)[0], source, group_ends
 
 
