@@ -14,7 +14,7 @@ import triton.language as tl
 
 from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.device.groups import load_ends, locate_tile_of_groups
-from torchao_blockwise.ops.gemm.swizzling.reference import ROWS_APART, TILE_COLUMNS, TILE_ROWS
+from torchao_blockwise.ops.gemm.swizzling.layout import ROWS_APART, TILE_COLUMNS, TILE_ROWS
 from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.ops.launch import ceil_div, launch
 

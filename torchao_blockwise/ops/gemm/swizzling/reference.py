@@ -6,11 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from torchao_blockwise.formats import Operand
+from torchao_blockwise.ops.gemm.swizzling.layout import ROWS_APART, TILE_COLUMNS, TILE_ROWS
 from torchao_blockwise.ops.groups.ends import clamped_ends, padded_rows
-
-TILE_ROWS, TILE_COLUMNS = 128, 4
-# A tile's rows in the order of its bytes: each 16 bytes hold rows that lie so far apart.
-ROWS_APART = 32
 
 
 def swizzle(x: Operand) -> torch.Tensor:
