@@ -27,7 +27,9 @@ def test_every_operation_has_a_case():
         for found in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")
         if found.ispkg
     ]
-    defined = {x.name for folder in folders for x in vars(folder).values() if hasattr(x, "overload")}
+    found = [x for folder in folders for x in vars(folder).values() if hasattr(x, "overload")]
+    # One that has a single implementation has nothing to be compared with.
+    defined = {op.name for op in found if op.table[0].backend is not Backend.AUTO}
     assert {case.op.name for case in cases(CPU)} == defined
 
 

@@ -191,8 +191,12 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             before = traced_gemms()
             out = base.forward(self, *args, **kwargs)
-            if traced_gemms() == before and _weights_of(self) and not _has_empty(args, kwargs):
-                _refuse(self, list(_weights_of(self)))
+            if traced_gemms() == before and not _has_empty(args, kwargs):
+                # What compilers of PyTorch 2.11 can trace: Parameters, and constants for the error.
+                own = _compat.parameters_of(self).items()
+                names = [name for name, p in own if p is not None and is_low_precision(p)]
+                if names:
+                    _refuse(self.fqn, base.__name__, ", ".join(names), self.training)
             return out
         weights = _weights_of(self)
         if not weights:
@@ -213,7 +217,7 @@ def _checked_forward(base: Any) -> Callable[..., Any]:
             if not isinstance(self, nn.Linear) or _has_empty(args, kwargs):
                 missing = [name for name in missing if key_of(weights[name]) in read]
             if missing:
-                _refuse(self, missing)
+                _refuse(self.fqn, base.__name__, ", ".join(missing), self.training)
         return out
 
     return forward
@@ -248,12 +252,12 @@ def _has_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _refuse(module: ConvertedModule, names: list[str]) -> None:
+def _refuse(fqn: str, kind: str, names: str, training: bool) -> None:
     raise NotImplementedError(
-        f"{module.fqn or 'the model itself'}: {module.converted_from.__name__}.forward ran no low-precision GEMM with "
-        f"its converted {', '.join(names)} in {'training' if module.training else 'evaluation'}, so that it uses the "
+        f"{fqn or 'the model itself'}: {kind}.forward ran no low-precision GEMM with "
+        f"its converted {names} in {'training' if training else 'evaluation'}, so that it uses the "
         "high-precision values; multiply by torch.nn.functional.linear(x, weight) (grouped_mm for experts), or leave "
-        f"the module out (filter_fn=skip_fqns({module.fqn!r}))"
+        f"the module out (filter_fn=skip_fqns({fqn!r}))"
     )
 
 
