@@ -95,7 +95,8 @@ def count_change(out: torch.Tensor) -> None:
 
 def check_operands(op: str, a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
     """Raise TypeError or ValueError unless the two can be multiplied, whatever their shapes are."""
-    if not (isinstance(a, Operand) and isinstance(b, Operand) and {a.format_name, b.format_name} <= FORMATS.keys()):
+    are_operands = isinstance(a, Operand) and isinstance(b, Operand)
+    if not (are_operands and a.format_name in FORMATS and b.format_name in FORMATS):
         check_operand(op, "a", a)
         check_operand(op, "b", b)
     a_fmt, b_fmt = FORMATS[a.format_name], FORMATS[b.format_name]
