@@ -31,7 +31,9 @@ BLOCK = FORMAT.block[0]
 _LAYOUT = "nvfp4-pack-quantized"
 # Each group has its own format.
 _MIXED = "mixed-precision"
-_PARTS = ("_packed", "_scale", "_global_scale")
+# Behind a weight's name in files.
+PAYLOAD = "_packed"
+_PARTS = (PAYLOAD, "_scale", "_global_scale")
 
 
 def settings(plain: PlainLayers) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.checkpoint import fp8_block, stored
+from torchao_blockwise.checkpoint import fp8_block, nvfp4_packed, stored
 from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
 from torchao_blockwise.checkpoint.names import OF_AN_ENGINE, Part, all_parts_on_disk, tensors_of, unwrapped
@@ -108,6 +108,13 @@ def _check_names(files: Files, there: set[str], wanted: set[str], passed_over: s
     if missing:
         if codes := next((name + _OF_MXFP4 for name in missing if name + _OF_MXFP4 in there), None):
             raise KeyError(f"load: {files.where(codes)} is of MXFP4, which is not read; {stored.TAKE_PLAIN}")
+        if codes := next(
+            (name + nvfp4_packed.PAYLOAD for name in missing if name + nvfp4_packed.PAYLOAD in there), None
+        ):
+            raise ValueError(
+                f"load: {files.where(codes)} is in {files.dtype(codes)}, and packed codes of NVFP4 are bytes (U8) with "
+                "scales; copy the file again, or export the model again"
+            )
         shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
         near = did_you_mean(missing[0], unknown) or "; is it of another model?"
         raise KeyError(f"load: {files.path} has no {shown}{near}")
