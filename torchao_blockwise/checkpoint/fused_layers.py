@@ -58,6 +58,6 @@ def fused_layers(names: Iterable[str]) -> dict[str, str]:
     fused: dict[str, str] = {}
     for name, (path, last) in split.items():
         rows = (row for row in FUSED_BY_ENGINES if last in row and layers[path].issuperset(row))
-        row = max(rows, key=lambda row: len(row), default=())
+        row = max(rows, key=len, default=())
         fused[name] = f"{path}.{'+'.join(row)}".lstrip(".") if row else name
     return {name: fused[of_all] for name, of_all in whole.items()}

@@ -58,6 +58,12 @@ class GemmSpec(NamedTuple):
     places: tuple[Place, Place] | None = None
 
 
+def with_groups(spec: GemmSpec, groups: Groups | None) -> GemmSpec:
+    """`spec` with these groups; None as backward's context may hold it: their tensors are saved for autograd to see."""
+    # Not by `_replace`: compilers of PyTorch 2.11 cannot return what it makes.
+    return GemmSpec(groups, *spec[1:])
+
+
 def cast_options(config: TrainingConfig, rowwise: bool, columnwise: bool) -> CastOptions:
     """How a layer of this config quantizes an activation or its gradient."""
     return CastOptions(

@@ -16,7 +16,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import modes
 from torchao_blockwise.formats import Copies, Groups, Operand
 from torchao_blockwise.nn.activations import Input, Prepared, as_rows
-from torchao_blockwise.nn.gemms import GemmSpec, gradients, quantize, weight_comes_first, weight_gemm
+from torchao_blockwise.nn.gemms import GemmSpec, gradients, quantize, weight_comes_first, weight_gemm, with_groups
 from torchao_blockwise.nn.observation import SeesGradient, observe_gemm
 from torchao_blockwise.ops.backend import may_have_kernels
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, TransposedWeight
@@ -77,7 +77,7 @@ class _Layer(torch.autograd.Function):
             *(columnwise[:3] if saves_copy else ()),
         )
         ctx.layer, ctx.kind, ctx.seen = name, kind, seen
-        ctx.spec = spec if spec.groups is None else without_groups(spec)
+        ctx.spec = spec if spec.groups is None else with_groups(spec, None)
         ctx.saves_copy, ctx.x_shape, ctx.x_dtype = saves_copy, inputs[0].shape, inputs[0].dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.is_transposed = isinstance(weight, TransposedWeight)
@@ -122,7 +122,7 @@ def _backward(
     """Gradients of the weight, the bias and the inputs, those that are needed."""
     kind: type[Input] = ctx.kind
     weight, rounding_key, ends, tables, saved = take_saved(ctx, 4)
-    spec = ctx.spec if ends is None else GemmSpec(Groups(ends, tables), *ctx.spec[1:])
+    spec = ctx.spec if ends is None else with_groups(ctx.spec, Groups(ends, tables))
     weight = weight if spec.rounded_to is None else MasterWeightTensor(weight, spec.config)
     dy = as_rows(grad_output)
     if ctx.seen is not None:
@@ -251,11 +251,6 @@ def groups_of(group_ends: torch.Tensor, tokens: int, *configs: TrainingConfig) -
     return ops.make_groups(group_ends, tokens, fmt, backend=backend)
 
 
-def without_groups(spec: GemmSpec) -> GemmSpec:
-    """The spec as backward's context may hold it: tensors are saved, so that autograd knows of them."""
-    return GemmSpec(None, *spec[1:])
-
-
 def grad_bias(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Σ of dy [T, N] over tokens, in fp32, rounded to `dtype`."""
     return dy.sum(0, dtype=torch.float32).to(dtype)
@@ -271,8 +266,6 @@ def refuse_second_order(layer: str) -> None:
 
 
 def as_shape_of(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`out` [T, N] with the leading dims of `x` [.., K]."""
+    """`out` [T, N] with the leading dims of `x` [.., K], which has others than `out`."""
     # No view: hooks of FSDP2 hang on outputs, and an in-place operation on a view of one would leave them behind.
-    if x.dim() == 2:
-        return out
     return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])

@@ -17,7 +17,7 @@ from torch import nn
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import Groups, Operand
 from torchao_blockwise.nn.activations import Input, SwiGLUInput, as_rows
-from torchao_blockwise.nn.gemms import AmaxGroups, GemmSpec, cast_options, gradients, quantize, weight_gemm
+from torchao_blockwise.nn.gemms import AmaxGroups, GemmSpec, cast_options, gradients, quantize, weight_gemm, with_groups
 from torchao_blockwise.nn.layer import (
     as_shape_of,
     cast_for_compute,
@@ -29,7 +29,6 @@ from torchao_blockwise.nn.layer import (
     run_layer,
     save_for_backward,
     take_saved,
-    without_groups,
 )
 from torchao_blockwise.nn.observation import SeesGradient, observe_gemm
 from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight
@@ -148,7 +147,7 @@ def run_mlp(
     )
     if torch.is_grad_enabled():
         return _MLP.apply(name, specs, x, gate_up, down, bias, group_ends, *rounding_keys)
-    specs = _with_groups(specs, group_ends, as_rows(x).shape[0])
+    specs = _grouped(specs, group_ends, as_rows(x).shape[0])
     out, *_ = profiled(name, _forward, specs, (gate_up, down), x, bias, False, False)
     return out
 
@@ -170,7 +169,7 @@ class _MLP(torch.autograd.Function):
         outer_key: torch.Tensor | None,
     ) -> torch.Tensor:
         weights = gate_up_weight, down_weight
-        inner, outer = specs = _with_groups(specs, group_ends, as_rows(x).shape[0])
+        inner, outer = specs = _grouped(specs, group_ends, as_rows(x).shape[0])
         _, _, needs_x, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         saves_x = needs_gate_up and inner.config.saves_quantized_activations
         saves_h = needs_down and outer.config.saves_quantized_activations
@@ -185,7 +184,7 @@ class _MLP(torch.autograd.Function):
             *(x_copy.tensors if saves_x else (as_rows(x) if needs_gate_up else None,)),
             *(h_copy.tensors if saves_h else ()),
         )
-        ctx.layer, ctx.specs, ctx.seen = name, (without_groups(inner), without_groups(outer)), seen
+        ctx.layer, ctx.specs, ctx.seen = name, (with_groups(inner, None), with_groups(outer, None)), seen
         ctx.saves_x, ctx.saves_h, ctx.x_shape = saves_x, saves_h, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return out
@@ -197,14 +196,14 @@ class _MLP(torch.autograd.Function):
         return None, None, grad_x, grad_gate_up, grad_down, bias_grad, None, None, None
 
 
-def _with_groups(
+def _grouped(
     specs: tuple[GemmSpec, GemmSpec], group_ends: torch.Tensor | None, tokens: int
 ) -> tuple[GemmSpec, GemmSpec]:
     if group_ends is None:
         return specs
     inner, outer = specs
     groups = groups_of(group_ends, tokens, inner.config, outer.config)
-    return GemmSpec(groups, *inner[1:]), GemmSpec(groups, *outer[1:])
+    return with_groups(inner, groups), with_groups(outer, groups)
 
 
 def _forward(
@@ -228,7 +227,8 @@ def _forward(
         observe_gemm(gate_up_weight, lambda: rows, inner),
         observe_gemm(down_weight, lambda: SwiGLUInput.values(halves, outer), outer),
     )
-    return as_shape_of(out, x), gate_up, x_copy, h_copy, seen
+    out = out if x.dim() == 2 else as_shape_of(out, x)
+    return out, gate_up, x_copy, h_copy, seen
 
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -237,7 +237,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     (inner, outer), dy = ctx.specs, as_rows(grad_output)
     if ends is not None:
         groups = Groups(ends, tables)
-        inner, outer = GemmSpec(groups, *inner[1:]), GemmSpec(groups, *outer[1:])
+        inner, outer = with_groups(inner, groups), with_groups(outer, groups)
     needs_x, needs_gate_up, needs_down, needs_bias = ctx.needs_input_grad[2:6]
     inner_seen, outer_seen = ctx.seen
     if outer_seen is not None:

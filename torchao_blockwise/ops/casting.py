@@ -152,11 +152,7 @@ def quantize_by(
         x = x.detach()
     cast = quantize_both_op if options.rowwise and options.columnwise else quantize_op
     if not options.fmt.has_global_scale:
-        tensors = cast(x, None, options, groups, None, _ALL, backend)
-        # As `copies_of`; each call of a layer that is left out shows in a step of small layers.
-        name = options.fmt.name
-        rowwise = Operand(tensors[0], tensors[1], None, name) if options.rowwise else None
-        return Copies(rowwise, Operand(tensors[-2], tensors[-1], None, name) if options.columnwise else None)
+        return copies_of(cast(x, None, options, groups, None, _ALL, backend), options)
     # Amaxes and scales of the oracle are its own. Of the other backends not all have kernels for these.
     scaled_by = Backend.REFERENCE if backend is Backend.REFERENCE else Backend.AUTO
     amaxes = _amax_bits(x, options, groups, tensor_amax, scaled_by)
