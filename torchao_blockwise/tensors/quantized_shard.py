@@ -21,8 +21,9 @@ from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
-from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files
+from torchao_blockwise.tensors.state_values import same_bits
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,7 +68,7 @@ class QuantizedShard(QuantizedTensor):
     optional_tensor_data_names = ["global_scale"]  # noqa: RUF012
 
     part: ShardLayout
-    original: Original
+    pending_master: PendingMaster
 
     @staticmethod
     def __new__(
@@ -81,7 +82,7 @@ class QuantizedShard(QuantizedTensor):
         _check_parts(cls.__name__, qdata, scale, global_scale, part, dtype)
         x = _compat.make_wrapper(cls, part.local_shape, dtype=dtype, device=qdata.device)
         x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
-        x.part, x.config, x.original = part, part.config, Original()
+        x.part, x.config, x.pending_master = part, part.config, PendingMaster()
         return x
 
     @property
@@ -111,26 +112,20 @@ class QuantizedShard(QuantizedTensor):
         self._check()
         return self.qdata.view(torch.uint8).view(-1)
 
-    def values(self) -> torch.Tensor:
-        """The rows' values, f32 or as they were loaded: what waits for a cast, or what the payload stands for."""
-        return self.dequantize(torch.float32) if self.original.hp is None else self.original.hp
+    def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The rows' values as they were loaded, where these wait for a cast, else decoded, in `dtype`."""
+        pending = self.pending_master
+        return self.dequantize(dtype) if pending.hp is None or not pending.awaits_cast else pending.hp
 
-    def _settle(self) -> None:
-        """A rank alone cannot cast what was written into a state dict: `_refuse_written` says so where it matters."""
-
-    def _refuse_written(self, where: str) -> None:
-        given = self.original.given
-        if given is not None and given.is_written:
-            raise RuntimeError(
-                f"{where}: values were written into what state_dict() gave for a weight {list(self.whole_shape)}, and "
-                "a rank alone cannot quantize them; call model.load_state_dict(state) on all ranks after writing"
-            )
-        self.original.given = None
+    def take_values(self, values: torch.Tensor) -> None:
+        """Hold values, which all ranks cast together where the next pass of their root begins."""
+        pending = self.pending_master
+        pending.note_copy(values, ())
+        pending.awaits_cast = True
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """qdata · scale [· global_scale] of the rows."""
         self._check()
-        self._refuse_written("dequantize")
         block = self.fmt.block[0] if self.dim() == 2 else 1
         border, end = self.part.start % block, self.part.start + self.shape[0]
         # Begun at a block's border, by zeros, so that rows meet their scales.
@@ -142,14 +137,16 @@ class QuantizedShard(QuantizedTensor):
         if global_scale is not None and global_scale.dim():
             global_scale = global_scale[self.part.start : end]
         operand = Operand(framed, scale, global_scale, self.fmt.name)
-        return ops.dequantize(operand, dtype=dtype or self.dtype, columns=self.shape[-1])[border:]
+        values = ops.dequantize(operand, dtype=dtype or self.dtype, columns=self.shape[-1])
+        # A DTensor of what begins inside of its memory cannot be saved asynchronously.
+        return values[border:].clone() if border else values
 
     def with_values(self, values: torch.Tensor) -> QuantizedShard:
         """A shard of the same rows and of other values, which wait for a cast."""
         # accelerate, torchtitan and others shard on the meta device, and load after.
         is_meta = self.device.type == "meta"
         other: Any = torch.empty_like(self, device=values.device) if is_meta else self.detach().clone()
-        other.original.take_over(values.to(other.device))
+        other.take_values(values.to(other.device))
         return other
 
     def _check(self) -> None:
@@ -171,13 +168,12 @@ class QuantizedShard(QuantizedTensor):
     ) -> tuple[tuple[torch.Tensor], WeightShard]:
         """FSDP2 calls it for what this rank sends: the payload, and the scales beside it, which do not travel."""
         fsdp.check_installed(module)
-        if self.original.awaits_cast:
+        if self.pending_master.awaits_cast:
             raise RuntimeError(
                 f"FSDP2 gathers a weight of {module}, whose values were loaded or copied in after its last cast; call "
                 "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks after changing weights by hand "
                 "between microbatches of a step, or before gathering by hand"
             )
-        self._refuse_written(f"FSDP2 gathers {module}")
         return (self._sent(),), WeightShard(self.part, scale=self.scale, global_scale=self.global_scale)
 
     # FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor.
@@ -207,9 +203,9 @@ class QuantizedShard(QuantizedTensor):
                 "convert with master_weights=True"
             )
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in _COPIES and args[0].original.awaits_cast:
+        if func in _COPIES and args[0].pending_master.awaits_cast:
             # A copy's own: an optimizer has the master of the weight that was copied.
-            out.original.take_over(args[0].values())
+            out.take_values(args[0].values())
         return out
 
 
@@ -220,17 +216,22 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
     if x.shape != src.shape:
         raise ValueError(f"copy_: the target has shape {list(x.shape)}, the source {list(src.shape)}")
     if not isinstance(src, QuantizedTensor):
-        x.original.take_over(src.to(x.device))
+        pending = x.pending_master
+        if pending.is_owned and src.dtype == x.dtype and same_bits(src, x.dequantize()):
+            # What a state dict has of it: a checkpoint that comes after the optimizer's masters leaves those.
+            pending.hp, pending.awaits_cast = None, True
+        else:
+            x.take_values(src.to(x.device))
         return x
     if not isinstance(src, QuantizedShard) or src.part != x.part:
         raise ValueError(f"copy_: the target holds {x.part}, the source other rows; copy from source.dequantize()")
     pairs = list(zip(x._tensors(), src._tensors()))
-    x.original.note_copy(None, pairs)
+    x.pending_master.note_copy(None, pairs)
     for mine, theirs in pairs:
         mine.copy_(theirs, non_blocking=non_blocking)
-    x.original.awaits_cast = False
-    if src.original.awaits_cast:
-        x.original.take_over(src.values())
+    x.pending_master.awaits_cast = False
+    if src.pending_master.awaits_cast:
+        x.take_values(src.values())
     return x
 
 

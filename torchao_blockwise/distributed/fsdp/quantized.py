@@ -36,10 +36,10 @@ def shard_of(weight: QuantizedTensor, parameter: torch_fsdp.FsdpParameter) -> Qu
     global_scale = None if weight.global_scale is None else weight.global_scale.clone()
     shard = QuantizedShard(weight.qdata[rows].clone(), weight.scale.clone(), layout, weight.dtype, global_scale)
     carry_key(weight, shard)
-    values = None if weight.original is None else weight.original.hp
+    values = None if weight.pending_master is None else weight.pending_master.hp
     if values is not None:
         # Scales are of this rank's values; of all ranks' parts they are with the first cast.
-        shard.original.take_over(values.detach()[rows])
+        shard.take_values(values.detach()[rows])
     return shard
 
 
@@ -51,7 +51,7 @@ def _why_not_sharded(weight: QuantizedTensor, parameter: torch_fsdp.FsdpParamete
         return "is cast on its device; leave CPUOffloadPolicy out, or convert with master_weights=True"
     if weight.config is None or weight.fmt is not weight.config.weight_format:
         return "has no config to train by; make it with quantize_(model, config)"
-    if weight.original is not None and weight.original.is_owned:
+    if weight.pending_master is not None and weight.pending_master.is_owned:
         return "has its master in an optimizer already; make MasterWeightOptimizer after fully_shard"
     return None
 
@@ -71,12 +71,12 @@ def cast_shards(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         starts, targets = [shard.start for shard in held], [shard.own_bytes for shard in held]
         write_masters("cast_master_weights", held, masters, starts, group, targets)
         for shard in held:
-            shard.original.cast_is_done()
+            shard.pending_master.cast_is_done()
 
 
 def cast_loaded(parameters: Sequence[torch_fsdp.FsdpParameter]) -> None:
     """Cast the weights whose values were loaded or copied in; a collective where there are any."""
-    loaded = [p for p in parameters if p.local.original.awaits_cast]  # type: ignore[attr-defined]
+    loaded = [p for p in parameters if p.local.pending_master.awaits_cast]  # type: ignore[attr-defined]
     for ranks in dict.fromkeys(p.mesh_ranks for p in loaded):
         # By position: values that a rank alone has changed would be cast into another rank's weights.
         names = [p.name for p in loaded if p.mesh_ranks == ranks]
@@ -84,7 +84,7 @@ def cast_loaded(parameters: Sequence[torch_fsdp.FsdpParameter]) -> None:
     shards = []
     for p in loaded:
         shard: Any = p.local
-        master = shard.original.master(p.parameter) if shard.original.hp is None else None
+        master = shard.pending_master.master(p.parameter) if shard.pending_master.hp is None else None
         values = shard.values() if master is None else _compat.local_of(master)
         shards.append((p.parameter, values.to(shard.device).reshape(-1)))
     cast_shards(shards)
@@ -99,7 +99,7 @@ def check_shards_alike(parameters: Sequence[torch_fsdp.FsdpParameter]) -> None:
 def _described(p: torch_fsdp.FsdpParameter) -> str:
     shard: Any = p.local
     known = "scales to be made"
-    if not shard.original.awaits_cast:
+    if not shard.pending_master.awaits_cast:
         scales = [x for x in (shard.scale, shard.global_scale) if x is not None]
         data = b"".join(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for x in scales)
         known = f"scales {hashlib.blake2b(data, digest_size=4).hexdigest()}"

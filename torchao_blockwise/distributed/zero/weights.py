@@ -21,7 +21,7 @@ from torchao_blockwise.distributed.collective_watchdog import naming_absent
 from torchao_blockwise.distributed.fsdp.quantized import cast_shards
 from torchao_blockwise.distributed.master_weights import write_masters
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
-from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import parts_of
 
 # What errors of the cast name.
@@ -54,15 +54,11 @@ class PrimaryWeight:
         return quantized if isinstance(quantized := self.quantized, QuantizedShard) else None
 
     @property
-    def original(self) -> Original:
-        """What waits to become the master's."""
-        if self.quantized.original is None:
-            self.quantized.original = Original()
-        original = self.quantized.original
-        if original.given is not None and not original.given.is_master:
-            # Values written into a state dict become the weight's now.
-            self.quantized._settle()
-        return original
+    def pending(self) -> PendingMaster:
+        """The values that are yet to become the master's."""
+        if self.quantized.pending_master is None:
+            self.quantized.pending_master = PendingMaster()
+        return self.quantized.pending_master
 
     @property
     def flat_master(self) -> torch.Tensor:
