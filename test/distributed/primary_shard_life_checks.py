@@ -79,7 +79,9 @@ def leaves_frozen_weights(mesh, config):
                 if hasattr(p, "pending_master"):
                     p.pending_master = None
         message = message_of(shard(other, mesh), batch())
-        assert message.startswith("ValueError: fully_shard: ranks differ; rank 0 has 0.up.weight [150, 48]"), message
+        assert message.startswith("ValueError: sync_weight_scales: ranks differ; rank 0 has 0.up.weight [150, 48]"), (
+            message
+        )
 
 
 def loads(mesh, config):

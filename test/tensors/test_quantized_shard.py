@@ -10,7 +10,7 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor
 from torchao_blockwise._compat import torch_fsdp
-from torchao_blockwise.distributed.fsdp.quantized import shard_of
+from torchao_blockwise.distributed.fsdp import split_rows
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -28,7 +28,7 @@ def rows_of(whole: torch.Tensor, rank: int, ranks: int, dtype=torch.float32, **c
     """What `fully_shard` gives a rank of `whole`."""
     none = dict.fromkeys(torch_fsdp.FsdpParameter._fields)
     given = {"name": "weight", "shape": tuple(whole.shape), "dim": 0, "rank": rank, "ranks": ranks, "dtype": dtype}
-    return shard_of(whole, torch_fsdp.FsdpParameter(**{**none, **given, **changes}))
+    return split_rows(whole, torch_fsdp.FsdpParameter(**{**none, **given, **changes}))
 
 
 @both_formats
@@ -37,9 +37,9 @@ def test_rows_stand_for_the_values_of_the_whole(config, rows, ranks):
     whole = converted(config, rows)
     shards = [rows_of(whole, rank, ranks) for rank in range(ranks)]
     for x in shards:
-        assert type(x) is QuantizedShard and x.dtype == torch.float32 and x.whole_shape == whole.shape
+        assert type(x) is QuantizedShard and x.dtype == torch.float32 and x.part.shape == whole.shape
         assert_bitwise_equal(x.scale, whole.scale)
-        assert x.start == x.part.start * 33 and x.pending_master.awaits_cast
+        assert x.part.flat_start == x.part.start * 33 and x.awaits_cast
     assert_bitwise_equal(torch.cat([x.qdata.view(torch.uint8) for x in shards]), whole.qdata.view(torch.uint8))
     assert_bitwise_equal(torch.cat([x.dequantize() for x in shards]), whole.dequantize())
     assert_bitwise_equal(torch.cat([x.values() for x in shards]), weight(rows, 33))
@@ -94,9 +94,9 @@ def test_values_wait_for_a_cast():
 def test_another_dtype(config):
     """A cast to another dtype rounds what is cast from now on; under a policy that has one, nothing changes."""
     x = rows_of(converted(config, 40), 0, 2)
-    assert x.to(torch.bfloat16).values_dtype == x.to(torch.bfloat16).dtype == torch.bfloat16
+    assert x.to(torch.bfloat16).part.dtype == x.to(torch.bfloat16).dtype == torch.bfloat16
     x = rows_of(converted(config, 40), 0, 2, torch.float16)
-    assert x.to(torch.bfloat16).values_dtype == torch.float16
+    assert x.to(torch.bfloat16).part.dtype == torch.float16
 
 
 @both_formats

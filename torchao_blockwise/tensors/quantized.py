@@ -58,16 +58,6 @@ class QuantizedTensor(TorchAOBaseTensor):
     def fmt(self) -> BlockFormat:
         raise NotImplementedError
 
-    @property
-    def whole_shape(self) -> torch.Size:
-        """Shape of the tensor that the scales are of: this one, or what it is a shard of."""
-        return self.shape
-
-    @property
-    def values_dtype(self) -> torch.dtype:
-        """What values are rounded to before they are quantized."""
-        return self.dtype
-
     def _check(self) -> None:
         """Raise TypeError or ValueError unless the parts fit each other, as the constructor does."""
         raise NotImplementedError

@@ -1,11 +1,12 @@
-"""What a rank of FSDP2 holds of a Parameter that is quantized itself: its rows' payload, and the scales of all rows.
+"""What a rank of FSDP2 holds of a quantized weight: its part's payload, and the scales of the whole.
 
-    fully_shard: quantized Parameter ─ rows ─▶ QuantizedShard        (values, where it trains: its rows, until taken)
+    fully_shard: quantized Parameter ─ rows ─▶ QuantizedShard     (rows of the values, until an optimizer takes them)
     a change of values: shards of masters ─ cast, amaxes over ranks ─▶ payload of the rows, scales of the whole
     gather: payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
 
 Rows may end anywhere in a block: no payload lies across two ranks, and every rank has every scale. High-precision
-values that are copied in cannot be quantized by a rank alone; they wait for a cast, which all ranks make together.
+values that are copied in cannot be quantized by a rank alone; they wait for a cast, which all ranks make together. A
+master weight has one beside it, which each pass casts anew.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
-from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
+from torchao_blockwise.tensors.fsdp import Gather, ShardLayout
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files
 from torchao_blockwise.tensors.state_values import same_bits
@@ -57,10 +58,12 @@ _COPIES = {aten.clone.default, aten.contiguous.default}
 
 
 class QuantizedShard(QuantizedTensor):
-    """Rows of a quantized weight: qdata of these, scale and global_scale of the whole weight, alike on every rank.
+    """A part of a quantized weight: qdata of its own, scale and global_scale of the whole weight, alike on every rank.
 
-    qdata: [rows, .., K] of the format's storage. scale: grid of part.shape. global_scale: f32, or None.
-    part: which rows of which weight. dtype: that of the Parameter; values are rounded to part.dtype.
+    qdata: of part.local_shape, in the format's storage. scale: grid of part.shape. global_scale: f32, or None.
+    part: which part of which weight; rows, where it is a Parameter. dtype: that of the Parameter; values are rounded to
+        part.dtype.
+    ready: recorded on the stream that wrote the payload. version: change count of the master that it was made of.
     """
 
     tensor_data_names = ["qdata", "scale"]  # noqa: RUF012  # torchao copies it as a list
@@ -69,6 +72,8 @@ class QuantizedShard(QuantizedTensor):
 
     part: ShardLayout
     pending_master: PendingMaster
+    ready: torch.cuda.Event | None = None
+    version: int | None = None
 
     @staticmethod
     def __new__(
@@ -94,23 +99,8 @@ class QuantizedShard(QuantizedTensor):
         return self.part.config.power_of_2_scales
 
     @property
-    def whole_shape(self) -> torch.Size:
-        return torch.Size(self.part.shape)
-
-    @property
-    def values_dtype(self) -> torch.dtype:
-        return self.part.dtype
-
-    @property
-    def start(self) -> int:
-        """Flat index in the whole weight of the first element."""
-        return self.part.flat_start
-
-    @property
-    def own_bytes(self) -> torch.Tensor:
-        """The payload, flat, for casts to write."""
-        self._check()
-        return self.qdata.view(torch.uint8).view(-1)
+    def awaits_cast(self) -> bool:
+        return self.pending_master.awaits_cast
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The rows' values as they were loaded, where these wait for a cast, else decoded, in `dtype`."""
@@ -165,26 +155,33 @@ class QuantizedShard(QuantizedTensor):
         outer_stride: tuple[int, ...],
         module: torch.nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor], WeightShard]:
+    ) -> tuple[tuple[torch.Tensor], Gather]:
         """FSDP2 calls it for what this rank sends: the payload, and the scales beside it, which do not travel."""
         fsdp.check_installed(module)
-        if self.pending_master.awaits_cast:
+        if self.awaits_cast:
             raise RuntimeError(
                 f"FSDP2 gathers a weight of {module}, whose values were loaded or copied in after its last cast; call "
                 "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks after changing weights by hand "
                 "between microbatches of a step, or before gathering by hand"
             )
-        return (self._sent(),), WeightShard(self.part, scale=self.scale, global_scale=self.global_scale)
+        return self.sent()
 
     # FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor.
     fsdp_post_all_gather = fsdp.post_all_gather
 
-    def _sent(self) -> torch.Tensor:
-        """The payload in bytes, padded to the size of the largest shard; one code a byte where rows split unevenly."""
+    def sent(self) -> tuple[tuple[torch.Tensor], Gather]:
+        """The payload in bytes, padded to the largest shard, and the scales, which do not travel.
+
+        One 4-bit code a byte where rows split unevenly.
+        """
+        if self.ready is not None:
+            # Gathers run on a stream of their own.
+            torch.cuda.current_stream(self.device).wait_event(self.ready)
         payload = self.qdata.view(torch.uint8)
         if not self.part.travels_as_stored:
             payload = self.fmt.element.unpack(payload, self.shape[-1]).contiguous()
-        return fsdp.padded(payload, self.part.payload_shape)
+        payload = fsdp.padded(payload, self.part.payload_shape)
+        return (payload,), Gather(self.part, self.scale, self.global_scale)
 
     @classmethod
     @_compat.never_compiled
@@ -203,7 +200,7 @@ class QuantizedShard(QuantizedTensor):
                 "convert with master_weights=True"
             )
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in _COPIES and args[0].pending_master.awaits_cast:
+        if func in _COPIES and args[0].awaits_cast:
             # A copy's own: an optimizer has the master of the weight that was copied.
             out.take_values(args[0].values())
         return out
@@ -230,7 +227,7 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
     for mine, theirs in pairs:
         mine.copy_(theirs, non_blocking=non_blocking)
     x.pending_master.awaits_cast = False
-    if src.pending_master.awaits_cast:
+    if src.awaits_cast:
         x.take_values(src.values())
     return x
 
@@ -243,15 +240,15 @@ def _check_parts(
     part: ShardLayout,
     dtype: torch.dtype,
 ) -> None:
-    if not isinstance(part, ShardLayout) or part.dim:
-        raise TypeError(f"{name}: part must be a ShardLayout of rows, got {part!r}; shard with fully_shard")
+    if not isinstance(part, ShardLayout):
+        raise TypeError(f"{name}: part must be a ShardLayout, got {part!r}; shard with fully_shard")
     fmt = part.config.weight_format
     check_attributes(name, fmt, dtype, part.config)
     got = getattr(qdata, "shape", ())
     if got[:-1] != part.local_shape[:-1]:
         wanted = f"{list(part.local_shape)} of {part.name}"
         raise ValueError(f"{name}: qdata must be the rows {wanted}, got {list(got)}; shard anew with fully_shard")
-    check_parts(name, fmt, qdata, scale, global_scale, part.shape)
+    check_parts(name, fmt, qdata, scale, global_scale, part.shape, part.local_shape[-1])
 
 
 allow_in_files(QuantizedShard)
