@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchao_blockwise.distributed.collective_watchdog import naming_absent
+from torchao_blockwise.distributed.rank_consistency import naming_absent
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops import Backend, casting_backend
 from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, cuts_no_block

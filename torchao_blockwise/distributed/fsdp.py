@@ -23,8 +23,8 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise._compat.torch_fsdp import FsdpParameter
-from torchao_blockwise.distributed.agreement import check_same
 from torchao_blockwise.distributed.cast import Part, cast_parts, shard_part
+from torchao_blockwise.distributed.rank_consistency import check_same
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.fsdp import ShardLayout, attach, is_current

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._weights: list[PrimaryWeight] = []
         self._of: dict[torch.Tensor, PrimaryWeight] = {}
-        groups = as_groups(model.parameters() if params is None else params, _NAME)
+        groups = as_groups(model.parameters() if params is None else params)
         what = f"{optimizer_class.__name__}, shard {shard}, {described_options(optimizer_kwargs)}"
         check_parameters(_NAME, groups, self._names, self._group, what)
         self._add_masters(groups)
@@ -108,7 +108,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             # Called by the base class for the groups of the constructor, which have their masters.
             super().add_param_group(param_group)
             return
-        groups = as_groups([param_group], _NAME)
+        groups = as_groups([param_group])
         check_parameters(_NAME, groups, self._names, self._group, "add_param_group")
         super().add_param_group(groups[0])
         added = self._add_masters(groups)
@@ -231,20 +231,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             weight.master.copy_(values)
         self._adopt_all()
         self._write()
-
-    def bytes_at_rest(self) -> dict[str, float]:
-        """Bytes that this rank holds an element of the weights with masters: "weight", "master", "states", "total"."""
-        states = [x for w in self._weights for x in self.inner.state.get(w.master, {}).values()]
-        held = {
-            "weight": sum(w.quantized.nbytes for w in self._weights),
-            "master": sum(w.flat_master.nbytes for w in self._weights),
-            "states": sum(_compat.local_of(x).nbytes for x in states if isinstance(x, torch.Tensor)),
-        }
-        elements = max(sum(w.weight.numel() for w in self._weights), 1)
-        return {key: count / elements for key, count in (*held.items(), ("total", sum(held.values())))}
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(f"{_NAME}: it belongs to its model and cannot be copied or pickled; save state_dict()")
 
     # --- masters ------------------------------------------------------------------------------------------------------
 

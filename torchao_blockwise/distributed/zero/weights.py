@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.distributed.cast import shard_part
-from torchao_blockwise.distributed.collective_watchdog import naming_absent
 from torchao_blockwise.distributed.fsdp import cast_shards
 from torchao_blockwise.distributed.master_weights import write_masters
+from torchao_blockwise.distributed.rank_consistency import naming_absent
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import parts_of
