@@ -226,14 +226,19 @@ def of_transformers(config):
     return getattr(importlib.import_module("torchao_blockwise.integrations.transformers"), CONFIGS[config])
 
 
-def test_quantize_and_dry_run_take_a_training_config_and_no_class():
+def test_a_training_config_is_wanted_and_no_class():
+    calls = {
+        "quantize_": quantize_,
+        "dry_run": dry_run,
+        "recommended_layers": lambda model, config: quantize_(model, FP8, recommended_layers(model, config)),
+    }
     for config in CONFIGS:
         wrong = {f"the class {config.__name__}": config}
         if importlib.util.find_spec("transformers"):
             theirs = of_transformers(config)
             wrong |= {theirs.__name__: theirs(), f"the class {theirs.__name__}": theirs}
         for got, given in wrong.items():
-            for name, call in {"quantize_": quantize_, "dry_run": dry_run}.items():
+            for name, call in calls.items():
                 said = rf"^{name}: config must be a training config, got {got}; write {config.__name__}\(\)$"
                 with pytest.raises(TypeError, match=said):
                     call(layers(), given)

@@ -224,7 +224,7 @@ def test_quantized_parameters_train_by_adapters_alone(folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     (
-        ({"save_activation": "fp8"}, ValueError, "did you mean 'save_activations'"),
+        ({"save_activation": "fp8"}, TypeError, "did you mean 'save_activations'"),
         ({"modules_to_not_convert": "lm_head"}, TypeError, "must be a list of names"),
         ({"quant_method": "fp8"}, ValueError, "quant_method must be 'blockwise_fp8'"),
         ({"out_dtype": "bfloat61"}, ValueError, "out_dtype must be"),
