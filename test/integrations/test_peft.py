@@ -271,8 +271,13 @@ def test_merging_into_quantized_experts_that_train_says_what_to_do():
 
 
 @both_formats
-def test_merging_into_frozen_quantized_experts(config):
-    model = adapted_model("frozen_first", config, False, **EXPERTS)
-    before = {name: p.dequantize() for name, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
-    merged = logits(model.merge_and_unload())
-    assert torch.isfinite(merged).all() and len(before) > 2
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "frozen"))
+def test_merging_into_experts(config, masters):
+    """`w + b @ a` by `baddbmm`, which stays a weight; the GEMMs with it are in low precision."""
+    model = adapted_model("converted_first" if masters else "frozen_first", config, masters, **EXPERTS)
+    expected = logits(model)
+    merged = model.merge_and_unload()
+    got = logits(merged)
+    assert torch.equal(got, expected) if masters else torch.isfinite(got).all()
+    stacks = [p for p in merged.parameters() if p.dim() == 3]
+    assert len(stacks) == 2 and all(isinstance(p, (MasterWeightTensor, QuantizedTensor)) for p in stacks)

@@ -95,19 +95,44 @@ def test_loads_converted_and_remembers_the_recipe(cls, config, masters, folder, 
     assert_same_states(plain, model)
 
 
-@pytest.mark.parametrize("positional", (False, True), ids=("keyword", "positional"))
-def test_saves_the_state_dict_that_it_is_given(positional, folder, tmp_path):
+@both
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
+def test_a_model_that_quantize_converts_is_saved_plain(cls, config, masters, tied, tmp_path):
+    """It loads in a plain model, and converted again gives the same outputs."""
+    config = replace(config, master_weights=masters)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied))
+    quantize_(model, config, filter_fn=skip_lm_head())
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert all(type(p) is torch.nn.Parameter for p in again.parameters())
+    quantize_(again, config, filter_fn=skip_lm_head())
+    assert_bitwise_equal(again(TOKENS).logits.detach(), model(TOKENS).logits.detach())
+
+
+def test_saves_the_state_dict_that_it_is_given(folder, tmp_path):
     """As Trainer gives one that it has gathered from all ranks; the next save is of the model again."""
     model = load(folder, quantization_config=ours.BlockwiseFP8Config())
     given = {name: x + 1 for name, x in model.state_dict().items()}
-    if positional:
-        model.save_pretrained(tmp_path, True, dict(given))
-    else:
-        model.save_pretrained(tmp_path, state_dict=dict(given))
-    for name, x in load(tmp_path).state_dict().items():
-        assert_bitwise_equal(x, given[name], name)
-    model.save_pretrained(tmp_path)
-    assert_same_states(load(tmp_path), model)
+    for arguments, options in (((True, dict(given)), {}), ((), {"state_dict": dict(given)})):
+        model.save_pretrained(tmp_path, *arguments, **options)
+        for name, x in load(tmp_path).state_dict().items():
+            assert_bitwise_equal(x, given[name], name)
+        model.save_pretrained(tmp_path)
+        assert_same_states(load(tmp_path), model)
+
+
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+def test_a_torchao_config_is_refused(masters, folder, caplog):
+    """transformers collects errors of layers in a report, and then raises one of its own."""
+    transformers.utils.logging.enable_propagation()
+    try:
+        with pytest.raises(RuntimeError, match="automatic conversion"):
+            load(folder, quantization_config=transformers.TorchAoConfig(replace(FP8, master_weights=masters)))
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert "take quantization_config=BlockwiseFP8Config(...) from torchao_blockwise.integrations" in caplog.text
 
 
 def test_dequantize_gives_the_plain_model_back(folder):
