@@ -74,11 +74,6 @@ class BlockwisePrecision(Precision):
         self._module = module
         if is_converted(module):
             return module
-        if any(hasattr(p, "device_mesh") for p in module.parameters()):
-            raise ValueError(
-                "BlockwisePrecision: the module is sharded already; in configure_model call "
-                "self.trainer.precision_plugin.convert_module(self.model) before fully_shard"
-            )
         return convert(self._others.convert_module(module), self.config, self._filter_fn)
 
     def state_dict(self) -> dict[str, Any]:
