@@ -9,7 +9,8 @@ import torch
 from helpers import FP8
 from torchao.quantization import quantize_
 
-from torchao_blockwise import linears_and_experts, skip_lm_head
+from torchao_blockwise import linears_and_experts, ops, skip_lm_head
+from torchao_blockwise.formats import FP8_128X128, Operand
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -43,6 +44,13 @@ def tensors_in(folder) -> dict[str, torch.Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         found |= safetensors.load_file(file)
     return found
+
+
+def decoded_fp8(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The values of a file's weight in blocks of FP8."""
+    return ops.dequantize(
+        Operand(qdata, scale.float(), None, FP8_128X128.name), dtype=torch.float32, columns=qdata.shape[-1]
+    )
 
 
 def digest(x: torch.Tensor) -> str:

@@ -107,6 +107,6 @@ def test_verify_compares_files_with_checksums(format, tmp_path, capsys):
     assert "2.bias: checksum " in out and "out has no 0.bias" in out and "sums.json has no more" in out
     (tmp_path / "sums.json").write_text("[]")
     assert main(command) == 2
-    assert "must hold {name: checksum}, got a list; write it anew" in capsys.readouterr().err
+    assert "must hold {name: checksum}, got a list; write it again" in capsys.readouterr().err
     (tmp_path / "sums.json").write_text("{")
     assert main(command) == 2

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
 import safetensors.torch as safetensors
-from exported_models import SMALL, digest, language_model, logits, tensors_in
+from exported_models import SMALL, decoded_fp8, digest, language_model, logits, tensors_in
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -87,7 +87,7 @@ def test_gpt_oss_in_fp8_is_read(tmp_path):
         experts, rows, columns = found[name].shape
         found[name] = torch.randn(experts, rows, columns).to(torch.float8_e4m3fn)
         found[f"{name}_scale_inv"] = torch.rand(experts, -(-rows // 128), -(-columns // 128)) + 0.5
-        values[name] = checkpoint.fp8_block.values(found[name], found[f"{name}_scale_inv"], torch.float32)
+        values[name] = decoded_fp8(found[name], found[f"{name}_scale_inv"])
     assert len(values) == 4
     safetensors.save_file(found, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
     model = gpt_oss()

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchao_blockwise import checkpoint
-from torchao_blockwise.checkpoint import stored
-from torchao_blockwise.checkpoint.files import Files
+from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.testing import assert_bitwise_equal
 
 sys.path.append(str(Path(__file__).parent))
@@ -101,11 +100,10 @@ def damaged(file: bytes, draw: random.Random) -> bytes:
 
 def read_all(folder: Path) -> None:
     """Everything that `load`, `convert` and `verify` do to files before and while they read them."""
-    files = Files(folder)
-    for name in sorted(stored.weights_in(files)):
-        stored.check(files, name, torch.Size(stored.shape(files, name)))
-        held = stored.quantized(files, name, torch.float32)
-        values = files.read(name) if held is None else held.dequantize()
+    weights = StoredWeights(folder)
+    for name in sorted(weights.names):
+        weights.check(name, weights.shape(name))
+        values = weights.values(name, torch.float32)
         # Every byte is touched.
         values.view(torch.uint8).sum() if values.numel() and values.dim() else values.clone()
 

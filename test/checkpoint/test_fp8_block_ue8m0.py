@@ -19,7 +19,7 @@ from torchao_blockwise.testing import assert_bitwise_equal
 sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
-from exported_models import digest, language_model, tensors_in, tiny_mixture
+from exported_models import decoded_fp8, digest, language_model, tensors_in, tiny_mixture
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 FORMAT = "fp8_block_ue8m0"
@@ -70,8 +70,8 @@ def test_a_whole_model_is_loaded(masters, tmp_path):
         values = lambda x: x.quantized() if hasattr(x, "quantized") else x  # noqa: E731
         got, wanted = (values(x) for x in (other.get_parameter(n), p))
         if hasattr(wanted, "qdata"):
-            decoded = checkpoint.fp8_block.values(wanted.qdata, wanted.scale, torch.float32)
-            assert_bitwise_equal(checkpoint.fp8_block.values(got.qdata, got.scale, torch.float32), decoded, n)
+            decoded = decoded_fp8(wanted.qdata, wanted.scale)
+            assert_bitwise_equal(decoded_fp8(got.qdata, got.scale), decoded, n)
             assert_bitwise_equal(plain.get_parameter(n).detach(), decoded, n)
             if not masters:
                 assert digest(got.qdata) == digest(wanted.qdata) and digest(got.scale) == digest(wanted.scale)
@@ -82,7 +82,7 @@ def quantized_again(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     Source: vLLM 0.33, fp8_utils.py (`requant_weight_ue8m0_inplace`), utils/deep_gemm.py (`per_block_cast_to_fp8`).
     """
-    values, again = checkpoint.fp8_block.values(codes, scale, torch.float32), torch.empty(codes.shape)
+    values, again = decoded_fp8(codes, scale), torch.empty(codes.shape)
     for i in range(0, codes.shape[0], 128):
         for j in range(0, codes.shape[1], 128):
             block = values[i : i + 128, j : j + 128]
@@ -102,7 +102,7 @@ def test_engines_that_quantize_weights_again_keep_their_values(tmp_path):
         found = tensors_in(tmp_path / format)
         for i in (0, 2):
             codes, scale = found[f"{i}.weight"], found[f"{i}.{name}"]
-            values = checkpoint.fp8_block.values(codes, scale, torch.float32)
+            values = decoded_fp8(codes, scale)
             changed[format, i] = (quantized_again(codes, scale) != values).float().mean().item()
     assert changed["fp8_block_ue8m0", 0] == changed["fp8_block_ue8m0", 2] == 0
     assert min(changed["fp8_block", 0], changed["fp8_block", 2]) > 0.5
@@ -203,5 +203,5 @@ def test_transformers_loads_it(tmp_path):
     for n, p in model.named_parameters():
         if hasattr(p, "quantized"):
             operand = p.quantized()
-            decoded = checkpoint.fp8_block.values(operand.qdata, operand.scale, torch.float32)
+            decoded = decoded_fp8(operand.qdata, operand.scale)
             torch.testing.assert_close(loaded.get_parameter(n).detach(), decoded, rtol=0.01, atol=1e-4)

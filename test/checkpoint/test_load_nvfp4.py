@@ -11,7 +11,8 @@ import torch
 from helpers import FP8, NVFP4, mlp, replace
 
 from torchao_blockwise import MasterWeightTensor, NVFP4Tensor, checkpoint, ops
-from torchao_blockwise.checkpoint import nvfp4_packed
+from torchao_blockwise.checkpoint.layouts import COMPRESSED_TENSORS
+from torchao_blockwise.checkpoint.stored_weights import decode_factor
 from torchao_blockwise.cli import main
 from torchao_blockwise.formats import E2M1, NVFP4_16X16, global_scale_of
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -23,7 +24,7 @@ import safetensors.torch as safetensors
 from exported_models import digest, language_model, logits, tensors_in
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-FORMAT = nvfp4_packed.NAME
+FORMAT = COMPRESSED_TENSORS.name
 QUANTIZED = replace(NVFP4, master_weights=False)
 FEATURES = (208, 304, 130)
 masters_or_not = pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
@@ -110,12 +111,12 @@ def test_every_factor_comes_back():
     amax = torch.cat((torch.logspace(-30, 30, 20_000), torch.rand(20_000) + 1, torch.tensor([0.0, 1e-34, 1e37])))
     for x in amax:
         stored = global_scale_of(x).reciprocal()
-        factor = nvfp4_packed.decode_factor(stored.reshape(1))
+        factor = decode_factor(stored.reshape(1))
         assert torch.equal(factor.reciprocal(), stored), x
         assert torch.equal(global_scale_of(factor * 2688), factor), x
     # What no such number has as its reciprocal is inverted, and no more.
     for stored in torch.rand(2000) + 1:
-        torch.testing.assert_close(nvfp4_packed.decode_factor(stored) * stored, torch.ones(()), rtol=2e-7, atol=0)
+        torch.testing.assert_close(decode_factor(stored) * stored, torch.ones(()), rtol=2e-7, atol=0)
 
 
 def test_blocks_whose_scale_underflows_come_back_as_zeros(tmp_path):
@@ -192,15 +193,27 @@ WRONG = {
     "no scale": (
         lambda t: t.pop("0.weight_scale"),
         ValueError,
-        r"0\.weight_packed in .*model\.safetensors is packed and has no 0\.weight_scale; .* copy them anew",
+        r"0\.weight_packed in .*model\.safetensors is in U8 and has no 0\.weight_scale; copy the files again",
     ),
     "no tensor scale": (lambda t: t.pop("2.weight_global_scale"), ValueError, r"has no 2\.weight_global_scale"),
     "no payload": (lambda t: t.pop("0.weight_packed"), KeyError, r"has no 0\.weight"),
     "zero": (_set("2.weight_global_scale", 0), ValueError, r"2\.weight_global_scale in .* is 0\.0, no positive number"),
-    "NaN": (_set("2.weight_global_scale", float("nan")), ValueError, r"is nan, no positive number; copy the file anew"),
+    "NaN": (
+        _set("2.weight_global_scale", float("nan")),
+        ValueError,
+        r"is nan, no positive number; copy the file again",
+    ),
     "Inf": (_set("2.weight_global_scale", float("inf")), ValueError, r"is inf, no positive number"),
-    "negative": (_set("0.weight_scale", -1), ValueError, r"0\.weight_scale in .* has scales that are negative or NaN"),
-    "NaN block": (_set("0.weight_scale", float("nan")), ValueError, r"scales that are negative or NaN; copy the file"),
+    "negative": (
+        _set("0.weight_scale", -1),
+        ValueError,
+        r"0\.weight_scale in .* has scales that are no positive numbers",
+    ),
+    "NaN block": (
+        _set("0.weight_scale", float("nan")),
+        ValueError,
+        r"scales that are no positive numbers; copy the file",
+    ),
     "rows": (
         lambda t: t.update({"2.weight_scale": t["2.weight_scale"][1:].clone()}),
         ValueError,
@@ -219,7 +232,7 @@ WRONG = {
     "dtype": (
         lambda t: t.update({"0.weight_scale": t["0.weight_scale"].float()}),
         ValueError,
-        r"0\.weight_scale in .* is in F32, NVFP4 wants F8_E4M3",
+        r"0\.weight_scale in .* is in F32; F8_E4M3 is read there",
     ),
 }
 

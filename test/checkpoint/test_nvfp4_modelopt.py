@@ -13,7 +13,7 @@ import torch
 from helpers import NVFP4, mlp, replace
 
 from torchao_blockwise import checkpoint
-from torchao_blockwise.checkpoint import nvfp4_modelopt, nvfp4_packed
+from torchao_blockwise.checkpoint import layouts
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.cli import main
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -25,7 +25,7 @@ import safetensors.torch as safetensors
 from exported_models import digest, language_model, tensors_in
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-FORMAT = nvfp4_modelopt.NAME
+FORMAT = layouts.MODELOPT.name
 PARTS = ("weight", "weight_scale", "weight_scale_2")
 FEATURES = (208, 304, 130)
 masters_or_not = pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
@@ -64,7 +64,7 @@ def test_files_have_the_bytes_that_products_read(masters, tmp_path):
 def test_it_is_what_the_other_format_of_nvfp4_has(name, tmp_path):
     """Other names, and the tensor scale's reciprocal; layers that engines join have one here, too."""
     found = export(language_model(name, NVFP4), tmp_path / "out")
-    other = export(language_model(name, NVFP4), tmp_path / "other", nvfp4_packed.NAME)
+    other = export(language_model(name, NVFP4), tmp_path / "other", layouts.COMPRESSED_TENSORS.name)
     renamed = {
         n.removesuffix("_packed").replace("weight_global_scale", "weight_scale_2"): x.view(torch.uint8)
         for n, x in other.items()
@@ -117,8 +117,8 @@ def test_scales_of_activations_are_read_past(tmp_path):
 
 
 WRONG = {
-    "no tensor scale": (lambda t: t.pop("2.weight_scale_2"), r"2\.weight in .* is packed and has no 2\.weight_scale_2"),
-    "no scale": (lambda t: t.pop("0.weight_scale"), r"0\.weight in .* is packed and has no 0\.weight_scale;"),
+    "no tensor scale": (lambda t: t.pop("2.weight_scale_2"), r"2\.weight in .* is in U8 and has no 2\.weight_scale_2"),
+    "no scale": (lambda t: t.pop("0.weight_scale"), r"0\.weight in .* is in U8 and has no 0\.weight_scale;"),
     "zero": (lambda t: t["0.weight_scale_2"].zero_(), r"0\.weight_scale_2 in .* is 0\.0, no positive number"),
     "algorithm": (None, r"quant_algo is 'W4A8_AWQ'; of modelopt's files those of 'W4A16_NVFP4' or 'NVFP4' are read"),
 }
@@ -166,5 +166,5 @@ def test_model_optimizer_decodes_it(tmp_path):
         torch.testing.assert_close(values, plain[i].weight.detach(), rtol=3e-7, atol=0)
     convert = importlib.import_module("modelopt.torch.export.convert_hf_config").convert_hf_quant_config_format
     plain = PlainLayers(["lm_head"], [])
-    written = nvfp4_modelopt.other_files(plain)["hf_quant_config.json"]
-    assert convert(written).items() <= nvfp4_modelopt.settings(plain).items()
+    settings = layouts.MODELOPT.settings(plain)
+    assert convert(layouts.hf_quant_config(settings)).items() <= settings.items()

@@ -14,8 +14,8 @@ from helpers import NVFP4, mlp, replace
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor, NVFP4Tensor, checkpoint, linears_and_experts, ops, skip_lm_head
-from torchao_blockwise.checkpoint import nvfp4_packed
 from torchao_blockwise.checkpoint.fused_layers import fused_layers
+from torchao_blockwise.checkpoint.layouts import COMPRESSED_TENSORS
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.formats import E2M1, NVFP4_16X16
 from torchao_blockwise.testing import assert_bitwise_equal
@@ -26,7 +26,7 @@ pytest.importorskip("safetensors.torch")
 from exported_models import digest, language_model, tensors_in
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
-FORMAT = nvfp4_packed.NAME
+FORMAT = COMPRESSED_TENSORS.name
 PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
@@ -134,7 +134,7 @@ def test_compressed_tensors_reads_it(tmp_path):
     compressors = importlib.import_module("compressed_tensors.compressors")
     quantization = importlib.import_module("compressed_tensors.quantization")
     found = export(mlp(NVFP4, features=(208, 304, 144)), tmp_path / "out")
-    group = nvfp4_packed.settings(PlainLayers([], []))["config_groups"]["group_0"]
+    group = COMPRESSED_TENSORS.settings(PlainLayers([], []))["config_groups"]["group_0"]
     scheme = quantization.QuantizationScheme(**group)
     preset = quantization.preset_name_to_scheme("NVFP4A16", ["Linear"])
     ours = {k: v for k, v in scheme.weights.model_dump().items() if k != "scale_dtype"}

@@ -11,6 +11,7 @@ import torch
 from helpers import FP8, FP8_POW2, NVFP4, mlp, replace
 
 from torchao_blockwise import checkpoint
+from torchao_blockwise.checkpoint import layouts
 from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.cli import main
@@ -20,7 +21,7 @@ sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
 import safetensors.torch as safetensors
-from exported_models import digest, language_model, logits, tensors_in
+from exported_models import decoded_fp8, digest, language_model, logits, tensors_in
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
@@ -58,7 +59,7 @@ def test_fp8_blocks_of_compressed_tensors(dtype, masters, tmp_path):
     model = mlp(None if masters is None else replace(FP8, master_weights=masters), FEATURES)
     checkpoint.load(model, tmp_path / "other")
     for i, got in zip((0, 2), values_of(model)):
-        expected = checkpoint.fp8_block.values(found[f"{i}.weight"], found[f"{i}.weight_scale"], torch.float32)
+        expected = decoded_fp8(found[f"{i}.weight"], found[f"{i}.weight_scale"])
         torch.testing.assert_close(got, expected, rtol=2**-22, atol=0)
     assert main(["verify", str(tmp_path / "other"), str(tmp_path / "other")]) == 0
 
@@ -75,9 +76,7 @@ def test_scales_of_zero_of_blocks_of_zeros(masters, tmp_path):
     model = mlp(None if masters is None else replace(FP8, master_weights=masters), features)
     checkpoint.load(model, tmp_path / "other")
     scale = found["0.weight_scale_inv"]
-    assert_bitwise_equal(
-        values_of(model)[0].abs(), checkpoint.fp8_block.values(found["0.weight"], scale, torch.float32).abs()
-    )
+    assert_bitwise_equal(values_of(model)[0].abs(), decoded_fp8(found["0.weight"], scale).abs())
     assert model(torch.ones(1, 256)).isfinite().all()
 
 
@@ -199,8 +198,8 @@ def test_other_scales_than_the_models_are_named(of_files, of_model, masters, has
     """Whether or not config.json says `scale_fmt`."""
     checkpoint.export(with_halves(of_files), tmp_path / "out")
     if has_config:
-        settings = checkpoint.fp8_block.settings(PlainLayers([], []))
-        settings |= checkpoint.fp8_block.SCALE_FMT if of_files is FP8_POW2 else {}
+        settings = layouts.FP8.settings(PlainLayers([], []))
+        settings |= layouts.SCALE_FMT if of_files is FP8_POW2 else {}
         (tmp_path / "out" / "config.json").write_text(json.dumps({"quantization_config": settings}))
     model = mlp(replace(of_model, master_weights=masters), WIDE)
     if not masters and of_files is FP8_POW2:

@@ -175,7 +175,7 @@ def test_what_is_killed_is_not_taken_for_whole(tmp_path, capsys):
     assert main(["verify", str(left), str(tmp_path / "out")]) == 1
     assert main(["verify", str(tmp_path / "out"), str(left)]) == 1
     said = capsys.readouterr().out
-    assert "has no model." in said and "is in e4m3 and has no" in said
+    assert "has no model." in said and "is in F8_E4M3 and has no" in said
     with pytest.raises((OSError, ValueError)):
         transformers.AutoModelForCausalLM.from_pretrained(left)
 

@@ -262,10 +262,9 @@ class Files:
             if name not in self._held:
                 raise ValueError(f"load: {index} has {name} in {file}, which lacks it; copy both again")
         if strays:
-            shown = ", ".join(strays[:_SHOWN]) + (f" and {len(strays) - _SHOWN} more" if strays[_SHOWN:] else "")
             why = f"{INDEX} does not list them" if listed is not None else f"the checkpoint is {self.files[0]}"
             why += ", .." * (listed is None and len(self.files) > 1)
-            warnings.warn(f"load: {self.path}: ignored {shown}, because {why}", stacklevel=2)
+            warnings.warn(f"load: {self.path}: ignored {shown(strays)}, because {why}", stacklevel=2)
 
     def _hold(self, file: str, listed: dict[str, str] | None) -> list[str]:
         """Take up the tensors of a file that the index lists there; the names of the others."""
@@ -355,6 +354,11 @@ class Files:
             for key in _SETTINGS:
                 part.pop(key, None)
         return content
+
+
+def shown(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
 
 
 def _canonical(folder: Path, names: list[str]) -> list[str]:

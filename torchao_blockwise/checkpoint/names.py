@@ -18,7 +18,7 @@ from torchao_blockwise._compat import hugging_face, wrappers
 _DIMS_OF_EXPERTS = 3
 # Scales of activations, keys and values that an engine quantizes. They are no part of a model, and training derives its
 # own: where a model has no such name, `load`, `convert` and `verify` ignore them.
-OF_AN_ENGINE = r"\.(q|k|v|kv|prob|input|output)_scale$"
+OF_AN_ENGINE = r"\.(q|k|v|kv|prob|input|output|input_global)_scale$"
 
 
 def unwrapped(op: str, model: nn.Module) -> nn.Module:
