@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import FP8
+from helpers import FP8, FP8_POW2, NVFP4
+from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import linears_and_experts, ops, skip_lm_head
+from torchao_blockwise import checkpoint, linears_and_experts, ops, skip_lm_head
 from torchao_blockwise.formats import FP8_128X128, Operand
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -37,6 +40,46 @@ def language_model(name: str, config=FP8, **more):
     if config is not None:
         quantize_(model, config, filter_fn=linears_and_experts() & skip_lm_head())
     return model
+
+
+# The config that each format of files is of.
+FORMATS = {
+    "fp8_block": FP8,
+    "fp8_block_ue8m0": FP8_POW2,
+    "nvfp4_compressed_tensors": NVFP4,
+    "nvfp4_modelopt": NVFP4,
+}
+every_format = pytest.mark.parametrize("format", FORMATS)
+masters_or_not = pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+
+
+def export(model: nn.Module, folder: Path, format: str = "fp8_block") -> dict[str, torch.Tensor]:
+    """The tensors of the files; what `export` warns of is not shown."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        checkpoint.export(model, folder, format)
+    return tensors_in(folder)
+
+
+def save(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """The folder has one file, with these tensors."""
+    folder.mkdir(exist_ok=True)
+    safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def filled(model: nn.Module, value: float = 1.0) -> nn.Module:
+    """The model, all of whose Parameters have this value."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.full(p.shape, value))
+    return model
+
+
+def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """By name, dtype, shape and bytes."""
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (got[name].dtype, got[name].shape, digest(got[name])) == (x.dtype, x.shape, digest(x)), name
 
 
 def tensors_in(folder) -> dict[str, torch.Tensor]:

@@ -33,8 +33,7 @@ from torchao_blockwise.checkpoint.plain_layers import PlainLayers, Written, chec
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.checkpoint.tensor_scales import storable
 from torchao_blockwise.checkpoint.writing import SHARD_BYTES, check_finite, check_model, write_settings
-from torchao_blockwise.cli.models import meta_model
-from torchao_blockwise.cli.terminal import UsageError
+from torchao_blockwise.cli.inputs import UsageError, meta_model
 
 _T = TypeVar("_T")
 HELP = "quantize a checkpoint on disk for inference engines"
