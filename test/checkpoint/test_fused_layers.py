@@ -15,9 +15,9 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, linears_and_experts, skip_fqns, skip_lm_head
-from torchao_blockwise.checkpoint.fused_layers import fused_layers
-from torchao_blockwise.checkpoint.plain_layers import Written, warn_of_fused
-from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
+from torchao_blockwise.checkpoint.fused_layers import fused_layers, shared_amaxes
+from torchao_blockwise.checkpoint.model_tensors import Written
+from torchao_blockwise.checkpoint.plain_layers import warn_of_fused
 from torchao_blockwise.cli import main
 
 sys.path.append(str(Path(__file__).parent))

@@ -27,8 +27,8 @@ from torchao_blockwise import (
     skip_lm_head,
 )
 from torchao_blockwise.checkpoint.layouts import LAYOUTS as FILE_FORMATS
-from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
-from torchao_blockwise.checkpoint.plain_layers import Written, plain_layers, written
+from torchao_blockwise.checkpoint.model_tensors import Written, all_parts_on_disk, tensors_of, written
+from torchao_blockwise.checkpoint.plain_layers import plain_layers
 from torchao_blockwise.cli import main
 from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal

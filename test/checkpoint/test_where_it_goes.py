@@ -186,7 +186,7 @@ def test_the_second_of_two_at_once_is_said(there, tmp_path):
     out = tmp_path / "out"
     if there:
         out.mkdir()
-    said = pytest.raises(FileExistsError, match=r"out has got files since this began.*give each a directory")
+    said = pytest.raises(FileExistsError, match=r"out has got files since this began.*give each a separate directory")
     with said, files.Folder(out, 1000) as second:
         second.add("second", torch.ones(3))
         checkpoint.export(mlp(FP8), out)

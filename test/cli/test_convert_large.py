@@ -13,7 +13,7 @@ from torchao.quantization import quantize_
 from torchao_blockwise import checkpoint, linears_and_experts, skip_lm_head
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.checkpoint.files import Files, Folder
-from torchao_blockwise.checkpoint.names import all_parts_on_disk, parts_on_disk, tensors_of
+from torchao_blockwise.checkpoint.model_tensors import all_parts_on_disk, parts_on_disk, tensors_of
 from torchao_blockwise.cli import convert, main
 from torchao_blockwise.cli.inputs import meta_model
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchao_blockwise.checkpoint.names import Part
+from torchao_blockwise.checkpoint.model_tensors import Part
 from torchao_blockwise.checkpoint.plain_layers import PlainLayers
 from torchao_blockwise.formats import FP8_128X128, NVFP4_1X16, NVFP4_16X16, BlockFormat, Operand
 

@@ -14,10 +14,17 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import shown
+from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
 from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
 from torchao_blockwise.checkpoint.layouts import FP8
-from torchao_blockwise.checkpoint.names import OF_AN_ENGINE, Part, all_parts_on_disk, tensors_of, unwrapped
-from torchao_blockwise.checkpoint.plain_layers import has_power_of_2_scales
+from torchao_blockwise.checkpoint.model_tensors import (
+    OF_AN_ENGINE,
+    Part,
+    all_parts_on_disk,
+    has_power_of_2_scales,
+    tensors_of,
+    unwrapped,
+)
 from torchao_blockwise.checkpoint.stored_weights import TAKE_PLAIN, StoredWeights
 from torchao_blockwise.tensors import MasterWeightTensor, NVFP4Tensor, QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.state_values import over_blocks, plain_values
@@ -180,8 +187,7 @@ def _master_values(x: Any) -> torch.Tensor:
 
 def _quantized_as(x: NVFP4Tensor, values: torch.Tensor) -> NVFP4Tensor:
     """`values` in the blocks of `x` and with its tensor scale."""
-    tensor_amax = x.global_scale * (x.fmt.element.max * x.fmt.scale_max)
-    made = ops.quantize(values, x.fmt, tensor_amax=tensor_amax).rowwise
+    made = ops.quantize(values, x.fmt, tensor_amax=x.global_scale * TENSOR_MAX).rowwise
     assert made is not None and made.global_scale is not None
     return NVFP4Tensor(made.qdata, made.scale, made.global_scale, x.columns, x.block_size, x.dtype)
 

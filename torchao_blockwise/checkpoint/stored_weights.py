@@ -9,6 +9,7 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise.checkpoint.files import Files
+from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
 from torchao_blockwise.checkpoint.layouts import (
     ALGORITHMS,
     COMPRESSED_TENSORS,
@@ -185,8 +186,7 @@ def decode_factor(stored: torch.Tensor) -> torch.Tensor:
     around = [torch.nextafter(near, torch.full_like(near, bound)) for bound in (0.0, float("inf"))]
     candidates = torch.stack((near, *around))
     fits = candidates.reciprocal() == stored
-    whole = NVFP4_16X16.element.max * NVFP4_16X16.scale_max
-    comes_back = candidates * whole / whole == candidates
+    comes_back = candidates * TENSOR_MAX / TENSOR_MAX == candidates
     return torch.cat((candidates[fits & comes_back], candidates[fits], near[None]))[0]
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import Folder
+from torchao_blockwise.checkpoint.fused_layers import shared_amaxes
 from torchao_blockwise.checkpoint.gathering import agreed, is_shared, wholes
 from torchao_blockwise.checkpoint.layouts import (
     FP8,
@@ -27,19 +28,18 @@ from torchao_blockwise.checkpoint.layouts import (
     Layout,
     hf_quant_config,
 )
-from torchao_blockwise.checkpoint.names import Part, all_parts_on_disk, tensors_of, unwrapped
-from torchao_blockwise.checkpoint.plain_layers import (
+from torchao_blockwise.checkpoint.model_tensors import (
+    Part,
     Written,
-    check_read,
+    all_parts_on_disk,
     has_power_of_2_scales,
     is_converted,
-    plain_layers,
-    warn_of_fused,
-    warn_of_ragged,
+    tensors_of,
+    unwrapped,
     weights_of_embeddings,
     written,
 )
-from torchao_blockwise.checkpoint.tensor_scales import shared_amaxes
+from torchao_blockwise.checkpoint.plain_layers import check_read, plain_layers, warn_of_fused, warn_of_ragged
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 

@@ -26,12 +26,18 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import conversion, ops
 from torchao_blockwise.checkpoint.files import Folder
-from torchao_blockwise.checkpoint.fused_layers import fused_layers
+from torchao_blockwise.checkpoint.fused_layers import fused_layers, storable
 from torchao_blockwise.checkpoint.layouts import FP8, FP8_UE8M0, LAYOUTS, SCALE_FMT
-from torchao_blockwise.checkpoint.names import OF_AN_ENGINE, Part, all_parts_on_disk, tensors_of
-from torchao_blockwise.checkpoint.plain_layers import PlainLayers, Written, check_read, written
+from torchao_blockwise.checkpoint.model_tensors import (
+    OF_AN_ENGINE,
+    Part,
+    Written,
+    all_parts_on_disk,
+    tensors_of,
+    written,
+)
+from torchao_blockwise.checkpoint.plain_layers import PlainLayers, check_read
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
-from torchao_blockwise.checkpoint.tensor_scales import storable
 from torchao_blockwise.checkpoint.writing import SHARD_BYTES, check_finite, check_model, write_settings
 from torchao_blockwise.cli.inputs import UsageError, meta_model
 

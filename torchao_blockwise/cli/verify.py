@@ -21,7 +21,7 @@ import torch
 
 from torchao_blockwise.checkpoint import checksums
 from torchao_blockwise.checkpoint.files import Files
-from torchao_blockwise.checkpoint.names import OF_AN_ENGINE
+from torchao_blockwise.checkpoint.model_tensors import OF_AN_ENGINE
 from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.cli.inputs import UsageError
 from torchao_blockwise.formats import NVFP4_16X16
