@@ -12,8 +12,9 @@ from helpers import FP8, FP8_POW2, NVFP4
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import checkpoint, linears_and_experts, ops, skip_lm_head
-from torchao_blockwise.formats import FP8_128X128, Operand
+from torchao_blockwise import MasterWeightTensor, checkpoint, linears_and_experts, skip_lm_head
+from torchao_blockwise.formats import E2M1, Operand
+from torchao_blockwise.tensors import QuantizedTensor
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -89,11 +90,28 @@ def tensors_in(folder) -> dict[str, torch.Tensor]:
     return found
 
 
-def decoded_fp8(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The values of a file's weight in blocks of FP8."""
-    return ops.dequantize(
-        Operand(qdata, scale.float(), None, FP8_128X128.name), dtype=torch.float32, columns=qdata.shape[-1]
-    )
+def values_of(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach()
+    return x.hp if isinstance(x, MasterWeightTensor) else x.dequantize() if isinstance(x, QuantizedTensor) else x
+
+
+def operand_of(weight: torch.Tensor) -> Operand:
+    """What products read of a converted weight."""
+    return weight.quantized() if isinstance(weight, MasterWeightTensor) else weight.operand()
+
+
+def decoded(found: dict[str, torch.Tensor], name: str, scale: str | None = None) -> torch.Tensor:
+    """By the rules of the formats, the values of a weight in files. scale: the name of its scales in FP8."""
+    if name in found and found[name].dtype == torch.float8_e4m3fn:
+        codes, grid = found[name].float(), found[scale or f"{name}_scale_inv"].float()
+        rows = grid.repeat_interleave(128, -2)[..., : codes.shape[-2], :]
+        return codes * rows.repeat_interleave(128, -1)[..., : codes.shape[-1]]
+    if name in found:
+        packed, factor = found[name], found[f"{name}_scale_2"]
+    else:
+        packed, factor = found[f"{name}_packed"], 1 / found[f"{name}_global_scale"]
+    codes = E2M1.decode(packed, 2 * packed.shape[-1]).float()
+    return codes * (found[f"{name}_scale"].float() * factor).repeat_interleave(16, -1)
 
 
 def digest(x: torch.Tensor) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torchao_blockwise import checkpoint
 from torchao_blockwise.checkpoint import checking
 from torchao_blockwise.cli import main
 
-sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
 import safetensors.torch as safetensors

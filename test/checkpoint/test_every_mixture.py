@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 from helpers import FP8_POW2, NVFP4
@@ -15,7 +13,6 @@ from torchao_blockwise import checkpoint, recommended_layers, skip_fqns
 from torchao_blockwise.checkpoint.layouts import FP8, FP8_UE8M0, UE8M0_MODEL_TYPE
 from torchao_blockwise.cli import main
 
-sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
 from exported_models import TINY_MIXTURES, tensors_in, tiny_mixture

@@ -7,9 +7,7 @@ import itertools
 import json
 import random
 import re
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +31,6 @@ from torchao_blockwise.cli import main
 from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
-sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
 from exported_models import MODELS, TINY_MIXTURES, language_model, safetensors, tiny_mixture

@@ -232,6 +232,10 @@ WRONG = {
         ["convert", "plain", "again", "--to", "nvfp4_modelopt", "--power-of-2-scales"],
         "--power-of-2-scales is for fp8_block; leave it out",
     ),
+    "bytes of scales": (
+        ["convert", "plain", "again", "--to", "fp8_block_ue8m0"],
+        "has model_type llama; choose fp8_block and --power-of-2-scales, ",
+    ),
     "verify": (["verify", "plain", "nowhere"], "has no *.safetensors"),
 }
 
