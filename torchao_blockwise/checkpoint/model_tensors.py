@@ -1,4 +1,4 @@
-"""What a model's tensors are called on disk, and which part of them each name has.
+"""The tensors of a model: what they are called on disk, which part each name has, and which are quantized there.
 
 transformers keeps experts in one Parameter [E, 2I, H], and writes a file's tensor for each expert and projection. It is
 asked how: a tensor of row numbers goes through its own conversion, which shows where each row goes.
@@ -6,19 +6,20 @@ asked how: a tensor of row numbers goes through its own conversion, which shows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import hugging_face, wrappers
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
-_DIMS_OF_EXPERTS = 3
+DIMS_OF_EXPERTS = 3
 # Scales of activations, keys and values that an engine quantizes. They are no part of a model, and training derives its
 # own: where a model has no such name, `load`, `convert` and `verify` ignore them.
-OF_AN_ENGINE = r"\.(q|k|v|kv|prob|input|output)_scale$"
+OF_AN_ENGINE = r"\.(q|k|v|kv|prob|input|output|input_global)_scale$"
 
 
 def unwrapped(op: str, model: nn.Module) -> nn.Module:
@@ -43,6 +44,21 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     for path, module in model.named_modules():
         found |= {f"{path}.{name}".lstrip("."): x for name, x in _compat.saved_buffers_of(module).items()}
     return {wrappers.own_name(name): x for name, x in found.items()}
+
+
+def is_converted(x: torch.Tensor) -> bool:
+    return isinstance(_compat.local_of(x), (MasterWeightTensor, QuantizedTensor))
+
+
+def has_power_of_2_scales(x: Any) -> bool:
+    """Whether a converted weight is quantized with scales that are powers of two."""
+    return bool(getattr(x.config if isinstance(x, MasterWeightTensor) else x, "power_of_2_scales", False))
+
+
+def weights_of_embeddings(model: nn.Module) -> set[str]:
+    """Parameters that embeddings look values up in, whatever layers share them."""
+    own = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {name for name, x in tensors_of(model).items() if id(x) in own}
 
 
 class Part(NamedTuple):
@@ -81,7 +97,7 @@ def all_parts_on_disk(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
     """
     if not tensors:
         return {}
-    asked = {name: torch.empty(x.shape, device="meta") for name, x in tensors.items() if x.dim() < _DIMS_OF_EXPERTS}
+    asked = {name: torch.empty(x.shape, device="meta") for name, x in tensors.items() if x.dim() < DIMS_OF_EXPERTS}
     names = {id(x): name for name, x in hugging_face.reverted(model, asked).items()}
     return {
         name: [Part(names[id(asked[name])])]
@@ -101,7 +117,7 @@ def parts_on_disk(model: nn.Module, name: str, shape: torch.Size) -> list[Part]:
         ((other, x),) = reverted.items()
         if x.shape == shape:
             return [Part(other)]
-    if len(shape) != _DIMS_OF_EXPERTS:
+    if len(shape) != DIMS_OF_EXPERTS:
         raise NotImplementedError(_refusal(model, name, reverted))
     experts, rows, _ = shape
     # Two columns, because transformers 5.17 drops a dim of one.
@@ -127,3 +143,31 @@ def _refusal(model: nn.Module, name: str, reverted: dict[str, torch.Tensor]) -> 
         f"checkpoint: transformers writes {name} of {type(model).__name__} as {next(iter(reverted))} and others by "
         "more than splitting it, which quantized blocks cannot follow; save it with model.save_pretrained"
     )
+
+
+class Written(NamedTuple):
+    """A tensor of the files. name: there. own: names in the model, several where it is tied, none of what it lacks."""
+
+    name: str
+    own: tuple[str, ...]
+    shape: tuple[int, ...]
+    is_quantized: bool
+
+
+def written(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], on_disk: Mapping[str, list[Part]]
+) -> Iterator[Written]:
+    """What `export` writes of the tensors of `model`."""
+    # Other names of a tensor, in the model and on disk.
+    first = {id(x): name for name, x in tensors.items()}
+    named = ((wrappers.own_name(name), p) for name, p in model.named_parameters(remove_duplicate=False))
+    others = {name: p for name, p in named if name not in tensors}
+    tied: dict[str, list[str]] = {}
+    for name, parts in all_parts_on_disk(model, others).items():
+        tied.setdefault(first[id(others[name])], []).extend((name, *(part.name for part in parts)))
+    embeddings = weights_of_embeddings(model)
+    for name, x in tensors.items():
+        is_quantized = name not in embeddings and is_converted(x)
+        for part in on_disk[name]:
+            shape = part.of(torch.empty(x.shape, device="meta")).shape
+            yield Written(part.name, (name, *tied.get(name, ())), tuple(shape), is_quantized)

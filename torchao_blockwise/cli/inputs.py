@@ -1,21 +1,30 @@
-"""Hugging Face models without values: built on the meta device from a configuration, nothing is downloaded."""
+"""What commands share: models of a configuration, and errors of what they are given."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchao_blockwise.cli.terminal import UsageError
+
+class UsageError(Exception):
+    """Input that a command cannot work with: one sentence that says what was wanted, what was given and the remedy."""
+
+
+def show(report: object, data: dict[str, Any] | None) -> None:
+    """Print a report: its data as JSON, or its text where they are None."""
+    print(report if data is None else json.dumps(data, indent=1))
 
 
 def meta_model(name: str) -> nn.Module:
-    """The model of a config.json, of a folder that holds one, or of a model id in the cache, in bfloat16.
+    """The model of a config.json, of a folder that holds one, or of a Hugging Face id in the cache, without values.
 
-    Its class is the first architecture of the configuration, else what `AutoModelForCausalLM` or `AutoModel` takes.
+    It is in bfloat16, on the meta device; nothing is downloaded. Its class is the first architecture of the
+    configuration, else what `AutoModelForCausalLM` or `AutoModel` takes.
     Raises UsageError where there is no such configuration or class.
     """
     try:
