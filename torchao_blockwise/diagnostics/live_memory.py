@@ -31,8 +31,8 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = self.copies = 0
-        # By storage: (whether it lives, its bytes, what it is, whether it is a copy of a weight).
-        self._made: dict[int, tuple[StorageWeakRef, int, str, bool]] = {}
+        # By storage: (whether it lives, its bytes, whether it is a copy of a weight).
+        self._made: dict[int, tuple[StorageWeakRef, int, bool]] = {}
         # Of all that were made, and may be gone.
         self._bytes_made = 0
         self._inside = 0
@@ -52,30 +52,21 @@ class LiveMemory(TorchDispatchMode):
         for x in plain_tensors(out):
             storage = x.untyped_storage()
             if storage_of(x) not in before:
-                what = f"{name} {list(x.shape)}"
-                self._made[storage_of(x)] = StorageWeakRef(storage), storage.nbytes(), what, is_copy
+                self._made[storage_of(x)] = StorageWeakRef(storage), storage.nbytes(), is_copy
                 self._bytes_made += storage.nbytes()
             del storage
-        self.after(name)
-        if is_copy:
-            self.copies = max(self.copies, sum(nbytes for _, nbytes, _, is_copy in self._made.values() if is_copy))
-        return out
-
-    def after(self, name: str) -> None:
-        """What is done after each operation of that name, without a namespace where it is one of ours."""
         # What is gone is looked for only where the peak may be higher.
         if self._bytes_made > self.peak or name in _OF_WEIGHTS:
             self.peak = max(self.peak, self.live())
+        if is_copy:
+            self.copies = max(self.copies, sum(nbytes for _, nbytes, is_copy in self._made.values() if is_copy))
+        return out
 
     def live(self) -> int:
         """Bytes that live now."""
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        self._bytes_made = sum(nbytes for _, nbytes, _, _ in self._made.values())
+        self._bytes_made = sum(nbytes for _, nbytes, _ in self._made.values())
         return self._bytes_made
-
-    def parts(self) -> tuple[str, ...]:
-        """What lived when `live` was last asked: the operation that made it, and its shape."""
-        return tuple(what for _, _, what, _ in self._made.values())
 
 
 def plain_tensors(x: Any) -> list[torch.Tensor]:
