@@ -10,9 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchao_blockwise import _compat
 from torchao_blockwise._compat.modes import TorchDispatchMode, is_traceable_wrapper_subclass, storage_of
 from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
-from torchao_blockwise.formats import Groups, Operand, get_format
 from torchao_blockwise.nn import gemms
-from torchao_blockwise.ops import get_backend
 from torchao_blockwise.ops.registry import NAMESPACE
 
 _OURS = f"{NAMESPACE}::"
@@ -43,7 +41,7 @@ class LiveMemory(TorchDispatchMode):
             with self:
                 self._inside += 1
                 try:
-                    return _PRODUCTS[func](*args)
+                    return _PRODUCTS[func]._apply(None, *args)
                 finally:
                     self._inside -= 1
         before = {storage_of(x) for x in plain_tensors(args)}
@@ -78,24 +76,4 @@ def plain_tensors(x: Any) -> list[torch.Tensor]:
     return [y for item in x for y in plain_tensors(item)] if isinstance(x, (list, tuple)) else []
 
 
-def _master_matmul(qdata: Any, scale: Any, global_scale: Any, name: str, hp: Any, fmt: str, *rest: Any) -> torch.Tensor:
-    """The operation's implementation, of what a mode sees of its arguments."""
-    *recipe, bias, ends, tables, backend = rest
-    a, groups = Operand(qdata, scale, global_scale, name), None if ends is None else Groups(ends, tables)
-    product: Any = gemms.master_matmul
-    return product(a, hp, get_format(fmt), *recipe, bias, groups, get_backend(backend))
-
-
-def _quantized_matmul(*args: Any) -> torch.Tensor:
-    """Likewise."""
-    a, weight = Operand(*args[:4]), Operand(*args[4:8])
-    *options, ends, tables, backend = args[8:]
-    groups = None if ends is None else Groups(ends, tables)
-    product: Any = gemms.quantized_matmul
-    return product(a, weight, *options, groups, get_backend(backend))
-
-
-_PRODUCTS = {
-    torch.ops.torchao_blockwise.master_matmul.default: _master_matmul,
-    torch.ops.torchao_blockwise.quantized_matmul.default: _quantized_matmul,
-}
+_PRODUCTS = {op.overload: op for op in (gemms.master_matmul_op, gemms.quantized_matmul_op)}
