@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 
 import convergence
 import pytest
@@ -95,24 +94,6 @@ def test_folders_are_merged_and_others_refused(run, tmp_path):
     assert code == 2 and "--merge trains nothing, got --steps 3" in out
 
 
-def test_runs_are_added_to_results(run, tmp_path):
-    """What another machine's session wrote as a table is as good as its folders."""
-    run("--recipes", "bf16", "fp8", "--seeds", "0", "2", "--steps", "9")
-    results = tmp_path / "earlier.json"
-    results.write_text((run.out / "convergence_tiny_cpu.json").read_text())
-    both = run("--recipes", "bf16", "fp8", "--seeds", "0", "1", "2", "--steps", "9")[1]
-    later = tmp_path / "later"
-    convergence.main(["--out", str(later), "--recipes", "bf16", "fp8", "--seeds", "1", "--steps", "9"])
-    code = convergence.main(["--out", str(later), "--merge", str(results)])
-    written = [json.loads((folder / "convergence_tiny_cpu.json").read_text()) for folder in (run.out, later)]
-    assert code == 0 and written[0] == written[1]
-    assert written[1]["environment"]["command"] == "--recipes bf16 fp8 --seeds 0 1 2 --steps 9"
-    assert (later / "convergence_tiny_cpu.md").read_text() in both
-    (tmp_path / "other.json").write_text("{}")
-    code, out = run("--merge", str(tmp_path / "other.json"))
-    assert code == 2 and "other.json: not a result of this program" in out
-
-
 def test_every_run_has_its_commit(run, tmp_path):
     run("--recipes", "bf16", "--seeds", "0")
     other = tmp_path / "other"
@@ -128,30 +109,6 @@ def test_every_run_has_its_commit(run, tmp_path):
         }  # fmt: skip
         for folder in run.out.glob("*_seed_*"):
             shutil.rmtree(folder)
-
-
-def test_without_a_run_it_says_where_to_look(run):
-    code, out = run("--recipes", "bf16", "--seeds", "7")
-    assert code == 2 and "no finished run" in out and "log.txt" in out
-
-
-def test_each_gpu_gets_runs_of_its_own(run, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    seen = []
-
-    def started(command, **options):
-        seen.append((command[3], options["env"].get("CUDA_VISIBLE_DEVICES")))
-        return convergence.subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.setattr(convergence.subprocess, "run", started)
-    monkeypatch.setattr(convergence.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(convergence.torch.cuda, "is_available", lambda: True)
-    run("--recipes", "bf16", "fp8", "--seeds", "0", "1")
-    assert len(seen) == 4 and {device for _, device in seen} == {"0", "1"}
-    seen.clear()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    run("--recipes", "bf16", "fp8", "--seeds", "0", "1")
-    assert len(seen) == 4 and {device for _, device in seen} == {"3"}
 
 
 def test_runs_of_a_seed_begin_together(run, monkeypatch):
@@ -174,8 +131,3 @@ def test_runs_of_a_seed_begin_together(run, monkeypatch):
     convergence.main(["--out", str(others), "--recipes", "bf16", "--seeds", "2"])
     code, out = run("--merge", str(others))
     assert code == 2 and "runs of different models, data or machines cannot be compared" in out
-
-
-def test_the_command_starts_the_real_program():
-    assert convergence._TRAIN.name == "train_llm.py" and convergence._TRAIN.exists()
-    assert sys.executable
