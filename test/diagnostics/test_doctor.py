@@ -72,12 +72,9 @@ problem: too old""",
     )
 
 
-@pytest.mark.parametrize("part", ("operations", "products", "findings"))
-def test_each_part_alone_is_unhealthy(part):
-    assert HEALTHY.is_healthy and not replace(HEALTHY, **{part: getattr(WRONG, part)}).is_healthy
-
-
-def test_to_dict_is_json():
+def test_each_part_alone_is_unhealthy_and_data_are_json():
+    for part in ("operations", "products", "findings"):
+        assert HEALTHY.is_healthy and not replace(HEALTHY, **{part: getattr(WRONG, part)}).is_healthy
     data = WRONG.to_dict()
     assert json.loads(json.dumps(data)) == data and data["healthy"] is False
     assert data["operations"][0]["checks"] == {"reference": "", "triton": "bits differ"}
