@@ -97,14 +97,15 @@ def test_recipes_begin_with_one_start_in_bf16(config, corpus, trained, tmp_path,
     monkeypatch.setattr(
         training.Trainer, "step", lambda self, windows, at: seen.append(at) or original(self, windows, at)
     )
-    recipes = ("bf16", "bf16_perturbed", "fp8", "nvfp4_full")
+    recipes = ("bf16", "fp8", "nvfp4_full")
     runs = {recipe: training.train(recipe, config, corpus, CPU, tmp_path) for recipe in recipes}
-    assert seen == [*range(4), *[4, 5, 6, 7] * len(recipes)]
+    runs["perturbed"] = training.train("bf16", config, corpus, CPU, tmp_path, draw=1)
+    assert seen == [*range(4), *[4, 5, 6, 7] * len(runs)]
     assert (runs["bf16"].losses, runs["bf16"].held_out_loss) == (whole.losses, whole.held_out_loss)
     assert all(run.losses[:4] == whole.losses[:4] and len(run.losses) == 8 for run in runs.values())
     assert len({run.losses[4] for run in runs.values()}) == len({run.held_out_loss for run in runs.values()}) == 4
     again = training.train("fp8", config, corpus, CPU, tmp_path / "other", starts=tmp_path)
-    assert again.losses == runs["fp8"].losses and len(seen) == 4 + 4 * len(recipes) + 4
+    assert again.losses == runs["fp8"].losses and len(seen) == 4 + 4 * len(runs) + 4
     again.seconds = [100.0] * 4 + [1.0] * 4
     assert again.tokens_per_second == config.tokens_per_step
 
