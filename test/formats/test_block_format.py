@@ -22,10 +22,10 @@ from torchao_blockwise.formats import (
     get_format,
     register_format,
 )
-from torchao_blockwise.ops.dequantization import reference as dequantize_reference
+from torchao_blockwise.ops.dequantization import reference as dequantize
 from torchao_blockwise.ops.gemm.plain import reference as matmul_reference
 from torchao_blockwise.ops.quantization import reference as quantize_reference
-from torchao_blockwise.ops.transposition import reference as transpose_reference
+from torchao_blockwise.ops.transposition import reference as transpose
 from torchao_blockwise.testing import assert_operands_equal, random_tensor, relative_error
 
 
@@ -114,7 +114,7 @@ def test_made_up_format_quantizes_and_dequantizes(fmt, registered):
     assert q.format is fmt and q.scale.dtype is torch.float8_e8m0fnu
     block = x[:1, :32] if fmt is MXFP8 else x[:32, :32]
     assert q.scale[0, 0].float() == 2.0 ** (block.abs().max().log2().floor() - 8)
-    decoded = dequantize_reference.dequantize(q, 70, torch.float32)
+    decoded = dequantize(q, 70, torch.float32)
     amax = quantize_reference.expand_blocks(quantize_reference.block_amax(x, fmt), fmt, 45, 70)
     # Half an ulp of e4m3, 2^-10 of a scale that is 2^-8 of the amax or less; or what saturates: an amax of up to
     # 512 · scale meets a largest element of 448.
@@ -127,7 +127,7 @@ def test_made_up_format_quantizes_and_dequantizes(fmt, registered):
 def test_made_up_format_takes_any_numbers(fmt, registered):
     x = torch.zeros(64, 64)
     x[0, 0], x[0, 32], x[32, 0] = float("nan"), float("inf"), 1e-40
-    decoded = dequantize_reference.dequantize(quantize_reference.quantize(x, CastOptions(fmt), None), 64, torch.float32)
+    decoded = dequantize(quantize_reference.quantize(x, CastOptions(fmt), None), 64, torch.float32)
     assert decoded[0].isnan().all()
     assert (decoded[-1] == 0).all()
 
@@ -136,13 +136,13 @@ def test_made_up_format_transposes_exactly(registered):
     x = random_tensor(45, 70)
     rowwise = quantize_reference.quantize(x, CastOptions(MXFP8_SQUARE), None)
     columnwise = quantize_reference.quantize(x.mT, CastOptions(MXFP8_SQUARE), None)
-    assert_operands_equal(transpose_reference.transpose(rowwise, 70), columnwise)
+    assert_operands_equal(transpose(rowwise, 70), columnwise)
 
 
 def test_made_up_format_multiplies(registered):
     a, b = random_tensor(45, 70, seed=1), random_tensor(33, 70, seed=2)
     qa, qb = (quantize_reference.quantize(x, CastOptions(f), None) for x, f in ((a, MXFP8), (b, MXFP8_SQUARE)))
-    decoded = [dequantize_reference.dequantize(q, 70, torch.float64) for q in (qa, qb)]
+    decoded = [dequantize(q, 70, torch.float64) for q in (qa, qb)]
     out = matmul_reference.matmul(qa, qb, torch.float32, None)
     # Power-of-two scales are exact; what is left is the fp32 accumulation of 70 terms.
     assert relative_error(out, decoded[0] @ decoded[1].mT) <= 70 * 2.0**-24

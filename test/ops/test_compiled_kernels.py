@@ -58,7 +58,7 @@ def _cases() -> dict:
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
     from torchao_blockwise.ops.quantization import reference
     from torchao_blockwise.ops.transposition import kernels_triton as transpose
-    from torchao_blockwise.ops.transposition import reference as transpose_reference
+    from torchao_blockwise.ops.transposition import reference as transpose_by_reference
     from torchao_blockwise.testing import random_tensor
 
     cases = {}
@@ -124,7 +124,7 @@ def _cases() -> dict:
         def run():
             if tile:
                 transpose._QUADS_TILES = {0: tile}
-            return [transpose.transpose(x, shape[-1])], [transpose_reference.transpose(x, shape[-1])]
+            return [transpose.transpose(x, shape[-1])], [transpose_by_reference(x, shape[-1])]
 
         name = f"transpose {fmt.name} {'x'.join(map(str, shape))}"
         cases[name + (f" tile {tile[0]}x{tile[1]}" if tile else "")] = run

@@ -36,7 +36,6 @@ from torchao_blockwise.ops.groups.tables.layout import HEIGHTS, layout_of
 from torchao_blockwise.ops.registry import Operation
 from torchao_blockwise.ops.shards import merge, partial_cast
 from torchao_blockwise.ops.shards.flat import WHOLE, Shards, block_count
-from torchao_blockwise.ops.transposition import many
 
 # Tokens are more than the rows up to which plain products choose another backend, and no multiple of a block.
 TOKENS, FEATURES_IN, FEATURES_OUT = 520, 384, 256
@@ -103,14 +102,12 @@ def _quantize(
 def _cast_cases(x: torch.Tensor, w: torch.Tensor, fmt: BlockFormat, weight_fmt: BlockFormat) -> list[Case]:
     both, columnwise = CastOptions(fmt, True, True, padded=True), CastOptions(fmt, False, True, padded=True)
     quantized = _rowwise(w, weight_fmt)
-    two = [quantized.qdata] * 2, [quantized.scale] * 2, [FEATURES_IN] * 2, weight_fmt
     found = [
         _quantize(f"{weight_fmt.name} of a weight", w, _amax_bits(w, weight_fmt), CastOptions(weight_fmt)),
         _quantize(f"{fmt.name} columnwise", x, _amax_bits(x, fmt), columnwise),
         _quantize(fmt.name, x, _amax_bits(x, fmt), both),
         Case(dequantization.dequantize_op, weight_fmt.name, (quantized, FEATURES_IN, torch.bfloat16)),
         Case(transposition.transpose_op, weight_fmt.name, (quantized, FEATURES_IN)),
-        Case(many.transpose_many_op, weight_fmt.name, two),
     ]
     if fmt.has_global_scale:
         found += [

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from torchao_blockwise.formats import BlockFormat, Groups, Operand
-from torchao_blockwise.ops.dequantization.reference import decode_blocks
+from torchao_blockwise.ops.dequantization import decode_blocks
 from torchao_blockwise.ops.groups.ends import clamped_ends, padded_rows
 from torchao_blockwise.ops.groups.quantization.reference import amax_of_grid
 

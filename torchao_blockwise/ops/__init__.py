@@ -20,7 +20,6 @@ from torchao_blockwise.ops.shards.partial_cast import (
     whole_block_cast_,
 )
 from torchao_blockwise.ops.transposition import transpose
-from torchao_blockwise.ops.transposition.many import transpose_many
 
 __all__ = [
     "Backend",
@@ -52,7 +51,6 @@ __all__ = [
     "swiglu_backward_quantize",
     "swiglu_quantize",
     "transpose",
-    "transpose_many",
     "unpermute",
     "unpermute_backward",
     "whole_block_cast_",
