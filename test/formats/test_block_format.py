@@ -109,7 +109,7 @@ def registered():
 @made_up
 def test_made_up_format_quantizes_and_dequantizes(fmt, registered):
     x = random_tensor(45, 70)
-    q = quantize_reference.quantize(x, CastOptions(fmt), None)
+    q = quantize_reference.quantize_rows(x, CastOptions(fmt))
     assert (q.qdata.shape, q.scale.shape) == (fmt.qdata_shape(45, 70), fmt.scale_shape(45, 70))
     assert q.format is fmt and q.scale.dtype is torch.float8_e8m0fnu
     block = x[:1, :32] if fmt is MXFP8 else x[:32, :32]
@@ -127,21 +127,21 @@ def test_made_up_format_quantizes_and_dequantizes(fmt, registered):
 def test_made_up_format_takes_any_numbers(fmt, registered):
     x = torch.zeros(64, 64)
     x[0, 0], x[0, 32], x[32, 0] = float("nan"), float("inf"), 1e-40
-    decoded = dequantize(quantize_reference.quantize(x, CastOptions(fmt), None), 64, torch.float32)
+    decoded = dequantize(quantize_reference.quantize_rows(x, CastOptions(fmt)), 64, torch.float32)
     assert decoded[0].isnan().all()
     assert (decoded[-1] == 0).all()
 
 
 def test_made_up_format_transposes_exactly(registered):
     x = random_tensor(45, 70)
-    rowwise = quantize_reference.quantize(x, CastOptions(MXFP8_SQUARE), None)
-    columnwise = quantize_reference.quantize(x.mT, CastOptions(MXFP8_SQUARE), None)
+    rowwise = quantize_reference.quantize_rows(x, CastOptions(MXFP8_SQUARE))
+    columnwise = quantize_reference.quantize_rows(x.mT, CastOptions(MXFP8_SQUARE))
     assert_operands_equal(transpose(rowwise, 70), columnwise)
 
 
 def test_made_up_format_multiplies(registered):
     a, b = random_tensor(45, 70, seed=1), random_tensor(33, 70, seed=2)
-    qa, qb = (quantize_reference.quantize(x, CastOptions(f), None) for x, f in ((a, MXFP8), (b, MXFP8_SQUARE)))
+    qa, qb = (quantize_reference.quantize_rows(x, CastOptions(f)) for x, f in ((a, MXFP8), (b, MXFP8_SQUARE)))
     decoded = [dequantize(q, 70, torch.float64) for q in (qa, qb)]
     out = matmul_reference.matmul(qa, qb, torch.float32, None)
     # Power-of-two scales are exact; what is left is the fp32 accumulation of 70 terms.

@@ -1,5 +1,6 @@
 """Kernels that quantize tokens in groups, built for the GPUs they are for, by kernel_builds.py: no GPU."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -70,12 +71,14 @@ def cases(target: int):
     if _compat.has_gluon():
         from torchao_blockwise.ops.quantization import kernels_gluon as gluon
 
+        def one_read(x, warps):
+            gluon.BOTH = FP8_1X128.block[1], warps
+            gluon.quantize(x, None, CastOptions(FP8_1X128, columnwise=True), Groups(torch.zeros(8, dtype=torch.int32)))
+
         for m in (512, 531):
-            x, of = torch.zeros(m, 1024, dtype=torch.bfloat16), Groups(torch.zeros(8, dtype=torch.int32))
+            x = torch.zeros(m, 1024, dtype=torch.bfloat16)
             for warps in (4, 8, 16):
-                arguments = x, None, CastOptions(FP8_1X128, columnwise=True), of
-                label = f"one_read E8 {m}x1024 bfloat16 {warps} warps"
-                yield label, lambda of=arguments, warps=warps: gluon.quantize(*of, build=(FP8_1X128.block[1], warps))
+                yield f"one_read E8 {m}x1024 bfloat16 {warps} warps", functools.partial(one_read, x, warps)
     for m, k in ((512, 1024), (512, 1040), (528, 1024), (531, 1024), (533, 1024)):
         yield from swiglu_case(m, k, 8)
     yield from swiglu_case(512, 1024, 8, torch.float32)

@@ -20,7 +20,7 @@ from torchao_blockwise.formats import (
     Groups,
 )
 from torchao_blockwise.ops.groups.ends import padded_ends, padded_tokens
-from torchao_blockwise.ops.groups.quantization import reference
+from torchao_blockwise.ops.quantization import reference
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 MALFORMED = {
@@ -31,10 +31,6 @@ MALFORMED = {
 }
 
 
-def bits_of(amax: torch.Tensor | None) -> torch.Tensor | None:
-    return None if amax is None else amax.view(torch.int32)
-
-
 @formats
 @pytest.mark.parametrize("ends", MALFORMED.values(), ids=MALFORMED)
 def test_kernels_clamp_malformed_ends(ends, fmt, guarded, device):
@@ -43,15 +39,15 @@ def test_kernels_clamp_malformed_ends(ends, fmt, guarded, device):
     swiglu = pytest.importorskip("torchao_blockwise.ops.fused.swiglu.kernels_triton")
     x, amax = random_tensor(100, 48, dtype=torch.bfloat16, device=device), torch.tensor(9.0, device=device)
     clamped = [min(max(end, 0), 100) for end in itertools.accumulate(ends, max)]
-    options, amax = CastOptions(fmt, columnwise=True), amax if fmt.has_global_scale else None
-    ends, clamped = int32(ends, device), int32(clamped, device)
-    expected = reference.quantize(x, clamped, options, amax)
-    assert_copies_equal(reference.quantize(x, ends, options, amax), expected)
-    assert_copies_equal(kernels.quantize(x, bits_of(amax), options, Groups(ends)), expected)
+    options, bits = CastOptions(fmt, columnwise=True), amax.view(torch.int32) if fmt.has_global_scale else None
+    ends, clamped = Groups(int32(ends, device)), Groups(int32(clamped, device))
+    expected = reference.quantize(x, bits, options, clamped)
+    assert_copies_equal(reference.quantize(x, bits, options, ends), expected)
+    assert_copies_equal(kernels.quantize(x, bits, options, ends), expected)
     if fmt is FP8_1X128:
-        got = swiglu.swiglu_quantize(x, x, options, Groups(ends))
+        got = swiglu.swiglu_quantize(x, x, options, ends)
         h = ops.swiglu(x, x, backend="reference")
-        assert_copies_equal(got, reference.quantize(h, clamped, options, None))
+        assert_copies_equal(got, reference.quantize(h, None, options, clamped))
 
 
 class Synchronizations(TorchDispatchMode):
@@ -75,9 +71,9 @@ def test_nothing_is_read_back(fmt, device):
     x, ends = random_tensor(20, 48, device=device), int32([3, 17], device)
     options = CastOptions(fmt, columnwise=True)
     with Synchronizations() as mode:
-        amax = reference.tensor_amax(x, ends) if fmt.has_global_scale else None
-        reference.quantize(x, ends, options, amax)
-        kernels.quantize(x, bits_of(amax), options, Groups(ends))
+        bits = reference.tensor_amax_bits(x, ends, False) if fmt.has_global_scale else None
+        reference.quantize(x, bits, options, Groups(ends))
+        kernels.quantize(x, bits, options, Groups(ends))
     assert mode.seen == []
 
 

@@ -54,7 +54,12 @@ def cases(target: int):
 
         label = f"quantize one_read fp8_1x128 {m}x{k} {str(dtype)[6:]} {warps} warps" + " power_of_2" * power_of_2
         x, options = torch.zeros(m, k, dtype=dtype), CastOptions(FP8_1X128, True, True, power_of_2)
-        return label, lambda: gluon.quantize(x, None, options, build=(FP8_1X128.block[1], warps))
+
+        def launch():
+            gluon.BOTH = FP8_1X128.block[1], warps
+            gluon.quantize(x, None, options)
+
+        return label, launch
 
     def columnwise_read_case(m, k):
         from torchao_blockwise.ops.quantization import kernels_gluon as gluon

@@ -20,7 +20,8 @@ def cases(target: int):
 
     from torchao_blockwise.formats import NVFP4_1X16, CastOptions, Groups, Place, hadamard_number
     from torchao_blockwise.ops.quantization import kernels_amax as amax
-    from torchao_blockwise.ops.randomization import kernels_triton as kernels
+    from torchao_blockwise.ops.quantization import kernels_chunks as chunks
+    from torchao_blockwise.ops.quantization import kernels_triton as kernels
 
     number, bits, key = hadamard_number(True), torch.ones(()).view(torch.int32), torch.zeros(4, dtype=torch.int64)
     whole = Place()
@@ -35,7 +36,7 @@ def cases(target: int):
     def amaxes_case(m, k, dtype, experts):
         x, ends = torch.zeros(m, k, dtype=dtype), torch.zeros(experts, dtype=torch.int32)
         label = f"{m}x{k} {str(dtype)[6:]} {experts} groups with scales"
-        yield f"amaxes {label}", lambda: kernels.amaxes(x, number, Groups(ends), True)
+        yield f"amaxes {label}", lambda: chunks.hadamard_amax_bits(x, number, Groups(ends), True)
         yield f"amaxes of groups {label}", lambda: amax.tensor_amax_bits(x, ends, True)
         yield f"amaxes of matrices {label}", lambda: amax.tensor_amax_bits(x.view(2, m // 2, k), None, True)
         yield f"scales {label}", lambda: amax.global_scale(torch.ones(experts).view(torch.int32))
@@ -52,7 +53,7 @@ def cases(target: int):
         for m, k in ((512, 1024), (528, 1024), (531, 1024)):
             x = torch.zeros(m, k, dtype=torch.bfloat16)
             label = f"amaxes {m}x{k} bfloat16" + " groups" * (groups is not None)
-            yield label, lambda x=x, groups=groups: kernels.amaxes(x, number, groups, False)
+            yield label, lambda x=x, groups=groups: chunks.hadamard_amax_bits(x, number, groups, False)
             for dtype in (torch.bfloat16, torch.float32) if m == 512 else (torch.bfloat16,):
                 yield case("transformed", m, k, dtype, groups, hadamard=number)
                 yield case("both", m, k, dtype, groups, hadamard=number, key=key)

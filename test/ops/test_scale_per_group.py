@@ -24,8 +24,7 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.ops.groups.ends import padded_tokens
-from torchao_blockwise.ops.quantization import tensor_amax_bits_op
-from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
+from torchao_blockwise.ops.quantization import hadamard_amax_bits_op, tensor_amax_bits_op
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor
 
 backends = pytest.mark.parametrize("backend", ("reference", "triton"))
@@ -142,13 +141,13 @@ def test_groups_and_strides_by_tables(how, backend, device):
 @pytest.mark.parametrize("ends", ([50, 20, 90, 60], [30, 1000, 2**31 - 1], [-5, -(2**31), 40]), ids=str)
 def test_kernels_clamp_malformed_ends(ends, guarded, device):
     amax = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_amax")
-    both = pytest.importorskip("torchao_blockwise.ops.randomization.kernels_triton")
+    both = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_chunks")
     clamped = [min(max(end, 0), 100) for end in itertools.accumulate(ends, max)]
     x, ends, number = random_tensor(100, 48, device=device), int32(ends, device), hadamard_number(True)
     expected = tensor_amax_bits_op(x, int32(clamped, device), True, Backend.REFERENCE)
     assert_bitwise_equal(amax.tensor_amax_bits(x, ends, True), expected)
     wanted = hadamard_amax_bits_op(x, number, Groups(int32(clamped, device)), True, Backend.REFERENCE)
-    for got, right in zip(both.amaxes(x, number, Groups(ends), True), wanted, strict=True):
+    for got, right in zip(both.hadamard_amax_bits(x, number, Groups(ends), True), wanted, strict=True):
         assert_bitwise_equal(got, right)
 
 
@@ -167,7 +166,7 @@ def test_a_given_amax(backend, device):
 def test_launches_do_not_depend_on_how_many_groups_there_are(device, machine):
     kernels = [
         pytest.importorskip(f"torchao_blockwise.ops.{name}")
-        for name in ("quantization.kernels_amax", "quantization.kernels_triton", "quantization.kernels_chunks")
+        for name in ("quantization.kernels_amax", "quantization.kernels_nvfp4", "quantization.kernels_chunks")
     ]
     counts = []
     for count in (2, 9):

@@ -25,7 +25,6 @@ from torchao_blockwise.ops import (
     make_groups,
     quantization,
     quantize,
-    randomization,
     transposition,
 )
 from torchao_blockwise.ops.fused import norm, swiglu
@@ -125,7 +124,7 @@ def _randomized_cases(x: torch.Tensor, groups: Groups | None, fmt: BlockFormat) 
     return [
         *(
             Case(
-                randomization.hadamard_amax_bits_op,
+                quantization.hadamard_amax_bits_op,
                 f"{fmt.name}{in_groups}{', one each' * per_group}",
                 (x, number, groups, per_group),
             )

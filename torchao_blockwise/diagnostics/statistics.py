@@ -14,7 +14,7 @@ import torch
 from torchao_blockwise.formats import BlockFormat, Groups, Operand
 from torchao_blockwise.ops.dequantization import decode_blocks
 from torchao_blockwise.ops.groups.ends import clamped_ends, padded_rows
-from torchao_blockwise.ops.groups.quantization.reference import amax_of_grid
+from torchao_blockwise.ops.quantization.reference import value_of_blocks
 
 # Indices into the three tensors of a tally. After the last count comes the histogram of scales.
 ELEMENTS, ZEROS, UNDERFLOWS, SATURATED, NONFINITE, HISTOGRAM = range(6)
@@ -110,7 +110,7 @@ def _tally_matrix(
     """Add x [M, K] to `result`."""
     if groups is not None and copy.global_scale is not None:
         # As it meets the grid of block scales.
-        of_grid = amax_of_grid(copy.global_scale, x.shape[0], groups.ends, copy.format.block[1], columnwise)
+        of_grid = value_of_blocks(copy.global_scale, x.shape[0], groups.ends, copy.format.block[1], columnwise)
         copy = copy._replace(global_scale=of_grid)
     fmt, source, in_groups = copy.format, None, None
     if groups is not None and columnwise:

@@ -2,7 +2,6 @@
 
 from torchao_blockwise.formats import StochasticRounding
 from torchao_blockwise.ops.backend import Backend, casting_backend, get_backend
-from torchao_blockwise.ops.casting import grouped_quantize, quantize, quantize_by
 from torchao_blockwise.ops.dequantization import dequantize
 from torchao_blockwise.ops.fused.norm import NormStatistics, norm_quantize, norm_statistics, normalize
 from torchao_blockwise.ops.fused.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
@@ -10,7 +9,7 @@ from torchao_blockwise.ops.gemm.grouped import add_grouped_matmul_, grouped_matm
 from torchao_blockwise.ops.gemm.plain import add_matmul_, matmul
 from torchao_blockwise.ops.groups.permutation import permute, unpermute, unpermute_backward
 from torchao_blockwise.ops.groups.tables import make_groups
-from torchao_blockwise.ops.randomization import draws_for
+from torchao_blockwise.ops.quantization import draws_for, grouped_quantize, quantize, quantize_by
 from torchao_blockwise.ops.shards.flat import shard_entries
 from torchao_blockwise.ops.shards.merge import merge_shards_
 from torchao_blockwise.ops.shards.partial_cast import (

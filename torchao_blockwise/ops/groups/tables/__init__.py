@@ -19,7 +19,7 @@ many entries follow. There a group's first tile begins up to 3 tokens before the
 tokens' scales, f32, from multiples of 16 bytes on only (others are an illegal instruction on an H200). The tokens of no
 group are one group behind the last, -1.
 
-Blocks (ops/device/group_blocks.py) lead what quantizes: each group starts one.
+Blocks (ops/device/groups.py) lead what quantizes: each group starts one.
 
 Without tables, each producer and consumer of a product would read all ends and sum them up for each tile. All depend on
 the ends and on the number of tokens alone, so layers make them once, and save them for backward. They are no cache,
