@@ -85,7 +85,6 @@ def test_signatures():
         "ops.matmul",
         "ops.transpose",
         "ops.grouped_matmul",
-        "ops.grouped_quantize",
         "ops.make_groups",
         "ops.norm_quantize",
         "ops.swiglu_quantize",
@@ -113,11 +112,10 @@ min_features(features)
 recommended_layers(model, config)
 skip_fqns(patterns)
 unconvert(model)
-ops.quantize(x, fmt, rowwise, columnwise, power_of_2_scales, hadamard, stochastic, scale_per_group, tensor_amax, padded, backend)
+ops.quantize(x, fmt, rowwise, columnwise, power_of_2_scales, hadamard, stochastic, scale_per_group, tensor_amax, padded, groups, backend)
 ops.matmul(a, b, out_dtype, bias, backend)
 ops.transpose(x, columns, backend)
 ops.grouped_matmul(a, b, groups, along, out_dtype, backend)
-ops.grouped_quantize(x, groups, fmt, rowwise, columnwise, power_of_2_scales, hadamard, stochastic, scale_per_group, tensor_amax, backend)
 ops.make_groups(ends, tokens, fmt, backend)
 ops.norm_quantize(x, options, statistics, weight, bias, dtype, backend)
 ops.swiglu_quantize(gate, up, options, groups, backend)

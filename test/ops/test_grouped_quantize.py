@@ -1,4 +1,4 @@
-"""ops.grouped_quantize, and SwiGLU in groups: each group as if quantized alone, and nothing else written."""
+"""ops.quantize and SwiGLU of tokens in groups: each group as if quantized alone, and nothing else written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 @groups
 def test_each_group_is_quantized_alone(ends, tokens, fmt, backend, guarded, device):
     x = tokens_of(ends, tokens, 144, fmt, device=device)
-    got = ops.grouped_quantize(x, int32(ends, device), fmt, columnwise=True, backend=backend)
+    got = ops.quantize(x, fmt, groups=int32(ends, device), columnwise=True, backend=backend)
     assert_copies_equal(got, each_group_alone(x, ends, fmt))
     for operand in got:
         assert operand.qdata.is_contiguous() and operand.scale.is_contiguous()
@@ -46,7 +46,7 @@ def test_each_group_is_quantized_alone(ends, tokens, fmt, backend, guarded, devi
 @few_groups
 def test_columns_that_are_no_whole_blocks(ends, tokens, fmt, copies, backend, guarded, device):
     x, options = tokens_of(ends, tokens, 75, fmt, device=device), {"rowwise": copies[0], "columnwise": copies[1]}
-    got = ops.grouped_quantize(x, int32(ends, device), fmt, **options, backend=backend)
+    got = ops.quantize(x, fmt, groups=int32(ends, device), **options, backend=backend)
     assert_copies_equal(got, each_group_alone(x, ends, fmt, *copies))
 
 
@@ -56,7 +56,7 @@ def test_columns_that_are_no_whole_blocks(ends, tokens, fmt, copies, backend, gu
 def test_dtypes(fmt, dtype, backend, device):
     ends, tokens = GROUPS["tail"]
     x = tokens_of(ends, tokens, 144, fmt, dtype, device)
-    got = ops.grouped_quantize(x, int32(ends, device), fmt, columnwise=True, backend=backend)
+    got = ops.quantize(x, fmt, groups=int32(ends, device), columnwise=True, backend=backend)
     assert_copies_equal(got, each_group_alone(x, ends, fmt))
 
 
@@ -67,7 +67,7 @@ def test_strides_do_not_matter(fmt, backend, device):
     x = tokens_of(ends, tokens, 144, fmt, device=device)
     expected = each_group_alone(x, ends, fmt)
     for strided in (x.mT.contiguous().mT, torch.cat((x, x), 1)[:, :144], x.repeat_interleave(2, 0)[::2]):
-        got = ops.grouped_quantize(strided, int32(ends, device), fmt, columnwise=True, backend=backend)
+        got = ops.quantize(strided, fmt, groups=int32(ends, device), columnwise=True, backend=backend)
         assert_copies_equal(got, expected)
 
 
@@ -75,7 +75,7 @@ def test_strides_do_not_matter(fmt, backend, device):
 def test_power_of_2_scales(backend, device):
     ends, tokens = GROUPS["tail"]
     x, options = tokens_of(ends, tokens, 144, device=device), {"columnwise": True, "power_of_2_scales": True}
-    got = ops.grouped_quantize(x, int32(ends, device), FP8_1X128, **options, backend=backend)
+    got = ops.quantize(x, FP8_1X128, groups=int32(ends, device), **options, backend=backend)
     assert_copies_equal(got, each_group_alone(x, ends, FP8_1X128, power_of_2_scales=True))
 
 
@@ -84,7 +84,7 @@ def test_nan_stays_in_its_group(backend, device):
     """In FP8; beside it, in the same block of 128 tokens, another group is finite."""
     x = random_tensor(40, 32, device=device)
     x[10, 3] = float("nan")
-    rowwise, columnwise = ops.grouped_quantize(x, int32([20, 40], device), FP8_1X128, columnwise=True, backend=backend)
+    rowwise, columnwise = ops.quantize(x, FP8_1X128, groups=int32([20, 40], device), columnwise=True, backend=backend)
     assert ops.dequantize(rowwise).isnan().any(1).nonzero().flatten().tolist() == [10]
     decoded = ops.dequantize(columnwise)
     assert decoded[3, 10].isnan() and decoded[:, 128:].isfinite().all()
@@ -95,11 +95,11 @@ def test_nvfp4_takes_the_amax_of_what_is_in_groups(backend, device):
     x = random_tensor(40, 32, device=device)
     x[30:] = 1e9
     ends = int32([20, 30], device)
-    got = ops.grouped_quantize(x, ends, NVFP4_1X16, backend=backend).rowwise
+    got = ops.quantize(x, NVFP4_1X16, groups=ends, backend=backend).rowwise
     alone = ops.quantize(x[:30], NVFP4_1X16, backend="reference").rowwise
     assert_bitwise_equal(got.global_scale, alone.global_scale)
     amax = torch.tensor(1e3, device=device)
-    given = ops.grouped_quantize(x, ends, NVFP4_1X16, tensor_amax=amax, backend=backend).rowwise
+    given = ops.quantize(x, NVFP4_1X16, groups=ends, tensor_amax=amax, backend=backend).rowwise
     assert_bitwise_equal(given.qdata[:30], ops.quantize(x[:30], NVFP4_1X16, tensor_amax=amax).rowwise.qdata)
 
 

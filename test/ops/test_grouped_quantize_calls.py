@@ -1,4 +1,4 @@
-"""ops.grouped_quantize as it is called: malformed ends, refusals, graphs, large tensors; and no value is read back."""
+"""ops.quantize of tokens in groups as it is called: malformed ends, refusals, graphs, large tensors."""
 
 from __future__ import annotations
 
@@ -80,15 +80,15 @@ def test_nothing_is_read_back(fmt, device):
 X, ENDS = torch.ones(4, 32), int32([1, 4])
 REFUSALS = {
     "ends": (
-        lambda: ops.grouped_quantize(X, int32([3, 2]), FP8_1X128),
+        lambda: ops.quantize(X, FP8_1X128, groups=int32([3, 2])),
         ValueError,
-        "grouped_quantize: group_ends must not decrease and must lie in [0, 4], the number of tokens, got"
+        "quantize: group_ends must not decrease and must lie in [0, 4], the number of tokens, got"
         " group_ends[1] = 2 after 3; pass the cumulative sum of the groups' sizes",
     ),
     "ends of nvfp4": (
-        lambda: ops.grouped_quantize(X, int32([3, 5]), NVFP4_1X16),
+        lambda: ops.quantize(X, NVFP4_1X16, groups=int32([3, 5])),
         ValueError,
-        "grouped_quantize: group_ends must not decrease and must lie in [0, 4], the number of tokens, got"
+        "quantize: group_ends must not decrease and must lie in [0, 4], the number of tokens, got"
         " group_ends[1] = 5 after 3; pass the cumulative sum of the groups' sizes",
     ),
     "ends of swiglu": (
@@ -102,9 +102,9 @@ REFUSALS = {
         "swiglu_backward_quantize: group_ends must be on the tokens' device cpu, got meta; move it",
     ),
     "square blocks": (
-        lambda: ops.grouped_quantize(X, ENDS, FP8_128X128),
+        lambda: ops.quantize(X, FP8_128X128, groups=ENDS),
         ValueError,
-        "grouped_quantize: tokens in groups need blocks of one row, got fp8_128x128; take fp8_1x128 or nvfp4_1x16,"
+        "quantize: tokens in groups need blocks of one row, got fp8_128x128; take fp8_1x128 or nvfp4_1x16,"
         " the formats of activations",
     ),
     "square blocks of swiglu": (
@@ -114,32 +114,32 @@ REFUSALS = {
         " the formats of activations",
     ),
     "3-D": (
-        lambda: ops.grouped_quantize(X[None], ENDS, FP8_1X128),
+        lambda: ops.quantize(X[None], FP8_1X128, groups=ENDS),
         ValueError,
-        "grouped_quantize: x must be [M, K], got shape [1, 4, 32]; flatten its leading dims",
+        "quantize: x must be [M, K], got shape [1, 4, 32]; flatten its leading dims",
     ),
     "f64": (
-        lambda: ops.grouped_quantize(X.double(), ENDS, FP8_1X128),
+        lambda: ops.quantize(X.double(), FP8_1X128, groups=ENDS),
         TypeError,
-        "grouped_quantize: x must be bfloat16, float16 or float32, got torch.float64; cast it first",
+        "quantize: x must be bfloat16, float16 or float32, got torch.float64; cast it first",
     ),
     "amax": (
-        lambda: ops.grouped_quantize(X, ENDS, FP8_1X128, tensor_amax=torch.ones(())),
+        lambda: ops.quantize(X, FP8_1X128, groups=ENDS, tensor_amax=torch.ones(())),
         ValueError,
-        "grouped_quantize: fp8_1x128 has no tensor scale; leave tensor_amax out",
+        "quantize: fp8_1x128 has no tensor scale; leave tensor_amax out",
     ),
     "amaxes": (
-        lambda: ops.grouped_quantize(X, ENDS, NVFP4_1X16, tensor_amax=torch.ones(1)),
+        lambda: ops.quantize(X, NVFP4_1X16, groups=ENDS, tensor_amax=torch.ones(1)),
         ValueError,
-        "grouped_quantize: tensor_amax must be a float32 scalar, got torch.float32 of shape [1]",
+        "quantize: tensor_amax must be a float32 scalar, got torch.float32 of shape [1]",
     ),
     "nothing": (
-        lambda: ops.grouped_quantize(X, ENDS, FP8_1X128, rowwise=False),
+        lambda: ops.quantize(X, FP8_1X128, groups=ENDS, rowwise=False),
         ValueError,
-        "grouped_quantize: nothing to compute; ask for rowwise, columnwise or both",
+        "quantize: nothing to compute; ask for rowwise, columnwise or both",
     ),
     "backend": (
-        lambda: ops.grouped_quantize(X, ENDS, FP8_1X128, backend="cublas"),
+        lambda: ops.quantize(X, FP8_1X128, groups=ENDS, backend="cublas"),
         ValueError,
         "quantize: backend cublas has no implementation; choose one of gluon, triton, reference, or auto",
     ),
@@ -156,7 +156,7 @@ def test_refuses(call, error, message):
 @formats
 def test_compiles_once_for_all_token_counts(fmt):
     def step(x, gate, group_ends):
-        copies = ops.grouped_quantize(x, group_ends, fmt, columnwise=True, backend="reference")
+        copies = ops.quantize(x, fmt, groups=group_ends, columnwise=True, backend="reference")
         options = CastOptions(fmt, columnwise=True)
         fused = ops.swiglu_quantize(gate, gate, options, groups=group_ends, backend="reference")
         tokens, block = x.shape[0], fmt.block[1]
@@ -187,7 +187,7 @@ def test_a_graph_follows_the_routing(fmt):
     x, ends = random_tensor(1000, 256, dtype=torch.bfloat16, device="cuda"), int32([1000, 1000, 1000], "cuda")
 
     def step():
-        return ops.grouped_quantize(x, ends, fmt, columnwise=True, backend="triton")
+        return ops.quantize(x, fmt, groups=ends, columnwise=True, backend="triton")
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -196,7 +196,7 @@ def test_a_graph_follows_the_routing(fmt):
     for sizes in ([10, 500, 700], [0, 0, 0], [333, 333, 1000]):
         ends.copy_(int32(sizes))
         graph.replay()
-        assert_copies_equal(captured, ops.grouped_quantize(x, ends, fmt, columnwise=True, backend="reference"))
+        assert_copies_equal(captured, ops.quantize(x, fmt, groups=ends, columnwise=True, backend="reference"))
 
 
 @pytest.mark.gpu
@@ -206,5 +206,5 @@ def test_large(ends, fmt):
     x = tokens_of(ends, 4100, 2048, fmt, device="cuda")
     group_ends, options = int32(ends, "cuda"), {"columnwise": True}
     with no_syncs():
-        got = ops.grouped_quantize(x, group_ends, fmt, **options, backend="triton")
-    assert_copies_equal(got, ops.grouped_quantize(x, group_ends, fmt, **options, backend="reference"))
+        got = ops.quantize(x, fmt, groups=group_ends, **options, backend="triton")
+    assert_copies_equal(got, ops.quantize(x, fmt, groups=group_ends, **options, backend="reference"))

@@ -112,7 +112,7 @@ def test_is_taken_for_tokens_in_groups(taken, device):
     x = bf16(17, 16, device=device)
     ends = torch.tensor([5, 15], dtype=torch.int32, device=device)
     for rowwise, build in ((True, gluon.BOTH), (False, gluon.COLUMNWISE)):
-        copies = ops.grouped_quantize(x, ends, FP8_1X128, rowwise=rowwise, columnwise=True)
+        copies = ops.quantize(x, FP8_1X128, groups=ends, rowwise=rowwise, columnwise=True)
         launch = taken.pop()
         assert settled(launch) == (3, 17, 16, 256, 16, False, *build)
         *tensors, blocks = launch.tensors
@@ -121,7 +121,7 @@ def test_is_taken_for_tokens_in_groups(taken, device):
         assert copies.columnwise.qdata.shape == (16, 256)
         # The tokens as a whole; each group; those of no group.
         assert blocks.tolist() == [[0, 15, 17, 0], [0, 5, 5, 0], [5, 15, 15, 0], [15, 15, 17, 0]]
-    ops.grouped_quantize(x.float(), ends, FP8_1X128, columnwise=True)
+    ops.quantize(x.float(), FP8_1X128, groups=ends, columnwise=True)
     assert taken == []
 
 

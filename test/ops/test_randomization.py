@@ -81,10 +81,10 @@ ENDS = ([17], [0, 13, 13, 40], [3, 3, 30, 48], [48, 48], [0, 0])
 @how
 def test_kernels_match_the_reference_in_groups(how, ends, device):
     x, groups = random_tensor(48, 70, device=device), torch.tensor(ends, dtype=torch.int32, device=device)
-    made = ops.grouped_quantize(x, groups, NVFP4_1X16, columnwise=True, backend="triton", **how)
-    _same(made, ops.grouped_quantize(x, groups, NVFP4_1X16, columnwise=True, backend="reference", **how))
+    made = ops.quantize(x, NVFP4_1X16, groups=groups, columnwise=True, backend="triton", **how)
+    _same(made, ops.quantize(x, NVFP4_1X16, groups=groups, columnwise=True, backend="reference", **how))
     with_tables = ops.make_groups(groups, 48, NVFP4_1X16, backend="triton")
-    _same(ops.grouped_quantize(x, with_tables, NVFP4_1X16, columnwise=True, backend="triton", **how), made)
+    _same(ops.quantize(x, NVFP4_1X16, groups=with_tables, columnwise=True, backend="triton", **how), made)
 
 
 # --- what it is -------------------------------------------------------------------------------------------------------
@@ -203,13 +203,13 @@ def test_each_group_has_the_bits_that_it_has_by_itself(backend, device):
     groups = torch.tensor(ends, dtype=torch.int32, device=device)
     given = {"columnwise": True, "hadamard": True, "tensor_amax": amaxes, "backend": backend}
     rounding = ROUNDING._replace(expert=2)
-    made = ops.grouped_quantize(x, groups, NVFP4_1X16, stochastic=rounding, **given)
+    made = ops.quantize(x, NVFP4_1X16, groups=groups, stochastic=rounding, **given)
     first, padded = 0, 0
     for group, end in enumerate(ends):
         part = x[first:end]
         alone = torch.tensor([end - first], dtype=torch.int32, device=device)
         own = rounding._replace(expert=2 + group)
-        by_itself = ops.grouped_quantize(part, alone, NVFP4_1X16, stochastic=own, **given)
+        by_itself = ops.quantize(part, NVFP4_1X16, groups=alone, stochastic=own, **given)
         width = -(-(end - first) // 16) * 16
         _same((by_itself.rowwise,), (_slice(made.rowwise, slice(first, end), slice(None)),))
         of_group = _slice(made.columnwise, slice(None), slice(padded, padded + width))
@@ -225,8 +225,8 @@ REFUSED = {
         lambda: ops.quantize(X, FP8_1X128, columnwise=True, hadamard=True),
         "hadamard is for nvfp4_1x16",
     ),
-    "fp8 rounded": (lambda: ops.quantize(X, FP8_1X128, stochastic=ROUNDING), "stochastic rounding is for nvfp4_1x16"),
-    "square": (lambda: ops.quantize(X, NVFP4_16X16, stochastic=ROUNDING), "stochastic rounding is for nvfp4_1x16"),
+    "fp8 rounded": (lambda: ops.quantize(X, FP8_1X128, stochastic=ROUNDING), "stochastic is for nvfp4_1x16"),
+    "square": (lambda: ops.quantize(X, NVFP4_16X16, stochastic=ROUNDING), "stochastic is for nvfp4_1x16"),
     "rowwise": (lambda: ops.quantize(X, NVFP4_1X16, hadamard=True), "not asked for"),
     "three dims": (lambda: ops.quantize(X[None], NVFP4_1X16, stochastic=ROUNDING), r"must be \[M, K\]"),
     "both copies of a part": (

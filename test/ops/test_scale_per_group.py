@@ -57,7 +57,7 @@ def tokens_of(ends, tokens: int, columns: int, device, dtype=torch.bfloat16) -> 
 
 def grouped(x, ends, how, **options):
     options = {"columnwise": True, "scale_per_group": True} | options
-    return ops.grouped_quantize(x, int32(ends, x.device), NVFP4_1X16, **options, **how)
+    return ops.quantize(x, NVFP4_1X16, groups=int32(ends, x.device), **options, **how)
 
 
 def alone(x, group: int, how) -> tuple[Operand, Operand]:
@@ -133,7 +133,7 @@ def test_groups_and_strides_by_tables(how, backend, device):
     tables = ops.make_groups(int32(ends, device), 63, NVFP4_1X16)
     options = {"columnwise": True, "scale_per_group": True, "backend": backend}
     for given in (x, x.mT.contiguous().mT):
-        made = ops.grouped_quantize(given, tables, NVFP4_1X16, **options, **how)
+        made = ops.quantize(given, NVFP4_1X16, groups=tables, **options, **how)
         for got, wanted in zip(made, expected, strict=True):
             assert_operands_equal(canonical(got), canonical(wanted))
 
@@ -318,7 +318,7 @@ def test_nan_stays_in_its_group(backend, device):
 
 X, W, ENDS = torch.ones(4, 32), torch.ones(2, 32, 32), torch.tensor([1, 4], dtype=torch.int32)
 QX, QW = (
-    ops.grouped_quantize(X, ENDS, NVFP4_1X16, scale_per_group=True, backend="reference").rowwise,
+    ops.quantize(X, NVFP4_1X16, groups=ENDS, scale_per_group=True, backend="reference").rowwise,
     ops.quantize(W, NVFP4_16X16, scale_per_group=True, backend="reference").rowwise,
 )
 REFUSALS = {
@@ -327,8 +327,8 @@ REFUSALS = {
         "quantize: scale_per_group is for tensor scales, which fp8_1x128 has not; leave it out",
     ),
     "one amax": (
-        lambda: ops.grouped_quantize(X, ENDS, NVFP4_1X16, scale_per_group=True, tensor_amax=torch.ones(())),
-        "grouped_quantize: tensor_amax must be [2] float32, one for each group, got torch.float32 of shape []",
+        lambda: ops.quantize(X, NVFP4_1X16, groups=ENDS, scale_per_group=True, tensor_amax=torch.ones(())),
+        "quantize: tensor_amax must be [2] float32, one for each group, got torch.float32 of shape []",
     ),
     "amaxes of one": (
         lambda: ops.quantize(W, NVFP4_16X16, tensor_amax=torch.ones(2)),

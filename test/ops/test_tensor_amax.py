@@ -89,5 +89,5 @@ def test_the_reference_by_name_launches_nothing(device, machine):
     launches = machine.launches_of(kernels)
     x, ends = random_tensor(32, 64, dtype=torch.bfloat16, device=device), torch.tensor([5, 32], dtype=torch.int32)
     ops.quantize(x, NVFP4_1X16, columnwise=True, backend="reference")
-    ops.grouped_quantize(x, ends.to(device), NVFP4_1X16, columnwise=True, backend="reference")
+    ops.quantize(x, NVFP4_1X16, groups=ends.to(device), columnwise=True, backend="reference")
     assert launches == []

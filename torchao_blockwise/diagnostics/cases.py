@@ -21,7 +21,6 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops import (
     dequantization,
-    grouped_quantize,
     make_groups,
     quantization,
     quantize,
@@ -163,8 +162,7 @@ def _group_cases(
 ) -> list[Case]:
     groups = make_groups(ends, TOKENS, fmt, backend="reference")
     a, b = (
-        grouped_quantize(t, groups, fmt, rowwise=False, columnwise=True, backend="reference").columnwise
-        for t in (dy, x)
+        quantize(t, fmt, groups=groups, rowwise=False, columnwise=True, backend="reference").columnwise for t in (dy, x)
     )
     output = _rowwise(x, fmt), _rowwise(experts, weight_fmt)
     main_grad = torch.zeros(experts.shape, device=x.device)
@@ -198,7 +196,7 @@ def _scaled_group_cases(
     each = torch.arange(1, len(ENDS) + 1, device=x.device).float()
     key, name = torch.tensor([1, 2, 3, 5], device=x.device), f"{fmt.name}, a scale each"
     a, b = (
-        grouped_quantize(t, groups, fmt, columnwise=True, scale_per_group=True, backend="reference") for t in (dy, x)
+        quantize(t, fmt, groups=groups, columnwise=True, scale_per_group=True, backend="reference") for t in (dy, x)
     )
     w = quantize(experts, weight_fmt, scale_per_group=True, backend="reference").rowwise
     by_row, by_token = (b.rowwise, w, groups, "m"), (a.columnwise, b.columnwise, groups, "k")

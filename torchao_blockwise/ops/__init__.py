@@ -9,7 +9,7 @@ from torchao_blockwise.ops.gemm.grouped import add_grouped_matmul_, grouped_matm
 from torchao_blockwise.ops.gemm.plain import add_matmul_, matmul
 from torchao_blockwise.ops.groups.permutation import permute, unpermute, unpermute_backward
 from torchao_blockwise.ops.groups.tables import make_groups
-from torchao_blockwise.ops.quantization import draws_for, grouped_quantize, quantize, quantize_by
+from torchao_blockwise.ops.quantization import draws_for, quantize, quantize_by
 from torchao_blockwise.ops.shards.flat import shard_entries
 from torchao_blockwise.ops.shards.merge import merge_shards_
 from torchao_blockwise.ops.shards.partial_cast import (
@@ -32,7 +32,6 @@ __all__ = [
     "draws_for",
     "get_backend",
     "grouped_matmul",
-    "grouped_quantize",
     "make_groups",
     "matmul",
     "merge_shards_",

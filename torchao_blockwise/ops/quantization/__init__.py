@@ -1,4 +1,4 @@
-"""Quantize a tensor, or tokens in groups, block by block: one operation with options.
+"""Quantize a tensor block by block: one operation with options.
 
     x ── one read ──▶ rowwise copy and columnwise copy                    FP8, and NVFP4 with one amax
 
@@ -32,7 +32,7 @@ from torchao_blockwise.formats import (
     hadamard_number,
 )
 from torchao_blockwise.ops.backend import Backend, get_backend
-from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
+from torchao_blockwise.ops.groups.ends import check_row_blocks
 from torchao_blockwise.ops.operands import check_dtype, check_options, copies_of
 from torchao_blockwise.ops.quantization.operations import (
     global_scale_op,
@@ -46,7 +46,6 @@ from torchao_blockwise.ops.quantization.operations import (
 __all__ = [
     "draws_for",
     "global_scale_op",
-    "grouped_quantize",
     "hadamard_amax_bits_op",
     "quantize",
     "quantize_both_op",
@@ -69,6 +68,7 @@ def quantize(
     scale_per_group: bool = False,
     tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     padded: bool = False,
+    groups: Groups | torch.Tensor | None = None,
     backend: Backend | str | None = None,
 ) -> Copies:
     """Quantize `x` block by block: scale = max(amax, fmt.min_amax) / fmt.element.max, qdata = rne(x / scale).
@@ -84,11 +84,19 @@ def quantize(
         `formats.DEFAULT_SIGNS`, or 16 signs. A product of two such copies is that of the tensors themselves.
     stochastic: NVFP4_1X16 only; round up or down by random bits, to the neighbor that is nearer the more often; see
         `StochasticRounding`. Both are for x [M, K].
-    scale_per_group: NVFP4 only; each matrix [M, K] of `x` has a tensor scale of its own: global_scale f32 [..].
+    scale_per_group: NVFP4 only; each matrix [M, K] of `x`, or each group, has its own tensor scale: global_scale f32
+        [..] or [E], 1 for an empty group.
     tensor_amax: NVFP4 only; the amax to derive the tensor scale from, where `x` is a part of the tensor. f32 scalar;
-        with `scale_per_group` f32 [..]; with `hadamard` two, that of the tensor and that of its transform.
+        with `scale_per_group` f32 [..] or [E]; with `hadamard` two, that of the tensor and that of its transform.
     padded: the columnwise copy is that of `x` with zero rows behind, up to a multiple of 32: for products of two such
         copies, to which they add nothing. Without it, M that is no such multiple costs a copy.
+    groups: of tokens x [M, K] in formats of one-row blocks: a result of `make_groups` for M and `fmt`, or the ends
+        alone, int32 [E], cumulative, on x's device: group g is rows [ends[g-1], ends[g]). No block along the tokens
+        reaches from one group into the next, and each group has the bits that it has by itself. The columnwise copy
+        pads each group with zero rows to whole blocks of B: qdata [K, P], P = padded_tokens(M, E, B), scales FP8
+        [P/B, K], NVFP4 [K, P/B]. Rows after the last group count as zeros, whatever they hold, NaN as well. Shapes and
+        launches follow from M and E, so the host reads nothing back. A CPU's ends are checked; a GPU takes end g for
+        the largest of ends 0 to g, each clamped to [0, M].
     backend: AUTO (default), or one by name.
     Returns `Copies(rowwise, columnwise)` of operands, None for what is not asked for, from one read of `x`; from one
     each with `hadamard` or `stochastic`.
@@ -100,49 +108,8 @@ def quantize(
     """
     number = hadamard_number(hadamard)
     options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, padded, number, scale_per_group)
-    return quantize_by(x, options, tensor_amax=tensor_amax, draws=stochastic, backend=backend)
-
-
-def grouped_quantize(
-    x: torch.Tensor,
-    groups: Groups | torch.Tensor,
-    fmt: BlockFormat | str,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    power_of_2_scales: bool = False,
-    hadamard: bool | Sequence[int] = False,
-    stochastic: StochasticRounding | None = None,
-    scale_per_group: bool = False,
-    tensor_amax: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-    backend: Backend | str | None = None,
-) -> Copies:
-    """`quantize` of tokens in groups: no block along the tokens reaches from one group into the next.
-
-    x: [M, K] bf16 | f16 | f32, any strides.
-    groups: a result of `make_groups` for M and `fmt`, or the ends alone, int32 [E], cumulative, on x's device: group g
-        is rows [ends[g-1], ends[g]). Rows after the last group count as zeros, whatever they hold, NaN as well.
-    fmt: of one-row blocks, fp8_1x128 | nvfp4_1x16.
-    rowwise: the operand of [M, K] that `quantize` gives for x with those rows set to zero.
-    columnwise: the operand of [K, P], P = padded_tokens(M, E, B) for blocks of B, that `quantize` gives for x with each
-        group padded with zero rows to a multiple of B: group g fills columns [padded_ends[g-1], padded_ends[g]), and
-        columns after the last group are zeros. Scales as there, FP8 [P/B, K], NVFP4 [K, P/B].
-    power_of_2_scales, hadamard, stochastic, backend: as in `quantize`; each group has the bits that it has by itself.
-    scale_per_group: NVFP4 only; each group has a tensor scale of its own, of each copy: global_scale f32 [E], from the
-        amax of the group's rows, or of their transform; 1 for an empty group. Rows after the last group have none.
-    tensor_amax: NVFP4 only, as in `quantize`; without it the amax is that of the rows in groups. With `scale_per_group`
-        f32 [E].
-    Every byte is defined. The host reads nothing back: shapes and launches follow from M and E alone. Bits do not
-    depend on the backend. Not differentiable.
-
-    On a CPU the values of the ends are checked; a GPU takes end g for the largest of ends 0 to g, each clamped to
-    [0, M].
-    Raises TypeError for a dtype, ValueError for shapes, devices, ends, or a format, option or backend that does not
-    exist.
-    """
-    number = hadamard_number(hadamard)
-    options = CastOptions(get_format(fmt), rowwise, columnwise, power_of_2_scales, False, number, scale_per_group)
-    return quantize_by(x, options, as_groups(groups), tensor_amax=tensor_amax, draws=stochastic, backend=backend)
+    groups = Groups(groups) if isinstance(groups, torch.Tensor) else groups
+    return quantize_by(x, options, groups, tensor_amax=tensor_amax, draws=stochastic, backend=backend)
 
 
 def quantize_by(
@@ -154,25 +121,25 @@ def quantize_by(
     draws: Draws | StochasticRounding | None = None,
     backend: Backend | str | None = None,
 ) -> Copies:
-    """`quantize` of `x` by options that travel whole, or `grouped_quantize` where its rows are in groups."""
-    op, fmt = "quantize" if groups is None else "grouped_quantize", options.fmt
+    """`quantize` of `x` by options that travel whole."""
+    fmt = options.fmt
     if x.dtype not in HIGH_PRECISION_DTYPES:
-        check_dtype(op, x)
-    check_options(op, options)
+        check_dtype("quantize", x)
+    check_options("quantize", options)
     if isinstance(draws, StochasticRounding):
-        draws = _draws_of(op, options, draws, x.device)
+        draws = _draws_of(options, draws, x.device)
     one_by_one = bool(options.hadamard) or draws is not None
     if groups is not None:
-        check_row_blocks(op, fmt)
+        check_row_blocks("quantize", fmt)
         if not options.padded:
             # Each group is padded anyway.
             options = options._replace(padded=True)
     if (one_by_one or groups is not None) and x.dim() != 2:
-        raise ValueError(f"{op}: x must be [M, K], got shape {list(x.shape)}; flatten its leading dims")
+        raise ValueError(f"quantize: x must be [M, K], got shape {list(x.shape)}; flatten its leading dims")
     if x.dim() < 2:
-        raise ValueError(f"{op}: x must have at least 2 dims [.., M, K], got shape {list(x.shape)}; reshape it")
+        raise ValueError(f"quantize: x must have at least 2 dims [.., M, K], got shape {list(x.shape)}; reshape it")
     if tensor_amax is not None:
-        _check_amax(op, x, options, groups, tensor_amax)
+        _check_amax(x, options, groups, tensor_amax)
     if type(backend) is not Backend:
         backend = get_backend(backend)
     if x.requires_grad and torch.is_grad_enabled():
@@ -211,21 +178,20 @@ def quantize_by(
 _ALL = Place()
 
 
-def _draws_of(op: str, options: CastOptions, rounding: StochasticRounding, device: torch.device) -> Draws:
+def _draws_of(options: CastOptions, rounding: StochasticRounding, device: torch.device) -> Draws:
     """What operations on `device` carry of a rounding; raises ValueError unless these copies can be rounded so."""
     if options.fmt is not NVFP4_1X16:
-        raise ValueError(f"{op}: stochastic rounding is for {NVFP4_1X16.name}, got {options.fmt.name}; leave it out")
+        raise ValueError(f"quantize: stochastic is for {NVFP4_1X16.name}, got {options.fmt.name}; leave it out")
     is_part = rounding.start != (0, 0) or rounding.grid is not None
     if is_part and options.rowwise and options.columnwise:
         raise ValueError(
-            f"{op}: start and grid of stochastic are those of one copy's blocks, and both are asked for; "
+            "quantize: start and grid of stochastic are those of one copy's blocks, and both are asked for; "
             "ask for one after the other, the columnwise one with stream + 1"
         )
     return draws_of(rounding, device)
 
 
 def _check_amax(
-    op: str,
     x: torch.Tensor,
     options: CastOptions,
     groups: Groups | None,
@@ -233,10 +199,10 @@ def _check_amax(
 ) -> None:
     """Raise ValueError unless copies by these options are scaled by these amaxes."""
     if not options.fmt.has_global_scale:
-        raise ValueError(f"{op}: {options.fmt.name} has no tensor scale; leave tensor_amax out")
+        raise ValueError(f"quantize: {options.fmt.name} has no tensor scale; leave tensor_amax out")
     if isinstance(tensor_amax, tuple) != bool(options.hadamard):
         raise ValueError(
-            f"{op}: tensor_amax must be two, of the tensor and of its transform, with hadamard, and one without it"
+            "quantize: tensor_amax must be two, of the tensor and of its transform, with hadamard, and one without it"
         )
     of_scales: list[int] = []
     if options.scale_per_group:
@@ -244,7 +210,7 @@ def _check_amax(
     for amax in tensor_amax if isinstance(tensor_amax, tuple) else (tensor_amax,):
         if amax.dtype != torch.float32 or list(amax.shape) != of_scales:
             wanted = f"{of_scales} float32, one for each group" if of_scales else "a float32 scalar"
-            raise ValueError(f"{op}: tensor_amax must be {wanted}, got {amax.dtype} of shape {list(amax.shape)}")
+            raise ValueError(f"quantize: tensor_amax must be {wanted}, got {amax.dtype} of shape {list(amax.shape)}")
 
 
 def _amax_bits(

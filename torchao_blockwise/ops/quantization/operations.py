@@ -43,7 +43,7 @@ def _why_no_kernels(x: torch.Tensor, amax_bits: object, options: CastOptions, *_
 
 
 def _check_groups(x: torch.Tensor, amax_bits: object, options: CastOptions, groups: Groups | None, *_: object) -> None:
-    check_groups("grouped_quantize", groups, x.shape[0], x.device, options.fmt.block[1])
+    check_groups("quantize", groups, x.shape[0], x.device, options.fmt.block[1])
 
 
 def _fake(x: torch.Tensor, amax_bits: object, options: CastOptions, groups: Groups | None, *_: object) -> Copies:
@@ -116,7 +116,7 @@ quantize_op, quantize_both_op = (
 
 def _check_ends(x: torch.Tensor, ends: torch.Tensor | None) -> None:
     if ends is not None:
-        check_group_ends("grouped_quantize", ends, x.shape[0], x.device)
+        check_group_ends("quantize", ends, x.shape[0], x.device)
 
 
 def _amax_fake(x: torch.Tensor, ends: torch.Tensor | None, each: bool) -> torch.Tensor:

@@ -50,7 +50,7 @@ def swiglu_quantize(
     """`quantize(swiglu(gate, up), ..)` in one pass: h = silu(gate) · up never goes to memory.
 
     gate, up: as in `swiglu`. options: what is given of h, as `quantize` would.
-    groups: of tokens in groups; then it is `grouped_quantize(swiglu(gate, up), groups, ..)`, padded as that is.
+    groups: of tokens in groups; then it is `quantize(swiglu(gate, up), groups=groups, ..)`, padded as that is.
     The same bits as the two operations one after the other. NVFP4 and 128×128 blocks do run as the two: a tensor scale
     needs all of h before any block of it can be quantized. Not differentiable.
 

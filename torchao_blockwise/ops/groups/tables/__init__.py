@@ -46,7 +46,7 @@ def make_groups(
 
     Each of these operations makes what it needs of them itself, in a launch of its own, where it is given the ends
     alone.
-    ends: int32 [E], cumulative, on the tokens' device, as in `grouped_quantize`.
+    ends: int32 [E], cumulative, on the tokens' device, as in `quantize`.
     fmt: what the tokens are quantized to, of one-row blocks, fp8_1x128 | nvfp4_1x16.
     Tables are int32 [entries, 4] on that device, for kernels alone to read; how many entries there are depends on
     `tokens` and E. They belong to these values of the ends: make them anew where those change.
