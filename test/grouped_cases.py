@@ -57,7 +57,7 @@ def operands_along_k(group_ends, tokens: int, n: int, k: int):
     """(a, b) of `grad_weight`."""
     options = {"rowwise": False, "columnwise": True, "backend": "reference"}
     return [
-        ops.grouped_quantize(random_matrix(tokens, size, seed), group_ends, FP8_1X128, **options).columnwise
+        ops.quantize(random_matrix(tokens, size, seed), FP8_1X128, groups=group_ends, **options).columnwise
         for seed, size in enumerate((n, k))
     ]
 

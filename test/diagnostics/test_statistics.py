@@ -100,7 +100,7 @@ def test_tokens_in_groups(fmt, columnwise, ends):
     x = weight(150, 96)
     x[ends[-1] :] = math.nan
     group_ends = torch.tensor(ends, dtype=torch.int32)
-    copy = ops.grouped_quantize(x, group_ends, fmt, rowwise=not columnwise, columnwise=columnwise)[columnwise]
+    copy = ops.quantize(x, fmt, groups=group_ends, rowwise=not columnwise, columnwise=columnwise)[columnwise]
     found, tokens = tally(x, copy, 1, columnwise=columnwise, groups=formats.Groups(group_ends))
     decoded = ops.dequantize(copy, dtype=torch.float64)
     if columnwise:

@@ -102,7 +102,7 @@ def test_simulated_products_of_a_training_step(simulated):
     x, dy, w = random_tensor(tokens, k, seed=1), random_tensor(tokens, n, seed=2), random_tensor(experts, n, k, seed=3)
     options = {"columnwise": True, "backend": "reference"}
     weights = ops.quantize(w, NVFP4_16X16, **options)
-    qx, qdy = (ops.grouped_quantize(t, ends, NVFP4_1X16, **options) for t in (x, dy))
+    qx, qdy = (ops.quantize(t, NVFP4_1X16, groups=ends, **options) for t in (x, dy))
     products = (
         ("m", qx.rowwise, weights.rowwise),
         ("m", qdy.rowwise, weights.columnwise),

@@ -13,8 +13,7 @@ import torch
 
 from torchao_blockwise.formats import Groups, Operand
 from torchao_blockwise.ops.groups.ends import clamped_ends, padded_rows
-from torchao_blockwise.ops.groups.quantization.reference import amax_of_grid
-from torchao_blockwise.ops.quantization.reference import expand_blocks
+from torchao_blockwise.ops.quantization.reference import expand_blocks, value_of_blocks
 
 # Indices into the two tensors of a tally. VALUES, DECODED and ERROR are squares; the histogram of scales comes last.
 ELEMENTS, ZEROS, UNDERFLOWS, SATURATED, NONFINITE, VALUES, DECODED, ERROR, HISTOGRAM = range(9)
@@ -87,7 +86,7 @@ def _tally_matrix(
         source = padded_rows(groups.ends, x.shape[0], fmt.block[1]) if columnwise else None
         if factor is not None:
             # As it meets the grid of block scales.
-            factor = amax_of_grid(factor, x.shape[0], groups.ends, fmt.block[1], columnwise)
+            factor = value_of_blocks(factor, x.shape[0], groups.ends, fmt.block[1], columnwise)
     scale = copy.scale.float() if factor is None else copy.scale.float() * factor
     grid = scale.mT if fmt.transposed_scales else scale
     matrix = x.mT if columnwise else x

@@ -95,9 +95,9 @@ def width_of(tokens: int, options: CastOptions) -> int:
     return -(-tokens // HADAMARD_SIZE) * HADAMARD_SIZE if options.hadamard else tokens
 
 
-def as_asked(copies: Copies, tokens: int, options: CastOptions) -> Copies:
+def as_asked(copies: Copies, tokens: int, options: CastOptions, groups: Groups | None) -> Copies:
     """What a kernel made of so many tokens, which pads the columnwise copy in any case."""
-    if options.padded or copies.columnwise is None:
+    if options.padded or groups is not None or copies.columnwise is None:
         return copies
     return copies._replace(columnwise=without_padding(copies.columnwise, width_of(tokens, options)))
 

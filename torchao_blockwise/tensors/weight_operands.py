@@ -19,8 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import cuda_graphs
 from torchao_blockwise.formats import BlockFormat, CastOptions, Operand
-from torchao_blockwise.ops.quantization import tensor_amax_bits_op
-from torchao_blockwise.ops.randomization import hadamard_amax_bits_op
+from torchao_blockwise.ops.quantization import hadamard_amax_bits_op, tensor_amax_bits_op
 
 # Names of the process groups over which the tensor is split that the values are a part of.
 _splits: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -100,32 +99,13 @@ class KeptCopies:
                 return copies[0]
             if transposed is not None:
                 return transposed
-            if "both" not in self.keeps:
-                if rowwise is None:
-                    return quantized(self.hp, True, backend, fmt, *others)
-                return ops.transpose(rowwise, columns=self.hp.shape[-1], backend=backend)
             if rowwise is None:
-                copies[1] = quantized(self.hp, True, backend, fmt, *others)
+                transposed = quantized(self.hp, True, backend, fmt, *others)
             else:
-                self._transpose_all(key, backend)
-            return copies[1]
-
-    def _transpose_all(self, key: tuple[Any, ...], backend: ops.Backend | str | None) -> None:
-        """Make, in one launch, the columnwise copies of all weights that scopes keep both copies of, this one's too."""
-        waiting = []
-        for kept in kept_weights.values():
-            copies = kept._copies.get(key)
-            is_near = kept.hp.device == self.hp.device
-            if copies and is_near and "both" in kept.keeps and copies[0] is not None and copies[1] is None:
-                kept.check()
-                waiting.append((kept, copies))
-        transposed = ops.transpose_many(
-            [rowwise for _, (rowwise, _) in waiting],
-            columns=[kept.hp.shape[-1] for kept, _ in waiting],
-            backend=backend,
-        )
-        for (_, copies), columnwise in zip(waiting, transposed, strict=True):
-            copies[1] = columnwise
+                transposed = ops.transpose(rowwise, columns=self.hp.shape[-1], backend=backend)
+            if "both" in self.keeps:
+                copies[1] = transposed
+            return transposed
 
     def leave(self, keep: str) -> None:
         """Free what no scope around keeps now that one is left."""

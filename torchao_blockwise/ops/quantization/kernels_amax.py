@@ -12,8 +12,7 @@ import triton.language as tl
 
 from torchao_blockwise.formats import E2M1, E4M3
 from torchao_blockwise.ops.device.elements import magnitude_bits, to_f32
-from torchao_blockwise.ops.device.group_blocks import load_block
-from torchao_blockwise.ops.device.groups import amax_of_groups, groups_of
+from torchao_blockwise.ops.device.groups import amax_of_groups, groups_of, load_block
 from torchao_blockwise.ops.launch import ceil_div, launch
 
 _CHUNK = 8192

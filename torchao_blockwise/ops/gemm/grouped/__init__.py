@@ -55,9 +55,9 @@ def grouped_matmul(
         operands' device: group g is tokens [ends[g-1], ends[g]), and tokens after the last group belong to none. Any
         sizes. On a CPU the values are checked; on a GPU they are never read by the host, and clamped to max over i <= g
         of clamp(ends[i], 0, M). Along "k", M is the number of tokens before they were padded.
-    along "m": a is a result of `quantize` or `grouped_quantize`, qdata [M, K], and b of a [E, N, K], of the same
+    along "m": a is a result of `quantize`, qdata [M, K], and b of a [E, N, K], of the same
         element and block length. Returns [M, N] `out_dtype`; rows after the last group are zeros, whatever a holds.
-    along "k": a and b are columnwise results of `grouped_quantize` with the same groups, of a [M, N] and a [M, K]:
+    along "k": a and b are columnwise results of `quantize` with the same groups, of a [M, N] and a [M, K]:
         qdata [N, P] and [K, P], where P tokens hold each group padded to whole blocks. Returns [E, N, K] `out_dtype`;
         that of an empty group is zeros.
     out_dtype: bf16 | f16 | f32. backend: AUTO (default), or one by name.
@@ -115,7 +115,7 @@ def _check(op: str, a: Operand, b: Operand, along: str, out_dtype: torch.dtype) 
     if along == "k" and a.qdata.shape[1] * a.format.element.per_byte % a.format.block[1]:
         raise ValueError(
             f'{op}: along "k" tokens are padded to whole blocks of {a.format.block[1]}, got payloads of'
-            f" {a.qdata.shape[1]} columns; quantize a and b by grouped_quantize(..., columnwise=True)"
+            f" {a.qdata.shape[1]} columns; quantize a and b with groups=..., columnwise=True"
         )
 
 
