@@ -77,7 +77,7 @@ class BlockwisePrecision(Precision):
         return convert(self._others.convert_module(module), self.config, self._filter_fn)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the recipe must remember, which checkpoints hold beside the module's own state."""
+        """The state of the recipe, which checkpoints hold next to that of the module."""
         return {} if self._module is None else recipe_state(self._module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
