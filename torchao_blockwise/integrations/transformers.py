@@ -164,15 +164,11 @@ class UnchangedWeights(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._scope.enter(kwargs["model"])
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._scope.leave()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Of a training that an exception ended.
-        self._scope.leave()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._scope.leave()
+    # An exception may have ended the training before.
+    on_train_begin = on_train_end = on_pre_optimizer_step
 
 
 class RecipeState(ExportableState, TrainerCallback):
