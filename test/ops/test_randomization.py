@@ -8,7 +8,7 @@ from quantize_cases import backends, canonical
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import NVFP4_1X16, Operand, StochasticRounding, hadamard_number, hadamard_transform
-from torchao_blockwise.ops.quantization import hadamard_amax_bits_op
+from torchao_blockwise.ops.quantization.operations import hadamard_amax_bits_op
 from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id
 
 ROUNDING = StochasticRounding(2**63 + 5, 2**32 - 1, 7)

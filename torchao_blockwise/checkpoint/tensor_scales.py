@@ -17,7 +17,7 @@ from torchao_blockwise.checkpoint.fused_layers import fused_layers
 from torchao_blockwise.checkpoint.names import tensors_of
 from torchao_blockwise.formats import NVFP4_16X16
 from torchao_blockwise.ops.backend import Backend
-from torchao_blockwise.ops.quantization import tensor_amax_bits_op
+from torchao_blockwise.ops.quantization.operations import tensor_amax_bits_op
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 
 # Its tensor scale is the least normal number.

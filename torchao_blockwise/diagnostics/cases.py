@@ -22,7 +22,6 @@ from torchao_blockwise.formats import (
 from torchao_blockwise.ops import (
     dequantization,
     make_groups,
-    quantization,
     quantize,
     transposition,
 )
@@ -31,6 +30,7 @@ from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.gemm import grouped, plain
 from torchao_blockwise.ops.groups import permutation, tables
 from torchao_blockwise.ops.groups.tables.layout import HEIGHTS, layout_of
+from torchao_blockwise.ops.quantization import operations as quantization
 from torchao_blockwise.ops.registry import Operation
 from torchao_blockwise.ops.shards import merge, partial_cast
 from torchao_blockwise.ops.shards.flat import WHOLE, Shards, block_count
