@@ -88,7 +88,7 @@ def make_table(rows: Iterable[tuple[int, ...]], device: torch.device) -> Table |
         return None
     is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     key = (device, *table)
-    tensor, copied = _tables.pop(key, None) or _new_table(table, device, is_capturing)
+    tensor, copied = _tables.pop(key) if key in _tables else _new_table(table, device, is_capturing)
     _tables[key] = tensor, copied
     if len(_tables) > _MAX_TABLES:
         _tables.popitem(last=False)
