@@ -319,17 +319,13 @@ class Gathers(TorchDispatchMode):
 
 
 def gathers_bytes(rank: int, size: int, format: str, masters: bool) -> None:
-    """A byte an element of the weights in FP8, in NVFP4 half of one where rows split evenly, in high precision biases.
-
-    Padded where rows split unevenly.
-    """
+    """A byte an element of the weights in FP8, in NVFP4 half of one, padded where rows split unevenly; biases as they are."""
     model = sharded(model_of(format, masters), mesh_of(size))
     inner, hidden, outer = FEATURES[format]
     model(tokens(4, inner))
     with Gathers() as gathers:
         list(checkpoint.quantized_weights(model, format))
-    of_first, of_second = (1, 1) if format == "fp8_block" else (1 if hidden % size and masters else 2, 2)
-    least = hidden * inner // of_first + hidden * outer // of_second + 4 * (hidden + outer)
+    least = hidden * (inner + outer) // (1 if format == "fp8_block" else 2) + 4 * (hidden + outer)
     assert least <= gathers.nbytes < 1.05 * least, (gathers.nbytes, least)
 
 

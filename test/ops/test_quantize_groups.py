@@ -17,6 +17,7 @@ from grouped_copies import (
     int32,
     tokens_of,
 )
+from quantize_cases import BOTH, ROUNDING
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +27,6 @@ from torchao_blockwise.formats import (
     NVFP4_1X16,
     CastOptions,
     Groups,
-    StochasticRounding,
     global_scale_of,
     hadamard_number,
 )
@@ -34,7 +34,6 @@ from torchao_blockwise.ops.groups.ends import padded_ends, padded_tokens
 from torchao_blockwise.ops.quantization import reference
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor
 
-ROUNDING = StochasticRounding(2**63 + 5, 2**32 - 1, 7)
 OWN = {"scale_per_group": True}
 WAYS = {
     "fp8": (FP8_1X128, {}),
@@ -42,11 +41,11 @@ WAYS = {
     "nvfp4": (NVFP4_1X16, {}),
     "transformed": (NVFP4_1X16, {"hadamard": True}),
     "rounded": (NVFP4_1X16, {"stochastic": ROUNDING}),
-    "both": (NVFP4_1X16, {"hadamard": True, "stochastic": ROUNDING}),
+    "both": (NVFP4_1X16, BOTH),
     "own scales": (NVFP4_1X16, OWN),
     "own scales, transformed": (NVFP4_1X16, OWN | {"hadamard": True}),
     "own scales, rounded": (NVFP4_1X16, OWN | {"stochastic": ROUNDING}),
-    "own scales, both": (NVFP4_1X16, OWN | {"hadamard": True, "stochastic": ROUNDING}),
+    "own scales, both": (NVFP4_1X16, OWN | BOTH),
 }
 # All groups in the ways that share no kernel, some of them in all ways. In the interpreter each of many groups, with a
 # scale of its own, takes a second.
@@ -77,7 +76,7 @@ def test_each_group_is_quantized_alone(groups, way, backend, guarded, device):
 def test_one_group_of_all_tokens_is_the_plain_copy(fmt):
     """So that groups, which are compared with a group of theirs, are what `quantize` gives without them."""
     x = random_tensor(3 * fmt.block[1], 75)
-    for options in ({}, {"hadamard": True, "stochastic": ROUNDING}) if fmt is NVFP4_1X16 else ({},):
+    for options in ({}, BOTH) if fmt is NVFP4_1X16 else ({},):
         options |= {"columnwise": True, "backend": "reference"}
         assert_copies_equal(ops.quantize(x, fmt, groups=int32([len(x)]), **options), ops.quantize(x, fmt, **options))
 

@@ -1,8 +1,8 @@
 """ops.quantize gives the bits of torchao's own references, in eager PyTorch, and of TransformerEngine's formula.
 
 In NVFP4 torchao divides by 6 and by the tensor scale where ours multiplies, as TransformerEngine does, and raises a
-block scale below 2^-6 to it: equal where that is exact, with bf16 values and a tensor scale that is a power of two, and
-one step off at most elsewhere. TransformerEngine's is written down here (`reference_nvfp4.py` of its custom recipes).
+block scale below 2^-6 to it: equal where that is exact, with bf16 values and a tensor scale that is a power of two.
+TransformerEngine's is written down here (`reference_nvfp4.py` of its custom recipes).
 """
 
 from __future__ import annotations
@@ -83,11 +83,6 @@ def assert_equal(ours: Operand, others) -> None:
     assert_bitwise_equal(ours.qdata, qdata, "qdata")
 
 
-def block_values(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Before the tensor scale."""
-    return ops.dequantize(Operand(qdata.contiguous(), scale.contiguous(), None, NVFP4_1X16.name))
-
-
 @nvfp4_formats
 @nvfp4_shapes
 def test_nvfp4_is_torchaos(shape, fmt):
@@ -160,23 +155,6 @@ def test_groups_are_torchaos_where_its_arithmetic_is_exact():
     assert_bitwise_equal(made.global_scale[[0, 2, 3]], 2.0**-4 * FACTORS[[0, 2, 3]])
     of_rows = made.global_scale.repeat_interleave(torch.tensor(SIZES))[:, None]
     assert_equal(made._replace(global_scale=of_rows), torchaos(x, LARGEST * OF_ROWS))
-
-
-def test_groups_are_one_step_from_torchaos():
-    """Tensor scales are equal; a block scale differs by a code at most, and so does an element under equal ones."""
-    differ = compared = 0
-    for ours, x in parts(tokens(exact=False)):
-        qdata, scale, outer = torchaos(x, x.abs().amax().float())
-        assert_bitwise_equal(ours.global_scale, outer)
-        mine, theirs = (s.contiguous().view(torch.uint8).int() for s in (ours.scale, scale))
-        # torchao stores no scale below 2^-6, its code 8.
-        assert ((mine - theirs).abs()[mine >= 8] <= 1).all()
-        same = (mine == theirs).repeat_interleave(16, 1)
-        distance = (block_values(ours.qdata, ours.scale) - block_values(qdata, scale)).abs()
-        step = torch.maximum(block_values(ours.qdata, ours.scale).abs(), block_values(qdata, scale).abs()) / 2
-        assert (distance <= torch.maximum(step, ours.scale.float().repeat_interleave(16, 1) / 2))[same].all()
-        differ, compared = differ + int((distance[same] > 0).sum() + (mine != theirs).sum()), compared + x.numel()
-    assert differ < 0.01 * compared
 
 
 @nvfp4_formats

@@ -8,7 +8,8 @@ import torch
 from torchao_blockwise import ops
 from torchao_blockwise.formats import NVFP4_1X16, global_scale_of
 from torchao_blockwise.ops.backend import Backend, why_no_triton
-from torchao_blockwise.ops.quantization import global_scale_op, reference, tensor_amax_bits_op
+from torchao_blockwise.ops.quantization import reference
+from torchao_blockwise.ops.quantization.operations import global_scale_op, tensor_amax_bits_op
 from torchao_blockwise.testing import random_tensor
 
 kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_amax")

@@ -17,7 +17,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.checkpoint.model_tensors import is_converted, tensors_of
 from torchao_blockwise.formats import NVFP4_16X16
 from torchao_blockwise.ops.backend import Backend
-from torchao_blockwise.ops.quantization import tensor_amax_bits_op
+from torchao_blockwise.ops.quantization.operations import tensor_amax_bits_op
 from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.tensors.fsdp import gathered_dtype
 

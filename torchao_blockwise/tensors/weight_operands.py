@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import cuda_graphs
 from torchao_blockwise.formats import BlockFormat, CastOptions, Operand
-from torchao_blockwise.ops.quantization import hadamard_amax_bits_op, tensor_amax_bits_op
+from torchao_blockwise.ops.quantization.operations import hadamard_amax_bits_op, tensor_amax_bits_op
 
 # Names of the process groups over which the tensor is split that the values are a part of.
 _splits: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

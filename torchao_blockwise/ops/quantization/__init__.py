@@ -27,9 +27,9 @@ from torchao_blockwise.formats import (
     Operand,
     Place,
     StochasticRounding,
-    draws_of,
     get_format,
     hadamard_number,
+    key_of,
 )
 from torchao_blockwise.ops.backend import Backend, get_backend
 from torchao_blockwise.ops.groups.ends import check_row_blocks
@@ -42,18 +42,6 @@ from torchao_blockwise.ops.quantization.operations import (
     take_key_op,
     tensor_amax_bits_op,
 )
-
-__all__ = [
-    "draws_for",
-    "global_scale_op",
-    "hadamard_amax_bits_op",
-    "quantize",
-    "quantize_both_op",
-    "quantize_by",
-    "quantize_op",
-    "take_key_op",
-    "tensor_amax_bits_op",
-]
 
 
 def quantize(
@@ -188,7 +176,8 @@ def _draws_of(options: CastOptions, rounding: StochasticRounding, device: torch.
             "quantize: start and grid of stochastic are those of one copy's blocks, and both are asked for; "
             "ask for one after the other, the columnwise one with stream + 1"
         )
-    return draws_of(rounding, device)
+    place = Place(0, *rounding.start, -1 if rounding.grid is None else rounding.grid)
+    return Draws(key_of(rounding, device), place, place._replace(operand=1))
 
 
 def _check_amax(
