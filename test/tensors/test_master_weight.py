@@ -143,11 +143,11 @@ COPIES = {
 @pytest.mark.parametrize("requires_grad", (True, False), ids=("trained", "frozen"))
 def test_copies_keep_everything_but_quantized_copies(config, copied, requires_grad):
     parameter = master(40, 24, config=config, dtype=torch.bfloat16).requires_grad_(requires_grad)
-    size, model = len(pickle.dumps(parameter)), nn.Module()
+    model = nn.Module()
     model.weight = parameter
     with weights_unchanged(model):
         parameter.quantized()
-        assert parameter.quantized_bytes > 0 and len(pickle.dumps(parameter)) == size
+        assert parameter.quantized_bytes > 0
         other = copied(parameter)
         assert other.quantized_bytes == 0
     assert type(other) is MasterWeightTensor and isinstance(other, nn.Parameter)

@@ -21,7 +21,7 @@ from torchao_blockwise.tensors.operations import Result, is_dot, is_sum, is_upda
 from torchao_blockwise.tensors.reads import note_read
 from torchao_blockwise.tensors.rounding import RoundingKeys, carry_key, checked_key
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
-from torchao_blockwise.tensors.weight_operands import kept_bytes, kept_weights, weight_operand
+from torchao_blockwise.tensors.weight_operands import kept_copies, weight_operand
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -129,7 +129,8 @@ class MasterWeightTensor(TorchAOBaseTensor):
     @property
     def quantized_bytes(self) -> int:
         """Bytes of the quantized copies that `weights_unchanged` keeps now."""
-        return kept_bytes(self.hp)
+        kept = kept_copies(self.hp)
+        return 0 if kept is None else kept.nbytes
 
     def quantized(self, *, columnwise: bool = False) -> Operand:
         """The operand that products use: `hp` quantized in `config.weight_format`, rowwise or columnwise."""
@@ -344,7 +345,7 @@ def _link(weight: MasterWeightTensor, cast: MasterWeightTensor) -> None:
     Where autograd records the cast, or a scope says that the weight does not change; any other copy is a copy.
     """
     recorded = torch.is_grad_enabled() and weight.requires_grad
-    if weight.dtype != cast.dtype and weight.device == cast.device and (recorded or id(weight.hp) in kept_weights):
+    if weight.dtype != cast.dtype and weight.device == cast.device and (recorded or kept_copies(weight.hp) is not None):
         cast._cast_of = _CastOf(weakref.ref(weight.hp))
 
 
