@@ -63,12 +63,11 @@ def test_a_transposed_view_works_as_a_weight():
     assert relative_error(out, F.linear(x, BlockwiseFP8Tensor.from_hp(w.t()))) < 1e-6
 
 
-@pytest.mark.parametrize(("dims", "name"), [((0, 1), "transpose"), ((0, 2), "transpose")], ids=str)
-def test_transposes_of_leading_dims_are_refused(dims, name):
-    with pytest.raises(NotImplementedError, match=f"{name}: only the last two dims can be swapped, got"):
-        BlockwiseFP8Tensor.from_hp(weight(2, 128, 128)).transpose(*dims)
-    with pytest.raises(NotImplementedError, match="permute: only the last two dims can be swapped, got"):
-        BlockwiseFP8Tensor.from_hp(weight(2, 128, 128)).permute(1, 2, 0)
+def test_transposes_of_leading_dims_are_refused():
+    q = BlockwiseFP8Tensor.from_hp(weight(2, 128, 128))
+    for transpose in (lambda: q.transpose(0, 1), lambda: q.transpose(0, 2), lambda: q.permute(1, 2, 0)):
+        with pytest.raises(NotImplementedError, match="only the last two dims can be swapped, got"):
+            transpose()
 
 
 def test_bytes_at_rest():

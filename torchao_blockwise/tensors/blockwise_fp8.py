@@ -10,7 +10,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import FP8_128X128, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
-from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files, check_quantizable
+from torchao_blockwise.tensors.quantized import QuantizedTensor, check_quantizable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,6 +76,3 @@ class BlockwiseFP8Tensor(QuantizedTensor):
 
 def _check_parts(name: str, qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None = None) -> None:
     check_parts(name, FP8_128X128, qdata, scale, global_scale, getattr(qdata, "shape", ()))
-
-
-allow_in_files(BlockwiseFP8Tensor)

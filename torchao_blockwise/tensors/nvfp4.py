@@ -11,7 +11,7 @@ from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors.config import TrainingConfig
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
-from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files, check_quantizable
+from torchao_blockwise.tensors.quantized import QuantizedTensor, check_quantizable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -123,6 +123,3 @@ def _check_parts(
     if not isinstance(columns, (int, torch.SymInt)) or isinstance(columns, bool) or columns < 0:
         raise ValueError(f"{name}: columns must be the length of the last dim, got {columns!r}")
     check_parts(name, fmt, qdata, scale, global_scale, (*getattr(qdata, "shape", ())[:-1], columns))
-
-
-allow_in_files(NVFP4Tensor)

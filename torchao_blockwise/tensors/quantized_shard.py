@@ -22,7 +22,7 @@ from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
 from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
 from torchao_blockwise.tensors.original import Original
-from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files
+from torchao_blockwise.tensors.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -253,5 +253,4 @@ def _check_parts(
     check_parts(name, fmt, qdata, scale, global_scale, part.shape)
 
 
-allow_in_files(QuantizedShard)
 torch.serialization.add_safe_globals([ShardLayout])

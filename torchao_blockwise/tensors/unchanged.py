@@ -1,4 +1,4 @@
-"""`weights_unchanged`: the scope in which a program declares that weights stand still, so that copies may be kept.
+"""`weights_unchanged`: the scope in which a program declares that weights do not change, so that copies may be kept.
 
     with weights_unchanged(model):       the microbatches of one optimizer step, evaluation, generation
         for batch in microbatches:
@@ -27,7 +27,7 @@ _KEEPS = ("rowwise", "both")
 
 
 class Scope:
-    """What one `weights_unchanged` covers: the modules of its model, and the master weights that no FSDP2 shards.
+    """The extent of one `weights_unchanged`: the modules of its model, and the master weights that no FSDP2 shards.
 
     places: (module, attribute, parameter, its values, what is kept of them) of each weight.
     """

@@ -1,9 +1,9 @@
-"""The operand that a product reads of a master weight: quantized for this product, freed after it.
+"""The operand that a GEMM reads of a master weight: quantized for this GEMM, freed after it.
 
 Nothing that was derived from a weight outlives the pass that made it. A copy kept under a version counter cannot be
 made right: compiled optimizers, collectives, aliases and other processes change values without counting. So each
-product quantizes the weight that it reads: rowwise in forward, straight to columnwise in backward. Blocks are square,
-so that is the transpose, in one pass. Copies are kept only where the program says that weights stand still, inside
+GEMM quantizes the weight that it reads: rowwise in forward, straight to columnwise in backward. Blocks are square,
+so that is the transpose, in one pass. Copies are kept only where the program says that weights do not change, inside
 `weights_unchanged`. Values are quantized from their own dtype: the same bits with autocast and without.
 """
 
@@ -123,7 +123,7 @@ def raise_unchanged(name: str, how: str) -> None:
 
 
 def kept_copies(hp: torch.Tensor) -> KeptCopies | None:
-    """What scopes keep of the weight with the values `hp` now."""
+    """The copies that scopes keep of the weight with the values `hp`, or None."""
     return getattr(hp, "kept_copies", None) or None
 
 
@@ -148,7 +148,7 @@ def amax_over(x: torch.Tensor, groups: str, per_matrix: bool = False) -> torch.T
 
 
 def amaxes_over(x: torch.Tensor, groups: str, hadamard: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`amax_over` of the tensor and of its transform, which begins anew with each rank's first token."""
+    """`amax_over` of the tensor and of its transform, which begins again with each rank's first token."""
     if not groups:
         return None
     plain, transformed = hadamard_amax_bits_op(x, hadamard, None, False, ops.Backend.AUTO)
