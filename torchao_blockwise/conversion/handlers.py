@@ -41,14 +41,14 @@ from torchao_blockwise.tensors import (
     TrainingConfig,
 )
 from torchao_blockwise.tensors.config import ConfigClass, check_config
-from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.rounding import RoundingKeys
 
 # Packages whose subclasses of `nn.Linear` quantize by themselves.
 _OTHER_QUANTIZERS = "torchao.", "torch.ao.", "bitsandbytes.", "transformers.integrations."
 
 # Attributes of a converted weight that a new content has by itself.
-_OF_THE_CONTENT = "original", "layer", "rounding_key", "rounding_keys", "cast_of", "_is_param"
+_OF_THE_CONTENT = "pending_master", "saved_values", "layer", "rounding_key", "rounding_keys", "cast_of", "_is_param"
 
 
 def why_not_convertible(
@@ -292,7 +292,7 @@ def _converted(weight: nn.Parameter, config: TrainingConfig) -> torch.Tensor:
 def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     """Give the Parameter object `weight` the content of `converted`, keeping its gradient, hooks and attributes."""
     if isinstance(converted, QuantizedTensor) and weight.requires_grad:
-        converted.original = Original(weight.detach())
+        converted.pending_master = PendingMaster(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
     _compat.carry_grad_dtype(weight, new)
     own = (

@@ -2,7 +2,7 @@
 
 cast.py              amaxes of blocks, one MAX over the ranks, scales, payload
 master_weights.py    the cast for masters that a program has split by itself
-fsdp/                weights that FSDP2 shards: when they are cast, and how they are gathered
+fsdp.py              weights that FSDP2 shards: when they are cast
 zero/                MasterWeightOptimizer: masters of quantized Parameters, whole or split over ranks
 expert_parallel.py   experts that ranks share, and the tokens that travel to them
 agreement.py         ranks compare what they are about to exchange

@@ -13,6 +13,9 @@ from torchao_blockwise import _compat
 from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Types
 from torchao_blockwise.tensors.rounding import RoundingKeys
 
+# Attributes that a copy does not have: the source of a cast, FSDP2's last cast, and the last state dict's values.
+_OF_ONE_OBJECT = ("cast_of", "shard", "ready", "version", "saved_values")
+
 
 class WeightTensor(TorchAOBaseTensor):
     """A tensor subclass over inner tensors, by which it is hashed, copied and saved.
@@ -45,7 +48,8 @@ class WeightTensor(TorchAOBaseTensor):
         names, attributes = self.__tensor_flatten__()
         inner = copy.deepcopy({name: getattr(self, name) for name in names}, memo)
         other = type(self).__tensor_unflatten__(inner, attributes, None, None)
-        vars(other).update(copy.deepcopy(vars(self), memo))
+        kept = {name: value for name, value in vars(self).items() if name not in _OF_ONE_OBJECT}
+        vars(other).update(copy.deepcopy(kept, memo))
         other.grad = copy.deepcopy(self.grad, memo)
         return other.requires_grad_(self.requires_grad)
 

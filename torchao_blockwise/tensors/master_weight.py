@@ -25,6 +25,8 @@ from torchao_blockwise.tensors.weight_operands import kept_copies, weight_operan
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from torchao_blockwise.tensors.quantized_shard import QuantizedShard
+
 aten = torch.ops.aten
 
 # Plain aliases of a weight: checkpointing detaches what it saves, and what a DTensor holds is asked for as a view.
@@ -80,8 +82,8 @@ class MasterWeightTensor(WeightTensor):
     # The values that this is a cast of, where GEMMs may read those, and its own change count when it was made. No part
     # of a weight's state, as the next one.
     cast_of: tuple[torch.Tensor, int] | None = None
-    # What FSDP2 gathers of it.
-    shard: fsdp.WeightShard | None = None
+    # What FSDP2 gathers of it: a shard of its own, or, in high precision, the layout of that.
+    shard: QuantizedShard | fsdp.ShardLayout | None = None
 
     @property
     def source(self) -> tuple[torch.Tensor, torch.dtype | None]:
@@ -140,11 +142,6 @@ class MasterWeightTensor(WeightTensor):
         # Of no use in another model.
         left_out = ("layer", "cast_of", "rounding_keys", "shard")
         return {name: value for name, value in vars(self).items() if name not in left_out}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeightTensor:
-        other = super().__deepcopy__(memo)
-        other.cast_of = None
-        return other
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Asynchronous saving copies it. Compilers tell the wrappers that they trace apart by the wrappers' own."""

@@ -6,6 +6,7 @@ operation either has an exact meaning on the payload (`quantized_ops`) or raises
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
@@ -17,10 +18,10 @@ from torchao_blockwise._compat.torch_types import Args, Function, Kwargs, Operat
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
 from torchao_blockwise.tensors.base import WeightTensor
 from torchao_blockwise.tensors.config import TrainingConfig
-from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.reads import note_read
 from torchao_blockwise.tensors.rounding import carry_key
-from torchao_blockwise.tensors.state_values import plain_values, same_bits, settle
+from torchao_blockwise.tensors.state_values import plain_values, same_bits
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,42 +40,19 @@ class QuantizedTensor(WeightTensor):
     tensor_data_names: list[str]
     tensor_attribute_names: list[str]
     config: TrainingConfig | None
+    qdata: torch.Tensor
     scale: torch.Tensor
     global_scale: torch.Tensor | None = None
     # Of weights that train; no part of a weight's state.
-    original: Original | None = None
+    pending_master: PendingMaster | None = None
     # Whether it is an alias of a weight that trains, as `weight.data` is.
     trains: bool = False
-
-    @property
-    def qdata(self) -> torch.Tensor:
-        """The payload. Whatever reads it, a compiled graph too, finds what was written into a state dict's values."""
-        if self.original is not None and self.original.given is not None:
-            self._settle()
-        return self.__dict__["qdata"]
-
-    @qdata.setter
-    def qdata(self, payload: torch.Tensor) -> None:
-        self.__dict__["qdata"] = payload
-
-    def _settle(self) -> None:
-        assert self.original is not None and self.original.given is not None
-        given, self.original.given = self.original.given, None
-        settle(self, given)
+    # What the last state dict holds in its place, as long as that lives.
+    saved_values: weakref.ref[torch.Tensor] | None = None
 
     @property
     def fmt(self) -> BlockFormat:
         raise NotImplementedError
-
-    @property
-    def whole_shape(self) -> torch.Size:
-        """Shape of the tensor that the scales are of: this one, or what it is a shard of."""
-        return self.shape
-
-    @property
-    def values_dtype(self) -> torch.dtype:
-        """The dtype that values are rounded to before they are quantized."""
-        return self.dtype
 
     def _check(self) -> None:
         """Raise TypeError or ValueError unless the parts fit each other, as the constructor does."""
@@ -292,11 +270,11 @@ def source_for(op: str, x: QuantizedTensor, src: Tensor) -> QuantizedTensor:
             f"{op}: tensor scales differ, {shapes[0]} from {shapes[1]}: one of all experts, or one for each "
             "(scale_per_expert); copy from source.dequantize()"
         )
-    if x.original is not None:
-        if hp is not None and x.original.is_owned and hp.dtype == x.dtype and same_bits(hp, plain_values(x)):
+    if x.pending_master is not None:
+        if hp is not None and x.pending_master.is_owned and hp.dtype == x.dtype and same_bits(hp, plain_values(x)):
             # What a state dict has of it: a checkpoint that comes after the optimizer's masters leaves those.
             return x
-        x.original.note_copy(hp, zip(x._tensors(), src._tensors()))
+        x.pending_master.note_copy(hp, zip(x._tensors(), src._tensors()))
     return src
 
 

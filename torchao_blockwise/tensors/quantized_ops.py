@@ -19,7 +19,7 @@ from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
-from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements, map_tensors, source_for
 from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.transposed_weight import TransposedWeight, swaps_last_dims
@@ -169,7 +169,7 @@ def _map_op(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> Q
     if func is aten.clone.default:
         carry_key(x, result, copied=True)
     if func in (aten.detach.default, aten.alias.default):
-        result.original = x.original
+        result.pending_master = x.pending_master
         # `weight.data` is of a weight that trains, though it asks for no gradient itself.
         result.trains = x.trains or x.requires_grad
     return result
@@ -187,7 +187,7 @@ def _empty_like(
     kwargs.pop("memory_format", None)
     empty = map_tensors(x, lambda t: func(t, **kwargs))
     empty = empty._make(empty.qdata, empty.scale, dtype=_float_dtype(func, x, dtype))
-    empty.original = x.original and Original()
+    empty.pending_master = x.pending_master and PendingMaster()
     return empty
 
 
@@ -203,7 +203,7 @@ def _to_copy(
 ) -> QuantizedTensor:
     moved = map_tensors(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
     moved = moved._make(moved.qdata, moved.scale, dtype=_float_dtype(func, x, dtype))
-    moved.original = x.original and x.original.moved(device)
+    moved.pending_master = x.pending_master and x.pending_master.moved(device)
     return moved
 
 
@@ -294,7 +294,9 @@ def _merge(func: Operation, weight: torch.Tensor, delta: torch.Tensor, *, alpha:
     Refused where the weight trains: an optimizer's small steps would be rounded away.
     """
     frozen = (
-        isinstance(weight, QuantizedTensor) and weight.original is None and not (weight.trains or weight.requires_grad)
+        isinstance(weight, QuantizedTensor)
+        and weight.pending_master is None
+        and not (weight.trains or weight.requires_grad)
     )
     if not frozen or isinstance(delta, TorchAOBaseTensor):
         layer = getattr(weight, "layer", "") or "a quantized weight"

@@ -202,7 +202,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def model_state_dict(self) -> dict[str, Any]:
         """The model's state dict with masters in the place of quantized weights: plain, under the original names.
 
-        An unconverted model loads it. A collective under "zero1"; else `model.state_dict()` gives the same.
+        An unconverted model loads it. A collective under "zero1".
         """
         state = self._model.state_dict()
         wholes: dict[torch.Tensor, torch.Tensor] = {}
@@ -227,7 +227,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._pass_options(self.inner.param_groups, self.param_groups)
         self._share_states()
         for weight, values in masters:
-            weight.original.take(self._saved_master)
+            weight.pending.take(self._whole_master)
             weight.master.copy_(values)
         self._adopt_all()
         self._write()
@@ -258,7 +258,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         quantized_only = []
         for weight, edges in zip(weights, flat_edges([w.numel() for w in weights], ranks)):
             added = PrimaryWeight(self._name(weight), weight, edges, rank)
-            values = added.original.take(self._saved_master)
+            values = added.pending.take(self._whole_master)
             if values is None:
                 quantized_only.append(added.name)
                 values = added.quantized.dequantize(torch.float32)
@@ -291,22 +291,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _adopt(self, weight: PrimaryWeight) -> None:
         """Make values that were copied into the weight its master's."""
-        original = weight.original
-        if original.changed:
-            values = original.take(self._saved_master)
+        if weight.pending.changed:
+            values = weight.pending.take(self._whole_master)
             values = weight.quantized.dequantize(torch.float32) if values is None else values
             _compat.local_of(weight.master).copy_(weight.part(values))
 
-    def _saved_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """What a state dict of the model holds in the place of a quantized weight."""
+    def _whole_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The master of a quantized weight, where this process has all of it."""
         return self.master(parameter) if parameter in self._of and not self._splits else None
 
     def _write(self) -> None:
-        for weight in self._weights:
-            given = weight.original.given
-            if given is not None and given.is_master:
-                # About to be cast, whatever was written there.
-                weight.original.given = None
         write_weights(self._weights, self._group if self._splits else None)
 
     def _write_first(self, weights: Sequence[PrimaryWeight]) -> None:
