@@ -103,7 +103,6 @@ class QuantizedTensor(WeightTensor):
 
         No field: one that appears later changes the flattened structure, which recompiles, and nobody frees it.
         """
-        self._check_square("columnwise")
         return ops.transpose(self.operand(), columns=self.shape[-1], backend=backend)
 
     def columnwise(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,14 +114,10 @@ class QuantizedTensor(WeightTensor):
         return copy.qdata, copy.scale
 
     def transposed_view(self) -> Self:
-        """[.., K, N] over the same memory, strided: exact for square blocks of unpacked elements.
-
-        Raises ValueError for other blocks, NotImplementedError for packed elements.
-        """
-        self._check_square("transpose")
+        """[.., K, N] over the same memory, strided; raises NotImplementedError for packed elements."""
         if self.fmt.element.per_byte > 1:
             raise NotImplementedError(
-                f"transpose: {type(self).__name__} packs two elements a byte, so a transpose is no view; "
+                f"transpose: {type(self).__name__} packs two elements a byte, so no view is its transpose; "
                 "use .columnwise(), or F.linear, which transposes by itself"
             )
         return self._make(self.qdata.transpose(-2, -1), self.scale.transpose(-2, -1), columns=self.shape[-2])
@@ -132,14 +127,6 @@ class QuantizedTensor(WeightTensor):
         note_read(self)
         dtype = self.dtype if dtype is None else dtype
         return ops.dequantize(self.operand(), dtype=dtype, columns=self.shape[-1])
-
-    def _check_square(self, op: str) -> None:
-        if not self.fmt.is_square:
-            rows, columns = self.fmt.block
-            raise ValueError(
-                f"{op}: {type(self).__name__} with {rows}x{columns} blocks has no exact transpose; "
-                f"quantize with square blocks"
-            )
 
     def _tensors(self) -> list[torch.Tensor]:
         return [getattr(self, name) for name in parts_of(self)]
@@ -190,9 +177,11 @@ class QuantizedTensor(WeightTensor):
             return result
         if implementation is None:
             raise NotImplementedError(
-                f"{func}: not exact on quantized data (in {_names(types, args, kwargs)}), so it is not done; call "
-                ".dequantize() first; to train it, step torchao_blockwise.distributed.MasterWeightOptimizer("
-                "torch.optim.AdamW, model, lr=...), or keep high-precision weights (master_weights=True)"
+                f"{func}: not exact on quantized data (in {_names(types, args, kwargs)}), so it is not done; for "
+                "GEMMs call torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
+                'model.set_experts_implementation("grouped_mm")), else .dequantize() first; to train it, step '
+                "torchao_blockwise.distributed.MasterWeightOptimizer(torch.optim.AdamW, model, lr=...), or keep "
+                "high-precision weights (master_weights=True)"
             )
         return implementation(func, *args, **(kwargs or {}))
 
@@ -228,16 +217,6 @@ def _rebuild(
 
 
 torch.serialization.add_safe_globals([_rebuild])
-
-
-def check_quantizable(hp: torch.Tensor, name: str) -> None:
-    """Raise TypeError or ValueError unless `hp` is a plain floating-point tensor of at least 2 dims."""
-    if isinstance(hp, QuantizedTensor):
-        raise TypeError(f"{name}.from_hp: w is a {type(hp).__name__} already; dequantize() it first")
-    if hp.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"{name}.from_hp: w must be bfloat16, float16 or float32, got {hp.dtype}; cast it first")
-    if hp.dim() < 2:
-        raise ValueError(f"{name}.from_hp: w must be [.., N, K], got shape {list(hp.shape)}; reshape it")
 
 
 _OPS: dict[Operation, Callable[..., Any]] = {}
@@ -305,24 +284,3 @@ def map_tensors(x: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) 
 def parts_of(x: QuantizedTensor) -> list[str]:
     """Names of the tensors that hold the values of `x`."""
     return [name for name in x.__tensor_flatten__()[0] if name != "rounding_key"]
-
-
-_PRODUCTS = (
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.matmul.default,
-    aten.linear.default,
-    aten._grouped_mm.default,
-)
-
-
-@implements(*_PRODUCTS)
-def _product(func: Operation, *args: Any, **kwargs: Any) -> NoReturn:
-    kinds = [type(x) for x in args if isinstance(x, QuantizedTensor)]
-    raise NotImplementedError(
-        f"{func} of {_names(kinds, args, kwargs)}: GEMMs with quantized weights go through "
-        "torch.nn.functional.linear (or nn.Linear; grouped_mm for experts, in transformers "
-        'model.set_experts_implementation("grouped_mm")), which runs all three in low precision; call that, or '
-        ".dequantize() the weight for high precision"
-    )
