@@ -76,7 +76,7 @@ def test_to_dtype_changes_only_the_report(from_hp):
             assert_bitwise_equal(moved.qdata, q.qdata)
             assert_bitwise_equal(moved.scale, q.scale)
     for dtype in (torch.float64, torch.int8, torch.float8_e4m3fn):
-        with pytest.raises(TypeError, match=r"can report bfloat16, float16 or float32, got torch\..*dequantize\(\) it"):
+        with pytest.raises(TypeError, match=r"dtype must be bfloat16, float16 or float32, got torch\..*dequantize\(\)"):
             q.to(dtype)
 
 

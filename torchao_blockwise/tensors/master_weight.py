@@ -249,14 +249,9 @@ def _layers(masters: list[MasterWeightTensor]) -> str:
 
 
 def _refusal_of_dtype(func: Operation, masters: list[MasterWeightTensor], dtype: torch.dtype) -> str:
-    if dtype.itemsize == 1:
-        return (
-            f"{func}: another recipe casts {_layers(masters)} to {dtype}, as torchao's float8 and accelerate's "
-            "mixed_precision='fp8' do; take one of the two recipes for a layer"
-        )
     return (
-        f"{func}: {_layers(masters)} can be bfloat16, float16 or float32, got {dtype}, which would multiply in high "
-        "precision; use weight.hp for its values in another dtype, or unconvert(model)"
+        f"{func}: {_layers(masters)} can be bfloat16, float16 or float32, got {dtype}; take one recipe for a layer, "
+        "where another one casts (torchao's float8, accelerate's mixed_precision='fp8'), or weight.hp for its values"
     )
 
 

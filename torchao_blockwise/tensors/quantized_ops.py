@@ -17,7 +17,6 @@ from torchao.utils import TorchAOBaseTensor
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise._compat.torch_types import Operation
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.tensors.master_weight import MasterWeightTensor
 from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements, map_tensors, source_for
@@ -186,7 +185,7 @@ def _empty_like(
 ) -> QuantizedTensor:
     kwargs.pop("memory_format", None)
     empty = map_tensors(x, lambda t: func(t, **kwargs))
-    empty = empty._make(empty.qdata, empty.scale, dtype=_float_dtype(func, x, dtype))
+    empty = empty._make(empty.qdata, empty.scale, dtype=dtype)
     empty.pending_master = x.pending_master and PendingMaster()
     return empty
 
@@ -201,18 +200,11 @@ def _to_copy(
     non_blocking: bool = False,
     **kwargs: Any,
 ) -> QuantizedTensor:
+    """On another device, or reporting another dtype: the payload stays as it is."""
     moved = map_tensors(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
-    moved = moved._make(moved.qdata, moved.scale, dtype=_float_dtype(func, x, dtype))
+    moved = moved._make(moved.qdata, moved.scale, dtype=dtype)
     moved.pending_master = x.pending_master and x.pending_master.moved(device)
     return moved
-
-
-def _float_dtype(func: Operation, x: QuantizedTensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that a copy reports; its payload stays as it is."""
-    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
-        name = type(x).__name__
-        raise TypeError(f"{func}: a {name} can report bfloat16, float16 or float32, got {dtype}; dequantize() it first")
-    return x.dtype if dtype is None else dtype
 
 
 @implements(
@@ -274,11 +266,9 @@ def _add_adapter(
 
     The small factors are multiplied in high precision, and the weight is decoded for as long as the sum lives.
     """
-    factors = any(isinstance(factor, TorchAOBaseTensor) for factor in (b, a))
-    if factors or not isinstance(weight, QuantizedTensor) or weight.config is None:
+    if not isinstance(weight, QuantizedTensor) or weight.config is None:
         raise NotImplementedError(
-            f"{func}: an adapter b @ a is added only to a converted weight, and its factors are plain tensors; "
-            "call .dequantize() on what is quantized first"
+            f"{func}: an adapter b @ a is added only to a converted weight; dequantize() it first"
         )
     hp = torch.baddbmm(weight.dequantize(), b, a, beta=beta, alpha=alpha)
     total = MasterWeightTensor(hp, dataclasses.replace(weight.config, master_weights=True))
