@@ -319,7 +319,7 @@ class Gathers(TorchDispatchMode):
 
 
 def gathers_bytes(rank: int, size: int, format: str, masters: bool) -> None:
-    """A byte an element of the weights in FP8, in NVFP4 half of one, padded where rows split unevenly; biases as they are."""
+    """A byte an element of the weights in FP8, in NVFP4 half of one; biases as they are."""
     model = sharded(model_of(format, masters), mesh_of(size))
     inner, hidden, outer = FEATURES[format]
     model(tokens(4, inner))
