@@ -23,7 +23,7 @@ from torchao_blockwise.formats import (
     register_format,
 )
 from torchao_blockwise.ops.dequantization import reference as dequantize
-from torchao_blockwise.ops.gemm.plain import reference as matmul_reference
+from torchao_blockwise.ops.gemm import reference as matmul_reference
 from torchao_blockwise.ops.quantization import reference as quantize_reference
 from torchao_blockwise.ops.transposition import reference as transpose
 from torchao_blockwise.testing import assert_operands_equal, random_tensor, relative_error

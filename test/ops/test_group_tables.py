@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grouped_cases import ROUTINGS, ends_of
+from grouped_products import ROUTINGS, ends_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchao_blockwise import ops
@@ -150,7 +150,7 @@ def test_entries_along_k_lead_no_further_than_padded_tokens(ends, device):
 
 @every_format
 def test_the_operation_gives_the_tables_of_its_backend(fmt, device):
-    ends, tokens = ends_of("tail")
+    ends, tokens = ends_of("ragged_and_a_tail")
     ends = ends.to(device)
     for backend, make in (("reference", reference.group_tables), ("triton", kernels.group_tables)):
         found = ops.make_groups(ends, tokens, fmt, backend=backend).tables

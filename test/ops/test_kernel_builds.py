@@ -21,8 +21,8 @@ def cases(target: int):
 
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, CastOptions
-    from torchao_blockwise.ops.gemm.plain import kernels_decode as decode
-    from torchao_blockwise.ops.gemm.plain import kernels_triton as matmul
+    from torchao_blockwise.ops.gemm import kernels_decode as decode
+    from torchao_blockwise.ops.gemm import kernels_triton as matmul
     from torchao_blockwise.ops.quantization import kernels_amax as amax
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
     from torchao_blockwise.ops.transposition import kernels_triton as transpose

@@ -24,7 +24,7 @@ from quantize_cases import (
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16
-from torchao_blockwise.ops.gemm.rows import aligned_rows
+from torchao_blockwise.ops.padding import aligned_rows
 from torchao_blockwise.testing import (
     assert_bitwise_equal,
     assert_operands_equal,

@@ -14,7 +14,7 @@ import torch
 from torchao_blockwise._compat import deep_gemm_library
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, Operand
 from torchao_blockwise.ops.backend import compute_capability
-from torchao_blockwise.ops.gemm.rows import aligned_rows
+from torchao_blockwise.ops.padding import aligned_rows
 
 _PAIR = (FP8_1X128.name, FP8_128X128.name)
 # The copy engine's rows begin on 16 bytes: of fp8, and of bf16.

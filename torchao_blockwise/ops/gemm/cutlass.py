@@ -1,12 +1,12 @@
 """Grouped NVFP4 products on Blackwell (sm_100): CUTLASS's kernels, by `torch.nn.functional.scaled_grouped_mm`.
 
     a [M, K]       payload as it lies: a group may begin at any row
-    its scales     swizzled (ops/gemm/swizzling/), each group padded to tiles of 128 rows
+    its scales     swizzled (kernels_blackwell.py), each group padded to tiles of 128 rows
     b [E, N, K]    a matrix for each expert, and one row of swizzled scales
     ends [E]       of groups, on the device, where the kernels work out what begins where
     out [M, N]     bf16; rows of no group are not written by them, but zeroed here
 
-Along "m" alone. Along "k" the copy engine would have to begin a group on 16 bytes, 32 tokens, and ours begin on a block
+Only along "m". Along "k" the copy engine would have to begin a group on 16 bytes, 32 tokens, and ours begin on a block
 of 16: both operands would have to be copied. Those products are bf16 too, where gradients are added up in fp32, and
 what belongs to an expert without tokens is not written.
 
@@ -21,8 +21,7 @@ import torch
 from torchao_blockwise import _compat
 from torchao_blockwise.formats import E2M1, Groups, Operand
 from torchao_blockwise.ops.backend import compute_capability, why_no_kernels
-from torchao_blockwise.ops.gemm.rows import aligned_rows
-from torchao_blockwise.ops.gemm.swizzling import swizzled_scales, swizzled_scales_of_groups
+from torchao_blockwise.ops.padding import aligned_rows
 
 _BLACKWELL = 10
 _ALIGNMENT = 16
@@ -55,7 +54,11 @@ def why_not(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch
 
 def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:
     """[M, N] product, within what `why_not` admits. Arguments as in the op."""
-    from torchao_blockwise.ops.gemm.grouped.kernels_tail import zero_tail_
+    from torchao_blockwise.ops.gemm.kernels_blackwell import (
+        swizzled_scales,
+        swizzled_scales_of_groups,
+        zero_tail_,
+    )
 
     assert a.global_scale is not None and b.global_scale is not None
     a_scale, ends = swizzled_scales_of_groups(a, groups.ends)

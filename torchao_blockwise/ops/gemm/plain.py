@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torchao_blockwise.formats import (
-    E2M1,
-    E4M3,
-    FORMATS,
-    FP8_1X128,
-    FP8_128X128,
-    HIGH_PRECISION_DTYPES,
-    NVFP4_1X16,
-    NVFP4_16X16,
-    Operand,
-)
+from torchao_blockwise.formats import E2M1, E4M3, FORMATS, HIGH_PRECISION_DTYPES, Operand
 from torchao_blockwise.ops.backend import (
     Backend,
     Implementation,
@@ -25,17 +16,11 @@ from torchao_blockwise.ops.backend import (
     why_no_gluon,
     why_no_kernels,
 )
-from torchao_blockwise.ops.gemm.adding import adding_rows
-from torchao_blockwise.ops.gemm.plain import cublas, deepgemm, reference
-from torchao_blockwise.ops.operands import check_operand
+from torchao_blockwise.ops.gemm import FP8_PAIRS, KERNEL_PAIRS, cublas, deepgemm, reference
+from torchao_blockwise.ops.operands import check_operand, new_output
 from torchao_blockwise.ops.registry import Operation, operand
 from torchao_blockwise.ops.sharding import Rules, placements_of
 
-_GLUON_PAIRS = {(FP8_1X128.name, FP8_128X128.name), (FP8_1X128.name, FP8_1X128.name)}
-KERNEL_PAIRS = _GLUON_PAIRS | {
-    (NVFP4_1X16.name, NVFP4_16X16.name),
-    (NVFP4_1X16.name, NVFP4_1X16.name),
-}
 # Up to so many tokens AUTO takes Gluon for `grad_weight`.
 _GLUON_TOKENS = 256
 # Up to so many rows AUTO takes Triton for NVFP4 where there are no FP4 tensor cores.
@@ -113,37 +98,37 @@ def check_operands(op: str, a: Operand, b: Operand, out_dtype: torch.dtype) -> N
 def _check(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> None:
     check_operands("matmul", a, b, out_dtype)
     a_shape, b_shape = a.qdata.shape, b.qdata.shape
-    for name, shape in (("a", a_shape), ("b", b_shape)):
-        if len(shape) != 2:
-            raise ValueError(f"matmul: {name} must be a matrix, got payload of shape {list(shape)}")
     for name, x in (("a", a), ("b", b)):
+        if x.qdata.dim() != 2:
+            raise ValueError(f"matmul: {name} must be a matrix, got payload of shape {list(x.qdata.shape)}")
         if x.global_scale is not None and x.global_scale.dim():
             got = f"shape {list(x.global_scale.shape)}"
             raise ValueError(f"matmul: global_scale of {name} must be a scalar, got {got}; use grouped_matmul")
     if a_shape[1] != b_shape[1]:
         got = f"{list(a_shape)} and {list(b_shape)}"
         raise ValueError(f"matmul: a [M, K] and b [N, K] must agree in K, got payloads {got}")
-    if bias is not None and (
-        bias.dim() != 1 or bias.shape[0] != b.qdata.shape[0] or bias.dtype not in HIGH_PRECISION_DTYPES
-    ):
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != b_shape[0] or bias.dtype not in HIGH_PRECISION_DTYPES):
         got = f"{bias.dtype} of shape {list(bias.shape)}"
-        raise ValueError(f"matmul: bias must be a float vector of {b.qdata.shape[0]} elements, got {got}")
+        raise ValueError(f"matmul: bias must be a float vector of {b_shape[0]} elements, got {got}")
 
 
-# --- who computes it --------------------------------------------------------------------------------------------------
+# --- backends ---------------------------------------------------------------------------------------------------------
 
 
-def _why_no_gluon(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
+def why_no_gluon_gemm(a: Operand, b: Operand, pairs: set[tuple[str, str]]) -> str | None:
+    """Why the Gluon kernel cannot multiply these, or None if it can. pairs: of formats that it multiplies."""
     reason = why_no_gluon(a.qdata.device)
-    if reason is None and (a.format_name, b.format_name) not in _GLUON_PAIRS:
-        return f"the kernels multiply fp8_1x128 by fp8_128x128 or fp8_1x128, got {a.format_name} · {b.format_name}"
-    (m, k), n = a.qdata.shape, b.qdata.shape[0]
-    if reason is None and 0 in (m, n, k):
-        return f"the copy engine has no empty tensors, got M={m}, N={n}, K={k}"
+    if reason is None and (a.format_name, b.format_name) not in pairs:
+        wanted = " or ".join(sorted(" · ".join(pair) for pair in pairs))
+        return f"the kernels multiply {wanted}, got {a.format_name} · {b.format_name}"
+    if reason is None and 0 in (*a.qdata.shape, *b.qdata.shape):
+        got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
+        return f"the copy engine has no empty tensors, got payloads of shape {got}"
     return reason
 
 
-def _why_no_triton(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
+def why_no_triton_gemm(a: Operand, b: Operand, *_: object) -> str | None:
+    """Why the Triton kernels cannot multiply these, or None if they can."""
     reason = why_no_kernels(a)
     if reason is None and (a.format_name, b.format_name) not in KERNEL_PAIRS:
         return f"{a.format_name} · {b.format_name} has no kernel"
@@ -219,26 +204,41 @@ def count_flops(a: Operand, b: Operand, *_: object) -> int:
     return 2 * m * n * k
 
 
+def adding_rows(table: Sequence[Implementation], *last: object) -> list[Implementation]:
+    """The table of an operation (out, *operands) -> out += product, from the table of (*operands, *last) -> product.
+
+    A row named "module:function" has a kernel that adds, "module:add_matmul"; of another row what it gives is added.
+    """
+
+    def adding(row: Implementation) -> Implementation:
+        def add(out: torch.Tensor, *operands: object) -> None:
+            out.add_(row.function(*operands, *last))
+
+        def why_not(out: torch.Tensor, *operands: object) -> str | None:
+            return row.reason((*operands, *last))
+
+        run = f"{row.run.partition(':')[0]}:add_matmul" if isinstance(row.run, str) else add
+        return row._replace(run=run, why_not=why_not)
+
+    return [adding(row) for row in table]
+
+
 _TABLE = [
     kernels(Backend.CUBLAS, cublas.matmul, cublas.why_not),
-    kernels(Backend.CUBLAS, f"{__name__}.kernels_decode:matmul", _why_not_decoded),
-    kernels(Backend.GLUON, f"{__name__}.kernels_gluon:matmul", _why_no_gluon),
-    kernels(Backend.TRITON, f"{__name__}.kernels_triton:matmul", _why_no_triton),
+    kernels(Backend.CUBLAS, f"{__package__}.kernels_decode:matmul", _why_not_decoded),
+    kernels(Backend.GLUON, f"{__package__}.kernels_gluon:matmul", lambda a, b, *_: why_no_gluon_gemm(a, b, FP8_PAIRS)),
+    kernels(Backend.TRITON, f"{__package__}.kernels_triton:matmul", why_no_triton_gemm),
     # Only where `_first` takes it.
     kernels(Backend.DEEP_GEMM, deepgemm.matmul, deepgemm.why_not),
     Implementation(Backend.REFERENCE, reference.matmul),
 ]
 
 
-def _fake(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
-
-
 matmul_op = Operation(
     f"matmul({operand('a')}, {operand('b')}, ScalarType out_dtype, Tensor? bias, str backend) -> Tensor",
     takes=(Operand, Operand, None, None),
     table=_TABLE,
-    fake=_fake,
+    fake=lambda a, b, out_dtype, bias: new_output(a, b, out_dtype),
     first=_first,
     expected=_expected,
     sharding=_sharding,

@@ -5,7 +5,7 @@ Both go through what is under `torch.nn.functional.scaled_mm`. Scales are re-lai
     FP8     1×128 scales [K/128, M] are passed as [M, K/128] with strides (1, M), as they lie at rest;
             128×128 scales [N/128, K/128] with the K blocks padded to a multiple of 4;
             rows of a padded to a multiple of 4.
-    NVFP4   one e4m3 scale a row and 16 columns, swizzled (ops/gemm/swizzling/), and behind them the tensor scales.
+    NVFP4   one e4m3 scale a row and 16 columns, swizzled (kernels_blackwell.py), and behind them the tensor scales.
 
 Rows of both are padded to 16 bytes, by copies where K does not fill them: where it counts tokens, as a rule.
 
@@ -21,21 +21,11 @@ import torch
 import torch.nn.functional as F
 
 from torchao_blockwise import _compat
-from torchao_blockwise.formats import (
-    E2M1,
-    E4M3,
-    FP8_1X128,
-    FP8_128X128,
-    NVFP4_1X16,
-    NVFP4_16X16,
-    BlockFormat,
-    Operand,
-)
-from torchao_blockwise.ops.backend import compute_capability
-from torchao_blockwise.ops.gemm.rows import aligned_rows
-from torchao_blockwise.ops.gemm.swizzling import swizzled_scales
+from torchao_blockwise.formats import E2M1, E4M3, BlockFormat, Operand
+from torchao_blockwise.ops.backend import compute_capability, why_no_kernels
+from torchao_blockwise.ops.gemm import KERNEL_PAIRS
+from torchao_blockwise.ops.padding import aligned_rows
 
-_FORMATS = (FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16)
 _ALIGNMENT = 16
 # Rows of one-row scales lie 16 bytes apart.
 _SCALE_ROWS = 4
@@ -58,7 +48,8 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor |
     if n % _ALIGNMENT:
         # M and K may be anything: rows are padded.
         return f"N must be a multiple of {_ALIGNMENT}, got N={n}"
-    return None
+    # Triton's kernels swizzle the scales.
+    return why_no_kernels(a) if a_fmt.element is E2M1 else None
 
 
 @functools.cache
@@ -82,10 +73,8 @@ def _why_never(
     why_not_asked = _compat.why_no_scaled_mm()
     if why_not_asked is not None:
         return why_not_asked
-    if a_fmt.block[0] != 1:
-        return f"the first operand must have one-row blocks, got {a_fmt.name}"
-    if a_fmt not in _FORMATS or b_fmt not in _FORMATS:
-        return f"it scales blocks of {', '.join(fmt.name for fmt in _FORMATS)}, got {a_fmt.name} · {b_fmt.name}"
+    if (a_fmt.name, b_fmt.name) not in KERNEL_PAIRS:
+        return f"it has no product {a_fmt.name} · {b_fmt.name}"
     if out_dtype not in (torch.bfloat16, torch.float32):
         return f"out_dtype must be bfloat16 or float32, got {out_dtype}"
     return None
@@ -98,6 +87,8 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
     m = qa.shape[0]
     qa, qb = aligned_rows(qa), aligned_rows(qb)
     if a_fmt.element is E2M1:
+        from torchao_blockwise.ops.gemm.kernels_blackwell import swizzled_scales
+
         assert a_global is not None and b_global is not None
         # Their tiles are 64 elements wide and so end where those of rows padded to 32 elements do.
         a_scales, b_scales = [swizzled_scales(a), a_global], [swizzled_scales(b), b_global]

@@ -16,23 +16,27 @@ from __future__ import annotations
 import torch
 
 from torchao_blockwise.formats import E2M1, FP8_1X128, FP8_128X128, Groups, Operand
-from torchao_blockwise.ops.backend import (
-    Backend,
-    Implementation,
-    compute_capability,
-    kernels,
-    why_no_gluon,
-    why_no_kernels,
+from torchao_blockwise.ops.backend import Backend, Implementation, compute_capability, kernels
+from torchao_blockwise.ops.gemm import NVFP4_PAIRS, cutlass
+from torchao_blockwise.ops.gemm.plain import (
+    adding_rows,
+    check_operands,
+    check_sum,
+    count_change,
+    count_flops,
+    why_no_gluon_gemm,
+    why_no_triton_gemm,
 )
-from torchao_blockwise.ops.gemm.adding import adding_rows
-from torchao_blockwise.ops.gemm.grouped import cutlass
-from torchao_blockwise.ops.gemm.plain import KERNEL_PAIRS, check_operands, check_sum, count_change, count_flops
 from torchao_blockwise.ops.groups.ends import as_groups
 from torchao_blockwise.ops.groups.tables.layout import check_groups
+from torchao_blockwise.ops.operands import new_output
 from torchao_blockwise.ops.registry import Operation, groups, operand
 
-# The formats of the FP8 operands that Gluon multiplies along each.
-_GLUON_PAIRS = {"m": (FP8_1X128, FP8_128X128), "k": (FP8_1X128, FP8_1X128)}
+# What Gluon multiplies along each: FP8, and NVFP4 that is decoded before.
+_GLUON_PAIRS = {
+    "m": {(FP8_1X128.name, FP8_128X128.name)} | NVFP4_PAIRS,
+    "k": {(FP8_1X128.name, FP8_1X128.name)} | NVFP4_PAIRS,
+}
 # In NVFP4 on Hopper AUTO decodes before the product where each decoded element is multiplied so often: decoding moves 4
 # bytes an element more, written and read again in bf16. On an H100, rows along "m": at 118 (128 tokens an expert) it
 # took 1.2 times as long as decoding in the kernel, above 200 (256 tokens) 0.7 times.
@@ -134,29 +138,7 @@ def _check_groups(op: str, a: Operand, b: Operand, groups: Groups, along: str) -
         raise ValueError(f"{op}: group_ends must have one end for each matrix of b [E, N, K], got {got}")
 
 
-# --- who computes it --------------------------------------------------------------------------------------------------
-
-
-def _why_no_gluon(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> str | None:
-    reason, pair = why_no_gluon(a.qdata.device), _GLUON_PAIRS[along]
-    if reason is None and a.format.element is E2M1:
-        # It is decoded by Triton before.
-        reason = _why_no_triton(a, b, groups, along, out_dtype)
-    elif reason is None and (a.format, b.format) != pair:
-        wanted = " · ".join(fmt.name for fmt in pair)
-        reason = f'along "{along}" the kernels multiply {wanted}, got {a.format_name} · {b.format_name}'
-    if reason is None and 0 in (*a.qdata.shape, *b.qdata.shape):
-        got = f"{list(a.qdata.shape)} and {list(b.qdata.shape)}"
-        return f"the copy engine has no empty tensors, got payloads of shape {got}"
-    return reason
-
-
-def _why_no_triton(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> str | None:
-    reason = why_no_kernels(a)
-    pair = a.format_name, b.format_name
-    if reason is None and (pair not in KERNEL_PAIRS or (along == "k" and b.format.block[0] > 1)):
-        return f'{pair[0]} · {pair[1]} has no kernel along "{along}"'
-    return reason
+# --- backends ---------------------------------------------------------------------------------------------------------
 
 
 def _first(a: Operand, b: Operand, *_: object) -> Backend | None:
@@ -175,17 +157,15 @@ def _first(a: Operand, b: Operand, *_: object) -> Backend | None:
 
 # Along "m" Gluon's kernel took half the time of Triton's at every shape and routing measured on an H200.
 _TABLE = [
-    kernels(Backend.GLUON, f"{__name__}.kernels_gluon:grouped_matmul", _why_no_gluon),
+    kernels(
+        Backend.GLUON,
+        f"{__package__}.kernels_gluon:grouped_matmul",
+        lambda a, b, groups, along, *_: why_no_gluon_gemm(a, b, _GLUON_PAIRS[along]),
+    ),
     kernels(Backend.CUTLASS, cutlass.grouped_matmul, cutlass.why_not),
-    kernels(Backend.TRITON, f"{__name__}.kernels_triton:grouped_matmul", _why_no_triton),
-    Implementation(Backend.REFERENCE, f"{__name__}.reference:grouped_matmul"),
+    kernels(Backend.TRITON, f"{__package__}.kernels_triton:grouped_matmul", why_no_triton_gemm),
+    Implementation(Backend.REFERENCE, f"{__package__}.reference:grouped_matmul"),
 ]
-
-
-def _fake(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:
-    (rows, *_), (*_, columns, _) = a.qdata.shape, b.qdata.shape
-    shape = (rows, columns) if along == "m" else (groups.ends.shape[0], rows, columns)
-    return a.qdata.new_empty(shape, dtype=out_dtype)
 
 
 # Sizes of groups are on the device: in FLOPs each row of a, along "k" each padded token, counts as one of a group.
@@ -194,7 +174,7 @@ grouped_matmul_op = Operation(
     " -> Tensor",
     takes=(Operand, Operand, Groups, None, None),
     table=_TABLE,
-    fake=_fake,
+    fake=lambda a, b, groups, along, out_dtype: new_output(a, b, out_dtype, groups, along),
     check=lambda a, b, groups, along, out_dtype: _check_groups("grouped_matmul", a, b, groups, along),
     first=_first,
     flops=count_flops,
