@@ -58,7 +58,7 @@ def tally(
     """What `copy` loses of `x`; and Σ of squares of each token, f64 [2, M]: of its values, and of its error.
 
     x: [.., M, K] bf16 | f16 | f32. copy: a result of `ops.quantize` for it, the columnwise one where it says so, or of
-        of tokens in `groups`; rows after the last group are not counted.
+        tokens in `groups`; rows after the last group are not counted.
     order: a number that says when `x` was seen, for the first one with NaN or Inf.
     Elements that are NaN or Inf are counted, and make the sums NaN.
     """
