@@ -14,6 +14,7 @@ NAMES_IN_COMPAT = (
     "torch.Tensor._make_wrapper_subclass",
     "torch.Tensor._use_count",
     "torch.Tensor._version",
+    "torch._foreach_copy_",
     "torch._grouped_mm",
     "torch._tensor._rebuild_from_type_v2",
     "torch._utils._get_obj_state",

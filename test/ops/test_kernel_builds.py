@@ -134,9 +134,8 @@ def _shard_cases(target: int):
     import torch
 
     from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
+    from torchao_blockwise.ops.shards import kernels_triton as partial_cast
     from torchao_blockwise.ops.shards.flat import CODES, WHOLE, Shards
-    from torchao_blockwise.ops.shards.merge import kernels_triton as merge_shards
-    from torchao_blockwise.ops.shards.partial_cast import kernels_triton as partial_cast
     from torchao_blockwise.ops.transposition.many import kernels_triton as transpose_many
 
     def case(fmt, op, alignment, master, dtype, count, packed=True):
@@ -151,7 +150,6 @@ def _shard_cases(target: int):
         amax_bits, encode = torch.zeros(2**16, dtype=torch.int32), torch.zeros(2**16)
         scales = [torch.zeros(64, dtype=fmt.scale_dtype)] * count
         global_scales = [torch.zeros(())] * count if fmt.has_global_scale else []
-        pieces = [whole[:50], whole[60:90]] * count, [3, 9] * count, [6, 40] * count, [2] * count
         operand_rows, operand_columns = shape[1:] if alignment == "aligned" else (301, 501)
         operand = kernel_builds.operand(fmt, operand_rows, operand_columns)
         launch = {
@@ -163,7 +161,6 @@ def _shard_cases(target: int):
             "block_scales": lambda: partial_cast.block_scales_(
                 encode, scales, global_scales, amax_bits, firsts, fmt, fmt.has_power_of_2_scales and count == 2
             ),
-            "merge_shards": lambda: merge_shards.merge_shards_([whole] * count, *pieces, [501] * count, fmt),
             "transpose_many": lambda: transpose_many.transpose_many(
                 [operand.qdata] * count, [operand.scale] * count, [operand_columns] * count, fmt
             ),
@@ -186,7 +183,6 @@ def _shard_cases(target: int):
             yield case(fmt, "transpose_many", alignment, *pairs[0], 1)
         for count in (1, 2, 32):
             yield case(fmt, "block_scales", "aligned", *pairs[0], count)
-            yield case(fmt, "merge_shards", "aligned", *pairs[0], count)
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +276,6 @@ def test_longer_lists_of_shards_do_not_recompile(builds, target):
         rows = kernel_builds.of(builds[target], "partial_cast", "nvfp4_16x16", ragged, "float32", "bfloat16")
         rows = [row for row in rows if not row["label"].endswith("codes")]
         assert len(rows) == 2 and len({row["build"] for row in rows}) == 1
-    assert len({row["build"] for row in kernel_builds.of(builds[target], "merge_shards")}) == 1
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -15,8 +15,8 @@ from torchao_blockwise.ops.fused.norm import NORM
 from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.operands import copies_of
 from torchao_blockwise.ops.registry import OPTIONS, PLACE, groups, operand
+from torchao_blockwise.ops.shards import SHARDS
 from torchao_blockwise.ops.shards.flat import Shards
-from torchao_blockwise.ops.shards.partial_cast import SHARDS
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,9 @@ def has_gluon() -> bool:
     return has_triton() and why_old_triton() is None
 
 
+# Copies of many tensors in few launches; seen in torch 2.11 to 2.13.
+foreach_copy_ = torch._foreach_copy_
+
 # What `torch.nn.functional.grouped_mm` calls, and tensor subclasses are asked about; models call it too.
 grouped_mm = torch._grouped_mm
 

@@ -26,6 +26,7 @@ from torchao_blockwise.ops import (
     quantization,
     quantize,
     randomization,
+    shards,
     transposition,
 )
 from torchao_blockwise.ops.fused import norm, swiglu
@@ -34,7 +35,6 @@ from torchao_blockwise.ops.gemm import grouped, plain
 from torchao_blockwise.ops.groups import permutation, tables
 from torchao_blockwise.ops.groups.tables.layout import HEIGHTS, layout_of
 from torchao_blockwise.ops.registry import Operation
-from torchao_blockwise.ops.shards import merge, partial_cast
 from torchao_blockwise.ops.shards.flat import WHOLE, Shards, block_count
 from torchao_blockwise.ops.transposition import many
 
@@ -271,7 +271,7 @@ def _shard_cases(w: torch.Tensor, fmt: BlockFormat) -> list[Case]:
     parts, starts, shape = [w.flatten()[:cut], w.flatten()[cut:]], [0, cut], [1, *w.shape]
     whole = _rowwise(w, fmt)
     blocks = block_count(w.shape, fmt)
-    shards = Shards([parts[1].clone()], starts[1:], shape, [0], torch.bfloat16, fmt)
+    part = Shards([parts[1].clone()], starts[1:], shape, [0], torch.bfloat16, fmt)
     amax_bits = torch.zeros(blocks, dtype=torch.int32, device=w.device)
     # Of any magnitudes: what is compared is what backends make of them.
     of_blocks = torch.arange(1, blocks + 1, device=w.device).float()
@@ -279,18 +279,13 @@ def _shard_cases(w: torch.Tensor, fmt: BlockFormat) -> list[Case]:
     global_scales = [torch.zeros((), device=w.device)] if fmt.has_global_scale else []
     scales, qdata = [torch.zeros_like(whole.scale)], [torch.zeros_like(whole.qdata)]
     written = encode, scales, global_scales, of_blocks.view(torch.int32), [0], fmt, False
-    # A rank's payload, which for 4-bit elements ends within a byte that the next one has too.
-    flat, per_byte = whole.qdata.flatten().view(torch.uint8), fmt.element.per_byte
-    pieces = [flat[: -(-cut // per_byte)].clone(), flat[cut // per_byte :].clone()]
-    lengths = [len(part) for part in parts]
     # The first row of blocks, and what is below it is another rank's.
     rows_of_blocks = Shards([w[: fmt.block[0]].flatten()], [0], shape, [0], torch.bfloat16, fmt)
     at_once = (qdata, amax_bits, rows_of_blocks, fmt.has_power_of_2_scales, WHOLE)
-    once = [] if fmt.has_global_scale else [Case(partial_cast.whole_block_cast_op, fmt.name, at_once)]
+    once = [] if fmt.has_global_scale else [Case(shards.whole_block_cast_op, fmt.name, at_once)]
     return [
         *once,
-        Case(partial_cast.partial_block_amax_op, fmt.name, (amax_bits, shards)),
-        Case(partial_cast.block_scales_op, fmt.name, written),
-        Case(partial_cast.partial_cast_op, fmt.name, (qdata, shards, of_blocks, WHOLE)),
-        Case(merge.merge_shards_op, fmt.name, (qdata, pieces, starts, lengths, [2], [FEATURES_IN], fmt)),
+        Case(shards.partial_block_amax_op, fmt.name, (amax_bits, part)),
+        Case(shards.block_scales_op, fmt.name, written),
+        Case(shards.partial_cast_op, fmt.name, (qdata, part, of_blocks, WHOLE)),
     ]

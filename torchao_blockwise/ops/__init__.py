@@ -11,14 +11,8 @@ from torchao_blockwise.ops.gemm.plain import add_matmul_, matmul
 from torchao_blockwise.ops.groups.permutation import permute, unpermute, unpermute_backward
 from torchao_blockwise.ops.groups.tables import make_groups
 from torchao_blockwise.ops.randomization import draws_for
+from torchao_blockwise.ops.shards import merge_shards_
 from torchao_blockwise.ops.shards.flat import shard_entries
-from torchao_blockwise.ops.shards.merge import merge_shards_
-from torchao_blockwise.ops.shards.partial_cast import (
-    block_scales_,
-    partial_block_amax,
-    partial_cast_,
-    whole_block_cast_,
-)
 from torchao_blockwise.ops.transposition import transpose
 from torchao_blockwise.ops.transposition.many import transpose_many
 
@@ -28,7 +22,6 @@ __all__ = [
     "StochasticRounding",
     "add_grouped_matmul_",
     "add_matmul_",
-    "block_scales_",
     "casting_backend",
     "dequantize",
     "draws_for",
@@ -41,8 +34,6 @@ __all__ = [
     "norm_quantize",
     "norm_statistics",
     "normalize",
-    "partial_block_amax",
-    "partial_cast_",
     "permute",
     "quantize",
     "quantize_by",
@@ -55,5 +46,4 @@ __all__ = [
     "transpose_many",
     "unpermute",
     "unpermute_backward",
-    "whole_block_cast_",
 ]
