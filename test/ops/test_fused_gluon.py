@@ -17,8 +17,7 @@ if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
 from torchao_blockwise.ops.device import gluon_tiles
-from torchao_blockwise.ops.fused.norm import kernels_gluon as norm_gluon
-from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu_gluon
+from torchao_blockwise.ops.fused import kernels_gluon
 
 EPS = 1e-5
 OPS = ("norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")
@@ -32,7 +31,7 @@ def call(op, dh, gate, up, *, columnwise=True, groups=None, dtype=None, backend=
     options = CastOptions(FP8_1X128, columnwise=columnwise, **options)
     if op == "norm_quantize":
         statistics = ops.norm_statistics(dh, "rms", EPS, backend="reference")
-        return ops.norm_quantize(dh, options, statistics, dtype=dtype, backend=backend)
+        return ops.norm_quantize(ops.Norm(dh, None, None, *statistics, dtype or dh.dtype), options, backend=backend)
     if op == "swiglu_quantize":
         return ops.swiglu_quantize(gate, up, options, groups=groups, backend=backend)
     return ops.swiglu_backward_quantize(dh, gate, up, options, groups=groups, backend=backend)
@@ -93,8 +92,8 @@ def test_swiglu_is_taken(shape, power_of_2, dtype, rowwise, taken, device):
     inputs = inputs_of(*shape, dtype, device)
     (rows, width), padded = shape, -(-shape[0] // 32) * 32
     for op, tensors, columns, build in (
-        ("swiglu_quantize", inputs[1:], width, swiglu_gluon.FORWARD),
-        ("swiglu_backward_quantize", inputs, 2 * width, swiglu_gluon.BACKWARD),
+        ("swiglu_quantize", inputs[1:], width, kernels_gluon.FORWARD),
+        ("swiglu_backward_quantize", inputs, 2 * width, kernels_gluon.BACKWARD),
     ):
         call(op, *inputs, rowwise=rowwise, power_of_2_scales=power_of_2)
         (launch,) = taken
@@ -127,12 +126,12 @@ def test_a_norm_is_taken(kind, out, dtype, rowwise, taken, device):
     x = random_tensor(33, 96, dtype=dtype, device=device)[:, 16:64]
     weight, bias = torch.ones(96, device=device)[::2], torch.ones(48, dtype=torch.bfloat16, device=device)
     statistics = ops.norm_statistics(x, kind, EPS, backend="reference")
-    ops.norm_quantize(x, CastOptions(FP8_1X128, rowwise, True), statistics, weight, bias, dtype=out)
+    ops.norm_quantize(ops.Norm(x, weight, bias, *statistics, out), CastOptions(FP8_1X128, rowwise, True))
     (launch,) = taken
     got, *vectors, q, s, qt, st = launch.tensors
     assert_same_memory([got], [x])
     dtypes = gluon_tiles.DTYPES
-    assert built_by(launch) == (dtypes[out], False, *norm_gluon.BUILD) and launch.options["X_DTYPE"] is dtypes[dtype]
+    assert built_by(launch) == (dtypes[out], False, *kernels_gluon.NORM) and launch.options["X_DTYPE"] is dtypes[dtype]
     assert_copies_of((q, s, qt, st), (33, 64), 48, rowwise)
     assert all(t is None or t.is_contiguous() for t in vectors)
     for vector, expected in zip(vectors, (*statistics, weight, bias), strict=True):
@@ -264,10 +263,10 @@ def test_norms_have_the_bits_of_the_reference(shape, dtype, kind, weight, bias, 
         for seed, d in enumerate((weight, bias))
     )
     plain, padded = (CastOptions(FP8_1X128, rowwise, True, padded=padded) for padded in (False, True))
-    cases = (plain, None), (padded, None), (padded._replace(power_of_2_scales=True), None), (plain, torch.float16)
+    cases = (plain, dtype), (padded, dtype), (padded._replace(power_of_2_scales=True), dtype), (plain, torch.float16)
     for options, out in cases:
         got, expected = (
-            ops.norm_quantize(x, options, statistics, weight, bias, dtype=out, backend=backend)
+            ops.norm_quantize(ops.Norm(x, weight, bias, *statistics, out), options, backend=backend)
             for backend in ("auto", "reference")
         )
         assert_copies_equal(got, expected)

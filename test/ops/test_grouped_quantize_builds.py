@@ -20,7 +20,7 @@ def cases(target: int):
 
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, CastOptions, Groups
-    from torchao_blockwise.ops.fused.swiglu import kernels_triton as swiglu
+    from torchao_blockwise.ops.fused import kernels_triton as swiglu
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
 
     def quantize_case(fmt, m, k, groups, dtype=torch.bfloat16):

@@ -40,7 +40,7 @@ def bits_of(amax: torch.Tensor | None) -> torch.Tensor | None:
 def test_kernels_clamp_malformed_ends(ends, fmt, guarded, device):
     """As a GPU's are, which the host does not read: nothing out of bounds, and the bits of the clamped ends."""
     kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
-    swiglu = pytest.importorskip("torchao_blockwise.ops.fused.swiglu.kernels_triton")
+    swiglu = pytest.importorskip("torchao_blockwise.ops.fused.kernels_triton")
     x, amax = random_tensor(100, 48, dtype=torch.bfloat16, device=device), torch.tensor(9.0, device=device)
     clamped = [min(max(end, 0), 100) for end in itertools.accumulate(ends, max)]
     options, amax = CastOptions(fmt, columnwise=True), amax if fmt.has_global_scale else None
@@ -114,7 +114,7 @@ REFUSALS = {
     "square blocks of swiglu": (
         lambda: ops.swiglu_quantize(X, X, CastOptions(FP8_128X128), groups=ENDS),
         ValueError,
-        "swiglu_quantize: tokens in groups need blocks of one row, got fp8_128x128; take fp8_1x128 or nvfp4_1x16,"
+        "grouped_quantize: tokens in groups need blocks of one row, got fp8_128x128; take fp8_1x128 or nvfp4_1x16,"
         " the formats of activations",
     ),
     "3-D": (

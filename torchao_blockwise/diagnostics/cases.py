@@ -21,6 +21,7 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.ops import (
     dequantization,
+    fused,
     grouped_quantize,
     make_groups,
     quantization,
@@ -29,8 +30,6 @@ from torchao_blockwise.ops import (
     shards,
     transposition,
 )
-from torchao_blockwise.ops.fused import norm, swiglu
-from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.gemm import grouped, plain
 from torchao_blockwise.ops.groups import permutation, tables
 from torchao_blockwise.ops.groups.tables.layout import HEIGHTS, layout_of
@@ -233,11 +232,11 @@ def _used_entries(entries: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
 
 def _norm_cases(x: torch.Tensor, values: Callable[..., torch.Tensor]) -> list[Case]:
     rstd = x.float().square().mean(-1).rsqrt()
-    normed = Norm(x, values(FEATURES_IN), None, None, rstd, x.dtype)
+    normed = fused.Norm(x, values(FEATURES_IN), None, None, rstd, x.dtype)
     return [
-        Case(norm.norm_statistics_op, "RMSNorm", (x, False, 1e-5), exact=False),
-        Case(norm.normalize_op, "RMSNorm", (normed,)),
-        Case(norm.norm_quantize_op, FP8_1X128.name, (normed, CastOptions(FP8_1X128, True, True, padded=True))),
+        Case(fused.norm_statistics_op, "RMSNorm", (x, False, 1e-5), exact=False),
+        Case(fused.normalize_op, "RMSNorm", (normed,)),
+        Case(fused.norm_quantize_op, FP8_1X128.name, (normed, CastOptions(FP8_1X128, True, True, padded=True))),
     ]
 
 
@@ -246,10 +245,10 @@ def _swiglu_cases(x: torch.Tensor, values: Callable[..., torch.Tensor]) -> list[
     options = CastOptions(FP8_1X128, True, True, padded=True)
     no_groups: Groups | None = None
     return [
-        Case(swiglu.swiglu_op, "bfloat16", (x, up)),
-        Case(swiglu.swiglu_backward_op, "bfloat16", (dh, x, up)),
-        Case(swiglu.swiglu_quantize_op, FP8_1X128.name, (x, up, options, no_groups)),
-        Case(swiglu.swiglu_backward_quantize_op, FP8_1X128.name, (dh, x, up, options, no_groups)),
+        Case(fused.swiglu_op, "bfloat16", (x, up)),
+        Case(fused.swiglu_backward_op, "bfloat16", (dh, x, up)),
+        Case(fused.swiglu_quantize_op, FP8_1X128.name, (x, up, options, no_groups)),
+        Case(fused.swiglu_backward_quantize_op, FP8_1X128.name, (dh, x, up, options, no_groups)),
     ]
 
 

@@ -4,8 +4,16 @@ from torchao_blockwise.formats import StochasticRounding
 from torchao_blockwise.ops.backend import Backend, casting_backend, get_backend
 from torchao_blockwise.ops.casting import grouped_quantize, quantize, quantize_by
 from torchao_blockwise.ops.dequantization import dequantize
-from torchao_blockwise.ops.fused.norm import NormStatistics, norm_quantize, norm_statistics, normalize
-from torchao_blockwise.ops.fused.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
+from torchao_blockwise.ops.fused import (
+    Norm,
+    norm_quantize,
+    norm_statistics,
+    normalize,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+)
 from torchao_blockwise.ops.gemm.grouped import add_grouped_matmul_, grouped_matmul
 from torchao_blockwise.ops.gemm.plain import add_matmul_, matmul
 from torchao_blockwise.ops.groups.permutation import permute, unpermute, unpermute_backward
@@ -18,7 +26,7 @@ from torchao_blockwise.ops.transposition.many import transpose_many
 
 __all__ = [
     "Backend",
-    "NormStatistics",
+    "Norm",
     "StochasticRounding",
     "add_grouped_matmul_",
     "add_matmul_",

@@ -9,6 +9,8 @@ whose blocks run along tokens start each group on a block border; what that adds
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 
 from torchao_blockwise.formats import BlockFormat, Groups
@@ -16,8 +18,12 @@ from torchao_blockwise.formats import BlockFormat, Groups
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def as_groups(groups: Groups | torch.Tensor) -> Groups:
-    """Groups, of which the ends alone may be given."""
+@overload
+def as_groups(groups: Groups | torch.Tensor) -> Groups: ...
+@overload
+def as_groups(groups: Groups | torch.Tensor | None) -> Groups | None: ...
+def as_groups(groups: Groups | torch.Tensor | None) -> Groups | None:
+    """Groups, of which only the ends may be given."""
     return Groups(groups) if isinstance(groups, torch.Tensor) else groups
 
 
