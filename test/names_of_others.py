@@ -23,6 +23,7 @@ NAMES_IN_COMPAT = (
     "torch._scaled_grouped_mm_v2",
     "torch._scaled_mm_v2",
     "torch.compiler.config.cache_key_tag",
+    "torch._C._are_functorch_transforms_active",
     "torch._C._len_torch_dispatch_stack",
     "torch.autograd._profiler_enabled",
     "torch._C._current_graph_task_id",

@@ -30,7 +30,6 @@ from torchao_blockwise.conversion.weights import expert_weights, matrices, weigh
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear, convert_class, why_no_class
 from torchao_blockwise.nn.grouped_layer import take_products_of_others
-from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
@@ -205,7 +204,6 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     if targets and filter_fn is _compat.default_filter():
         warn_of_plain(model, config, targets)
     torch_fsdp.install()
-    move_whole()
     hugging_face.tell_lora_how_to_merge(TrainingConfig)
     if not isinstance(module, nn.Linear):
         take_products_of_others()
