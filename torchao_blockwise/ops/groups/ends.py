@@ -9,6 +9,7 @@ whose blocks run along tokens start each group on a block border; what that adds
 
 from __future__ import annotations
 
+import itertools
 from typing import overload
 
 import torch
@@ -48,14 +49,12 @@ def check_group_ends(op: str, group_ends: torch.Tensor, tokens: int, device: tor
 
 
 def _check_values(op: str, ends: list[int], tokens: int) -> None:
-    previous = 0
-    for i, end in enumerate(ends):
+    for i, (previous, end) in enumerate(itertools.pairwise([0, *ends])):
         if not previous <= end <= tokens:
             raise ValueError(
                 f"{op}: group_ends must not decrease and must lie in [0, {tokens}], the number of tokens,"
                 f" got group_ends[{i}] = {end} after {previous}; pass the cumulative sum of the groups' sizes"
             )
-        previous = end
 
 
 def check_row_blocks(op: str, fmt: BlockFormat) -> None:
