@@ -186,7 +186,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
             "torchao_blockwise.integrations.transformers, or call quantize_ on the loaded model"
         )
     is_replaced = _take_plain_tensor(module)
-    model, filter_fn = _compat.quantize_call()
+    model, filter_fn = _compat.quantize_call()[:2]
     model = module if model is None else model
     if filter_fn is None:
         # Called by hand, or for one name of an FqnToConfig.
