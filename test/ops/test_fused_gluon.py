@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from grouped_copies import assert_copies_equal
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import FP8_1X128, CastOptions
-from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id
+from torchao_blockwise.testing import random_tensor, shape_id
 
 pytest.importorskip("triton")
 if not _compat.has_gluon():
@@ -21,7 +22,6 @@ from torchao_blockwise.ops.fused import kernels_gluon
 
 EPS = 1e-5
 OPS = ("norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")
-operations = pytest.mark.parametrize("op", OPS)
 rowwise_too = pytest.mark.parametrize("rowwise", (True, False), ids=("both", "columnwise"))
 dtypes = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=lambda dtype: str(dtype)[6:])
 
@@ -41,13 +41,6 @@ def inputs_of(rows, width, dtype=torch.bfloat16, device="cpu"):
     """dh, gate and up; the latter two are halves of one tensor."""
     dh, *halves = (random_tensor(rows, width, dtype=dtype, device=device, seed=seed) / 16 for seed in range(3))
     return dh, *torch.cat(halves, 1).chunk(2, 1)
-
-
-def assert_copies_equal(got, expected) -> None:
-    for a, b in zip(got, expected, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert_operands_equal(a, b)
 
 
 # --- when they are taken ----------------------------------------------------------------------------------------------
@@ -152,45 +145,42 @@ def beside(x, first, columns=48):
     return wide[:, first : first + x.shape[1]]
 
 
-REFUSED = {
-    "f32": lambda x: x.float(),
-    "ragged width": lambda x: x[:, :40].contiguous(),
-    "off 16 bytes": lambda x: beside(x, 4),
-    "rows off 16 bytes": lambda x: beside(x, 0, columns=52),
-    "transposed": lambda x: x.mT.contiguous().mT,
-    "no tokens": lambda x: x[:0],
-    "no width": lambda x: x[:, :0],
+def first(change):
+    """`change` of dh only."""
+    return lambda dh, *others: (change(dh), *others)
+
+
+def every(change):
+    return lambda *tensors: tuple(map(change, tensors))
+
+
+# (operations, what is changed of (dh, gate, up), options)
+NOT_TAKEN = {
+    "f32": (OPS, every(lambda x: x.float()), {}),
+    "ragged width": (OPS, every(lambda x: x[:, :40].contiguous()), {}),
+    "off 16 bytes": (OPS, every(lambda x: beside(x, 4)), {}),
+    "rows off 16 bytes": (OPS, every(lambda x: beside(x, 0, columns=52)), {}),
+    "transposed": (OPS, every(lambda x: x.mT.contiguous().mT), {}),
+    "no tokens": (OPS, every(lambda x: x[:0]), {}),
+    "no width": (OPS, every(lambda x: x[:, :0]), {}),
+    "a gradient in f16": (OPS[2:], first(lambda x: x.half()), {}),
+    "a gradient in f32": (OPS[2:], first(lambda x: x.float()), {"rowwise": False}),
+    "a norm to f32": (OPS[:1], every(lambda x: x), {"dtype": torch.float32}),
+    "the rowwise copy": (OPS, every(lambda x: x), {"columnwise": False}),
 }
+CASES = [(op, change, options) for of, change, options in NOT_TAKEN.values() for op in of]
+IDS = [f"{op}-{name}" for name, (of, *_) in NOT_TAKEN.items() for op in of]
 
 
-@operations
-@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
-def test_is_not_taken_for_other_inputs(change, op, taken, device):
-    assert_not_taken(taken, op, *map(change, inputs_of(33, 48, device=device)))
+@pytest.mark.parametrize("op, change, options", CASES, ids=IDS)
+def test_is_not_taken_for_others(op, change, options, taken, device):
+    assert_not_taken(taken, op, *change(*inputs_of(33, 48, device=device)), **options)
 
 
-@rowwise_too
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=lambda dtype: str(dtype)[6:])
-def test_is_not_taken_for_a_gradient_of_another_dtype(dtype, rowwise, taken, device):
-    dh, gate, up = inputs_of(33, 48, device=device)
-    assert_not_taken(taken, "swiglu_backward_quantize", dh.to(dtype), gate, up, rowwise=rowwise)
-
-
-def test_is_not_taken_for_a_norm_in_fp32(taken, device):
-    x = inputs_of(33, 48, device=device)
-    assert_not_taken(taken, "norm_quantize", *x, dtype=torch.float32)
-
-
-@operations
-def test_is_not_taken_for_the_rowwise_copy_alone(op, taken, device):
-    assert_not_taken(taken, op, *inputs_of(33, 48, device=device), rowwise=True, columnwise=False)
-
-
-@operations
-@rowwise_too
-def test_is_not_taken_where_triton_has_no_gluon(rowwise, op, taken, machine, device):
+@pytest.mark.parametrize("op", OPS)
+def test_is_not_taken_where_triton_has_no_gluon(op, taken, machine, device):
     machine.has_gluon(False)
-    assert_not_taken(taken, op, *inputs_of(33, 48, device=device), rowwise=rowwise)
+    assert_not_taken(taken, op, *inputs_of(33, 48, device=device))
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
