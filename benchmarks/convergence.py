@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -88,9 +88,10 @@ def train_one(study: Study, args: argparse.Namespace) -> None:
             digest = hashlib.sha256()
             for tensor in trainer.model.state_dict().values():
                 digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-            errors = operand_errors(
-                trainer.model, corpus.batch(run.seed, config.bf16_steps, config.batch_size).to(device)
-            )
+            # Compiled layers show nobody their operands.
+            eager = Trainer(BASE, replace(config, compile=False), device).model
+            eager.load_state_dict(trainer.model.state_dict())
+            errors = operand_errors(eager, corpus.batch(run.seed, config.bf16_steps, config.batch_size).to(device))
             content = {"digest": digest.hexdigest()[:16], "seed": run.seed, "operand_errors": errors}
             environment.write_json(file, content | {"environment": made_by})
             return
@@ -189,7 +190,10 @@ def report(study: Study, args: argparse.Namespace, failed: list[str]) -> int:
     config = study.config
     tokens = (config.steps - config.bf16_steps) * config.tokens_per_step
     spreads = [f"{spread:.3f} % of the {METRICS[m]}" for m in METRICS if (spread := chance(records, m)) is not None]
-    devices = ", ".join(dict.fromkeys(r["environment"]["device"] for r in records))
+    made_by = [record["environment"] for record in records]
+    devices, commits = (", ".join(dict.fromkeys(str(m.get(key)) for m in made_by)) for key in ("device", "commit"))
+    made = (made_by[0] if made_by else {}) | {"command": f"--study benchmarks/studies/{study.name}.json"}
+    made |= {"device": devices, "commit": commits}
     notes = [
         f"{config.preset}: {config.parameters / 1e6:,.1f} M parameters; {config.bf16_steps:,} steps in bf16, then "
         f"{config.steps - config.bf16_steps:,} steps of {config.tokens_per_step:,} tokens ({tokens / 1e6:,.0f} M) in "
@@ -203,13 +207,13 @@ def report(study: Study, args: argparse.Namespace, failed: list[str]) -> int:
     text = "\n\n".join([table(study, records), "\n".join(notes), *error_tables(content["starts"])])
     print(f"\n{text}\n")
     for folder in (args.out, *[RESULTS] * args.results):
-        save(folder, f"study_{study.name}", content | {"missing": missing}, text)
+        save(folder, f"study_{study.name}", content | {"environment": made, "missing": missing}, text)
     return int(bool(missing or failed or diverged))
 
 
 def error_tables(starts: dict[str, dict]) -> list[str]:
-    """The operand errors at the first start, as a table."""
-    for start in starts.values():
+    """The operand errors at the first start that has them, as a table."""
+    for start in filter(lambda start: start["operand_errors"], starts.values()):
         rows = [
             (operand, copy, f"{error['median']:.2f} %", f"{error['max']:.2f} %")
             for operand, copies in start["operand_errors"].items()

@@ -46,6 +46,7 @@ def operand_errors(model: nn.Module, windows: torch.Tensor) -> dict[str, dict[st
         loss.backward()
     finally:
         observe(before)
+    assert errors, "no layer was observed"
     model.zero_grad()
     out: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
     for (operand, name), values in errors.items():

@@ -12,7 +12,6 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor, fsdp
-from torchao_blockwise.tensors.fsdp import WeightShard
 
 _T = TypeVar("_T")
 # Of whole tensors that travel together, so of what is held beside the model: a layer of 8 billion parameters' models.
@@ -70,7 +69,7 @@ def wholes(tensors: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tenso
     """Each tensor, or all of what it is a part of, in this order; on all ranks, as one quantizes it on one device.
 
     tensors: (tensor, whether its values are wanted).
-    What FSDP2 gathers quantized travels so: a byte an element in FP8, half a byte in NVFP4 where rows split evenly.
+    What FSDP2 gathers quantized travels so: a byte an element in FP8, half a byte in NVFP4 where it shards rows.
     Other parts of master weights, those that tensor parallelism splits as well, and where values are wanted all travel
     in high precision. A few travel together, of _BUCKET_BYTES at most: most take longer to ask for than to send.
     """
@@ -92,17 +91,12 @@ def _piece_of(x: torch.Tensor, values: bool) -> _Piece:
         return _Piece(x)
     if isinstance(local, MasterWeightTensor):
         shard = local.shard
-        if not values and shard is not None and not travels_in_high_precision(x):
-            return _piece_of_payload(x, shard)
-        dtype = local.hp.dtype if shard is None else shard.layout.dtype
-        return _Piece(x, local.hp.to(dtype), make=lambda gathered: MasterWeightTensor(gathered, local.config))
+        if not values and isinstance(shard, QuantizedShard) and not travels_in_high_precision(x):
+            return _piece_of_shard(x, shard)
+        hp = local.hp.to(fsdp.gathered_dtype(local))
+        return _Piece(x, hp, make=lambda gathered: MasterWeightTensor(gathered, local.config))
     if isinstance(local, QuantizedShard):
-        payload, stored = local.qdata.view(torch.uint8), local.qdata.dtype
-
-        def quantized(gathered: torch.Tensor) -> QuantizedTensor:
-            return fsdp.quantized(gathered.view(stored), local.part, local.scale, local.global_scale, local.part.dtype)
-
-        return _Piece(x, payload, payload.shape[-1], quantized)
+        return _piece_of_shard(x, local)
     return _Piece(x, local)
 
 
@@ -115,25 +109,25 @@ def travels_in_high_precision(x: torch.Tensor) -> bool:
     if local is x or not isinstance(local, MasterWeightTensor):
         return False
     shard = local.shard
-    if shard is None or shard.payload is None or not shard.layout.quantized:
-        return True
-    return shard.layout.shape != tuple(x.shape)
+    return not isinstance(shard, QuantizedShard) or shard.part.shape != x.shape
 
 
-def _piece_of_payload(x: Any, shard: WeightShard) -> _Piece:
-    """Of the whole weight, what its ranks keep for FSDP2 to gather."""
-    layout, element = shard.layout, shard.layout.config.weight_format.element
-    assert shard.payload is not None and shard.scale is not None, "made together"
-    part = shard.payload.view(layout.payload_shape).narrow(layout.dim, 0, layout.local_shape[layout.dim])
+def _piece_of_shard(x: Any, shard: QuantizedShard) -> _Piece:
+    layout, element = shard.part, shard.fmt.element
+    payload, stored = shard.qdata.view(torch.uint8), shard.qdata.dtype
     if shard.ready is not None:
         # Whoever asks for weights may do so on a stream of its own.
-        torch.cuda.current_stream(part.device).wait_event(shard.ready)
+        torch.cuda.current_stream(payload.device).wait_event(shard.ready)
+    # Ranks may cut other dims than rows between any two codes.
+    as_codes = layout.dim > 0 and element.per_byte > 1
 
     def quantized(gathered: torch.Tensor) -> QuantizedTensor:
-        qdata = gathered.view(element.storage_dtype) if layout.travels_as_stored else element.pack(gathered)
+        qdata = element.pack(gathered) if as_codes else gathered.view(stored)
         return fsdp.quantized(qdata, layout, shard.scale, shard.global_scale, layout.dtype)
 
-    return _Piece(x, part, part.shape[-1] if layout.packs else None, quantized)
+    if as_codes:
+        payload = element.unpack(payload, shard.shape[-1]).contiguous()
+    return _Piece(x, payload, None if layout.dim else payload.shape[-1], quantized)
 
 
 def _made(pieces: list[_Piece]) -> Iterator[torch.Tensor]:

@@ -19,6 +19,7 @@ from torchao_blockwise.formats import NVFP4_16X16
 from torchao_blockwise.ops.backend import Backend
 from torchao_blockwise.ops.quantization import tensor_amax_bits_op
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
+from torchao_blockwise.tensors.fsdp import gathered_dtype
 
 # Its tensor scale is the least normal number.
 _LEAST = NVFP4_16X16.element.max * NVFP4_16X16.scale_max * torch.finfo(torch.float32).smallest_normal
@@ -85,8 +86,7 @@ def _local_amax_bits(local: Any) -> torch.Tensor:
         # Decoded again it is within one rounding of the amax that it was made of, and equal where scales are.
         scale: torch.Tensor = local.global_scale
         return (scale * (local.fmt.element.max * local.fmt.scale_max)).view(torch.int32)
-    dtype = local.hp.dtype if local.shard is None else local.shard.layout.dtype
-    return tensor_amax_bits_op(local.hp.detach().to(dtype), None, False, Backend.AUTO)
+    return tensor_amax_bits_op(local.hp.detach().to(gathered_dtype(local)), None, False, Backend.AUTO)
 
 
 def _largest_of_ranks(bits: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> torch.Tensor:

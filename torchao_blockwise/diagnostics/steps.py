@@ -210,15 +210,15 @@ def undone(model: nn.Module) -> Iterator[None]:
     given = {p: getattr(p, "main_grad", None) for p in model.parameters()}
     main_grads = {p: main_grad for p, main_grad in given.items() if isinstance(main_grad, torch.Tensor)}
     # What a quantized weight was made of: kept until a product reads it, or an optimizer takes it for a master.
-    originals = {p: p.original for p in model.parameters() if isinstance(p, QuantizedTensor)}
+    pending = {p: p.pending_master for p in model.parameters() if isinstance(p, QuantizedTensor)}
     held = [getattr(_compat.local_of(p), "rounding_key", None) for p in model.parameters()]
     keys = {key: key.clone() for key in held if key is not None}
     try:
         with torch.random.fork_rng(devices=devices):
             for p, main_grad in main_grads.items():
                 setattr(p, "main_grad", torch.zeros_like(main_grad))  # noqa: B010  # frameworks' own attribute
-            for p in originals:
-                p.original = None
+            for p in pending:
+                p.pending_master = None
             model.train()
             yield
     finally:
@@ -228,7 +228,7 @@ def undone(model: nn.Module) -> Iterator[None]:
             module.training = training
         for p, main_grad in main_grads.items():
             setattr(p, "main_grad", main_grad)  # noqa: B010
-        for p, original in originals.items():
-            p.original = original
+        for p, master in pending.items():
+            p.pending_master = master
         for key, before in keys.items():
             key.copy_(before)

@@ -131,8 +131,8 @@ def weight_gemm(
             backend,
         )
     quantized: Any = weight
-    if quantized.original is not None and not torch.compiler.is_compiling():
-        quantized.original.free()
+    if quantized.pending_master is not None and not torch.compiler.is_compiling():
+        quantized.pending_master.free()
     # Not `weight.operand()`: compilers take only tensors from a method, and do not always know `fmt`.
     fmt = config.weight_format if torch.compiler.is_compiling() else quantized.fmt
     qdata, scale, global_scale = quantized.operand_tensors()

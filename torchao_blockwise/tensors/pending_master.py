@@ -1,8 +1,8 @@
-"""The values that a quantized weight was made of: what an optimizer needs as masters, and nothing else does.
+"""The high-precision values of a quantized weight that its optimizer is yet to take for its master.
 
-A weight that trains has them from its conversion, or from a load of high-precision values, until an optimizer takes
-them. Where none comes they are freed by the first product with the weight: a quantized weight alone is what was asked
-for. Once an optimizer has taken them, values that are copied into the weight are kept until it has seen those too.
+A weight that trains has them from its conversion, or from a load. Where no optimizer comes they are freed by the first
+GEMM with the weight: a quantized weight alone is what was asked for. Once an optimizer has taken them, values that are
+copied into the weight are kept until it has taken those too.
 """
 
 from __future__ import annotations
@@ -14,48 +14,47 @@ from typing import Any
 
 import torch
 
-from torchao_blockwise.tensors.state_values import GivenOut, same_bits
+from torchao_blockwise.tensors.state_values import same_bits
 
 MasterOf = Callable[[torch.Tensor], torch.Tensor | None]
 
 
-class Original:
-    """What is kept of one weight; the weight's aliases share it.
+class PendingMaster:
+    """The pending values of one weight; the weight's aliases share it.
 
-    hp: [.., N, K], or None where the values were taken or freed, or are known in quantized form alone.
+    hp: [.., N, K], or None where the values were taken or freed, or only quantized ones are known.
     changed: values were copied into the weight after an optimizer took the last ones.
     awaits_cast: the payload is not of these values yet; only of a shard, which a rank cannot quantize alone.
-    given: what a state dict gave in the weight's place, until the payload is read.
     """
 
     def __init__(self, hp: torch.Tensor | None = None):
         self.hp = hp
         self.changed = False
         self.awaits_cast = False
-        self.given: GivenOut | None = None
-        self.last_given: weakref.ref[torch.Tensor] | None = None
         self._master_of: weakref.WeakMethod[MasterOf] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Original:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PendingMaster:
         """A copy of the weight belongs to no optimizer."""
-        return Original(copy.deepcopy(self.hp, memo))
+        return PendingMaster(copy.deepcopy(self.hp, memo))
 
     @property
     def is_owned(self) -> bool:
         return self._master_of is not None and self._master_of() is not None
 
     def take(self, master_of: MasterOf) -> torch.Tensor | None:
-        """The values, from now on the caller's alone, which owns the weight as long as it lives.
+        """The values, for the optimizer that owns the master of the weight as long as it lives.
 
         master_of: a method that gives the whole master of a weight, or None where it has none.
         """
-        hp, self.hp, self.changed = self.hp, None, False
+        hp, self.changed = self.hp, False
+        if not self.awaits_cast:
+            self.hp = None
         self._master_of = weakref.WeakMethod(master_of)
         return hp
 
     def free(self) -> None:
-        """Called where the weight is used: nobody has taken its values, so nobody will."""
-        if self.hp is not None and not self.is_owned:
+        """Called where the weight is used: no optimizer has taken its values, so none will."""
+        if not self.is_owned:
             self.hp = None
 
     def note_copy(self, hp: torch.Tensor | None, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -71,23 +70,15 @@ class Original:
             self.hp = None
             self.changed = True
 
-    def give(self, given: GivenOut) -> None:
-        """Called where a state dict has it in the weight's place."""
-        self.given, self.last_given = given, weakref.ref(given.values)
-
-    def take_over(self, values: torch.Tensor) -> None:
-        """Called where a shard takes high-precision values: from now on its own, until a cast of all ranks."""
-        self.note_copy(values, ())
-        self.awaits_cast, self.given = True, None
-
     def cast_is_done(self) -> None:
-        """Called where the payload is of these values, and where an optimizer has quantized its master."""
-        self.awaits_cast, self.given = False, None
-        self.free()
+        """Called where the payload of a shard has been made of the values, or of the optimizer's master."""
+        self.awaits_cast = False
+        if not (self.is_owned and self.changed):
+            self.hp = None
 
-    def moved(self, device: torch.device | None) -> Original:
+    def moved(self, device: torch.device | None) -> PendingMaster:
         """Of the same values on another device."""
-        other = Original(None if self.hp is None else self.hp.to(device))
+        other = PendingMaster(None if self.hp is None else self.hp.to(device))
         other.changed, other.awaits_cast, other._master_of = self.changed, self.awaits_cast, self._master_of
         return other
 
