@@ -1,4 +1,4 @@
-"""Flat shards: quantized apart they have the bits of the whole, for every split, and touch nothing else."""
+"""Flat shards: quantized apart they are bitwise identical to the whole, for every split, and touch nothing else."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_list_is_as_each_alone(fmt, backend, device):
 @backends
 @formats
 def test_places_in_a_common_buffer(fmt, backend, device):
-    """What other lists have in the buffer stays; amaxes are only raised, those of blocks that shards share too."""
+    """Values of other lists in the buffer stay; amaxes are only raised, those of blocks that shards share too."""
     w = random_tensor(150, 290, device=device)
     count = block_count(w.shape, fmt)
     high = torch.tensor(1e30, device=device).view(torch.int32)
@@ -189,7 +189,7 @@ WHOLE_SPLITS = {
 @pytest.mark.parametrize("power_of_2", (False, True), ids=("scales", "powers of 2"))
 @pytest.mark.parametrize(("shape", "cuts"), WHOLE_SPLITS.values(), ids=WHOLE_SPLITS)
 def test_one_read_gives_the_bits_of_two(shape, cuts, power_of_2, dtype, backend, device):
-    """Amaxes and payload, of the shards alone; and the scales that follow."""
+    """Amaxes and payload, only of the shards; and the scales that follow."""
     fmt, w = FP8_128X128, random_tensor(*shape, device=device)
     if w.numel() > 300:
         w.view(-1)[-1], w.view(-1)[1] = float("nan"), float("inf")

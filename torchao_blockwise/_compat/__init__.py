@@ -43,7 +43,7 @@ def why_old_triton() -> str | None:
     try:
         import triton
     except Exception as error:
-        return f"triton cannot be imported ({type(error).__name__}: {error}); install it anew"
+        return f"triton cannot be imported ({type(error).__name__}: {error}); install it again"
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
         return f"the kernels need Triton 3.6 or newer, got {triton.__version__} (pip install -U triton)"
     return None
@@ -174,7 +174,7 @@ def carry_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def is_held(x: torch.Tensor) -> bool:
-    """Whether something beside its Python object holds `x`, so that `torch.utils.swap_tensors` would refuse it."""
+    """Whether something else than its Python object holds `x`, so that `torch.utils.swap_tensors` would refuse it."""
     holders: Callable[[], int] = x._use_count  # type: ignore[attr-defined]
     if holders() == 1:
         return False
@@ -291,7 +291,7 @@ def max_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def take_saved(ctx: Any) -> tuple[torch.Tensor | None, ...]:
-    """The saved tensors of an autograd function, which lives on in the caller alone, unless the graph is kept.
+    """The saved tensors of an autograd function, which live on only in the caller, unless the graph is kept.
 
     By itself a function holds all it saved until its backward has returned.
     """

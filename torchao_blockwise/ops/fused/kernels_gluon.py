@@ -5,8 +5,8 @@
     backward    dh, gate, up tile ─▶ dgate ─▶ its copies      from one read; h's columns are those of dgate, and of dup
                                   └▶ dup   ─▶ its copies      as many columns on
 
-Where H is no multiple of a block, a block of the merged gradient [M, 2H] holds parts of both; there a program takes a
-tile of it and computes what it needs, so that each input is read twice.
+Where H is not a multiple of a block, a block of the merged gradient [M, 2H] holds parts of both; there a program takes
+a tile of it and computes what it needs, so that each input is read twice.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _norm_quantize_kernel(
         if bias_ptr is not None:
             low_bias, high_bias = _pair(bias_ptr, word, K)
             low, high = low + low_bias, high + high_bias
-        # A bias, or a row of NaN, would reach blocks from beside the matrix.
+        # A bias, or a row of NaN, would reach blocks from outside the matrix.
         y = gl.where(inside, joined(low, high, DTYPE), 0)
         tile.slice(part * WORDS, WORDS, 1).store(y)
     barrier()
@@ -112,7 +112,7 @@ def norm_quantize(norm: Norm, options: CastOptions) -> Copies:
 
 @gluon.jit
 def _load(ptr, row, word, live, H, stride):
-    """Words of a tile, zeros from row `live` and beside the matrix."""
+    """Words of a tile, zeros from row `live` on and outside the matrix."""
     return gl.load(ptr + row.to(gl.int64) * (stride // 2) + word, mask=(row < live) & (word < H // 2), other=0)
 
 
@@ -195,7 +195,7 @@ def _swiglu_backward_kernel(
     for part in gl.static_range(PARTS):
         word = (tile_c * PARTS + part) * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, COPY))[None, :]
         if not WHOLE_BLOCKS:
-            # Columns of the gradient from H on are those of `up`; beside it are none.
+            # Columns of the gradient from H on are those of `up`; outside are none.
             of_up = word >= H // 2
             word = gl.where(of_up, word - H // 2, word)
         dhs = halves(_load(dh_ptr, row, word, live, H, stride_d), DTYPE)

@@ -14,10 +14,10 @@ up) are computed by a program each, neighbors, as they read the same tiles of ga
     up   M │   │ u │   │
            └───┴───┴───┘
 
-Where H is no multiple of a block, a block of the gradient holds parts of both, and a program reads what it needs.
+Where H is not a multiple of a block, a block of the gradient holds parts of both, and a program reads what it needs.
 
 Columnwise copies are made by kernels_gluon.py where the GPU and the dtypes allow it; elsewhere the result is stored,
-and quantized by a launch of its own. Tokens in groups: tiles are rows as they lie; the rowwise copy of the tokens of no
+and quantized by another launch. Tokens in groups: tiles are rows as they lie; the rowwise copy of the tokens of no
 group is zeros.
 """
 
@@ -67,7 +67,7 @@ def _statistics_kernel(
     EPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,  # COLUMNS is no less than K: one reading is enough
+    WHOLE_ROWS: tl.constexpr,  # K is at most COLUMNS: one reading is enough
 ):
     offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mean = tl.zeros((ROWS,), tl.float32)
@@ -152,7 +152,7 @@ def _norm_quantize_kernel(
         y *= weight[None, :]
     if bias_ptr is not None:
         y += bias[None, :]
-    # A bias, or a row of NaN, would reach blocks from beside the matrix.
+    # A bias, or a row of NaN, would reach blocks from outside the matrix.
     y = from_f32(tl.where(rows[:, None] & columns[None, :], y, 0.0), DTYPE)
     if ROWWISE:
         store_rowwise(to_f32(y), q_ptr, s_ptr, tile_k, offs_m, offs_k, M, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)

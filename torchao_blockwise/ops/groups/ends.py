@@ -3,7 +3,7 @@
     rows        0 ───────── group_ends[0] ── group_ends[1] = group_ends[2] ──── group_ends[3] ──── M
     groups      │     0          │     1      (2 is empty)        3                 │    none    │
 
-No size of a group is known on the host: shapes and launches depend on the number of tokens and of groups alone. Copies
+No size of a group is known on the host: shapes and launches depend only on the number of tokens and of groups. Copies
 whose blocks run along tokens start each group on a block border; what that adds is bounded by `padded_tokens`.
 """
 

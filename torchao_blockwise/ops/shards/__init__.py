@@ -1,4 +1,4 @@
-"""Flat shards: quantize tensors of which a rank holds a part, with the bits of quantizing each of them whole.
+"""Flat shards: quantize tensors of which a rank holds a part, bitwise identical to quantizing each of them whole.
 
     shards ─ partial_block_amax ─▶ amax of block ∩ shard ─ MAX over ranks ─▶ block_scales ─▶ encode ─┐
        └──────────────────────────────────────────────────────────────────────▶ partial_cast ◀──────┘

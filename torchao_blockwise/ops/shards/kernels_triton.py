@@ -9,7 +9,7 @@ in the shard:
       │▀▀▘│   │   │      ▘  and ends
       └───┴───┴───┘
 
-Shards of which every address and size allows it move 16 bytes at a time; they take a launch of their own. A byte that
+Shards of which every address and size allows it move 16 bytes at a time; they take a separate launch. A byte that
 the shard shares with a neighbor, its first or its last, is read first and written back with the neighbor's nibble.
 """
 
@@ -37,7 +37,7 @@ from torchao_blockwise.ops.shards.flat import CODES, WHOLE, Shards, target_entri
 # in one block, or holds whole ones.
 _TILES = {"e4m3": (128, 128, 8), "e2m1": (64, 128, 4)}
 _UNALIGNED_TILE = (32, 128, 8)
-_CHUNK, _CHUNK_WARPS = 1024, 4  # blocks of a program that works on those alone
+_CHUNK, _CHUNK_WARPS = 1024, 4  # blocks of a program that works only on those
 
 _TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 

@@ -102,7 +102,7 @@ def _check_ids(x: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> None:
 def _check_source(
     op: str, x: torch.Tensor, tokens: int, source: torch.Tensor, top_k: int, weights: torch.Tensor | None
 ) -> None:
-    """Raise unless these are of so many tokens, and on the device of the rows `x`."""
+    """Raise unless these are of `tokens` tokens, and on the device of the rows `x`."""
     check_dtype(op, x, "y" if op == "unpermute" else "grad_output")
     if source.dtype != torch.int32 or tuple(source.shape) != (tokens * top_k,) or source.device != x.device:
         got = f"{source.dtype} {list(source.shape)} on {source.device} with T={tokens} and top_k={top_k}"

@@ -12,7 +12,7 @@ from torchao_blockwise.ops.groups.ends import check_group_ends, padded_tokens, s
 
 # Of every entry of every table: 16 bytes, so that each table begins on a multiple of them.
 FIELDS = SCHEDULE_FIELDS
-# Tiles of rows that there are schedules for.
+# Rows of tiles, each with a schedule.
 HEIGHTS = tuple(sorted({build.tile_m for build in BUILDS}, reverse=True))
 
 
@@ -50,7 +50,7 @@ def count_rows(tokens: int, groups: int, tile: int) -> int:
 def check_groups(
     op: str, groups: Groups | None, tokens: int, device: torch.device, block: int, *, padded: bool = False
 ) -> None:
-    """Raise unless `groups` are None, or of so many tokens on `device`, with tables for blocks that are `block` long.
+    """Raise unless `groups` are None, or of `tokens` tokens on `device`, with tables for blocks that are `block` long.
 
     For implementations and fakes of operations; of the ends, see `check_group_ends`.
     padded: `tokens` are those of a columnwise copy, of which how many there were before is known within a block.
@@ -78,7 +78,7 @@ def check_groups(
 
 
 def _before_padding(padded: int, groups: int, block: int) -> tuple[int, int]:
-    """The fewest and the most tokens of which `padded_tokens` makes so many."""
+    """The fewest and the most tokens of which `padded_tokens` makes `padded`."""
     if padded < groups * block:
         # Fewer tokens than groups: a block each.
         return padded // block, padded // block
