@@ -136,8 +136,8 @@ def swiglu_backward_quantize(
 ) -> Copies:
     """The copies that `swiglu_quantize` gives, of the merged gradient [M, 2H] = (dgate | dup), in one pass.
 
-    Where H is not a multiple of 128, one block holds parts of both; where it is not one of 16 either, rows of the second
-    half start off 16 bytes, and this runs as two operations. draws: the random bits of copies in NVFP4.
+    Where H is not a multiple of 128, one block holds parts of both. Where it is not one of 16 either, rows of the
+    second half start off 16 bytes, and this runs as two operations. draws: the random bits of copies in NVFP4.
     Raises TypeError for a dtype, ValueError for shapes, ends or a format, option or backend that does not exist.
     """
     groups = as_groups(groups)
