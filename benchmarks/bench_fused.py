@@ -57,7 +57,7 @@ def fused(name: str, inputs: tuple, options: CastOptions) -> tuple:
     if name in ("rms", "layer"):
         x, weight, bias = inputs
         statistics = ops.norm_statistics(x, name, _EPS)
-        return statistics, ops.norm_quantize(x, options, statistics, weight, bias)
+        return statistics, ops.norm_quantize(ops.Norm(x, weight, bias, *statistics, x.dtype), options)
     return None, getattr(ops, f"{name}_quantize")(*inputs, options)
 
 
@@ -66,7 +66,7 @@ def activation(name: str, inputs: tuple, statistics=None, backend=None) -> torch
     if name in ("rms", "layer"):
         x, weight, bias = inputs
         statistics = statistics or ops.norm_statistics(x, name, _EPS, backend=backend)
-        return ops.normalize(x, statistics, weight, bias, backend=backend)
+        return ops.normalize(ops.Norm(x, weight, bias, *statistics, x.dtype), backend=backend)
     if name == "swiglu":
         return ops.swiglu(*inputs, backend=backend)
     return torch.cat(ops.swiglu_backward(*inputs, backend=backend), 1)

@@ -29,7 +29,7 @@ AREAS = {
     "kernels": (("ops/**/kernels_*.py", "ops/device/*.py", "ops/gemm/*_*.py"), ("test/ops",)),
     "layers": (("nn/**/*.py",), ("test/nn",)),
     "tensors": (("tensors/**/*.py",), ("test/tensors",)),
-    "sharding": (("distributed/**/*.py", "ops/shards/**/*.py"), ("test/distributed", "test/ops/test_partial_cast.py")),
+    "sharding": (("distributed/**/*.py", "ops/shards/**/*.py"), ("test/distributed", "test/ops/test_shards.py")),
     "conversion": (("conversion/**/*.py",), ("test/conversion",)),
     "checkpoint": (("checkpoint/**/*.py",), ("test/checkpoint",)),
 }

@@ -83,7 +83,12 @@ class Machine:
 
     def multiplies_by(self, scaled_mm) -> None:
         """cuBLASLt's product with block scales, which CPUs do not have, is this function."""
-        self.patch.setattr(_compat, "scaled_mm", scaled_mm)
+
+        def product(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, output_dtype):
+            how = [[kind.value for kind in kinds] for kinds in (recipe_a, swizzle_a, recipe_b, swizzle_b)]
+            return scaled_mm(a, b, scale_a, *how[:2], scale_b, *how[2:], output_dtype)
+
+        self.patch.setattr(torch.nn.functional, "scaled_mm", product)
 
     def captures_a_graph(self) -> None:
         """All that runs is captured in a CUDA graph."""

@@ -9,7 +9,8 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
-from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, WHOLE
+from torchao_blockwise.ops import shards
+from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, WHOLE, Shards, block_count
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 FORMATS = (FP8_128X128, NVFP4_16X16)
@@ -63,24 +64,21 @@ def quantize(w: torch.Tensor, fmt, dtype, power_of_2=False):
 
 def amaxes(parts, shape, fmt, dtype, backend) -> torch.Tensor:
     """The reduced buffer: each rank fills its own, MAX joins them."""
-    buffers = [ops.partial_block_amax([x], [s], [shape], fmt, dtype=dtype, backend=backend) for s, x in parts]
+    buffers = []
+    for start, x in parts:
+        buffers.append(torch.zeros(block_count(shape, fmt), dtype=torch.int32, device=x.device))
+        shards.partial_block_amax_op(buffers[-1], Shards.of([x], [start], [shape], dtype, fmt), backend)
     return torch.stack(buffers).amax(0)
 
 
 def scales_of(amax_bits, shape, fmt, backend, power_of_2=False):
     """(encode, scale, global_scale) of one tensor, written into buffers with canaries."""
     scale, check = framed(torch.zeros(fmt.scale_shape(*shape), dtype=fmt.scale_dtype, device=amax_bits.device))
-    global_scale = torch.full((), -1.0, device=amax_bits.device) if fmt.has_global_scale else None
-    encode = ops.block_scales_(
-        [scale],
-        None if global_scale is None else [global_scale],
-        amax_bits,
-        fmt,
-        power_of_2_scales=power_of_2,
-        backend=backend,
-    )
+    global_scales = [torch.full((), -1.0, device=amax_bits.device)] if fmt.has_global_scale else []
+    encode = torch.empty_like(amax_bits, dtype=torch.float32)
+    shards.block_scales_op(encode, [scale], global_scales, amax_bits, [0], fmt, power_of_2, backend)
     check()
-    return encode, scale, global_scale
+    return encode, scale, *(global_scales or [None])
 
 
 def payload(fmt, shape, fill=0x5A, device="cpu"):
@@ -103,9 +101,9 @@ def check_split(w, parts, fmt, dtype, backend, power_of_2=False, aligned=False) 
     codes = fmt.element.unpack(want, shape[-1]).flatten()
     whole, check_whole = framed(payload(fmt, shape, device=w.device), aligned)
     pieces = []
-    for start, shard in parts:
-        n = shard.numel()
-        master, check_master = framed(shard, aligned)
+    for start, values in parts:
+        n = values.numel()
+        master, check_master = framed(values, aligned)
         sizes = {ENTRIES: ops.shard_entries(start, n, shape[-1], fmt)[1], CODES: n}
         targets, checks = {WHOLE: whole}, [check_whole, check_master]
         for into, size in sizes.items():
@@ -113,18 +111,17 @@ def check_split(w, parts, fmt, dtype, backend, power_of_2=False, aligned=False) 
             targets[into], check = framed(filled, aligned)
             checks.append(check)
         for into, target in targets.items():
-            ops.partial_cast_(
-                [target], [master], [start], [shape], encode, fmt, dtype=dtype, into=into, backend=backend
-            )
+            shard = Shards.of([master], [start], [shape], dtype, fmt)
+            shards.partial_cast_op([target], shard, encode, into, backend)
         for check in checks:
             check()
-        assert_bitwise_equal(master, shard, "master")
+        assert_bitwise_equal(master, values, "master")
         assert_bitwise_equal(targets[CODES], codes[start : start + n], "codes")
         pieces.append(targets[ENTRIES])
     assert_bitwise_equal(whole, want, "whole")
     merged, check = framed(payload(fmt, shape, 0x33, w.device), aligned)
     starts, lengths = [start for start, _ in parts], [shard.numel() for _, shard in parts]
-    ops.merge_shards_([merged], [pieces], [starts], [lengths], [shape[-1]], fmt, backend=backend)
+    ops.merge_shards_([merged], [pieces], [starts], [lengths], [shape[-1]], fmt)
     check()
     assert_bitwise_equal(merged, want, "merged")
 
@@ -134,8 +131,9 @@ SHAPES = ((64, 256), (33, 51), (0, 16), (2, 21, 35), (16, 16), (130, 129))
 
 
 def many(fmt, device, dtype=torch.bfloat16):
-    """Tensors of several shapes and master dtypes, of which this rank owns shards, and what they are quantized to."""
+    """(shards of each of three ranks, expected copies) of tensors of several shapes and master dtypes."""
     masters = [DTYPES[i % 3] for i in range(len(SHAPES))]
     weights = [random_tensor(*s, dtype=d, device=device, seed=i) for i, (s, d) in enumerate(zip(SHAPES, masters))]
     parts = [cut(w, (w.numel() // 3 | 1, 64 * (w.numel() // 96))) for w in weights]
-    return weights, parts, [quantize(w, fmt, dtype) for w in weights]
+    ranks = [Shards.of(*reversed(list(zip(*part))), SHAPES, dtype, fmt) for part in zip(*parts)]
+    return ranks, [quantize(w, fmt, dtype) for w in weights]

@@ -100,7 +100,7 @@ ops.matmul(a, b, out_dtype, bias, backend)
 ops.transpose(x, columns, backend)
 ops.grouped_matmul(a, b, groups, along, out_dtype, backend)
 ops.make_groups(ends, tokens, fmt, backend)
-ops.norm_quantize(x, options, statistics, weight, bias, dtype, backend)
+ops.norm_quantize(norm, options, backend)
 ops.swiglu_quantize(gate, up, options, groups, backend)
 ops.swiglu_backward_quantize(dh, gate, up, options, groups, draws, backend)
 ops.quantize_by(x, options, groups, tensor_amax, draws, backend)""",  # noqa: E501

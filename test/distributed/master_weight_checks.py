@@ -16,7 +16,7 @@ from torchao_blockwise.distributed import (
     cast_master_weights_to_nvfp4,
     rank_consistency,
 )
-from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, target_size
+from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, target_entries
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
 
 CANARY = 0x5A
@@ -130,7 +130,7 @@ def check_shards(kind, group, rank, ranks, one_code_a_byte: bool) -> None:
     into = CODES if one_code_a_byte else ENTRIES
     buffers, checks = [], []
     for i, (w, master, start) in enumerate(zip(weights.model, masters, starts)):
-        size = 0 if master is None else target_size(master.numel(), start, w.shape, w.fmt, into)
+        size = 0 if master is None else target_entries(start, master.numel(), w.shape, w.fmt, into)[1]
         buffer, check = framed(zeros(size, dtype=torch.uint8))
         if w.fmt.element.bits == 8 and i % 2:
             buffer = buffer.view(torch.float8_e4m3fn)

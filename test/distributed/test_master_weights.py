@@ -35,7 +35,7 @@ def test_alone(kind):
 def test_masters_that_cut_no_block_are_read_once(monkeypatch):
     """Their payload is written with their amaxes; of NVFP4's, which wait for the tensor's amax, after them."""
     two_reads = []
-    monkeypatch.setattr(cast, "partial_cast_", lambda targets, *args, **_: two_reads.append(len(targets)))
+    monkeypatch.setattr(cast, "partial_cast_op", lambda targets, *args, **_: two_reads.append(len(targets)))
     whole, part = random_tensor(200, 70), random_tensor(200, 70)[:130]
     for kind, reads in (("fp8", [1]), ("nvfp4", [2])):
         of_kind = {"fp8": BlockwiseFP8Tensor, "nvfp4": NVFP4Tensor}[kind]

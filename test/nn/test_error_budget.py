@@ -44,7 +44,6 @@ def why_never(backend: str, config) -> str | None:
         cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
         if cuda < (12, 9) or not (capability == (9, 0) if fp8 else capability >= (10, 0)):
             return "cuBLASLt scales blocks of FP8 on Hopper and of NVFP4 on Blackwell GPUs, from CUDA 12.9 on"
-        return _compat.why_no_scaled_mm()
     return None
 
 

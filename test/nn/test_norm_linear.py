@@ -55,7 +55,7 @@ def by_hand(layer, x, dy, config, dtype=None):
     kind, norm_bias = ("rms", None) if isinstance(norm, nn.RMSNorm) else ("layer", norm.bias)
     x2d = x.reshape(-1, x.shape[-1])
     statistics = ops.norm_statistics(x2d, kind, EPS)
-    y = ops.normalize(x2d, statistics, norm.weight, norm_bias, dtype=dtype).view(x.shape)
+    y = ops.normalize(ops.Norm(x2d, norm.weight, norm_bias, *statistics, dtype or x.dtype)).view(x.shape)
     out, dy_of_y, grad_weight, grad_bias = linear_by_hand(y, linear.weight.hp, linear.bias, dy, config)
     needs = [True, norm.weight is not None, norm_bias is not None]
     prepared = x2d, *statistics, norm.weight, norm_bias

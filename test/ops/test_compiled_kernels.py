@@ -42,6 +42,7 @@ def special_input(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _cases() -> dict:
     """{label: call that gives (what kernels computed, what the reference computes), each operands, or None}."""
+
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import (
         FP8_1X128,
@@ -52,8 +53,8 @@ def _cases() -> dict:
         Groups,
         Operand,
     )
-    from torchao_blockwise.ops.fused.swiglu import kernels_triton as swiglu
-    from torchao_blockwise.ops.fused.swiglu import reference as swiglu_reference
+    from torchao_blockwise.ops.fused import kernels_triton as swiglu
+    from torchao_blockwise.ops.fused import reference as fused_reference
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
     from torchao_blockwise.ops.quantization import reference
     from torchao_blockwise.ops.transposition import kernels_triton as transpose
@@ -97,7 +98,7 @@ def _cases() -> dict:
 
         def run():
             got, expected, options = [], [], CastOptions(FP8_1X128, columnwise=True)
-            h, gradients = swiglu_reference.swiglu(gate, up), swiglu_reference.swiglu_backward(dh, gate, up)
+            h, gradients = fused_reference.swiglu(gate, up), fused_reference.swiglu_backward(dh, gate, up)
             for y, inputs, launch in (
                 (h, (gate, up), swiglu.swiglu_quantize),
                 (torch.cat(gradients, 1), (dh, gate, up), swiglu.swiglu_backward_quantize),
@@ -148,10 +149,8 @@ def _cases() -> dict:
     def fused_gluon_cases(rows, width, dtype, parts, warps, power_of_2=False):
         """A norm and SwiGLU, and the same in groups; of halves of wider rows, whose gradients are side by side."""
         from torchao_blockwise.ops.device import gluon_tiles
-        from torchao_blockwise.ops.fused.norm import kernels_gluon as norm
-        from torchao_blockwise.ops.fused.norm import reference as norm_reference
-        from torchao_blockwise.ops.fused.norm.values import Norm
-        from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu
+        from torchao_blockwise.ops.fused import Norm
+        from torchao_blockwise.ops.fused import kernels_gluon as fused
 
         dh, gate, up = (special_input(rows, width, dtype) / scale for scale in (1, 8, 16))
         gate, up = torch.cat([gate, up], 1).chunk(2, 1)
@@ -165,25 +164,25 @@ def _cases() -> dict:
             return CastOptions(FP8_1X128, rowwise, True, power_of_2, padded=True)
 
         def swiglu_run(launch, inputs, y, rowwise, ends):
-            swiglu.FORWARD = swiglu.BACKWARD = parts, warps
+            fused.FORWARD = fused.BACKWARD = parts, warps
             options = options_of(rowwise)
             return compared(y, options, ends, launch(*inputs, options, None if ends is None else Groups(ends)))
 
         def norm_run(layer, rowwise):
-            norm.BUILD = parts, warps
-            mean, rstd = norm_reference.statistics(dh, layer, 1e-5)
+            fused.NORM = parts, warps
+            mean, rstd = fused_reference.norm_statistics(dh, layer, 1e-5)
             weight, bias = random_tensor(1, width, dtype=dtype)[0], random_tensor(1, width, seed=1)[0]
             of, options = Norm(dh, weight / 16, bias / 16 if layer else None, mean, rstd, dtype), options_of(rowwise)
-            return compared(norm_reference.normalize(of), options, None, norm.norm_quantize(of, options))
+            return compared(fused_reference.normalize(of), options, None, fused.norm_quantize(of, options))
 
-        h, gradients = swiglu_reference.swiglu(gate, up), swiglu_reference.swiglu_backward(dh, gate, up)
+        h, gradients = fused_reference.swiglu(gate, up), fused_reference.swiglu_backward(dh, gate, up)
         for rowwise in (True, False):
             label = f"{rows}x{width} {str(dtype)[6:]} {parts} parts {warps} warps" + " columnwise" * (not rowwise)
             for groups in (None, ends):
                 name = label + " grouped" * (groups is not None)
                 for direction, launch, inputs, y in (
-                    ("swiglu", swiglu.swiglu_quantize, (gate, up), h),
-                    ("swiglu backward", swiglu.swiglu_backward_quantize, (dh, gate, up), torch.cat(gradients, 1)),
+                    ("swiglu", fused.swiglu_quantize, (gate, up), h),
+                    ("swiglu backward", fused.swiglu_backward_quantize, (dh, gate, up), torch.cat(gradients, 1)),
                 ):
                     run = functools.partial(swiglu_run, launch, inputs, y, rowwise, groups)
                     cases[f"{direction} in Gluon {name}"] = run

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from grouped_copies import assert_copies_equal
 
 from torchao_blockwise import _compat, ops
 from torchao_blockwise.formats import FP8_1X128, CastOptions
-from torchao_blockwise.testing import assert_operands_equal, random_tensor, shape_id
+from torchao_blockwise.testing import random_tensor, shape_id
 
 pytest.importorskip("triton")
 if not _compat.has_gluon():
     pytest.skip("needs Gluon of Triton 3.6 or newer", allow_module_level=True)
 
 from torchao_blockwise.ops.device import gluon_tiles
-from torchao_blockwise.ops.fused.norm import kernels_gluon as norm_gluon
-from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu_gluon
+from torchao_blockwise.ops.fused import kernels_gluon
 
 EPS = 1e-5
 OPS = ("norm_quantize", "swiglu_quantize", "swiglu_backward_quantize")
-operations = pytest.mark.parametrize("op", OPS)
 rowwise_too = pytest.mark.parametrize("rowwise", (True, False), ids=("both", "columnwise"))
 dtypes = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=lambda dtype: str(dtype)[6:])
 
@@ -32,7 +31,7 @@ def call(op, dh, gate, up, *, columnwise=True, groups=None, dtype=None, backend=
     options = CastOptions(FP8_1X128, columnwise=columnwise, **options)
     if op == "norm_quantize":
         statistics = ops.norm_statistics(dh, "rms", EPS, backend="reference")
-        return ops.norm_quantize(dh, options, statistics, dtype=dtype, backend=backend)
+        return ops.norm_quantize(ops.Norm(dh, None, None, *statistics, dtype or dh.dtype), options, backend=backend)
     if op == "swiglu_quantize":
         return ops.swiglu_quantize(gate, up, options, groups=groups, backend=backend)
     return ops.swiglu_backward_quantize(dh, gate, up, options, groups=groups, backend=backend)
@@ -42,13 +41,6 @@ def inputs_of(rows, width, dtype=torch.bfloat16, device="cpu"):
     """dh, gate and up; the latter two are halves of one tensor."""
     dh, *halves = (random_tensor(rows, width, dtype=dtype, device=device, seed=seed) / 16 for seed in range(3))
     return dh, *torch.cat(halves, 1).chunk(2, 1)
-
-
-def assert_copies_equal(got, expected) -> None:
-    for a, b in zip(got, expected, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert_operands_equal(a, b)
 
 
 # --- when they are taken ----------------------------------------------------------------------------------------------
@@ -93,8 +85,8 @@ def test_swiglu_is_taken(shape, power_of_2, dtype, rowwise, taken, device):
     inputs = inputs_of(*shape, dtype, device)
     (rows, width), padded = shape, -(-shape[0] // 32) * 32
     for op, tensors, columns, build in (
-        ("swiglu_quantize", inputs[1:], width, swiglu_gluon.FORWARD),
-        ("swiglu_backward_quantize", inputs, 2 * width, swiglu_gluon.BACKWARD),
+        ("swiglu_quantize", inputs[1:], width, kernels_gluon.FORWARD),
+        ("swiglu_backward_quantize", inputs, 2 * width, kernels_gluon.BACKWARD),
     ):
         call(op, *inputs, rowwise=rowwise, power_of_2_scales=power_of_2)
         (launch,) = taken
@@ -127,12 +119,12 @@ def test_a_norm_is_taken(kind, out, dtype, rowwise, taken, device):
     x = random_tensor(33, 96, dtype=dtype, device=device)[:, 16:64]
     weight, bias = torch.ones(96, device=device)[::2], torch.ones(48, dtype=torch.bfloat16, device=device)
     statistics = ops.norm_statistics(x, kind, EPS, backend="reference")
-    ops.norm_quantize(x, CastOptions(FP8_1X128, rowwise, True), statistics, weight, bias, dtype=out)
+    ops.norm_quantize(ops.Norm(x, weight, bias, *statistics, out), CastOptions(FP8_1X128, rowwise, True))
     (launch,) = taken
     got, *vectors, q, s, qt, st = launch.tensors
     assert_same_memory([got], [x])
     dtypes = gluon_tiles.DTYPES
-    assert built_by(launch) == (dtypes[out], False, *norm_gluon.BUILD) and launch.options["X_DTYPE"] is dtypes[dtype]
+    assert built_by(launch) == (dtypes[out], False, *kernels_gluon.NORM) and launch.options["X_DTYPE"] is dtypes[dtype]
     assert_copies_of((q, s, qt, st), (33, 64), 48, rowwise)
     assert all(t is None or t.is_contiguous() for t in vectors)
     for vector, expected in zip(vectors, (*statistics, weight, bias), strict=True):
@@ -153,45 +145,42 @@ def beside(x, first, columns=48):
     return wide[:, first : first + x.shape[1]]
 
 
-REFUSED = {
-    "f32": lambda x: x.float(),
-    "ragged width": lambda x: x[:, :40].contiguous(),
-    "off 16 bytes": lambda x: beside(x, 4),
-    "rows off 16 bytes": lambda x: beside(x, 0, columns=52),
-    "transposed": lambda x: x.mT.contiguous().mT,
-    "no tokens": lambda x: x[:0],
-    "no width": lambda x: x[:, :0],
+def first(change):
+    """`change` of dh only."""
+    return lambda dh, *others: (change(dh), *others)
+
+
+def every(change):
+    return lambda *tensors: tuple(map(change, tensors))
+
+
+# (operations, what is changed of (dh, gate, up), options)
+NOT_TAKEN = {
+    "f32": (OPS, every(lambda x: x.float()), {}),
+    "ragged width": (OPS, every(lambda x: x[:, :40].contiguous()), {}),
+    "off 16 bytes": (OPS, every(lambda x: beside(x, 4)), {}),
+    "rows off 16 bytes": (OPS, every(lambda x: beside(x, 0, columns=52)), {}),
+    "transposed": (OPS, every(lambda x: x.mT.contiguous().mT), {}),
+    "no tokens": (OPS, every(lambda x: x[:0]), {}),
+    "no width": (OPS, every(lambda x: x[:, :0]), {}),
+    "a gradient in f16": (OPS[2:], first(lambda x: x.half()), {}),
+    "a gradient in f32": (OPS[2:], first(lambda x: x.float()), {"rowwise": False}),
+    "a norm to f32": (OPS[:1], every(lambda x: x), {"dtype": torch.float32}),
+    "the rowwise copy": (OPS, every(lambda x: x), {"columnwise": False}),
 }
+CASES = [(op, change, options) for of, change, options in NOT_TAKEN.values() for op in of]
+IDS = [f"{op}-{name}" for name, (of, *_) in NOT_TAKEN.items() for op in of]
 
 
-@operations
-@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
-def test_is_not_taken_for_other_inputs(change, op, taken, device):
-    assert_not_taken(taken, op, *map(change, inputs_of(33, 48, device=device)))
+@pytest.mark.parametrize("op, change, options", CASES, ids=IDS)
+def test_is_not_taken_for_others(op, change, options, taken, device):
+    assert_not_taken(taken, op, *change(*inputs_of(33, 48, device=device)), **options)
 
 
-@rowwise_too
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=lambda dtype: str(dtype)[6:])
-def test_is_not_taken_for_a_gradient_of_another_dtype(dtype, rowwise, taken, device):
-    dh, gate, up = inputs_of(33, 48, device=device)
-    assert_not_taken(taken, "swiglu_backward_quantize", dh.to(dtype), gate, up, rowwise=rowwise)
-
-
-def test_is_not_taken_for_a_norm_in_fp32(taken, device):
-    x = inputs_of(33, 48, device=device)
-    assert_not_taken(taken, "norm_quantize", *x, dtype=torch.float32)
-
-
-@operations
-def test_is_not_taken_for_the_rowwise_copy_alone(op, taken, device):
-    assert_not_taken(taken, op, *inputs_of(33, 48, device=device), rowwise=True, columnwise=False)
-
-
-@operations
-@rowwise_too
-def test_is_not_taken_where_triton_has_no_gluon(rowwise, op, taken, machine, device):
+@pytest.mark.parametrize("op", OPS)
+def test_is_not_taken_where_triton_has_no_gluon(op, taken, machine, device):
     machine.has_gluon(False)
-    assert_not_taken(taken, op, *inputs_of(33, 48, device=device), rowwise=rowwise)
+    assert_not_taken(taken, op, *inputs_of(33, 48, device=device))
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -264,10 +253,10 @@ def test_norms_have_the_bits_of_the_reference(shape, dtype, kind, weight, bias, 
         for seed, d in enumerate((weight, bias))
     )
     plain, padded = (CastOptions(FP8_1X128, rowwise, True, padded=padded) for padded in (False, True))
-    cases = (plain, None), (padded, None), (padded._replace(power_of_2_scales=True), None), (plain, torch.float16)
+    cases = (plain, dtype), (padded, dtype), (padded._replace(power_of_2_scales=True), dtype), (plain, torch.float16)
     for options, out in cases:
         got, expected = (
-            ops.norm_quantize(x, options, statistics, weight, bias, dtype=out, backend=backend)
+            ops.norm_quantize(ops.Norm(x, weight, bias, *statistics, out), options, backend=backend)
             for backend in ("auto", "reference")
         )
         assert_copies_equal(got, expected)

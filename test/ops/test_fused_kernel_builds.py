@@ -30,9 +30,8 @@ def _triton_cases():
     import torch
 
     from torchao_blockwise.formats import FP8_1X128, CastOptions
-    from torchao_blockwise.ops.fused.norm import kernels_triton as norm
-    from torchao_blockwise.ops.fused.norm.values import Norm
-    from torchao_blockwise.ops.fused.swiglu import kernels_triton as swiglu
+    from torchao_blockwise.ops.fused import Norm
+    from torchao_blockwise.ops.fused import kernels_triton as fused
 
     def tensors(m, k, dtype, rowwise, columnwise, power_of_2):
         copies = "+".join(["rowwise"] * rowwise + ["columnwise"] * columnwise) or "plain"
@@ -42,32 +41,32 @@ def _triton_cases():
     def statistics_case(kind, m, k, dtype):
         x = torch.zeros(m, k, dtype=dtype)
         label = f"norm_statistics {kind} {m}x{k} {str(dtype)[6:]}"
-        return label, lambda: norm.statistics(x, kind == "layer", 1e-5)
+        return label, lambda: fused.norm_statistics(x, kind == "layer", 1e-5)
 
     def norm_case(kind, m, k, dtype, *copies, power_of_2=False):
         label, x, rstd, weight = tensors(m, k, dtype, *copies, power_of_2)
         bias, mean = (None, None) if kind == "rms" else (weight, rstd)
         of = Norm(x, weight, bias, mean, rstd, dtype)
         if not any(copies):
-            return f"normalize {kind} {label}", lambda: norm.normalize(of)
+            return f"normalize {kind} {label}", lambda: fused.normalize(of)
         return (
             f"norm_quantize {kind} {label}",
-            lambda: norm.norm_quantize(of, CastOptions(FP8_1X128, *copies, power_of_2)),
+            lambda: fused.norm_quantize(of, CastOptions(FP8_1X128, *copies, power_of_2)),
         )
 
     def swiglu_case(m, k, dtype, *copies, power_of_2=False):
         label, x, _, _ = tensors(m, k, dtype, *copies, power_of_2)
         gate, up = torch.zeros(m, 2 * k, dtype=dtype).chunk(2, 1)
         if not any(copies):
-            yield f"swiglu {label}", lambda: swiglu.swiglu(gate, up)
-            yield f"swiglu_backward {label}", lambda: swiglu.swiglu_backward(x, gate, up)
+            yield f"swiglu {label}", lambda: fused.swiglu(gate, up)
+            yield f"swiglu_backward {label}", lambda: fused.swiglu_backward(x, gate, up)
             return
         options = CastOptions(FP8_1X128, *copies, power_of_2)
-        yield f"swiglu_quantize {label}", lambda: swiglu.swiglu_quantize(gate, up, options, None)
+        yield f"swiglu_quantize {label}", lambda: fused.swiglu_quantize(gate, up, options, None)
         if k % 16:
             # Runs as two operations.
             return
-        yield f"swiglu_backward_quantize {label}", lambda: swiglu.swiglu_backward_quantize(x, gate, up, options, None)
+        yield f"swiglu_backward_quantize {label}", lambda: fused.swiglu_backward_quantize(x, gate, up, options, None)
 
     bf16, f32 = torch.bfloat16, torch.float32
     for m, k, dtype in ((512, 1024, bf16), (512, 1024, f32), (300, 500, bf16)):
@@ -95,9 +94,8 @@ def _gluon_cases():
     import torch
 
     from torchao_blockwise.formats import FP8_1X128, CastOptions, Groups
-    from torchao_blockwise.ops.fused.norm import kernels_gluon as norm
-    from torchao_blockwise.ops.fused.norm.values import Norm
-    from torchao_blockwise.ops.fused.swiglu import kernels_gluon as swiglu
+    from torchao_blockwise.ops.fused import Norm
+    from torchao_blockwise.ops.fused import kernels_gluon as fused
     from torchao_blockwise.ops.groups.tables.layout import FIELDS, layout_of
 
     bf16, f16 = torch.bfloat16, torch.float16
@@ -110,7 +108,7 @@ def _gluon_cases():
         if kind == "layer":
             of = Norm(x, weight.to(x_dtype), bias.to(x_dtype), row, row, dtype)
         options = CastOptions(FP8_1X128, *COPIES[copies], power_of_2)
-        return label, lambda: norm.norm_quantize(of, options)
+        return label, lambda: fused.norm_quantize(of, options)
 
     def swiglu_cases(m, h, copies, experts=None, dtype=bf16, power_of_2=False):
         of = "ungrouped" if experts is None else f"E{experts}"
@@ -122,10 +120,10 @@ def _gluon_cases():
             entries = layout_of(m, experts, FP8_1X128.block[1]).length
             ends, tables = (torch.zeros(*shape, dtype=torch.int32) for shape in ((experts,), (entries, FIELDS)))
             groups = Groups(ends, tables)
-        yield f"swiglu_quantize {label}", lambda: swiglu.swiglu_quantize(gate, up, options, groups)
+        yield f"swiglu_quantize {label}", lambda: fused.swiglu_quantize(gate, up, options, groups)
         yield (
             f"swiglu_backward_quantize {label}",
-            lambda: swiglu.swiglu_backward_quantize(dh, gate, up, options, groups),
+            lambda: fused.swiglu_backward_quantize(dh, gate, up, options, groups),
         )
 
     for copies in COPIES:

@@ -10,7 +10,6 @@ import torch
 from grouped_products import PAIRS, ROUTINGS, Case, assert_close_to_each_group
 from product_budgets import pair_id
 
-from torchao_blockwise import _compat
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops.gemm import cutlass
 from torchao_blockwise.ops.groups.ends import as_groups
@@ -23,7 +22,13 @@ N, K = 144, 224
 @pytest.fixture
 def kernels(monkeypatch):
     """PyTorch's are those of the stand-in."""
-    monkeypatch.setattr(_compat, "scaled_grouped_mm", scaled_products.scaled_grouped_mm)
+
+    def product(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, offs, output_dtype):
+        assert (recipe_a, swizzle_a) == (recipe_b, swizzle_b)
+        how = [[kind.value for kind in kinds] for kinds in (recipe_a, swizzle_a)]
+        return scaled_products.scaled_grouped_mm(a, b, scale_a, scale_b, *how, offs, output_dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", product)
 
 
 def product(case: Case, ends=None, **changes) -> torch.Tensor:
@@ -80,7 +85,7 @@ def why_not(machine, shapes=((64, 128), (8, 256, 128)), pair=NVFP4_PAIR, along="
     """`cutlass.why_not` of payloads of these shapes, in bytes, as if on such a GPU."""
     machine.has_gpu_of(has.get("capability", (10, 0)))
     machine.has_triton(has.get("triton", True))
-    machine.patch.setattr(_compat, "why_no_scaled_grouped_mm", lambda device: has.get("kernels"))
+    machine.patch.setattr(cutlass, "_why_not_built", lambda device: has.get("kernels"))
     payloads = (
         SimpleNamespace(shape=torch.Size(shape), device=torch.device(has.get("device", "cuda:0"))) for shape in shapes
     )
@@ -126,22 +131,16 @@ def test_says_why_not(reason, case, machine):
 @pytest.fixture
 def asked():
     """Nothing is remembered of what PyTorch was asked."""
-    _compat.why_no_scaled_grouped_mm.cache_clear()
+    cutlass._why_not_built.cache_clear()
     yield
-    _compat.why_no_scaled_grouped_mm.cache_clear()
-
-
-def test_a_pytorch_without_the_function_is_a_reason(asked, monkeypatch):
-    monkeypatch.delattr(torch, "_scaled_grouped_mm_v2")
-    reason = _compat.why_no_scaled_grouped_mm(torch.device("cpu"))
-    assert reason == f"PyTorch {torch.__version__} has no torch._scaled_grouped_mm_v2"
+    cutlass._why_not_built.cache_clear()
 
 
 def test_a_build_without_the_kernels_is_a_reason(asked, monkeypatch):
     """This build's CPU has none: it says so itself."""
-    reason = _compat.why_no_scaled_grouped_mm(torch.device("cpu"))
+    reason = cutlass._why_not_built(torch.device("cpu"))
     assert reason is not None and reason.startswith(f"PyTorch {torch.__version__} has none: ")
 
 
 def test_a_build_with_the_kernels_is_asked_for_no_rows(asked, kernels):
-    assert _compat.why_no_scaled_grouped_mm(torch.device("cpu")) is None
+    assert cutlass._why_not_built(torch.device("cpu")) is None

@@ -139,9 +139,8 @@ def _shard_cases(target: int):
     import torch
 
     from torchao_blockwise.formats import FP8_128X128, NVFP4_16X16
+    from torchao_blockwise.ops.shards import kernels_triton as partial_cast
     from torchao_blockwise.ops.shards.flat import CODES, WHOLE, Shards
-    from torchao_blockwise.ops.shards.merge import kernels_triton as merge_shards
-    from torchao_blockwise.ops.shards.partial_cast import kernels_triton as partial_cast
 
     def case(fmt, op, alignment, master, dtype, count, packed=True):
         start, n, shape = (1024, 2**18, (1, 512, 1024)) if alignment == "aligned" else (77, 9999, (3, 300, 501))
@@ -155,7 +154,6 @@ def _shard_cases(target: int):
         amax_bits, encode = torch.zeros(2**16, dtype=torch.int32), torch.zeros(2**16)
         scales = [torch.zeros(64, dtype=fmt.scale_dtype)] * count
         global_scales = [torch.zeros(())] * count if fmt.has_global_scale else []
-        pieces = [whole[:50], whole[60:90]] * count, [3, 9] * count, [6, 40] * count, [2] * count
         launch = {
             "partial_block_amax": lambda: partial_cast.partial_block_amax_(amax_bits, shards),
             "partial_cast": lambda: partial_cast.partial_cast_([target] * count, shards, encode, into),
@@ -165,7 +163,6 @@ def _shard_cases(target: int):
             "block_scales": lambda: partial_cast.block_scales_(
                 encode, scales, global_scales, amax_bits, firsts, fmt, fmt.has_power_of_2_scales and count == 2
             ),
-            "merge_shards": lambda: merge_shards.merge_shards_([whole] * count, *pieces, [501] * count, fmt),
         }[op]
         label = f"{op} {fmt.name} {alignment} {str(master)[6:]} {str(dtype)[6:]} x{count}" + " codes" * (not packed)
         return label, launch
@@ -184,7 +181,6 @@ def _shard_cases(target: int):
                     yield case(fmt, "whole_block_cast", alignment, master, dtype, 1)
         for count in (1, 2, 32):
             yield case(fmt, "block_scales", "aligned", *pairs[0], count)
-            yield case(fmt, "merge_shards", "aligned", *pairs[0], count)
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +274,6 @@ def test_longer_lists_of_shards_do_not_recompile(builds, target):
         rows = kernel_builds.of(builds[target], "partial_cast", "nvfp4_16x16", ragged, "float32", "bfloat16")
         rows = [row for row in rows if not row["label"].endswith("codes")]
         assert len(rows) == 2 and len({row["build"] for row in rows}) == 1
-    assert len({row["build"] for row in kernel_builds.of(builds[target], "merge_shards")}) == 1
 
 
 @pytest.mark.parametrize("target", TARGETS)

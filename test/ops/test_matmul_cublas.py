@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ import scaled_products
 import torch
 from product_budgets import assert_within_budget
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import ops
 from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops.gemm import cublas
 from torchao_blockwise.testing import random_tensor, relative_error, shape_id
@@ -82,28 +81,6 @@ def test_admits(case, machine):
 @pytest.mark.parametrize(("reason", "case"), REFUSED.items(), ids=REFUSED)
 def test_says_why_not(reason, case, machine):
     assert why_not(machine, **{"product": (128, 128, 128), **case}) == reason
-
-
-def test_a_pytorch_that_has_no_such_product_is_a_reason(monkeypatch, machine):
-    monkeypatch.delattr(torch, "_scaled_mm_v2")
-    cublas._why_never.cache_clear()
-    reason = why_not(machine, (128, 128, 128))
-    cublas._why_never.cache_clear()
-    assert reason == f"PyTorch {torch.__version__} has no torch._scaled_mm_v2"
-
-
-@pytest.mark.parametrize("name", ("scaled_mm", "scaled_grouped_mm"))
-def test_private_operations_are_called_by_keyword(name, monkeypatch):
-    """An argument that a later PyTorch adds or moves must not take another one's place."""
-    calls = []
-    monkeypatch.setattr(torch, f"_{name}_v2", lambda *args, **kwargs: calls.append((args, kwargs)))
-    function = getattr(_compat, name)
-    given = dict.fromkeys(inspect.signature(function).parameters, 1)
-    function(**given)
-    ((operands, options),) = calls
-    arguments = getattr(torch.ops.aten, f"_{name}_v2").default._schema.arguments
-    wanted = {x.name for x in arguments if not x.has_default_value()} - {"self", "mat2"}
-    assert len(operands) == 2 and wanted <= options.keys() <= {x.name for x in arguments}
 
 
 @pytest.mark.parametrize("b_fmt", (FP8_128X128, FP8_1X128), ids=lambda fmt: fmt.name)

@@ -7,8 +7,8 @@ import torch
 from gpu_steps import no_syncs
 
 from torchao_blockwise import ops
+from torchao_blockwise.ops.groups.permutation import MAX_EXPERTS, reference
 from torchao_blockwise.ops.groups.permutation import kernels_triton as kernels
-from torchao_blockwise.ops.groups.permutation import reference
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -68,17 +68,19 @@ def test_rows_are_sorted_by_expert_and_stable(ids, dtype, backend, device):
     assert_bitwise_equal(tokens, x[[i // ids.shape[1] for i in expected]])
 
 
-@backends
-@pytest.mark.parametrize(
-    "experts", (1, 300, kernels.MAX_EXPERTS, kernels.MAX_EXPERTS + 1, 2**15 - 2, 2**15 - 1, 2**15, 40_000), ids=str
-)
-def test_any_number_of_experts(experts, backend, device):
-    """They are counted in Triton up to MAX_EXPERTS; ids are sorted in 16 bits as far as they fit."""
+@pytest.mark.parametrize("experts", (1, 300, MAX_EXPERTS, MAX_EXPERTS + 1, 2**15 - 1, 2**15, 40_000), ids=str)
+def test_any_number_of_experts(experts, device):
+    """They are counted in Triton up to MAX_EXPERTS; the reference sorts ids in 16 bits as far as they fit."""
     ids = torch.randint(-2, experts + 2, (21, 3), generator=torch.Generator().manual_seed(experts))
     ids[0], ids[1, 0], ids[2, 1] = experts - 1, experts, -1
-    _, source, group_ends = ops.permute(torch.zeros(21, 8, device=device), ids.to(device), experts, backend=backend)
-    expected, ends = sorted_by_hand(ids, experts)
-    assert (source.tolist(), group_ends.tolist()) == (expected, ends)
+    expected = sorted_by_hand(ids, experts)
+    for backend in ("reference", "triton"):
+        if backend == "triton" and experts > MAX_EXPERTS:
+            with pytest.raises(ValueError, match=f"at most {MAX_EXPERTS} experts, got 63 to {experts}"):
+                ops.permute(torch.zeros(21, 8, device=device), ids.to(device), experts, backend=backend)
+            continue
+        _, source, group_ends = ops.permute(torch.zeros(21, 8, device=device), ids.to(device), experts, backend=backend)
+        assert (source.tolist(), group_ends.tolist()) == expected
 
 
 def same_expert(rows: int, experts: int) -> torch.Tensor:
@@ -105,7 +107,7 @@ COUNTED = (
     (random_experts, 1, 8), (random_experts, 127, 8), (random_experts, 128, 1), (random_experts, 129, 300),
     (random_experts, 513, 8), (random_experts, 1024, 256), (no_expert, 300, 8), (same_expert, 1000, 256),
     # Counted before: chunks of 9, of which 14 are empty; chunks of a piece, and of one more.
-    (random_experts, 1025, 64), (no_expert, 1025, 1), (random_experts, 2000, kernels.MAX_EXPERTS),
+    (random_experts, 1025, 64), (no_expert, 1025, 1), (random_experts, 2000, MAX_EXPERTS),
     (random_experts, 128 * 128, 64), (one_in_a_while, 128 * 128 + 1, 300),
 )  # fmt: skip
 counted = pytest.mark.parametrize("make, rows, experts", COUNTED, ids=lambda v: getattr(v, "__name__", str(v)))
@@ -124,21 +126,12 @@ def test_counting_sorts_as_torch_does(make, rows, experts, device):
     assert_routed(make(rows, experts).to(device)[:, None], experts)
 
 
-@pytest.mark.parametrize("ids_dtype", (torch.int32, torch.int64), ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("make", (random_experts, same_expert, no_expert, one_in_a_while))
-@pytest.mark.parametrize("rows", (8 * 256, 8 * 513 - 1, 8 * 600), ids=str)
-def test_chunks_of_several_counts_and_pieces(make, rows, ids_dtype, monkeypatch, device):
+@pytest.mark.parametrize("rows, dtype", ((8 * 256, torch.int32), (8 * 513 - 1, torch.int64), (8 * 600, torch.int64)))
+def test_chunks_of_several_counts_and_pieces(make, rows, dtype, monkeypatch, device):
     """A few chunks, as long as those of a million assignments."""
     monkeypatch.setattr(kernels, "_CHUNKS", 8)
-    assert_routed(make(rows, 300).to(device, ids_dtype).view(-1, 1), 300)
-
-
-@pytest.mark.parametrize("beyond", (False, True), ids=("counted", "sorted"))
-def test_experts_are_counted_up_to_a_bound(beyond, monkeypatch, device):
-    sort, calls = reference.route, []
-    monkeypatch.setattr(reference, "route", lambda *args: calls.append(args) or sort(*args))
-    ops.permute(X.to(device), IDS.to(device), kernels.MAX_EXPERTS + beyond, backend="triton")
-    assert len(calls) == beyond
+    assert_routed(make(rows, 300).to(device, dtype).view(-1, 1), 300)
 
 
 def sum_by_hand(y, source, top_k, weights):
@@ -157,10 +150,10 @@ def sum_by_hand(y, source, top_k, weights):
 @backends
 @dtypes
 @routings
-@pytest.mark.parametrize("weighted", (False, True), ids=("plain", "weighted"))
+@pytest.mark.parametrize("weighted", (None, torch.float32, torch.bfloat16), ids=str)
 def test_unpermute_sums_in_order(ids, dtype, backend, weighted, device):
     _, y, source, weights = routed(ids, dtype=dtype, device=device)
-    weights = weights if weighted else None
+    weights = weights.to(weighted) if weighted else None
     out = ops.unpermute(y, source, ids.shape[1], weights, backend=backend)
     assert_bitwise_equal(out, sum_by_hand(y, source, ids.shape[1], weights))
 
@@ -235,15 +228,6 @@ def test_any_strides(backend, device):
         assert_bitwise_equal(got, want)
 
 
-@pytest.mark.parametrize("weights_dtype", (torch.float32, torch.bfloat16), ids=lambda d: str(d)[6:])
-def test_backends_agree_on_weights_of_any_dtype(weights_dtype, device):
-    _, y, source, weights = routed(ROUTINGS["random"], device=device)
-    weights = weights.to(weights_dtype)
-    outs = [ops.unpermute(y, source, 2, weights, backend=backend) for backend in ("reference", "triton")]
-    assert_bitwise_equal(outs[1], outs[0])
-    assert_bitwise_equal(outs[0], sum_by_hand(y, source, 2, weights.float()))
-
-
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 X, IDS = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64)
@@ -254,26 +238,16 @@ Y, SOURCE, WEIGHTS = torch.zeros(8, 8), torch.arange(8, dtype=torch.int32), torc
     "call, error, message",
     (
         (lambda: ops.permute(X.int(), IDS, 2), TypeError, "permute: x must be bfloat16, float16 or float32, got"),
-        (lambda: ops.permute(X[0], IDS, 2), ValueError, r"x must be \[rows, H\], got shape \[8\]"),
         (lambda: ops.permute(X, IDS.float(), 2), TypeError, "expert_ids must be int32 or int64, got torch.float32"),
         (lambda: ops.permute(X, IDS[:3], 2), ValueError, r"must agree in T, got \[4, 8\] and \[3, 2\]"),
         (lambda: ops.permute(X, IDS[:, 0], 2), ValueError, r"expert_ids \[T, top_k\], top_k >= 1"),
-        (lambda: ops.permute(X, IDS[:, :0], 2), ValueError, r"top_k >= 1"),
-        (lambda: ops.permute(X, IDS, 0), ValueError, "experts must be from 1 to 2147483646, got 0"),
         (lambda: ops.permute(X, IDS.to("meta"), 2), ValueError, "x is on cpu, expert_ids on meta"),
-        (lambda: ops.permute(X, IDS, 2, backend="cublas"), ValueError, "backend cublas has no implementation"),
-        (lambda: ops.unpermute(Y, SOURCE, 0), ValueError, r"top_k >= 1, got \[8, 8\] and top_k=0"),
-        (lambda: ops.unpermute(Y, SOURCE, 3), ValueError, r"y must be \[T · top_k, H\]"),
-        (lambda: ops.unpermute(Y, SOURCE[:6], 2), ValueError, r"source must be \[T · top_k\] .* got \[6\]"),
-        (lambda: ops.unpermute(Y, SOURCE.long(), 2), TypeError, "source must be int32, as permute returns it"),
-        (lambda: ops.unpermute(Y, SOURCE, 2, WEIGHTS.t()), ValueError, r"\[T, top_k\] = \[4, 2\], got shape \[2, 4\]"),
-        (lambda: ops.unpermute(Y, SOURCE, 2, WEIGHTS.long()), TypeError, "weights must be bfloat16, float16 or"),
-        (lambda: ops.unpermute(Y, SOURCE, 2, WEIGHTS.to("meta")), ValueError, "weights must be on the rows' device"),
-        (lambda: ops.unpermute_backward(X, Y[:, :4], SOURCE, 2), ValueError, r"y must be torch.float32 \[8, 8\]"),
-        (lambda: ops.unpermute_backward(X, Y.half(), SOURCE, 2), ValueError, "got torch.float16"),
-        (lambda: ops.unpermute(Y, SOURCE - 1, 2), ValueError, r"source must hold each of 0 .. 7 once"),
-        (lambda: ops.unpermute(Y, SOURCE // 2, 2), ValueError, r"source must hold each of 0 .. 7 once"),
-        (lambda: ops.unpermute_backward(X, Y, SOURCE + 1, 2), ValueError, "pass what permute returned"),
+        (lambda: ops.unpermute(Y, SOURCE, 0), ValueError, r"y must be .* for T=8, top_k=0"),
+        (lambda: ops.unpermute(Y, SOURCE[:6], 2), ValueError, r"y must be .* for T=3, top_k=2, got \[8, 8\]"),
+        (lambda: ops.unpermute(Y, SOURCE.long(), 2), ValueError, "source must be int32 .* got torch.int64"),
+        (lambda: ops.unpermute(Y, SOURCE, 2, WEIGHTS.t()), ValueError, r"= \[4, 2\] on cpu, got \[2, 4\] on cpu"),
+        (lambda: ops.unpermute(Y, SOURCE, 2, WEIGHTS.to("meta")), ValueError, "weights must be .* on meta"),
+        (lambda: ops.unpermute_backward(X, None, SOURCE, 1), ValueError, r"T=4 and top_k=1"),
     ),
 )  # fmt: skip
 def test_refusals(call, error, message):
@@ -322,7 +296,7 @@ def test_the_host_does_not_look():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("experts", (1, 8, 64, 128, 256, 300, kernels.MAX_EXPERTS), ids=str)
+@pytest.mark.parametrize("experts", (1, 8, 64, 128, 256, 300, MAX_EXPERTS), ids=str)
 @pytest.mark.parametrize("tokens", (1, 64, 4096, 8192, 2**17 + 3), ids=str)
 def test_many_assignments_are_sorted_as_torch_does(tokens, experts):
     generator = torch.Generator("cuda").manual_seed(tokens)

@@ -17,6 +17,7 @@ def cases(target: int):
     """(label, call of a launcher) for every variant of every kernel."""
     import torch
 
+    from torchao_blockwise.ops.groups.permutation import MAX_EXPERTS
     from torchao_blockwise.ops.groups.permutation import kernels_triton as permute
 
     def cases(tokens, width, top_k, dtype=torch.bfloat16):
@@ -32,7 +33,7 @@ def cases(target: int):
         ids = torch.zeros(assignments, 1, dtype=dtype)
         return f"route {assignments} to {experts} {str(dtype)[6:]}", lambda: permute._route(ids, experts)
 
-    for experts in (1, 8, 64, 128, 256, permute.MAX_EXPERTS):
+    for experts in (1, 8, 64, 128, 256, MAX_EXPERTS):
         for assignments in (512, 2**15):
             yield route(assignments, experts, torch.int64)
     yield route(512, 256, torch.int32)

@@ -11,12 +11,11 @@ from torchao_blockwise.diagnostics.cases import cases
 from torchao_blockwise.formats import FP8_128X128, NVFP4_1X16, BlockFormat, CastOptions, Copies, Groups, Operand, Place
 from torchao_blockwise.ops import registry
 from torchao_blockwise.ops.backend import Backend, Implementation
-from torchao_blockwise.ops.fused.norm import NORM
-from torchao_blockwise.ops.fused.norm.values import Norm
+from torchao_blockwise.ops.fused import NORM, Norm
 from torchao_blockwise.ops.operands import copies_of
 from torchao_blockwise.ops.registry import OPTIONS, PLACE, groups, operand
+from torchao_blockwise.ops.shards import SHARDS
 from torchao_blockwise.ops.shards.flat import Shards
-from torchao_blockwise.ops.shards.partial_cast import SHARDS
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
 

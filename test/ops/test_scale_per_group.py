@@ -11,6 +11,8 @@ from product_budgets import pair_id
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, Operand
+from torchao_blockwise.ops import shards
+from torchao_blockwise.ops.shards.flat import WHOLE, Shards
 from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor
 
 backends = pytest.mark.parametrize("backend", ("reference", "triton"))
@@ -24,19 +26,19 @@ def test_a_cast_of_shards_gives_each_matrix_its_scale(backend, device):
     for x in tensors:
         x *= 4.0 ** torch.arange(x.shape[0], device=device).view(-1, *[1] * (x.dim() - 1)) if x.dim() > 2 else 1
     expected = [ops.quantize(x, NVFP4_16X16, scale_per_group=True, backend="reference").rowwise for x in tensors]
-    options = {"dtype": tensors[0].dtype, "backend": backend}
     pieces = [((0, x.numel() // 3), (x.numel() // 3, x.numel())) for x in tensors]
-    bits = None
+    bits = torch.zeros(sum(q.scale.numel() for q in expected), dtype=torch.int32, device=device)
     for part in range(2):
-        shards = [x.flatten()[slice(*at[part])] for x, at in zip(tensors, pieces)]
+        values = [x.flatten()[slice(*at[part])] for x, at in zip(tensors, pieces)]
         starts = [at[part][0] for at in pieces]
-        amaxes = ops.partial_block_amax(shards, starts, shapes, NVFP4_16X16, **options)
-        bits = amaxes if bits is None else torch.maximum(bits, amaxes)
+        shards.partial_block_amax_op(bits, Shards.of(values, starts, shapes, x.dtype, NVFP4_16X16), backend)
     scales = [torch.zeros_like(q.scale) for q in expected]
     of_matrices = [torch.zeros_like(q.global_scale) for q in expected]
-    encode = ops.block_scales_(scales, of_matrices, bits, NVFP4_16X16, backend=backend)
+    whole = Shards.of([x.flatten() for x in tensors], [0] * 3, shapes, x.dtype, NVFP4_16X16)
+    encode = torch.empty_like(bits, dtype=torch.float32)
+    shards.block_scales_op(encode, scales, of_matrices, bits, whole.first_blocks, NVFP4_16X16, False, backend)
     targets = [torch.zeros_like(q.qdata) for q in expected]
-    ops.partial_cast_(targets, [x.flatten() for x in tensors], [0] * 3, shapes, encode, NVFP4_16X16, **options)
+    shards.partial_cast_op(targets, whole, encode, WHOLE, backend)
     for qdata, scale, of_matrix, q in zip(targets, scales, of_matrices, expected, strict=True):
         assert of_matrix.shape == q.global_scale.shape
         assert_operands_equal(Operand(qdata, scale, of_matrix, q.format_name), q)

@@ -20,11 +20,16 @@ from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X1
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, relative_error, shape_id
 
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-PLACEMENTS = {"replicate": Replicate(), "rows": Shard(0), "columns": Shard(1)}
-placements = pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-# Two even shards that end on block borders, or cut a block, or are uneven.
-SHAPES = ((256, 512), (192, 320), (48, 384), (33, 65), (1, 256))
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+# (shape, placements, mesh): even shards that end on block borders, or cut a block, or are uneven.
+CASES = {
+    f"{shape_id(shape)} {name}": (shape, placements, (2,))
+    for shape in ((256, 512), (192, 320), (48, 384), (33, 65), (1, 256))
+    for name, placements in {"replicate": [Replicate()], "rows": [Shard(0)], "columns": [Shard(1)]}.items()
+}
+# Shards of 16 rows end on blocks of 16, but their payload of 4 bits fills no 16 bytes.
+CASES |= {f"{rows}x64 rows": ((rows, 64), [Shard(0)], (2,)) for rows in (32, 64)}
+CASES |= {f"4x32x256 dim {dim}": ((4, 32, 256), [Shard(dim)], (2,)) for dim in range(3)}
+CASES["two dims"] = (512, 1024), [Shard(0), Shard(1)], (2, 2)
 PAIRS = ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16))
 pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(fmt.name for fmt in pair))
 
@@ -45,13 +50,6 @@ def quantize(x, fmt, *, columnwise=False, **options):
     return copies.columnwise if columnwise else copies.rowwise
 
 
-def assert_both_gather(sharded, x, fmt) -> None:
-    """Both copies of one read of a sharded tensor are those of the whole one."""
-    copies = (ops.quantize(t, fmt, columnwise=True, backend="reference") for t in (sharded, x))
-    for got, expected in zip(*copies):
-        assert_gathers_to(got, expected)
-
-
 def assert_gathers_to(sharded, whole) -> None:
     """Payload, scales and global scale of a sharded operand, gathered, are the whole one's, bit for bit."""
     assert type(sharded) is type(whole) and sharded.format_name == whole.format_name
@@ -62,57 +60,33 @@ def assert_gathers_to(sharded, whole) -> None:
             assert_bitwise_equal(part.full_tensor().contiguous(), expected, name)
 
 
-# --- quantize ---------------------------------------------------------------------------------------------------------
+# --- operations on one tensor -----------------------------------------------------------------------------------------
 
 
-@placements
-@shapes
+@pytest.mark.parametrize("shape, placements, mesh_shape", CASES.values(), ids=CASES)
 @formats
-def test_quantize(fmt, shape, placement):
+def test_copies_and_what_is_made_of_them(fmt, shape, placements, mesh_shape):
     x = random_tensor(*shape)
+    options = {"columns": shape[1], "backend": "reference"}
 
     def check(mesh):
-        sharded = distribute_tensor(x, mesh, [placement])
-        assert_gathers_to(quantize(sharded, fmt), quantize(x, fmt))
-        for padded in (False, True):
-            columnwise = {"columnwise": True, "padded": padded}
-            assert_gathers_to(quantize(sharded, fmt, **columnwise), quantize(x, fmt, **columnwise))
-        assert_both_gather(sharded, x, fmt)
+        sharded = distribute_tensor(x, mesh, placements)
+        both = (ops.quantize(t, fmt, columnwise=True, backend="reference") for t in (sharded, x))
+        for got, expected in zip(*both):
+            assert_gathers_to(got, expected)
+        for copy in ({}, {"columnwise": True, "padded": True}, {"columnwise": True, "padded": False}):
+            assert_gathers_to(quantize(sharded, fmt, **copy), quantize(x, fmt, **copy))
+        if len(shape) > 2:
+            return
+        got, expected = quantize(sharded, fmt), quantize(x, fmt)
+        decoded = ops.dequantize(got, columns=shape[1], dtype=torch.bfloat16)
+        assert_bitwise_equal(
+            decoded.full_tensor(), ops.dequantize(expected, columns=shape[1], dtype=torch.bfloat16), "decoded"
+        )
+        if fmt.is_square:
+            assert_gathers_to(ops.transpose(got, **options), ops.transpose(expected, **options))
 
-    on_ranks(check)
-
-
-@formats
-@pytest.mark.parametrize("rows", (32, 64))
-def test_shards_are_not_padded_one_by_one(fmt, rows):
-    """Shards of 16 rows end on blocks of 16, but their payload of 4 bits fills no 16 bytes."""
-    x, options = random_tensor(rows, 64), {"columnwise": True, "padded": True}
-    on_ranks(lambda mesh: assert_gathers_to(
-        quantize(distribute_tensor(x, mesh, [Shard(0)]), fmt, **options), quantize(x, fmt, **options)
-    ))  # fmt: skip
-
-
-@formats
-@pytest.mark.parametrize("dim", (0, 1, 2))
-def test_quantize_batches(fmt, dim):
-    x = random_tensor(4, 32, 256)
-
-    def check(mesh):
-        sharded = distribute_tensor(x, mesh, [Shard(dim)])
-        assert_both_gather(sharded, x, fmt)
-
-    on_ranks(check)
-
-
-@formats
-def test_quantize_on_a_mesh_of_two_dims(fmt):
-    x = random_tensor(512, 1024)
-
-    def check(mesh):
-        sharded = distribute_tensor(x, mesh, [Shard(0), Shard(1)])
-        assert_gathers_to(quantize(sharded, fmt), quantize(x, fmt))
-
-    on_ranks(check, (2, 2))
+    on_ranks(check, mesh_shape)
 
 
 def test_formats_and_options_do_not_share_a_rule():
@@ -153,20 +127,18 @@ def test_aligned_shards_are_quantized_where_they_are(fmt):
     on_ranks(check)
 
 
-@placements
+@pytest.mark.parametrize("placement", (Replicate(), Shard(0), Shard(1)), ids=("replicate", "rows", "columns"))
 @pytest.mark.parametrize("shape", ((256, 512), (33, 65), (1, 256)), ids=shape_id)
 def test_tensor_amax_covers_all_ranks(shape, placement):
-    for row, column in ((0, 0), (shape[0] - 1, shape[1] - 1)):
-        x = random_tensor(*shape)
-        x[row, column] = -1e5
-
-        def check(mesh, x=x):
-            amax = torch.ops.torchao_blockwise.tensor_amax_bits(
-                distribute_tensor(x, mesh, [placement]), None, False, "reference"
-            )
+    def check(mesh):
+        for row, column in ((0, 0), (shape[0] - 1, shape[1] - 1)):
+            x = random_tensor(*shape)
+            x[row, column] = -1e5
+            sharded = distribute_tensor(x, mesh, [placement])
+            amax = torch.ops.torchao_blockwise.tensor_amax_bits(sharded, None, False, "reference")
             assert amax.full_tensor().view(torch.float32) == 1e5
 
-        on_ranks(check)
+    on_ranks(check)
 
 
 def test_nan_and_inf_of_one_rank_reach_the_global_scale_of_all(tmp_path):
@@ -175,35 +147,7 @@ def test_nan_and_inf_of_one_rank_reach_the_global_scale_of_all(tmp_path):
     assert spawn(tensor_scales_worker, 2, tmp_path, list(wanted)) == [wanted, wanted]
 
 
-# --- dequantize, transpose, product -----------------------------------------------------------------------------------
-
-
-@placements
-@shapes
-@formats
-def test_dequantize(fmt, shape, placement):
-    x = random_tensor(*shape)
-    expected = ops.dequantize(quantize(x, fmt), columns=shape[1], dtype=torch.bfloat16)
-
-    def check(mesh):
-        q = quantize(distribute_tensor(x, mesh, [placement]), fmt)
-        assert_bitwise_equal(ops.dequantize(q, columns=shape[1], dtype=torch.bfloat16).full_tensor(), expected)
-
-    on_ranks(check)
-
-
-@placements
-@shapes
-@pytest.mark.parametrize("fmt", (FP8_128X128, NVFP4_16X16), ids=lambda f: f.name)
-def test_transpose(fmt, shape, placement):
-    x = random_tensor(*shape)
-    expected = ops.transpose(quantize(x, fmt), columns=shape[1], backend="reference")
-
-    def check(mesh):
-        q = quantize(distribute_tensor(x, mesh, [placement]), fmt)
-        assert_gathers_to(ops.transpose(q, columns=shape[1], backend="reference"), expected)
-
-    on_ranks(check)
+# --- products ---------------------------------------------------------------------------------------------------------
 
 
 def multiply(a, b, bias=None, out_dtype=torch.float32):

@@ -43,7 +43,7 @@ def why_old_triton() -> str | None:
     try:
         import triton
     except Exception as error:
-        return f"triton cannot be imported ({type(error).__name__}: {error}); install it anew"
+        return f"triton cannot be imported ({type(error).__name__}: {error}); install it again"
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
         return f"the kernels need Triton 3.6 or newer, got {triton.__version__} (pip install -U triton)"
     return None
@@ -54,6 +54,9 @@ def has_gluon() -> bool:
     """Whether Triton's Gluon for Hopper is there, in a version whose names are known: 3.6 or newer."""
     return has_triton() and why_old_triton() is None
 
+
+# Copies of many tensors in few launches; seen in torch 2.11 to 2.13.
+foreach_copy_ = torch._foreach_copy_
 
 # What `torch.nn.functional.grouped_mm` calls, and tensor subclasses are asked about; models call it too.
 grouped_mm = torch._grouped_mm
@@ -68,123 +71,19 @@ def grouped_products_of_others() -> list[Operation]:
     return [] if op is None else [op, op.default]
 
 
-def why_no_scaled_mm() -> str | None:
-    """Why this PyTorch cannot be asked for products with block scales, or None if it can."""
-    functional = torch.nn.functional
-    for package, name in ((torch, "_scaled_mm_v2"), (functional, "ScalingType"), (functional, "SwizzleType")):
-        if not hasattr(package, name):
-            return f"PyTorch {torch.__version__} has no {package.__name__}.{name}"
-    return None
+def quantize_call() -> tuple[Any, Any, str | None]:
+    """(model, filter_fn, name of the calling module) of the `quantize_` call on the stack; (None, None, None) if none.
 
-
-@functools.cache
-def scaling_codes(*names: str) -> list[int]:
-    """What `scaled_mm` takes for scalings and swizzles that `torch.nn.functional.scaled_mm` knows by these names."""
-    from torch.nn.functional import ScalingType, SwizzleType
-
-    return [(getattr(ScalingType, name, None) or getattr(SwizzleType, name)).value for name in names]
-
-
-def scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scales: list[torch.Tensor],
-    a_scalings: list[int],
-    a_swizzles: list[int],
-    b_scales: list[torch.Tensor],
-    b_scalings: list[int],
-    b_swizzles: list[int],
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """`torch.nn.functional.scaled_mm` of lists and codes, without making these in each call."""
-    return torch._scaled_mm_v2(
-        a,
-        b,
-        scale_a=a_scales,
-        recipe_a=a_scalings,
-        swizzle_a=a_swizzles,
-        scale_b=b_scales,
-        recipe_b=b_scalings,
-        swizzle_b=b_swizzles,
-        bias=None,
-        out_dtype=out_dtype,
-    )
-
-
-def scaled_grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scales: list[torch.Tensor],
-    b_scales: list[torch.Tensor],
-    scalings: list[int],
-    swizzles: list[int],
-    ends: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """`torch.nn.functional.scaled_grouped_mm` of lists and codes, the same codes for both operands."""
-    return torch._scaled_grouped_mm_v2(
-        a,
-        b,
-        scale_a=a_scales,
-        recipe_a=scalings,
-        swizzle_a=swizzles,
-        scale_b=b_scales,
-        recipe_b=scalings,
-        swizzle_b=swizzles,
-        offs=ends,
-        out_dtype=out_dtype,
-    )
-
-
-@functools.cache
-def why_no_scaled_grouped_mm(device: torch.device) -> str | None:
-    """Why this PyTorch cannot be asked for NVFP4 products of groups on `device`, or None if it can.
-
-    Its builds may lack the kernels, and no build says so: it is asked for a product of no rows, for which none runs.
+    torchao hands a handler one module at a time. To refuse a model before its first layer changes, and to name the
+    layer, a handler must see the whole call; torchao (seen: 0.17, 0.18) has no hook for that, so this reads the stack.
     """
-    if not hasattr(torch, "_scaled_grouped_mm_v2"):
-        return f"PyTorch {torch.__version__} has no torch._scaled_grouped_mm_v2"
-    if (reason := why_no_scaled_mm()) is not None:
-        return reason
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.uint8, device=device)
-
-    one, ends = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    a, b = (x.view(torch.float4_e2m1fn_x2) for x in (empty(0, 16), empty(1, 16, 16)))
-    a_scale, b_scale = (x.view(torch.float8_e4m3fn) for x in (empty(0, 4), empty(1, 512)))
-    codes = scaling_codes("BlockWise1x16", "TensorWise"), scaling_codes("SWIZZLE_32_4_4", "NO_SWIZZLE")
-    try:
-        scaled_grouped_mm(a, b.mT, [a_scale, one], [b_scale, one], *codes, ends, torch.bfloat16)
-    except (RuntimeError, ValueError) as error:
-        return f"PyTorch {torch.__version__} has none: {str(error).splitlines()[0]}"
-    return None
-
-
-def _quantize_frame() -> types.FrameType | None:
-    """The frame of the `torchao.quantization.quantize_` call that is on the stack, or None."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "quantize_" and frame.f_globals.get("__name__") == "torchao.quantization.quant_api":
-            return frame
+            caller = None if frame.f_back is None else frame.f_back.f_globals.get("__name__")
+            return frame.f_locals.get("model"), frame.f_locals.get("filter_fn"), caller
         frame = frame.f_back
-    return None
-
-
-def quantize_call() -> tuple[Any, Any]:
-    """(model, filter_fn) of the `torchao.quantization.quantize_` call that is on the stack, or (None, None).
-
-    torchao hands a handler one module at a time. To refuse a model before its first layer changes, and to name the
-    layer, a handler must see the whole call; torchao offers no hook for that, so this reads it off the stack.
-    """
-    frame = _quantize_frame()
-    return (None, None) if frame is None else (frame.f_locals.get("model"), frame.f_locals.get("filter_fn"))
-
-
-def caller_of_quantize() -> str | None:
-    """Name of the module that called `torchao.quantization.quantize_`, where such a call is on the stack."""
-    frame = _quantize_frame()
-    return None if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__")
+    return None, None, None
 
 
 def default_filter() -> Callable[[torch.nn.Module, str], bool]:
@@ -192,13 +91,6 @@ def default_filter() -> Callable[[torch.nn.Module, str], bool]:
     from torchao.quantization import quantize_
 
     return inspect.signature(quantize_).parameters["filter_fn"].default
-
-
-def allow_config_module(module: str) -> None:
-    """Let `torchao.core.config.config_from_dict` rebuild configs that are defined in `module`."""
-    from torchao.core import config
-
-    config.ALLOWED_AO_MODULES.add(module)
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
@@ -268,11 +160,6 @@ def schema_of(op: Operation) -> torch.FunctionSchema:
     return op._schema
 
 
-def operation_name(op: Operation) -> str:
-    """The name of an operator overload's operation: "add_" of `aten.add_.Tensor`."""
-    return op._overloadpacket.__name__
-
-
 def version_of(x: torch.Tensor) -> int:
     """How often `x` or an alias of it was changed in place."""
     return x._version
@@ -287,7 +174,7 @@ def carry_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def is_held(x: torch.Tensor) -> bool:
-    """Whether something beside its Python object holds `x`, so that `torch.utils.swap_tensors` would refuse it."""
+    """Whether something else than its Python object holds `x`, so that `torch.utils.swap_tensors` would refuse it."""
     holders: Callable[[], int] = x._use_count  # type: ignore[attr-defined]
     if holders() == 1:
         return False
@@ -404,7 +291,7 @@ def max_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def take_saved(ctx: Any) -> tuple[torch.Tensor | None, ...]:
-    """The saved tensors of an autograd function, which lives on in the caller alone, unless the graph is kept.
+    """The saved tensors of an autograd function, which live on only in the caller, unless the graph is kept.
 
     By itself a function holds all it saved until its backward has returned.
     """

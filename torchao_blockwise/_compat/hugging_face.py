@@ -59,7 +59,7 @@ def is_offloaded_by_accelerate(module: torch.nn.Module) -> bool:
 
 def transformers_quantizes() -> bool:
     """Whether transformers has called `quantize_` while it loads a model, as a `TorchAoConfig` makes it do."""
-    return _compat.caller_of_quantize() == "transformers.integrations.torchao"
+    return _compat.quantize_call()[2] == "transformers.integrations.torchao"
 
 
 def is_silu(activation: torch.nn.Module) -> bool:

@@ -8,9 +8,7 @@ operations of ours are known by name: shapes and strides that an older version g
 from __future__ import annotations
 
 import functools
-import hashlib
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,31 +16,21 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_TAG = "torchao_blockwise="
 _done: set[str] = set()
 
 
 def keep_graphs_apart() -> None:
-    """Have stored graphs found by what DTensors hold and by this package's sources; runs when a weight is made.
+    """Have stored graphs found by what DTensors hold and by this package's version; runs when a weight is made.
 
     Importing the package changes nothing of PyTorch; whatever compiles a graph with tensors of ours makes one first.
     """
-    if "sources" not in _done:
-        _done.add("sources")
-        config = torch.compiler.config
-        config.cache_key_tag = f"{config.cache_key_tag} {_TAG}{_hash_of_sources()}".strip()
+    if "version" not in _done:
+        _done.add("version")
+        config, version = torch.compiler.config, sys.modules["torchao_blockwise"].__version__
+        config.cache_key_tag = f"{config.cache_key_tag} torchao_blockwise={version}".strip()
     if "dtensors" not in _done and (module := sys.modules.get("torch.distributed.tensor")) is not None:
         _done.add("dtensors")
         _hash_what_dtensors_hold(module.DTensor)
-
-
-@functools.cache
-def _hash_of_sources() -> str:
-    sources = hashlib.blake2b(digest_size=8)
-    root = Path(__file__).parent.parent
-    for file in sorted(root.rglob("*.py")):
-        sources.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
-    return sources.hexdigest()
 
 
 def _hash_what_dtensors_hold(dtensor: Any) -> None:

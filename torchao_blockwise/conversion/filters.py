@@ -78,7 +78,7 @@ class Filter:
 
     def _warn_of_nothing(self, model: nn.Module) -> None:
         """Warn if a call of `quantize_`, which asks about the whole model first, will convert nothing of it."""
-        converted, filter_fn = _compat.quantize_call()
+        converted, filter_fn = _compat.quantize_call()[:2]
         if filter_fn is not self or converted is not model:
             return
         if not any(self.is_about(m) and self.why_not(m, fqn) is None for fqn, m in model.named_modules()):

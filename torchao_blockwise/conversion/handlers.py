@@ -170,7 +170,7 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
     weights = weights_of(module, parameter_name).values()
     if weights and all(_trains_by(weight, config) for weight in weights):
         return module
-    model, filter_fn = _compat.quantize_call()
+    model, filter_fn = _compat.quantize_call()[:2]
     model = module if model is None else model
     if filter_fn is None:
         # Called by hand, or for one name of an FqnToConfig.

@@ -24,9 +24,11 @@ from torchao_blockwise.formats import (
 )
 from torchao_blockwise.nn import NormLinear, SwiGLUExperts, SwiGLUMLP
 from torchao_blockwise.nn.permutation import permute, unpermute
+from torchao_blockwise.ops import shards
 from torchao_blockwise.ops.backend import Backend, first_tensor
 from torchao_blockwise.ops.groups.tables.layout import HEIGHTS, layout_of
 from torchao_blockwise.ops.registry import Operation
+from torchao_blockwise.ops.shards.flat import WHOLE, Shards
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, TrainingConfig
 
 # There are more tokens than the rows up to which plain GEMMs choose another backend, and no multiple of a block.
@@ -85,7 +87,7 @@ def cases(device: torch.device) -> list[Case]:
             _train(make, config, values)
         _permute(values)
         x, w = values(TOKENS, FEATURES_IN), values(FEATURES_OUT, FEATURES_IN)
-        ops.normalize(x, ops.norm_statistics(x, "rms", 1e-5))
+        ops.normalize(ops.Norm(x, None, None, *ops.norm_statistics(x, "rms", 1e-5), x.dtype))
         for fmt in (FP8_128X128, NVFP4_16X16):
             quantized = ops.quantize(w, fmt).rowwise
             ops.dequantize(quantized, dtype=torch.bfloat16)
@@ -157,19 +159,17 @@ def _permute(values: Callable[..., torch.Tensor]) -> None:
 
 
 def _cast_shards(w: torch.Tensor, whole: Operand) -> None:
-    """The cast of a weight that two ranks split in the middle of a row, and the whole from what both have."""
+    """The cast of a weight that two ranks split in the middle of a row."""
     fmt, cut = whole.format, w.numel() // 2 + 1
-    parts, starts, shapes, dtype = [w.flatten()[:cut], w.flatten()[cut:]], [0, cut], [w.shape] * 2, w.dtype
-    bits = ops.partial_block_amax(parts[1:], starts[1:], shapes[1:], fmt, dtype=dtype)
-    global_scales = [torch.zeros((), device=w.device)] if fmt.has_global_scale else None
-    encode = ops.block_scales_([torch.zeros_like(whole.scale)], global_scales, bits, fmt)
+    part = Shards.of([w.flatten()[cut:]], [cut], [w.shape], w.dtype, fmt)
+    bits = torch.zeros(whole.scale.numel(), dtype=torch.int32, device=w.device)
+    encode, auto = torch.zeros_like(bits, dtype=torch.float32), Backend.AUTO
+    shards.partial_block_amax_op(bits, part, auto)
+    global_scales = [torch.zeros((), device=w.device)] if fmt.has_global_scale else []
+    shards.block_scales_op(encode, [torch.zeros_like(whole.scale)], global_scales, bits, [0], fmt, False, auto)
     target = torch.zeros_like(whole.qdata)
-    ops.partial_cast_([target], parts[1:], starts[1:], shapes[1:], encode, fmt, dtype=dtype)
+    shards.partial_cast_op([target], part, encode, WHOLE, auto)
     if not fmt.has_global_scale:
         # The first row of blocks: what is below it belongs to another rank.
-        rows = w[: fmt.block[0]].flatten()
-        ops.whole_block_cast_([target], [rows], [0], shapes[1:], torch.zeros_like(bits), fmt, dtype=dtype)
-    # With 4-bit elements both payloads have the byte in which the shards meet.
-    flat, per_byte = whole.qdata.flatten().view(torch.uint8), fmt.element.per_byte
-    pieces = [flat[: -(-cut // per_byte)].clone(), flat[cut // per_byte :].clone()]
-    ops.merge_shards_([target], [pieces], [starts], [[len(part) for part in parts]], [w.shape[1]], fmt)
+        rows = Shards.of([w[: fmt.block[0]].flatten()], [0], [w.shape], w.dtype, fmt)
+        shards.whole_block_cast_op([target], torch.zeros_like(bits), rows, False, WHOLE, auto)

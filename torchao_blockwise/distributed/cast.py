@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from torchao_blockwise.distributed.rank_consistency import naming_absent
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops import Backend, casting_backend
-from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, cuts_no_block
-from torchao_blockwise.ops.shards.partial_cast import (
-    block_scales_,
-    partial_block_amax,
-    partial_cast_,
-    whole_block_cast_,
+from torchao_blockwise.ops.shards import (
+    block_scales_op,
+    partial_block_amax_op,
+    partial_cast_op,
+    whole_block_cast_op,
 )
+from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, Shards, cuts_no_block
 from torchao_blockwise.tensors import QuantizedShard
 
 
@@ -55,8 +55,8 @@ class Part(NamedTuple):
     shape: of the whole weight [.., N, K]. values: the rank's, contiguous, maybe offloaded; flat [n] if `dim` is 0; None
         where other ranks have them all.
     start: index in the flat weight of the first value, or, if `dim` is not 0, its index in that dim.
-    target: contiguous bytes of the payload, as `partial_cast_` writes them by `into`; of the part alone, in its shape,
-        if `dim` is not 0. May be None without values.
+    target: contiguous bytes of the payload, as `partial_cast_op` writes them by `into`; of the part only, in its
+        shape, if `dim` is not 0. May be None without values.
     scale: an entry a block of the whole weight, contiguous; with `split_groups` one more, of no meaning: for the amax
         of the whole tensor.
     global_scale: f32 of one element, or of one for each matrix [N, K] of the weight.
@@ -117,15 +117,15 @@ def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: 
     encode = torch.empty_like(bits, dtype=torch.float32)
     for recipe in dict.fromkeys(part.recipe for part in parts):
         alike = [(part, first) for part, first in placed if part.recipe == recipe]
-        block_scales_(
+        block_scales_op(
+            encode,
             [part.scale for part, _ in alike],
             [part.global_scale for part, _ in alike if part.global_scale is not None],
             bits,
+            [first for _, first in alike],
             recipe.fmt,
-            power_of_2_scales=recipe.power_of_2_scales,
-            first_blocks=[first for _, first in alike],
-            encode=encode,
-            backend=recipe.backend,
+            recipe.power_of_2_scales,
+            recipe.backend,
         )
     for batch in waiting:
         _write_payload(batch, encode)
@@ -160,59 +160,54 @@ def _is_of_whole_blocks(part: Part) -> bool:
 def _cast_whole_blocks(batch: list[_Placed], bits: torch.Tensor) -> None:
     """Write the amaxes and the payload of what this rank holds."""
     recipe, into = batch[0][0].recipe, batch[0][0].into
-    whole_block_cast_(
-        [part.target for part, _ in batch if part.target is not None],
-        *_ranges(batch, bits.device),
-        bits,
-        recipe.fmt,
-        dtype=recipe.dtype,
-        power_of_2_scales=recipe.power_of_2_scales,
-        into=into,
-        first_blocks=[first for _, first in batch],
-        backend=recipe.backend,
-    )
+    shards = _shards(batch, bits.device)
+    whole_block_cast_op(_targets(batch), bits, shards, recipe.power_of_2_scales, into, recipe.backend)
 
 
 def _add_amaxes(batch: list[_Placed], bits: torch.Tensor) -> None:
     """Write the amaxes of what this rank holds to each weight's part of `bits`, which is zeros before."""
     part, first = batch[0]
-    fmt = part.recipe.fmt
-    options: dict[str, Any] = {"dtype": part.recipe.dtype, "backend": part.recipe.backend}
     if part.dim:
         frame, _ = _frame(part, bits.device)
         mine = _part_of_grid(part, first, bits)
-        mine.copy_(partial_block_amax([frame.view(-1)], [0], [frame.shape], fmt, **options).view(mine.shape))
+        of_frame = torch.zeros_like(mine, memory_format=torch.contiguous_format).view(-1)
+        partial_block_amax_op(of_frame, _whole(frame, part.recipe), part.recipe.backend)
+        mine.copy_(of_frame.view(mine.shape))
         return
-    partial_block_amax(
-        *_ranges(batch, bits.device), fmt, out=bits, first_blocks=[first for _, first in batch], **options
-    )
+    partial_block_amax_op(bits, _shards(batch, bits.device), part.recipe.backend)
 
 
 def _write_payload(batch: list[_Placed], encode: torch.Tensor) -> None:
     """Write what this rank sends: its values times the `encode` of their blocks, rounded to elements."""
     part, first = batch[0]
-    fmt = part.recipe.fmt
-    options: dict[str, Any] = {"dtype": part.recipe.dtype, "backend": part.recipe.backend}
+    recipe = part.recipe
     if part.dim:
         frame, border = _frame(part, encode.device)
         codes = torch.empty_like(frame, dtype=torch.uint8)
         factors = _part_of_grid(part, first, encode).clone(memory_format=torch.contiguous_format).view(-1)
-        partial_cast_([codes.view(-1)], [frame.view(-1)], [0], [frame.shape], factors, fmt, into=CODES, **options)
+        partial_cast_op([codes.view(-1)], _whole(frame, recipe), factors, CODES, recipe.backend)
         assert part.target is not None and part.values is not None
         codes = codes.narrow(part.dim, border, part.values.shape[part.dim])
-        part.target.copy_(codes if fmt.element.per_byte == 1 else fmt.element.pack(codes))
+        part.target.copy_(codes if recipe.fmt.element.per_byte == 1 else recipe.fmt.element.pack(codes))
         return
-    firsts = [first for _, first in batch]
-    targets = [part.target for part, _ in batch if part.target is not None]
-    partial_cast_(targets, *_ranges(batch, encode.device), encode, fmt, into=part.into, first_blocks=firsts, **options)
+    partial_cast_op(_targets(batch), _shards(batch, encode.device), encode, part.into, recipe.backend)
 
 
-def _ranges(batch: list[_Placed], device: torch.device) -> tuple[list[torch.Tensor], list[int], list[tuple[int, ...]]]:
-    """(values, starts, shapes), the values on the device."""
+def _shards(batch: list[_Placed], device: torch.device) -> Shards:
+    """What this rank holds of the weights, on the device."""
     values = [part.values for part, _ in batch if part.values is not None]
     if values[0].device != device:
         values = [x.to(device, non_blocking=True) for x in values]
-    return values, [part.start for part, _ in batch], [part.shape for part, _ in batch]
+    starts, shapes, firsts = zip(*((part.start, part.shape, first) for part, first in batch))
+    return Shards.of(values, starts, shapes, batch[0][0].recipe.dtype, batch[0][0].recipe.fmt, firsts)
+
+
+def _whole(frame: torch.Tensor, recipe: Recipe) -> Shards:
+    return Shards.of([frame.view(-1)], [0], [frame.shape], recipe.dtype, recipe.fmt)
+
+
+def _targets(batch: list[_Placed]) -> list[torch.Tensor]:
+    return [part.target for part, _ in batch if part.target is not None]
 
 
 def _frame(part: Part, device: torch.device) -> tuple[torch.Tensor, int]:

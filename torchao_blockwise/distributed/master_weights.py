@@ -197,7 +197,7 @@ def _why_not_into(
     shard: torch.Tensor | None, w: QuantizedTensor, master: torch.Tensor, start: int, into: str
 ) -> tuple[type[Exception], str] | None:
     """The error that a shard buffer is refused with, or None."""
-    wanted = flat.target_size(master.numel(), start, w.shape, w.fmt, into)
+    _, wanted = flat.target_entries(start, master.numel(), w.shape, w.fmt, into)
     if shard is None or shard.itemsize != 1 or shard.shape != (wanted,) or shard.device != w.device:
         got = "none" if shard is None else f"{shard.dtype} of shape {list(shard.shape)} on {shard.device}"
         elements = f"elements [{start}, {start + master.numel()})"

@@ -81,19 +81,18 @@ class NormInput(Input):
         x, weight, bias, kind, eps = inputs
         x = as_rows(x)
         statistics = ops.norm_statistics(x, kind, eps, backend=ops.casting_backend(spec.config.backend))
-        return x, statistics.mean, statistics.rstd, weight, bias
+        return x, *statistics, weight, bias
 
     @staticmethod
     def quantize(prepared: Prepared, spec: GemmSpec, rowwise: bool, columnwise: bool) -> Copies:
         x, mean, rstd, weight, bias = prepared
         options, backend = cast_options(spec.config, rowwise, columnwise), ops.casting_backend(spec.config.backend)
-        statistics = ops.NormStatistics(mean, rstd)
-        return ops.norm_quantize(x, options, statistics, weight, bias, dtype=spec.dtype, backend=backend)
+        return ops.norm_quantize(ops.Norm(x, weight, bias, mean, rstd, spec.dtype), options, backend=backend)
 
     @staticmethod
     def values(prepared: Prepared, spec: GemmSpec) -> torch.Tensor:
         x, mean, rstd, weight, bias = prepared
-        return ops.normalize(x, ops.NormStatistics(mean, rstd), weight, bias, dtype=spec.dtype)
+        return ops.normalize(ops.Norm(x, weight, bias, mean, rstd, spec.dtype))
 
     @staticmethod
     def backward(

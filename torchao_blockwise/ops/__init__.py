@@ -3,30 +3,31 @@
 from torchao_blockwise.formats import StochasticRounding
 from torchao_blockwise.ops.backend import Backend, casting_backend, get_backend
 from torchao_blockwise.ops.dequantization import dequantize
-from torchao_blockwise.ops.fused.norm import NormStatistics, norm_quantize, norm_statistics, normalize
-from torchao_blockwise.ops.fused.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
+from torchao_blockwise.ops.fused import (
+    Norm,
+    norm_quantize,
+    norm_statistics,
+    normalize,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+)
 from torchao_blockwise.ops.gemm.grouped import add_grouped_matmul_, grouped_matmul
 from torchao_blockwise.ops.gemm.plain import add_matmul_, matmul
 from torchao_blockwise.ops.groups.permutation import permute, unpermute, unpermute_backward
 from torchao_blockwise.ops.groups.tables import make_groups
 from torchao_blockwise.ops.quantization import draws_for, quantize, quantize_by
+from torchao_blockwise.ops.shards import merge_shards_
 from torchao_blockwise.ops.shards.flat import shard_entries
-from torchao_blockwise.ops.shards.merge import merge_shards_
-from torchao_blockwise.ops.shards.partial_cast import (
-    block_scales_,
-    partial_block_amax,
-    partial_cast_,
-    whole_block_cast_,
-)
 from torchao_blockwise.ops.transposition import transpose
 
 __all__ = [
     "Backend",
-    "NormStatistics",
+    "Norm",
     "StochasticRounding",
     "add_grouped_matmul_",
     "add_matmul_",
-    "block_scales_",
     "casting_backend",
     "dequantize",
     "draws_for",
@@ -38,8 +39,6 @@ __all__ = [
     "norm_quantize",
     "norm_statistics",
     "normalize",
-    "partial_block_amax",
-    "partial_cast_",
     "permute",
     "quantize",
     "quantize_by",
@@ -51,5 +50,4 @@ __all__ = [
     "transpose",
     "unpermute",
     "unpermute_backward",
-    "whole_block_cast_",
 ]

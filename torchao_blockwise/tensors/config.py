@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
-from torchao.core.config import AOBaseConfig
+from torchao.core.config import ALLOWED_AO_MODULES, AOBaseConfig
 
-from torchao_blockwise import _compat
 from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.formats import (
     FP8_1X128,
@@ -225,7 +224,8 @@ class NVFP4TrainingConfig(TrainingConfig):
         return hadamard_number(self.hadamard)
 
 
-_compat.allow_config_module(__name__)
+# `torchao.core.config.config_from_dict` rebuilds configs of these modules only.
+ALLOWED_AO_MODULES.add(__name__)
 torch.serialization.add_safe_globals([BlockwiseFP8TrainingConfig, NVFP4TrainingConfig])
 # A file gets a backend by its value; of the class itself it could change the members.
 torch.serialization.add_safe_globals([(get_backend, f"{Backend.__module__}.{Backend.__qualname__}")])

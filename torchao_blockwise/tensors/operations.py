@@ -101,4 +101,4 @@ def is_sum(func: Operation) -> bool:
 
 def _plain_name(func: Operation) -> str:
     """The name of an operation without what marks its in-place and `_foreach_` forms."""
-    return _compat.operation_name(func).removeprefix("_foreach_").removesuffix("_")
+    return func.overloadpacket.__name__.removeprefix("_foreach_").removesuffix("_")

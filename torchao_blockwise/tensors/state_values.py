@@ -9,6 +9,8 @@ import torch
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat
+from torchao_blockwise.ops.shards import partial_block_amax_op
+from torchao_blockwise.ops.shards.flat import Shards
 
 if TYPE_CHECKING:
     from torchao_blockwise.tensors.quantized import QuantizedTensor
@@ -44,7 +46,9 @@ def plain_values(x: QuantizedTensor, quantize: Callable[[torch.Tensor], Quantize
 def _is_peak(x: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
     """Whether each value is as large as any of its block, and not zero: blocks of zeros keep scales of any tool."""
     flat = values.contiguous().view(-1)
-    peaks = ops.partial_block_amax([flat], [0], [values.shape], x.fmt, dtype=values.dtype)
+    peaks = torch.zeros(x.scale.numel(), dtype=torch.int32, device=values.device)
+    shards = Shards.of([flat], [0], [values.shape], values.dtype, x.fmt)
+    partial_block_amax_op(peaks, shards, ops.Backend.AUTO)
     largest = over_blocks(peaks.view(torch.float32).view(x.scale.shape), x.shape, x.fmt)
     return (values.float().abs() == largest) & (values != 0)
 

@@ -1,1 +1,275 @@
-"""What is computed and quantized in one pass: a norm's rows, SwiGLU and its gradients."""
+"""Norms and SwiGLU with quantization: one kernel computes an activation and quantizes it.
+
+So the activation never goes to memory in high precision. The bits are those of the two operations one after the other.
+Formats with a tensor scale (NVFP4) need all of a tensor before any block of it can be quantized, and 128×128 blocks
+have no kernel: with these formats they do run as two. None of these operations is differentiable.
+
+Source: DeepSeek-V3 report (arXiv 2412.19437), §3.3 and §5 (fusing the cast with the layer before).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Draws, Groups
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders
+from torchao_blockwise.ops.fused import reference
+from torchao_blockwise.ops.groups.ends import as_groups
+from torchao_blockwise.ops.groups.tables.layout import check_groups
+from torchao_blockwise.ops.operands import check_dtype, copies_of, new_copies, why_no_tiles, without_grad
+from torchao_blockwise.ops.quantization import quantize_by
+from torchao_blockwise.ops.quantization.reference import quantize as quantize_by_reference
+from torchao_blockwise.ops.registry import OPTIONS, Operation, groups
+
+# Bytes of payload that a store of a kernel writes.
+_ALIGNMENT = 16
+
+
+class Norm(NamedTuple):
+    """y = (x - mean) · rstd · weight + bias, from left to right, each step rounded to fp32; the result to `dtype`.
+
+    x: [M, K] bf16 | f16 | f32, any strides. weight, bias: [K] of any of these dtypes, or None.
+    mean, rstd: f32 [M], of `norm_statistics`; mean is None for RMSNorm.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+    dtype: torch.dtype
+
+
+def norm_statistics(
+    x: torch.Tensor, kind: str, eps: float, *, backend: Backend | str | None = None
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(mean, rstd) of each row: rstd = 1 / √(mean((x - mean)²) + eps); "rms" has no mean, "layer" the row's.
+
+    x: [M, K] bf16 | f16 | f32, any strides. kind: "rms" or "layer".
+    Returns fp32 [M] each, or None for no mean. Sums are fp32 in an order that is the backend's own: values agree to
+    some ulps. A row with NaN or Inf has rstd NaN or 0; K = 0 gives NaN.
+    Raises TypeError for a dtype, ValueError for a shape, kind or backend that does not exist.
+    Source: RMSNorm (arXiv 1910.07467); LayerNorm (arXiv 1607.06450).
+    """
+    if kind not in ("rms", "layer"):
+        raise ValueError(f"norm_statistics: kind must be rms or layer, got {kind!r}")
+    *mean, rstd = norm_statistics_op(*without_grad(x), kind == "layer", eps, backend)
+    return mean[0] if mean else None, rstd
+
+
+def normalize(norm: Norm, *, backend: Backend | str | None = None) -> torch.Tensor:
+    """y as `Norm` says, [M, K]. Bits do not depend on the backend.
+
+    Raises TypeError for a dtype, ValueError for shapes or a backend that does not exist.
+    """
+    return normalize_op(Norm._make((*without_grad(*norm[:-1]), norm.dtype)), backend)
+
+
+def norm_quantize(norm: Norm, options: CastOptions, *, backend: Backend | str | None = None) -> Copies:
+    """The copies that `quantize` gives of `normalize(norm)`, in one pass.
+
+    Raises TypeError for a dtype, ValueError for shapes or a format, option or backend that does not exist.
+    """
+    if options.fmt is not FP8_1X128:
+        return quantize_by(normalize(norm, backend=backend), options, backend=backend)
+    norm = Norm._make((*without_grad(*norm[:-1]), norm.dtype))
+    return copies_of(norm_quantize_op(norm, options, backend), options)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, *, backend: Backend | str | None = None) -> torch.Tensor:
+    """h = (gate · sigmoid(gate)) · up, each step rounded to fp32; the result to the dtype of `gate`.
+
+    gate, up: [M, H] bf16 | f16 | f32, both of one dtype, any strides: halves of one [M, 2H] will do.
+    Returns [M, H]. e^x is computed by operations that round alike everywhere (ops/fused/exponential.py), so bits do
+    not depend on the backend; the error of sigmoid is at most (3 + |gate|) · 2^-23 of it and, which shows below -70,
+    2^-125; from -87 on it is 0. -Inf gives NaN, as `F.silu` does.
+    Raises TypeError for a dtype, ValueError for shapes or a backend that does not exist.
+    Source: GLU Variants Improve Transformer (arXiv 2002.05202).
+    """
+    return swiglu_op(*without_grad(gate, up), backend)
+
+
+def swiglu_quantize(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    options: CastOptions,
+    *,
+    groups: Groups | torch.Tensor | None = None,
+    backend: Backend | str | None = None,
+) -> Copies:
+    """The copies that `quantize`, of tokens in groups by these, gives of `swiglu(gate, up)`, in one pass.
+
+    Raises TypeError for a dtype, ValueError for shapes, ends or a format, option or backend that does not exist.
+    """
+    groups = as_groups(groups)
+    if options.fmt is not FP8_1X128:
+        return quantize_by(swiglu(gate, up, backend=backend), options, groups, backend=backend)
+    return copies_of(swiglu_quantize_op(*without_grad(gate, up), options, groups, backend), options)
+
+
+def swiglu_backward(
+    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, backend: Backend | str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dgate = (dh · up) · (s · (1 + gate · (1 - s))) and dup = dh · (gate · s), with s = sigmoid(gate), in fp32.
+
+    dh: gradient of h [M, H], of any high-precision dtype and strides. gate, up: as in `swiglu`.
+    Returns (dgate, dup), each [M, H] and contiguous, rounded once to the dtype of `gate`. Each step is rounded to fp32,
+    so bits do not depend on the backend.
+    Raises TypeError for a dtype, ValueError for shapes or a backend that does not exist.
+    """
+    return swiglu_backward_op(*without_grad(dh, gate, up), backend)
+
+
+def swiglu_backward_quantize(
+    dh: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    options: CastOptions,
+    *,
+    groups: Groups | torch.Tensor | None = None,
+    draws: Draws | None = None,
+    backend: Backend | str | None = None,
+) -> Copies:
+    """The copies that `swiglu_quantize` gives, of the merged gradient [M, 2H] = (dgate | dup), in one pass.
+
+    Where H is not a multiple of 128, one block holds parts of both. Where it is not one of 16 either, rows of the
+    second half start off 16 bytes, and this runs as two operations. draws: the random bits of copies in NVFP4.
+    Raises TypeError for a dtype, ValueError for shapes, ends or a format, option or backend that does not exist.
+    """
+    groups = as_groups(groups)
+    if options.fmt is not FP8_1X128 or gate.shape[1] % _ALIGNMENT:
+        gradient = torch.cat(swiglu_backward(dh, gate, up, backend=backend), 1)
+        return quantize_by(gradient, options, groups, draws=draws, backend=backend)
+    return copies_of(swiglu_backward_quantize_op(*without_grad(dh, gate, up), options, groups, backend), options)
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+_TRITON, _GLUON = (f"{__name__}.kernels_{name}" for name in ("triton", "gluon"))
+NORM = "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, ScalarType dtype"
+
+
+def _check_matrix(op: str, x: torch.Tensor, name: str = "x", dims: str = "M, K") -> None:
+    check_dtype(op, x, name)
+    if x.dim() != 2:
+        raise ValueError(f"{op}: {name} must be [{dims}], got shape {list(x.shape)}; reshape it")
+
+
+def _check_norm(op: str, norm: Norm) -> None:
+    _check_matrix(op, norm.x)
+    rows, columns = norm.x.shape
+    sizes = {"mean": rows, "rstd": rows, "weight": columns, "bias": columns}
+    for name, size in sizes.items():
+        t = getattr(norm, name)
+        if t is not None and tuple(t.shape) != (size,):
+            raise ValueError(f"{op}: {name} must be [{size}] for x {[rows, columns]}, got shape {list(t.shape)}")
+
+
+norm_statistics_op = Operation(
+    "norm_statistics(Tensor x, bool layer, float eps, str backend) -> Tensor[]",
+    table=[
+        kernels(Backend.TRITON, f"{_TRITON}:norm_statistics"),
+        Implementation(Backend.REFERENCE, reference.norm_statistics),
+    ],
+    fake=lambda x, layer, eps: [x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2 if layer else 1)],
+    check=lambda x, *_: _check_matrix("norm_statistics", x),
+)
+normalize_op = Operation(
+    f"normalize({NORM}, str backend) -> Tensor",
+    takes=(Norm,),
+    table=[
+        kernels(Backend.TRITON, f"{_TRITON}:normalize"),
+        Implementation(Backend.REFERENCE, reference.normalize),
+    ],
+    fake=lambda norm: norm.x.new_empty(norm.x.shape, dtype=norm.dtype),
+    check=lambda norm: _check_norm("normalize", norm),
+)
+
+
+def _why_no_norm_tiles(norm: Norm, options: CastOptions) -> str | None:
+    if norm.dtype.itemsize != 2:
+        return f"the kernel makes elements of 16 bits, got {norm.dtype}"
+    return why_no_tiles(options, norm.x)
+
+
+norm_quantize_op = Operation(
+    f"norm_quantize({NORM}, {OPTIONS}, str backend) -> Tensor[]",
+    takes=(Norm, CastOptions),
+    table=[
+        kernels(Backend.GLUON, f"{_GLUON}:norm_quantize", _why_no_norm_tiles),
+        kernels(Backend.TRITON, f"{_TRITON}:norm_quantize", why_no_encoders),
+        Implementation(
+            Backend.REFERENCE, lambda norm, options: quantize_by_reference(reference.normalize(norm), None, options)
+        ),
+    ],
+    fake=lambda norm, options: new_copies(norm.x, norm.x.shape, options),
+    check=lambda norm, options: _check_norm("norm_quantize", norm),
+)
+
+
+def _check_swiglu(op: str, *tensors: torch.Tensor) -> None:
+    """tensors: gate and up, behind dh where there is one."""
+    *dh, gate, up = tensors
+    for name, x in zip(("up", "gate", "dh"), (up, gate, *dh)):
+        _check_matrix(op, x, name, "M, H")
+        if x.shape != gate.shape:
+            raise ValueError(f"{op}: gate and {name} must agree in shape, got {list(gate.shape)} and {list(x.shape)}")
+    if up.dtype != gate.dtype:
+        raise TypeError(f"{op}: gate and up must have one dtype, got {gate.dtype} and {up.dtype}")
+
+
+def _with_quantization(plain: Operation, compute: Callable[..., torch.Tensor], width: int) -> Operation:
+    """`plain` and quantization in one. compute: the reference's [M, width · H], for the same tensors."""
+    name, tensors = plain.name, plain.schema.partition("(")[2].partition(", str")[0]
+
+    def by_reference(*args: Any) -> Copies:
+        *inputs, options, groups = args
+        return quantize_by_reference(compute(*inputs), None, options, groups)
+
+    def fake(*args: Any) -> Copies:
+        (*_, gate, _), options, groups = args[:-2], *args[-2:]
+        return new_copies(gate, (gate.shape[0], width * gate.shape[1]), options, groups)
+
+    def check(*args: Any) -> None:
+        *inputs, options, groups = args
+        _check_swiglu(f"{name}_quantize", *inputs)
+        check_groups(f"{name}_quantize", groups, inputs[0].shape[0], inputs[0].device, options.fmt.block[1])
+
+    return Operation(
+        f"{name}_quantize({tensors}, {OPTIONS}, {groups('Tensor?')}, str backend) -> Tensor[]",
+        takes=(*[None] * tensors.count("Tensor"), CastOptions, Groups),
+        table=[
+            kernels(Backend.GLUON, f"{_GLUON}:{name}_quantize", lambda *args: why_no_tiles(args[-2], *args[:-2])),
+            kernels(Backend.TRITON, f"{_TRITON}:{name}_quantize", why_no_encoders),
+            Implementation(Backend.REFERENCE, by_reference),
+        ],
+        fake=fake,
+        check=check,
+    )
+
+
+swiglu_op = Operation(
+    "swiglu(Tensor gate, Tensor up, str backend) -> Tensor",
+    table=[
+        kernels(Backend.TRITON, f"{_TRITON}:swiglu"),
+        Implementation(Backend.REFERENCE, reference.swiglu),
+    ],
+    fake=lambda gate, up: gate.new_empty(gate.shape),
+    check=lambda *tensors: _check_swiglu("swiglu", *tensors),
+)
+swiglu_backward_op = Operation(
+    "swiglu_backward(Tensor dh, Tensor gate, Tensor up, str backend) -> (Tensor, Tensor)",
+    table=[
+        kernels(Backend.TRITON, f"{_TRITON}:swiglu_backward"),
+        Implementation(Backend.REFERENCE, reference.swiglu_backward),
+    ],
+    fake=lambda dh, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
+    check=lambda *tensors: _check_swiglu("swiglu_backward", *tensors),
+)
+swiglu_quantize_op = _with_quantization(swiglu_op, reference.swiglu, 1)
+swiglu_backward_quantize_op = _with_quantization(
+    swiglu_backward_op, lambda *tensors: torch.cat(reference.swiglu_backward(*tensors), 1), 2
+)

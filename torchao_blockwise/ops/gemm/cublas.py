@@ -20,7 +20,6 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from torchao_blockwise import _compat
 from torchao_blockwise.formats import E2M1, E4M3, BlockFormat, Operand
 from torchao_blockwise.ops.backend import compute_capability, why_no_kernels
 from torchao_blockwise.ops.gemm import KERNEL_PAIRS
@@ -70,9 +69,6 @@ def _why_never(
     cuda = tuple(int(part) for part in (version or "0.0").split(".")[:2])
     if cuda < (12, 9):
         return f"block scaling needs CUDA 12.9 or newer, got {version}"
-    why_not_asked = _compat.why_no_scaled_mm()
-    if why_not_asked is not None:
-        return why_not_asked
     if (a_fmt.name, b_fmt.name) not in KERNEL_PAIRS:
         return f"it has no product {a_fmt.name} · {b_fmt.name}"
     if out_dtype not in (torch.bfloat16, torch.float32):
@@ -93,18 +89,19 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
         # Their tiles are 64 elements wide and so end where those of rows padded to 32 elements do.
         a_scales, b_scales = [swizzled_scales(a), a_global], [swizzled_scales(b), b_global]
         qa, qb = qa.view(torch.float4_e2m1fn_x2), qb.view(torch.float4_e2m1fn_x2)
-        a_scalings = b_scalings = _compat.scaling_codes("BlockWise1x16", "TensorWise")
-        swizzles = _compat.scaling_codes("SWIZZLE_32_4_4", "NO_SWIZZLE")
+        a_scalings = b_scalings = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+        swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
     else:
         one_row = b_fmt.block[0] == 1
         if missing := -m % _SCALE_ROWS:
             qa = F.pad(qa.view(torch.uint8), (0, 0, 0, missing)).view(qa.dtype)
             a_scale = F.pad(a_scale, (0, missing))
         a_scales, b_scales = [a_scale.t()], [b_scale.t() if one_row else pad_k_blocks(b_scale).t()]
-        a_scalings = _compat.scaling_codes("BlockWise1x128")
-        b_scalings = a_scalings if one_row else _compat.scaling_codes("BlockWise128x128")
+        a_scalings = [F.ScalingType.BlockWise1x128]
+        b_scalings = a_scalings if one_row else [F.ScalingType.BlockWise128x128]
         swizzles = []
-    out = _compat.scaled_mm(qa, qb.t(), a_scales, a_scalings, swizzles, b_scales, b_scalings, swizzles, product_dtype)
+    scaled = a_scales, a_scalings, b_scales, b_scalings, swizzles, swizzles
+    out = F.scaled_mm(qa, qb.t(), *scaled, output_dtype=product_dtype)
     if a_fmt.element is not E2M1:
         out = out[:m]
     # The bias comes before the only rounding, so the product waits for it in fp32.

@@ -16,9 +16,11 @@ Source: PyTorch, aten/src/ATen/native/cuda/GroupedBlas.cpp; MSLK, include/mslk/g
 
 from __future__ import annotations
 
-import torch
+import functools
 
-from torchao_blockwise import _compat
+import torch
+import torch.nn.functional as F
+
 from torchao_blockwise.formats import E2M1, Groups, Operand
 from torchao_blockwise.ops.backend import compute_capability, why_no_kernels
 from torchao_blockwise.ops.padding import aligned_rows
@@ -49,7 +51,42 @@ def why_not(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch
         return f"N and the bytes of packed K must be multiples of {_ALIGNMENT}, got N={n}, K={k}"
     if experts > _MAX_GROUPS:
         return f"they take {_MAX_GROUPS} groups at most, got {experts}"
-    return _compat.why_no_scaled_grouped_mm(device) or why_no_kernels(a)
+    return _why_not_built(device) or why_no_kernels(a)
+
+
+@functools.cache
+def _why_not_built(device: torch.device) -> str | None:
+    """Why this build of PyTorch has no such kernels: it is asked for a product of no rows, for which none runs."""
+    one, ends = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    a, b, a_scale, b_scale = (
+        torch.zeros(shape, dtype=torch.uint8, device=device) for shape in ((0, 16), (1, 16, 16), (0, 4), (1, 512))
+    )
+    try:
+        _scaled_grouped_mm(a, b, [a_scale, one], [b_scale, one], ends)
+    except (RuntimeError, ValueError) as error:
+        return f"PyTorch {torch.__version__} has none: {str(error).splitlines()[0]}"
+    return None
+
+
+def _scaled_grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, a_scales: list[torch.Tensor], b_scales: list[torch.Tensor], ends: torch.Tensor
+) -> torch.Tensor:
+    """a [M, K/2] · b [E, N, K/2], both e2m1 as bytes. scales: of blocks, as bytes, and of the tensor."""
+    scalings = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+    swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+    (a_scale, a_global), (b_scale, b_global) = a_scales, b_scales
+    return F.scaled_grouped_mm(  # type: ignore[attr-defined]
+        a.view(torch.float4_e2m1fn_x2),
+        b.view(torch.float4_e2m1fn_x2).mT,
+        [a_scale.view(torch.float8_e4m3fn), a_global],
+        scalings,
+        [b_scale.view(torch.float8_e4m3fn), b_global],
+        scalings,
+        swizzles,
+        swizzles,
+        offs=ends,
+        output_dtype=torch.bfloat16,
+    )
 
 
 def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype: torch.dtype) -> torch.Tensor:
@@ -66,15 +103,6 @@ def grouped_matmul(a: Operand, b: Operand, groups: Groups, along: str, out_dtype
     a_scales = [a_scale, a.global_scale.expand(ends.shape[0])]
     b_scales = [swizzled_scales(b), b.global_scale]
     qa, qb = aligned_rows(a.qdata), aligned_rows(b.qdata.flatten(0, -2)).view(b.qdata.shape)
-    out = _compat.scaled_grouped_mm(
-        qa.view(torch.float4_e2m1fn_x2),
-        qb.view(torch.float4_e2m1fn_x2).mT,
-        a_scales,
-        b_scales,
-        _compat.scaling_codes("BlockWise1x16", "TensorWise"),
-        _compat.scaling_codes("SWIZZLE_32_4_4", "NO_SWIZZLE"),
-        ends,
-        out_dtype,
-    )
+    out = _scaled_grouped_mm(qa, qb, a_scales, b_scales, ends)
     zero_tail_(out, ends)
     return out

@@ -3,11 +3,14 @@
     rows        0 ───────── group_ends[0] ── group_ends[1] = group_ends[2] ──── group_ends[3] ──── M
     groups      │     0          │     1      (2 is empty)        3                 │    none    │
 
-No size of a group is known on the host: shapes and launches depend on the number of tokens and of groups alone. Copies
+No size of a group is known on the host: shapes and launches depend only on the number of tokens and of groups. Copies
 whose blocks run along tokens start each group on a block border; what that adds is bounded by `padded_tokens`.
 """
 
 from __future__ import annotations
+
+import itertools
+from typing import overload
 
 import torch
 
@@ -16,8 +19,12 @@ from torchao_blockwise.formats import BlockFormat, Groups
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def as_groups(groups: Groups | torch.Tensor) -> Groups:
-    """Groups, of which the ends alone may be given."""
+@overload
+def as_groups(groups: Groups | torch.Tensor) -> Groups: ...
+@overload
+def as_groups(groups: Groups | torch.Tensor | None) -> Groups | None: ...
+def as_groups(groups: Groups | torch.Tensor | None) -> Groups | None:
+    """Groups, of which only the ends may be given."""
     return Groups(groups) if isinstance(groups, torch.Tensor) else groups
 
 
@@ -42,14 +49,12 @@ def check_group_ends(op: str, group_ends: torch.Tensor, tokens: int, device: tor
 
 
 def _check_values(op: str, ends: list[int], tokens: int) -> None:
-    previous = 0
-    for i, end in enumerate(ends):
+    for i, (previous, end) in enumerate(itertools.pairwise([0, *ends])):
         if not previous <= end <= tokens:
             raise ValueError(
                 f"{op}: group_ends must not decrease and must lie in [0, {tokens}], the number of tokens,"
                 f" got group_ends[{i}] = {end} after {previous}; pass the cumulative sum of the groups' sizes"
             )
-        previous = end
 
 
 def check_row_blocks(op: str, fmt: BlockFormat) -> None:

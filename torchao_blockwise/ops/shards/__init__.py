@@ -1,1 +1,133 @@
-"""Flat shards of a tensor: cast with the bits of the whole, and payloads merged from gathered ones."""
+"""Flat shards: quantize tensors of which a rank holds a part, bitwise identical to quantizing each of them whole.
+
+    shards ─ partial_block_amax ─▶ amax of block ∩ shard ─ MAX over ranks ─▶ block_scales ─▶ encode ─┐
+       └──────────────────────────────────────────────────────────────────────▶ partial_cast ◀──────┘
+
+Shards that cut no block need no exchange before their payload: `whole_block_cast_op` reads them once for both.
+`merge_shards_` makes whole payloads of gathered ones.
+
+A shard is a flat, row-major range [start, start + n) of elements; it may cut rows, blocks and, in 4-bit formats, bytes.
+Each step takes a list of tensors at once: launches do not grow with the list, and nothing waits for the device. Values
+of all blocks of the list lie in one buffer, each tensor's grid row-major.
+
+Callers check what users give (distributed/master_weights.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from torchao_blockwise import _compat
+from torchao_blockwise.formats import E4M3, FP8_128X128, NVFP4_16X16, BlockFormat, get_format
+from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders, why_no_kernels
+from torchao_blockwise.ops.registry import Operation
+from torchao_blockwise.ops.shards import reference
+from torchao_blockwise.ops.shards.flat import Shards, shard_entries
+
+SHARDS = "Tensor[] tensors, SymInt[] starts, SymInt[] shapes, SymInt[] first_blocks, ScalarType dtype, str fmt"
+_KERNELS = f"{__name__}.kernels_triton"
+
+
+def _why_not(*args: object, encodes: bool = False) -> str | None:
+    """Why kernels cannot run: they hold the scale rules of two formats, and some of them round to e4m3."""
+    fmt = next(arg.fmt if isinstance(arg, Shards) else arg for arg in args if isinstance(arg, (BlockFormat, Shards)))
+    if fmt not in (FP8_128X128, NVFP4_16X16):
+        return f"{fmt.name} has no kernel"
+    x = next(arg for arg in args if isinstance(arg, torch.Tensor))
+    return why_no_encoders(x) if encodes and fmt.element is E4M3 else why_no_kernels(x)
+
+
+_why_no_cast = functools.partial(_why_not, encodes=True)
+
+# amax_bits, int32 [blocks], is raised to the amax of block ∩ shard for each block of each tensor, as bits of |fp32|.
+# Reduce it over ranks with MAX: as integers magnitudes keep their order, with Inf above them and NaN above Inf.
+partial_block_amax_op = Operation(
+    f"partial_block_amax_(Tensor(a!) amax_bits, {SHARDS}, str backend) -> ()",
+    takes=(None, Shards),
+    table=[
+        kernels(Backend.TRITON, f"{_KERNELS}:partial_block_amax_", _why_not),
+        Implementation(Backend.REFERENCE, reference.partial_block_amax_),
+    ],
+)
+# Writes what the amaxes decide: encode, f32 [blocks], the factor that each block's values are multiplied by; the stored
+# grids; and of formats that have them f32 global scales, of one element or of one for each matrix of the tensor.
+block_scales_op = Operation(
+    "block_scales_(Tensor(a!) encode, Tensor(b!)[] scales, Tensor(c!)[] global_scales, Tensor amax_bits, "
+    "SymInt[] first_blocks, str fmt, bool power_of_2_scales, str backend) -> ()",
+    takes=(None, None, None, None, None, BlockFormat, None),
+    table=[
+        kernels(Backend.TRITON, f"{_KERNELS}:block_scales_", _why_not),
+        Implementation(Backend.REFERENCE, reference.block_scales_),
+    ],
+)
+# Writes each shard's elements, rne(dtype(x) · encode), to its target, contiguous bytes, and nothing else. By `into`:
+#   whole     the tensor's payload [.., h, packed(w)]
+#   entries   the payload entries that hold the shard, `shard_entries` of them, flat
+#   codes     one element an entry [n], flat; 4-bit codes in the low bits
+# Of an entry that a 4-bit shard shares with a neighbor the other nibble stays; what pads a row of odd w becomes zero
+# together with the row's last element.
+partial_cast_op = Operation(
+    f"partial_cast_(Tensor(a!)[] targets, {SHARDS}, Tensor encode, str into, str backend) -> ()",
+    takes=(None, Shards, None, None),
+    table=[
+        kernels(Backend.TRITON, f"{_KERNELS}:partial_cast_", _why_no_cast),
+        Implementation(Backend.REFERENCE, reference.partial_cast_),
+    ],
+)
+# Both `partial_block_amax_op` and `partial_cast_op` of shards that cut no block, in one read of them, for formats
+# without a global scale, which needs all of a tensor first. amax_bits: zeros where the shards' blocks are.
+whole_block_cast_op = Operation(
+    f"whole_block_cast_(Tensor(a!)[] targets, Tensor(b!) amax_bits, {SHARDS}, bool power_of_2_scales, str into, "
+    "str backend) -> ()",
+    takes=(None, None, Shards, None, None),
+    table=[
+        kernels(Backend.TRITON, f"{_KERNELS}:whole_block_cast_", _why_no_cast),
+        Implementation(Backend.REFERENCE, reference.whole_block_cast_),
+    ],
+)
+
+
+def merge_shards_(
+    targets: Sequence[torch.Tensor],
+    shards: Sequence[Sequence[torch.Tensor]],
+    starts: Sequence[Sequence[int]],
+    lengths: Sequence[Sequence[int]],
+    columns: Sequence[int],
+    fmt: BlockFormat | str,
+) -> None:
+    """Write gathered shards to whole payloads: of a byte that two shards share each gives the nibble that it owns.
+
+    targets: payloads [.., h, packed(w)], contiguous. columns: w of each.
+    shards, starts, lengths: lists for each target, an entry a rank: the bytes that `partial_cast_op` writes
+        (into="entries"), at least as many as `shard_entries` says; the first element; the number of elements, 0 too.
+    Elements that no shard covers stay as they are; two shards must not cover the same one.
+    """
+    fmt = get_format(fmt)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    # Bytes of two owners: (where, what has the low nibble, what has the high one).
+    edges: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for target, *of_target, width in zip(targets, shards, starts, lengths, columns, strict=True):
+        whole, end = target.view(torch.uint8).view(-1), -1
+        for piece, start, n in sorted(zip(*of_target, strict=True), key=lambda shard: shard[1]):
+            if n == 0:
+                continue
+            first, count = shard_entries(start, n, width, fmt)
+            here, piece = whole[first : first + count], piece.view(torch.uint8).view(-1)[:count]
+            begins, ends = (fmt.element.per_byte > 1 and edge % width % 2 for edge in (start, start + n))
+            if begins and start == end:
+                edges[-1] = (*edges[-1][:2], piece[:1])
+            elif begins:
+                edges.append((here[:1], here[:1], piece[:1]))
+            if ends:
+                edges.append((here[-1:], piece[-1:], here[-1:]))
+            copies.append((here[begins : count - ends], piece[begins : count - ends]))
+            end = start + n
+    if copies:
+        _compat.foreach_copy_([target for target, _ in copies], [piece for _, piece in copies])
+    if edges:
+        at, low, high = zip(*edges)
+        merged = torch.cat(low) & 0x0F | torch.cat(high) & 0xF0
+        _compat.foreach_copy_(list(at), list(merged.split(1)))

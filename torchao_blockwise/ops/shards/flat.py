@@ -1,4 +1,4 @@
-"""Flat shards of tensors: the value that they travel as, their blocks and payload entries, what callers must give."""
+"""Flat shards of tensors: the value that they travel as, and the blocks and payload entries that they take."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, get_format
+from torchao_blockwise.formats import BlockFormat, get_format
 from torchao_blockwise.ops.registry import by_name
 
-# Where `partial_cast_` writes: the whole payload, the entries that hold the shard, or one code an entry.
+# Where a cast writes: the whole payload, the entries that hold the shard, or one code an entry.
 WHOLE, ENTRIES, CODES = "whole", "entries", "codes"
 
 
@@ -36,15 +36,34 @@ class Shards(NamedTuple):
     dtype: torch.dtype
     fmt: BlockFormat
 
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        fmt: BlockFormat,
+        first_blocks: Sequence[int] | None = None,
+    ) -> Shards:
+        """Flat, contiguous shards [n] of tensors [.., h, w]; by default the blocks of one tensor follow another's."""
+        if first_blocks is None:
+            first_blocks = list(itertools.accumulate((block_count(shape, fmt) for shape in shapes), initial=0))[:-1]
+        for x, start, shape in zip(tensors, starts, shapes, strict=True):
+            # Kernels would read and write outside of the tensors.
+            assert x.dim() == 1 and x.is_contiguous() and 0 <= start <= start + x.numel() <= math.prod(shape)
+        flat = [size for *batch, rows, columns in shapes for size in (math.prod(batch), rows, columns)]
+        return cls([x.detach() for x in tensors], list(starts), flat, list(first_blocks), dtype, fmt)
+
     def each(self) -> list[Shard]:
         shapes = zip(self.shapes[0::3], self.shapes[1::3], self.shapes[2::3])
         return list(map(Shard, self.tensors, self.starts, shapes, self.first_blocks))
 
 
-def block_count(shape: Sequence[int], fmt: BlockFormat | str) -> int:
+def block_count(shape: Sequence[int], fmt: BlockFormat) -> int:
     """Blocks of a tensor [.., h, w]: leading dims · ⌈h/R⌉ · ⌈w/C⌉."""
     *batch, rows, columns = shape
-    return math.prod((*batch, *get_format(fmt).grid(rows, columns)))
+    return math.prod((*batch, *fmt.grid(rows, columns)))
 
 
 def shard_entries(start: int, n: int, columns: int, fmt: BlockFormat | str) -> tuple[int, int]:
@@ -62,88 +81,16 @@ def shard_entries(start: int, n: int, columns: int, fmt: BlockFormat | str) -> t
     return first, last - first + 1
 
 
+def target_entries(start: int, n: int, shape: Sequence[int], fmt: BlockFormat, into: str) -> tuple[int, int]:
+    """(first, count) of the entries that a cast of elements [start, start + n) writes to; see `partial_cast_op`."""
+    if into == WHOLE:
+        return 0, math.prod(fmt.qdata_shape(*shape))
+    return shard_entries(start, n, shape[-1], fmt) if into == ENTRIES else (start, n)
+
+
 def cuts_no_block(start: int, n: int, shape: Sequence[int], fmt: BlockFormat) -> bool:
     """Whether the elements [start, start + n) of a tensor [.., h, w] hold all of each block that they touch."""
     *_, rows, columns = shape
     if n == 0:
         return True
     return all(edge % columns == 0 and edge // columns % rows % fmt.block[0] == 0 for edge in (start, start + n))
-
-
-def target_size(n: int, start: int, shape: Sequence[int], fmt: BlockFormat, into: str) -> int:
-    """Bytes of what `partial_cast_` writes to."""
-    if into == WHOLE:
-        return math.prod(fmt.qdata_shape(*shape))
-    return shard_entries(start, n, shape[-1], fmt)[1] if into == ENTRIES else n
-
-
-def described(x: torch.Tensor) -> str:
-    return f"{x.dtype} of shape {list(x.shape)}" + ("" if x.is_contiguous() else ", not contiguous")
-
-
-def entries_of(shards: Shards, into: str) -> tuple[list[int], bool]:
-    """(the payload entry that each of `partial_cast_`'s targets begins with, whether entries hold several elements)."""
-    element = shards.fmt.element
-    packed = into != CODES and element.per_byte > 1
-    if into == WHOLE:
-        return [0] * len(shards.starts), packed
-    if not packed:
-        return shards.starts, packed
-    return [shard_entries(x.start, x.x.numel(), x.shape[-1], shards.fmt)[0] for x in shards.each()], packed
-
-
-def place_blocks(op: str, counts: list[int], first_blocks: Sequence[int] | None) -> tuple[list[int], int]:
-    """(where each tensor's blocks begin, blocks that a buffer must have)."""
-    if first_blocks is None:
-        ends = list(itertools.accumulate(counts))
-        return [end - count for end, count in zip(ends, counts)], ends[-1] if ends else 0
-    if len(first_blocks) != len(counts):
-        raise ValueError(f"{op}: {len(counts)} tensors need as many first_blocks, got {len(first_blocks)}")
-    return list(first_blocks), max((first + count for first, count in zip(first_blocks, counts)), default=0)
-
-
-def check_shards(
-    op: str,
-    tensors: Sequence[torch.Tensor],
-    starts: Sequence[int],
-    shapes: Sequence[Sequence[int]],
-    first_blocks: Sequence[int] | None,
-    dtype: torch.dtype,
-    fmt: BlockFormat,
-) -> tuple[Shards, int]:
-    """(the shards, blocks that a buffer must have); raises as `partial_block_amax` says."""
-    for shape in shapes:
-        if len(shape) < 2:
-            raise ValueError(f"{op}: shapes must be [.., h, w], got {list(shape)}")
-    places, total = place_blocks(op, [block_count(shape, fmt) for shape in shapes], first_blocks)
-    if not len(tensors) == len(starts) == len(shapes):
-        sizes = [len(x) for x in (tensors, starts, shapes)]
-        raise ValueError(f"{op}: shards, starts and shapes must be as many, got {sizes}")
-    if dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
-    for x, start, shape in zip(tensors, starts, shapes):
-        if x.dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(f"{op}: a shard must be bfloat16, float16 or float32, got {x.dtype}; cast it first")
-        if x.dim() != 1 or not x.is_contiguous():
-            raise ValueError(f"{op}: a shard must be flat and contiguous, got {described(x)}; flatten it")
-        if not 0 <= start <= start + x.numel() <= math.prod(shape):
-            got = f"elements [{start}, {start + x.numel()})"
-            raise ValueError(f"{op}: {got} do not lie in a tensor of shape {list(shape)}")
-    flat = [size for *batch, rows, columns in shapes for size in (math.prod(batch), rows, columns)]
-    return Shards([x.detach() for x in tensors], list(starts), flat, places, dtype, fmt), total
-
-
-def check_buffer(op: str, name: str, buffer: torch.Tensor, dtype: torch.dtype, blocks: int) -> None:
-    if buffer.dtype != dtype or buffer.dim() != 1 or buffer.numel() < blocks or not buffer.is_contiguous():
-        raise ValueError(f"{op}: {name} must be {dtype} of at least {blocks} blocks, got {described(buffer)}")
-
-
-def check_devices(op: str, tensors: Sequence[torch.Tensor]) -> None:
-    devices = {x.device for x in tensors}
-    if len(devices) > 1:
-        raise ValueError(f"{op}: all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}")
-
-
-def flat_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same memory as flat uint8 tensors, of contiguous tensors of 1-byte elements."""
-    return [x.view(torch.uint8).view(-1) for x in tensors]

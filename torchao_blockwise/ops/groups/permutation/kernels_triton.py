@@ -35,9 +35,6 @@ _COUNT, _PIECE, _SORT_WARPS = 512, 128, 4
 _TABLE, _TABLE_STAGES = 4096, 4
 # Up to here programs count all assignments themselves, in two steps at most: sooner done than another launch.
 _FEW = 2 * _COUNT
-# A histogram of 1024 experts spills on sm_80, and the table that each program sums grows with them.
-# Numbers of assignments, a step beyond the last too, are int32.
-MAX_EXPERTS, MAX_ASSIGNMENTS = 512, 2**31 - 1 - _CHUNKS - _COUNT
 
 
 @triton.jit
@@ -231,7 +228,7 @@ def _flat(weights: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def permute(x: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(tokens, source, group_ends) of at most MAX_ASSIGNMENTS to at most MAX_EXPERTS experts; see `ops.permute`."""
+    """(tokens, source, group_ends); see `ops.permute`."""
     if expert_ids.numel() == 0:
         source, group_ends = (x.new_zeros(n, dtype=torch.int32) for n in (0, experts))
         return x.new_empty(0, x.shape[1]), source, group_ends

@@ -21,8 +21,8 @@ group are one group behind the last, -1.
 
 Blocks (ops/device/groups.py) lead what quantizes: each group starts one.
 
-Without tables, each producer and consumer of a product would read all ends and sum them up for each tile. All depend on
-the ends and on the number of tokens alone, so layers make them once, and save them for backward. They are no cache,
+Without tables, each producer and consumer of a product would read all ends and sum them up for each tile. All depend
+only on the ends and on the number of tokens, so layers make them once, and save them for backward. They are no cache,
 which would know them by the identity of the ends, and be stale where a CUDA graph is replayed in part. Ends that
 decrease or lie outside the tokens are clamped as everywhere: no entry leads outside the tensors.
 """
@@ -44,12 +44,11 @@ def make_groups(
 ) -> Groups:
     """Groups of `tokens` tokens, with tables of where they lie, made once for all operations on them.
 
-    Each of these operations makes what it needs of them itself, in a launch of its own, where it is given the ends
-    alone.
+    Given only the ends, each of these operations makes what it needs of them itself, in another launch.
     ends: int32 [E], cumulative, on the tokens' device, as in `quantize`.
     fmt: what the tokens are quantized to, of one-row blocks, fp8_1x128 | nvfp4_1x16.
-    Tables are int32 [entries, 4] on that device, for kernels alone to read; how many entries there are depends on
-    `tokens` and E. They belong to these values of the ends: make them anew where those change.
+    Tables are int32 [entries, 4] on that device, which only kernels read; how many entries there are depends on
+    `tokens` and E. They belong to these values of the ends: make them again where those change.
     Raises TypeError for a dtype, ValueError for shapes, ends, a format or backend that does not exist.
     """
     fmt = get_format(fmt)

@@ -1,6 +1,6 @@
 """Tables of groups in Triton, in one launch: a program a group, and one for the tokens of no group.
 
-Each loads all ends at once, sums up where its group's entries begin in each table, and writes them, so many at a time.
+Each loads all ends at once, sums up where its group's entries begin in each table, and writes them, 128 at a time.
 """
 
 import torch
@@ -37,7 +37,7 @@ def _write_entry(ptrs, mask, first, second, third, fourth):
 
 @triton.jit
 def _write_entries(table_ptr, count, first, step, second, third, fourth):
-    """So many entries: the first field of each is `step` more than of the one before, others are alike."""
+    """Write `count` entries: the first field of each is `step` more than of the one before, others are alike."""
     for written in range(0, count, _CHUNK):
         i = written + tl.arange(0, _CHUNK)
         _write_entry(table_ptr + i * _FIELDS, i < count, first + i * step, second, third, fourth)
@@ -89,7 +89,7 @@ def _group_tables_kernel(
 
 
 def group_tables(ends: torch.Tensor, tokens: int, fmt: BlockFormat, padded: int | None = None) -> torch.Tensor:
-    """The tables of `ops.make_groups`. padded: of so many tokens with their padding, where that is known."""
+    """The tables of `ops.make_groups`. padded: the number of tokens with their padding, where that is known."""
     groups, block = ends.shape[0], fmt.block[1]
     layout = layout_of(tokens, groups, block)
     padded = padded_tokens(tokens, groups, block) if padded is None else padded

@@ -12,7 +12,7 @@ from torchao_blockwise.ops.groups.ends import check_group_ends, padded_tokens, s
 
 # Of every entry of every table: 16 bytes, so that each table begins on a multiple of them.
 FIELDS = SCHEDULE_FIELDS
-# Tiles of rows that there are schedules for.
+# Rows of tiles, each with a schedule.
 HEIGHTS = tuple(sorted({build.tile_m for build in BUILDS}, reverse=True))
 
 
@@ -50,43 +50,35 @@ def count_rows(tokens: int, groups: int, tile: int) -> int:
 def check_groups(
     op: str, groups: Groups | None, tokens: int, device: torch.device, block: int, *, padded: bool = False
 ) -> None:
-    """Raise unless `groups` are None, or of so many tokens on `device`, with tables for blocks that are `block` long.
+    """Raise unless `groups` are None, or of `tokens` tokens on `device`, with tables for blocks that are `block` long.
 
     For implementations and fakes of operations; of the ends, see `check_group_ends`.
     padded: `tokens` are those of a columnwise copy, of which how many there were before is known within a block.
     Of the tables, another number of tokens is seen where it changes the length; other ends are not seen: those are on
-    the device. Raises TypeError for a dtype, ValueError for a shape, strides or a device.
+    the device. Raises TypeError for the ends' dtype, ValueError for all else.
     """
     if groups is None:
         return
     check_group_ends(op, groups.ends, tokens, device)
-    tables = groups.tables
-    if tables is None:
+    if groups.tables is None:
         return
-    if tables.dtype != torch.int32:
-        raise TypeError(f"{op}: tables of groups must be int32, got {tables.dtype}; make them by ops.make_groups")
-    if tables.device != device:
-        got = f"{device}, got {tables.device}"
-        raise ValueError(f"{op}: tables of groups must be on the device of the ends {got}; make them there")
-    count, shape = groups.ends.shape[0], tables.shape
-    if len(shape) == 2 and type(shape[0]) is type(tokens) is int:
-        least, most = _before_padding(tokens, count, block) if padded else (tokens, tokens)
-        fits = layout_of(least, count, block).length <= shape[0] <= layout_of(most, count, block).length
-        fits = fits and shape[1] == FIELDS and tables.is_contiguous()
-    else:
+    got, count = groups.tables, groups.ends.shape[0]
+    fits = got.dtype == torch.int32 and got.device == device and got.dim() == 2
+    if fits and type(got.shape[0]) is type(tokens) is int:
         # Sizes of traced tokens are no more than symbols.
-        fits = len(shape) == 2
+        least, most = _before_padding(tokens, count, block) if padded else (tokens, tokens)
+        fits = layout_of(least, count, block).length <= got.shape[0] <= layout_of(most, count, block).length
+        fits = fits and got.is_contiguous()
     if not fits:
-        wanted = f"{count} ends, {tokens} tokens{' with their padding' if padded else ''} and blocks of {block}"
+        wanted = f"{count} ends, {tokens} tokens{' with their padding' * padded} and blocks of {block}"
         raise ValueError(
-            f"{op}: tables of groups must be what ops.make_groups makes of {wanted}, contiguous [entries, {FIELDS}],"
-            f" got shape {list(shape)}, stride {tables.stride()}; make them of the same ends, tokens and format, or"
-            " pass the ends alone"
+            f"{op}: tables of groups must be what ops.make_groups makes of {wanted} on {device}, got {got.dtype} of "
+            f"shape {list(got.shape)} on {got.device}; make them of the same ends, tokens and format, or pass the ends"
         )
 
 
 def _before_padding(padded: int, groups: int, block: int) -> tuple[int, int]:
-    """The fewest and the most tokens of which `padded_tokens` makes so many."""
+    """The fewest and the most tokens of which `padded_tokens` makes `padded`."""
     if padded < groups * block:
         # Fewer tokens than groups: a block each.
         return padded // block, padded // block

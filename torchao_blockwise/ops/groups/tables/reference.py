@@ -47,7 +47,7 @@ def _ceil_div(x: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _group_of_entries(counts: torch.Tensor, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(group, number within it) of each of so many entries, of which groups have `counts`; the rest are the last's."""
+    """(group, number within it) of each of the `entries`, of which groups have `counts`; the rest are the last's."""
     last = counts.cumsum(0)
     entry = torch.arange(entries, device=counts.device)
     group = torch.searchsorted(last, entry, right=True).clamp(max=len(counts) - 1)

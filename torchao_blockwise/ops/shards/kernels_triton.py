@@ -9,7 +9,7 @@ in the shard:
       │▀▀▘│   │   │      ▘  and ends
       └───┴───┴───┘
 
-Shards of which every address and size allows it move 16 bytes at a time; they take a launch of their own. A byte that
+Shards of which every address and size allows it move 16 bytes at a time; they take a separate launch. A byte that
 the shard shares with a neighbor, its first or its last, is read first and written back with the neighbor's nibble.
 """
 
@@ -31,13 +31,13 @@ from torchao_blockwise.ops.device.tables import (
     make_table,
 )
 from torchao_blockwise.ops.launch import ceil_div, launch
-from torchao_blockwise.ops.shards.flat import Shards, entries_of
+from torchao_blockwise.ops.shards.flat import CODES, WHOLE, Shards, target_entries
 
 # (tile rows, tile columns, warps) by element, and where elements move one by one and each has an address. A tile lies
 # in one block, or holds whole ones.
 _TILES = {"e4m3": (128, 128, 8), "e2m1": (64, 128, 4)}
 _UNALIGNED_TILE = (32, 128, 8)
-_CHUNK, _CHUNK_WARPS = 1024, 4  # blocks of a program that works on those alone
+_CHUNK, _CHUNK_WARPS = 1024, 4  # blocks of a program that works only on those
 
 _TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -279,78 +279,77 @@ def _block_scales_kernel(
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
-def _launches(shards: Shards, targets: list[int], first_entries: list[int], of_blocks: bool = False):
-    """(table, constants) of each launch: shards whose sizes and addresses allow it move 16 bytes at a time.
+def _launch(kernel, shards: Shards, of_blocks: torch.Tensor, targets=None, into=WHOLE, blocks=False, **options) -> None:
+    """Run `kernel` on the shards; those whose sizes and addresses allow it move 16 bytes at a time.
 
-    targets: addresses of each shard's target, first_entries: the entry that it begins with; zeros where there is none.
-    of_blocks: whether a tile must be a block, also where elements move one by one.
+    blocks: whether a tile must be a block, also where elements move one by one.
     """
     fmt, each = shards.fmt, shards.each()
+    addresses = [0] * len(each) if targets is None else [target.data_ptr() for target in targets]
     # Elements that take 16 bytes of payload.
     wide = ALIGNMENT * fmt.element.per_byte
 
     def kind(i: int):
         x, start, shape, _ = each[i]
         aligned = all(size % wide == 0 for size in (start, x.numel(), shape[-1]))
-        return x.dtype, wide if aligned and (x.data_ptr() | targets[i]) % ALIGNMENT == 0 else 1
+        return x.dtype, wide if aligned and (x.data_ptr() | addresses[i]) % ALIGNMENT == 0 else 1
 
     for (dtype, align), group in grouped((i for i, shard in enumerate(each) if shard.x.numel()), kind):
-        tile_m, tile_k, warps = _TILES[fmt.element.name] if align > 1 or of_blocks else _UNALIGNED_TILE
+        tile_m, tile_k, warps = _TILES[fmt.element.name] if align > 1 or blocks else _UNALIGNED_TILE
 
         def row(i: int, tile_m=tile_m, tile_k=tile_k):
             """From the tile with a shard's first row to the one with its last."""
-            x, start, (_, rows, columns), first_block = each[i]
+            x, start, shape, first_block = each[i]
+            _, rows, columns = shape
             tiles_m, tiles_k, end = ceil_div(rows, tile_m), ceil_div(columns, tile_k), start + x.numel()
             first, last = (
                 element // columns // rows * tiles_m + element // columns % rows // tile_m
                 for element in (start, end - 1)
             )
+            first_entry, _ = target_entries(start, x.numel(), shape, fmt, into)
             return (
-                (last - first + 1) * tiles_k, x.data_ptr(), targets[i], start, end, rows, columns,
-                first * tiles_k, first_block, first_entries[i], fmt.element.packed(columns),
+                (last - first + 1) * tiles_k, x.data_ptr(), addresses[i], start, end, rows, columns,
+                first * tiles_k, first_block, first_entry, fmt.element.packed(columns),
             )  # fmt: skip
 
-        constants = {"DTYPE": _TL_DTYPES[dtype], "ROUNDED_TO": _TL_DTYPES[shards.dtype], "ALIGN": align}
-        constants |= {"TILE_M": tile_m, "TILE_K": tile_k, "BLOCK": fmt.block[0], "num_warps": warps}
-        yield make_table(map(row, group), shards.tensors[0].device), constants
+        table = make_table(map(row, group), of_blocks.device)
+        assert table is not None, "shards with elements"
+        launch(
+            kernel, table.programs, table.tensor, of_blocks, table.rows,
+            DTYPE=_TL_DTYPES[dtype], ROUNDED_TO=_TL_DTYPES[shards.dtype], ALIGN=align,
+            TILE_M=tile_m, TILE_K=tile_k, BLOCK=fmt.block[0], num_warps=warps, **options,
+        )  # fmt: skip
 
 
 def partial_block_amax_(amax_bits: torch.Tensor, shards: Shards) -> None:
-    """Raise `amax_bits` to the amax of each block ∩ shard; see `ops.partial_block_amax`."""
-    none = [0] * len(shards.tensors)
-    for table, constants in _launches(shards, none, none):
-        launch(_partial_block_amax_kernel, table.programs, table.tensor, amax_bits, table.rows, **constants)
+    """Raise `amax_bits` to the amax of each block ∩ shard."""
+    _launch(_partial_block_amax_kernel, shards, amax_bits)
 
 
 def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Tensor, into: str) -> None:
-    """Write the elements of each shard to its target's bytes; see `ops.partial_cast_`."""
-    first_entries, packed = entries_of(shards, into)
+    """Write the elements of each shard to its target's bytes."""
     element = shards.fmt.element
-    for table, constants in _launches(shards, [target.data_ptr() for target in targets], first_entries):
-        launch(
-            _partial_cast_kernel, table.programs, table.tensor, encode, table.rows,
-            E4M3_ELEMENTS=element is E4M3, PACKED=packed, ELEMENT_MAX=element.max, **constants,
-        )  # fmt: skip
+    _launch(
+        _partial_cast_kernel, shards, encode, targets, into,
+        E4M3_ELEMENTS=element is E4M3, PACKED=into != CODES and element is not E4M3, ELEMENT_MAX=element.max,
+    )  # fmt: skip
 
 
 def whole_block_cast_(
     targets: list[torch.Tensor], amax_bits: torch.Tensor, shards: Shards, power_of_2_scales: bool, into: str
 ) -> None:
-    """Write the amaxes of the shards' blocks and their elements; see `ops.whole_block_cast_`."""
-    first_entries, _ = entries_of(shards, into)
+    """Write the amaxes of the shards' blocks and their elements."""
     fmt = shards.fmt
-    addresses = [target.data_ptr() for target in targets]
-    for table, constants in _launches(shards, addresses, first_entries, of_blocks=True):
-        launch(
-            _whole_block_cast_kernel, table.programs, table.tensor, amax_bits, table.rows,
-            ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=power_of_2_scales, **constants,
-        )  # fmt: skip
+    _launch(
+        _whole_block_cast_kernel, shards, amax_bits, targets, into, blocks=True,
+        ELEMENT_MAX=fmt.element.max, MIN_AMAX=fmt.min_amax, POWER_OF_2=power_of_2_scales,
+    )  # fmt: skip
 
 
 def block_scales_(
     encode, scales, global_scales, amax_bits, first_blocks, fmt: BlockFormat, power_of_2_scales: bool
 ) -> None:
-    """Write encode factors, scale grids and global scales of many tensors; see `ops.block_scales_`."""
+    """Write encode factors, scale grids and global scales of many tensors."""
     matrices = [scale.numel() for scale in global_scales] if fmt.has_global_scale else [1] * len(scales)
     *first_amaxes, amaxes = itertools.accumulate(matrices, initial=0)
 

@@ -1,4 +1,4 @@
-"""Partial cast: shards quantized apart have the bits of the whole, for every split, and touch nothing else."""
+"""Flat shards: quantized apart they are bitwise identical to the whole, for every split, and touch nothing else."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from shard_cases import (
 
 from torchao_blockwise import ops
 from torchao_blockwise.formats import FORMATS, FP8_128X128, NVFP4_16X16, Scales
-from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, WHOLE, block_count
+from torchao_blockwise.ops import shards
+from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, WHOLE, Shards, block_count
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, with_special_values
-
-library = torch.ops.torchao_blockwise
 
 
 @backends
@@ -53,38 +52,32 @@ def test_shards_that_move_16_bytes_at_a_time(fmt, dtype, backend, device):
     check_split(w, cut(w, (32, 32 * 700, 32 * 701)), fmt, torch.bfloat16, backend, aligned=True)
 
 
+def special(value):
+    """Values that a NaN or an Inf, and a zero, lie among."""
+
+    def change(w, fmt):
+        w[32, 3], w[0, 0], w[0, 1] = value, float("inf"), 0.0
+        return w
+
+    return change
+
+
+VALUES = {
+    "zeros": lambda w, fmt: torch.where(torch.arange(w.numel(), device=w.device).view(w.shape) > 0, 0.0, -0.0),
+    # Masters are rounded to the weight's dtype first; fp16 from large values gives Inf, as a cast does.
+    **{str(dtype)[6:]: lambda w, fmt, dtype=dtype: with_special_values(w, fmt).to(dtype) for dtype in DTYPES},
+    **{str(x): special(x) for x in (float("nan"), float("inf"), -float("inf"))},
+    "-nan": special(-float("nan")),
+}
+
+
 @backends
-@pytest.mark.parametrize("master", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("change", VALUES.values(), ids=VALUES)
 @formats
-def test_masters_of_any_dtype(fmt, master, backend, device):
-    """Masters are rounded to the weight's dtype first; fp16 from large values gives Inf, as a cast does."""
-    w = with_special_values(random_tensor(33, 150, device=device), fmt).to(master)
+def test_masters_of_any_dtype_and_values(fmt, change, backend, device):
+    w = change(random_tensor(33, 150, device=device), fmt)
     for dtype in DTYPES:
         check_split(w, cut(w, (1001, 3000)), fmt, dtype, backend)
-
-
-@backends
-def test_power_of_2_scales(backend, device):
-    w = random_tensor(130, 200, device=device)
-    check_split(w, cut(w, (12345,)), FP8_128X128, torch.bfloat16, backend, power_of_2=True)
-
-
-@backends
-@pytest.mark.parametrize("value", (float("nan"), -float("nan"), float("inf"), -float("inf")), ids=str)
-@formats
-def test_nan_and_inf_reach_all_ranks(fmt, value, backend, device):
-    w = random_tensor(150, 290, device=device)
-    w[140, 3] = value
-    w[0, 0], w[0, 1] = float("inf"), 0.0
-    check_split(w, cut(w, (20001, 40000)), fmt, torch.bfloat16, backend)
-
-
-@backends
-@formats
-def test_zeros(fmt, backend, device):
-    w = torch.zeros(33, 51, device=device)
-    w[0, 0] = -0.0
-    check_split(w, cut(w, (17,)), fmt, torch.bfloat16, backend)
 
 
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -109,29 +102,25 @@ def test_drawn_splits(backend, fmt, data, device):
 @backends
 @formats
 def test_a_list_is_as_each_alone(fmt, backend, device):
-    _, parts, expected = many(fmt, device)
-    dtype = torch.bfloat16
-    buffer = None
-    for rank in range(3):
-        starts, shards = zip(*(p[rank] for p in parts))
-        amax_bits = ops.partial_block_amax(shards, starts, SHAPES, fmt, dtype=dtype, backend=backend)
-        buffer = amax_bits if buffer is None else torch.maximum(buffer, amax_bits)
+    ranks, expected = many(fmt, device)
+    bits = torch.zeros(sum(block_count(s, fmt) for s in SHAPES), dtype=torch.int32, device=device)
+    for rank in ranks:
+        shards.partial_block_amax_op(bits, rank, backend)
     scales = [torch.zeros_like(q.scale) for q in expected]
-    global_scales = [torch.zeros((), device=device) for _ in expected] if fmt.has_global_scale else None
-    encode = ops.block_scales_(scales, global_scales, buffer, fmt, backend=backend)
+    global_scales = [torch.zeros((), device=device) for _ in expected] if fmt.has_global_scale else []
+    encode = torch.empty_like(bits, dtype=torch.float32)
+    shards.block_scales_op(encode, scales, global_scales, bits, ranks[0].first_blocks, fmt, False, backend)
     targets = [payload(fmt, s, device=device) for s in SHAPES]
     pieces = []
-    for rank in range(3):
-        starts, shards = zip(*(p[rank] for p in parts))
-        ops.partial_cast_(targets, shards, starts, SHAPES, encode, fmt, dtype=dtype, backend=backend)
-        sizes = [ops.shard_entries(s, x.numel(), shape[-1], fmt)[1] for s, x, shape in zip(starts, shards, SHAPES)]
+    for rank in ranks:
+        shards.partial_cast_op(targets, rank, encode, WHOLE, backend)
+        sizes = [ops.shard_entries(x.start, x.x.numel(), x.shape[-1], fmt)[1] for x in rank.each()]
         pieces.append([torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes])
-        ops.partial_cast_(pieces[-1], shards, starts, SHAPES, encode, fmt, dtype=dtype, into=ENTRIES, backend=backend)
+        shards.partial_cast_op(pieces[-1], rank, encode, ENTRIES, backend)
     merged = [payload(fmt, s, 0x77, device) for s in SHAPES]
-    starts = [[start for start, _ in p] for p in parts]
-    lengths = [[x.numel() for _, x in p] for p in parts]
-    columns = [s[-1] for s in SHAPES]
-    ops.merge_shards_(merged, list(map(list, zip(*pieces))), starts, lengths, columns, fmt, backend=backend)
+    starts = list(zip(*(rank.starts for rank in ranks)))
+    lengths = list(zip(*([x.numel() for x in rank.tensors] for rank in ranks)))
+    ops.merge_shards_(merged, list(zip(*pieces)), starts, lengths, [s[-1] for s in SHAPES], fmt)
     for i, q in enumerate(expected):
         assert_bitwise_equal(scales[i], q.scale, f"scale {i}")
         assert_bitwise_equal(targets[i], q.qdata.view(torch.uint8), f"payload {i}")
@@ -142,60 +131,44 @@ def test_a_list_is_as_each_alone(fmt, backend, device):
 
 @backends
 @formats
-def test_shards_of_one_tensor_in_one_call(fmt, backend, device):
-    """Amaxes of blocks that several shards of a list touch are joined."""
-    w = random_tensor(150, 290, device=device)
-    starts, shards = zip(*cut(w, (100, 20001, 20002)))
-    bits = ops.partial_block_amax(
-        shards, starts, [w.shape] * 4, fmt, dtype=torch.bfloat16, first_blocks=[0] * 4, backend=backend
-    )
-    assert_bitwise_equal(bits, amaxes([(0, w.flatten())], w.shape, fmt, torch.bfloat16, backend))
-
-
-@backends
-@formats
 def test_places_in_a_common_buffer(fmt, backend, device):
-    """What other lists have in the buffer stays, and amaxes are only raised."""
-    w = random_tensor(33, 150, device=device)
+    """Values of other lists in the buffer stay; amaxes are only raised, those of blocks that shards share too."""
+    w = random_tensor(150, 290, device=device)
     count = block_count(w.shape, fmt)
     high = torch.tensor(1e30, device=device).view(torch.int32)
     buffer = torch.full((count + 7,), 123, dtype=torch.int32, device=device)
     buffer[5 : 5 + count] = 0
     buffer[5] = high
-    whole = [w.flatten()], [0], [w.shape]
-    got = ops.partial_block_amax(*whole, fmt, dtype=torch.float32, out=buffer, first_blocks=[5], backend=backend)
-    assert got is buffer
+    starts, parts = zip(*cut(w, (100, 20001, 20002)))
+    rank = Shards.of(parts, starts, [w.shape] * 4, torch.float32, fmt, [5] * 4)
+    shards.partial_block_amax_op(buffer, rank, backend)
     assert buffer[:5].tolist() == [123] * 5 and buffer[5 + count :].tolist() == [123] * 2 and buffer[5] == high
-    alone = ops.partial_block_amax(*whole, fmt, dtype=torch.float32, backend=backend)
+    alone = amaxes([(0, w.flatten())], w.shape, fmt, torch.float32, backend)
     assert_bitwise_equal(buffer[6 : 5 + count], alone[1:])
 
 
 @formats
 def test_launches_do_not_grow_with_the_list(fmt, device, monkeypatch):
-    from torchao_blockwise.ops.shards.merge import kernels_triton as merge
-    from torchao_blockwise.ops.shards.partial_cast import kernels_triton as cast
-
+    kernels = pytest.importorskip("torchao_blockwise.ops.shards.kernels_triton")
     launches = []
-    for module in (cast, merge):
-        make = module.make_table
-        monkeypatch.setattr(module, "make_table", lambda *args, make=make: launches.append(1) or make(*args))
+    make = kernels.make_table
+    monkeypatch.setattr(kernels, "make_table", lambda *args: launches.append(1) or make(*args))
 
     def run(count):
         launches.clear()
         w = [random_tensor(32, 64, device=device, seed=i) for i in range(count)]
-        shards, starts, shapes = [x.flatten() for x in w], [0] * count, [x.shape for x in w]
-        options = {"dtype": torch.bfloat16, "backend": "triton"}
-        amax_bits = ops.partial_block_amax(shards, starts, shapes, fmt, **options)
+        rank = Shards.of([x.flatten() for x in w], [0] * count, [x.shape for x in w], torch.bfloat16, fmt)
         q = [quantize(x, fmt, torch.bfloat16) for x in w]
-        global_scales = [x.global_scale for x in q] if fmt.has_global_scale else None
-        encode = ops.block_scales_([x.scale for x in q], global_scales, amax_bits, fmt, backend="triton")
-        targets = [payload(fmt, s, device=device) for s in shapes]
-        ops.partial_cast_(targets, shards, starts, shapes, encode, fmt, **options)
-        pieces, lengths = [[t.view(-1)] for t in targets], [[2048]] * count
-        ops.merge_shards_(targets, pieces, [[0]] * count, lengths, [64] * count, fmt, backend="triton")
+        bits = torch.zeros(sum(x.scale.numel() for x in q), dtype=torch.int32, device=device)
+        encode = torch.empty_like(bits, dtype=torch.float32)
+        shards.partial_block_amax_op(bits, rank, "triton")
+        global_scales = [x.global_scale for x in q if fmt.has_global_scale]
+        scales = [x.scale for x in q]
+        shards.block_scales_op(encode, scales, global_scales, bits, rank.first_blocks, fmt, False, "triton")
+        shards.partial_cast_op([payload(fmt, x.shape, device=device) for x in w], rank, encode, WHOLE, "triton")
         return len(launches)
 
-    assert run(1) == run(7) == 4
+    assert run(1) == run(7) == 3
 
 
 # --- shards that cut no block -----------------------------------------------------------------------------------------
@@ -216,7 +189,7 @@ WHOLE_SPLITS = {
 @pytest.mark.parametrize("power_of_2", (False, True), ids=("scales", "powers of 2"))
 @pytest.mark.parametrize(("shape", "cuts"), WHOLE_SPLITS.values(), ids=WHOLE_SPLITS)
 def test_one_read_gives_the_bits_of_two(shape, cuts, power_of_2, dtype, backend, device):
-    """Amaxes and payload, of the shards alone; and the scales that follow."""
+    """Amaxes and payload, only of the shards; and the scales that follow."""
     fmt, w = FP8_128X128, random_tensor(*shape, device=device)
     if w.numel() > 300:
         w.view(-1)[-1], w.view(-1)[1] = float("nan"), float("inf")
@@ -224,11 +197,9 @@ def test_one_read_gives_the_bits_of_two(shape, cuts, power_of_2, dtype, backend,
     buffer = torch.zeros(block_count(shape, fmt), dtype=torch.int32, device=device)
     target, check = framed(payload(fmt, shape, device=device))
     for start, shard in parts:
-        before = target.clone()
-        bits = torch.zeros_like(buffer)
-        ops.whole_block_cast_(
-            [target], [shard], [start], [shape], bits, fmt, dtype=dtype, power_of_2_scales=power_of_2, backend=backend
-        )
+        before, bits = target.clone(), torch.zeros_like(buffer)
+        rank = Shards.of([shard], [start], [shape], dtype, fmt)
+        shards.whole_block_cast_op([target], bits, rank, power_of_2, WHOLE, backend)
         assert_bitwise_equal(bits, amaxes([(start, shard)], shape, fmt, dtype, backend), "amaxes")
         for others in (slice(None, start), slice(start + shard.numel(), None)):
             assert_bitwise_equal(target.view(-1)[others], before.view(-1)[others], "what others own")
@@ -244,20 +215,18 @@ def test_one_read_of_a_list(into, backend, device):
     """Of several dtypes and sizes, on 16 bytes and off, in places of a common buffer, into all kinds of targets."""
     fmt, dtype, cases = FP8_128X128, torch.bfloat16, list(WHOLE_SPLITS.values())
     weights = [random_tensor(*shape, dtype=DTYPES[i % 3], device=device, seed=i) for i, (shape, _) in enumerate(cases)]
-    starts, shards = zip(*(cut(w, cuts)[-1] for w, (_, cuts) in zip(weights, cases)))
+    starts, parts = zip(*(cut(w, cuts)[-1] for w, (_, cuts) in zip(weights, cases)))
     shapes = [w.shape for w in weights]
     counts = [block_count(shape, fmt) for shape in shapes]
     firsts = [3 + sum(counts[:i]) for i in range(len(counts))]
     bits = torch.zeros(sum(counts) + 5, dtype=torch.int32, device=device)
-    sizes = [w.numel() if into == WHOLE else x.numel() for w, x in zip(weights, shards)]
+    sizes = [w.numel() if into == WHOLE else x.numel() for w, x in zip(weights, parts)]
     targets = [torch.full((size,), 0x5A, dtype=torch.uint8, device=device) for size in sizes]
-    ops.whole_block_cast_(
-        targets, shards, starts, shapes, bits, fmt, dtype=dtype, into=into, first_blocks=firsts, backend=backend
-    )
-    places = {"dtype": dtype, "first_blocks": firsts, "backend": backend}
-    wanted = ops.partial_block_amax(shards, starts, shapes, fmt, out=torch.zeros_like(bits), **places)
+    rank, wanted = Shards.of(parts, starts, shapes, dtype, fmt, firsts), torch.zeros_like(bits)
+    shards.whole_block_cast_op(targets, bits, rank, False, into, backend)
+    shards.partial_block_amax_op(wanted, rank, backend)
     assert_bitwise_equal(bits, wanted, "amaxes")
-    for w, start, shard, target in zip(weights, starts, shards, targets):
+    for w, start, shard, target in zip(weights, starts, parts, targets):
         got = target[start : start + shard.numel()] if into == WHOLE else target
         whole = quantize(w, fmt, dtype).qdata.view(torch.uint8).flatten()
         assert_bitwise_equal(got, whole[start : start + shard.numel()], f"payload of {list(w.shape)}")
@@ -270,64 +239,82 @@ def test_one_read_of_a_list(into, backend, device):
 @pytest.mark.parametrize("into", (WHOLE, ENTRIES))
 def test_the_other_nibble_stays(into, backend, device):
     """Elements 3 to 8 of a row: bytes 1 to 4, of the first only the high nibble, of the last only the low one."""
-    w = torch.full((1, 16), 6.0, device=device)
-    encode, *_ = scales_of(
-        amaxes([(0, w.flatten())], w.shape, NVFP4_16X16, w.dtype, backend), w.shape, NVFP4_16X16, backend
-    )
-    count = 8 if into == WHOLE else 4
-    target = torch.full((count,), 0x1B, dtype=torch.uint8, device=device)
-    shard = w.flatten()[3:9].clone()
-    ops.partial_cast_(
-        [target.view(1, -1) if into == WHOLE else target], [shard], [3], [w.shape], encode, NVFP4_16X16,
-        dtype=w.dtype, into=into, backend=backend,
-    )  # fmt: skip
+    w, fmt = torch.full((1, 16), 6.0, device=device), NVFP4_16X16
+    encode, *_ = scales_of(amaxes([(0, w.flatten())], w.shape, fmt, w.dtype, backend), w.shape, fmt, backend)
+    target = torch.full((8 if into == WHOLE else 4,), 0x1B, dtype=torch.uint8, device=device)
+    rank = Shards.of([w.flatten()[3:9].clone()], [3], [w.shape], w.dtype, fmt)
+    shards.partial_cast_op([target], rank, encode, into, backend)
     written = [0x7B, 0x77, 0x77, 0x17]
     assert target.tolist() == ([0x1B, *written, *[0x1B] * 3] if into == WHOLE else written)
+
+
+def test_merge_leaves_what_no_shard_covers(device):
+    """Elements 1, 2 of the first row: high nibble of byte 0, low nibble of byte 1; then one of the second."""
+    target = torch.full((2, 3), 0x1B, dtype=torch.uint8, device=device)  # [2, 5]
+    pieces = [torch.tensor(x, dtype=torch.uint8, device=device) for x in ([0x76, 0x54], [0x98])]
+    ops.merge_shards_([target], [pieces], [[1, 6]], [[2, 1]], [5], "nvfp4_16x16")
+    assert target.tolist() == [[0x7B, 0x14, 0x1B], [0x9B, 0x1B, 0x1B]]
+    ops.merge_shards_([], [], [], [], [], NVFP4_16X16)
+
+
+def test_merge_of_single_elements(device):
+    """Every byte is two ranks' or a row's end; gathered in any order, with empty ranks between, padded to a length."""
+    w = random_tensor(3, 5, device=device)
+    q = quantize(w, NVFP4_16X16, torch.float32)
+    codes = NVFP4_16X16.element.unpack(q.qdata, 5).flatten().tolist()
+    starts, pieces = [7, 0, 14, 3, 1, 2, 4, 5, 6, 13, 12, 8, 9, 10, 11], []
+    for element in starts:
+        odd = element % 5 % 2
+        byte = codes[element] << 4 * odd | (0xF << 4 * (1 - odd))
+        byte &= 0xF if element % 5 == 4 else 0xFF
+        pieces.append(torch.tensor([byte, 0xEE], dtype=torch.uint8, device=device))
+    pieces.insert(4, torch.empty(0, dtype=torch.uint8, device=device))
+    starts.insert(4, 2)
+    lengths = [len(piece) // 2 for piece in pieces]
+    target = payload(NVFP4_16X16, (3, 5), device=device)
+    ops.merge_shards_([target], [pieces], [starts], [lengths], [5], NVFP4_16X16)
+    assert_bitwise_equal(target, q.qdata)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "start", "n", "columns", "expected"),
+    (
+        (FP8_128X128, 7, 9, 5, (7, 9)),
+        (NVFP4_16X16, 0, 8, 4, (0, 4)),
+        (NVFP4_16X16, 3, 6, 16, (1, 4)),
+        (NVFP4_16X16, 3, 1, 16, (1, 1)),
+        (NVFP4_16X16, 5, 5, 5, (3, 3)),
+        (NVFP4_16X16, 4, 2, 5, (2, 2)),
+        (NVFP4_16X16, 9, 0, 5, (0, 0)),
+    ),
+    ids=str,
+)
+def test_shard_entries(fmt, start, n, columns, expected):
+    assert ops.shard_entries(start, n, columns, fmt) == expected
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
 
 
-def op_calls():
-    w = random_tensor(33, 51)
-    q = quantize(w, NVFP4_16X16, torch.bfloat16)
-    blocks = block_count(w.shape, NVFP4_16X16)
-    bits, encode = torch.zeros(blocks, dtype=torch.int32), torch.ones(blocks)
-    name = "nvfp4_16x16"
-    shards = [w.flatten()[5:500].clone()], [5], [1, 33, 51], [0], torch.bfloat16, name
-    piece, codes = (
-        torch.zeros(ops.shard_entries(5, 495, 51, NVFP4_16X16)[1], dtype=torch.uint8),
-        torch.zeros(495, dtype=torch.uint8),
-    )
-    return {
-        "partial_block_amax_": (bits, *shards, "reference"),
-        "block_scales_": (encode, [q.scale], [q.global_scale], bits, [0], name, False, "reference"),
-        "partial_cast_": ([codes], *shards, encode, CODES, "reference"),
-        "whole_block_cast_": (
-            [torch.zeros(33, 51, dtype=torch.uint8)],
-            bits,
-            [w.flatten()],
-            [0],
-            [1, 33, 51],
-            [0],
-            torch.bfloat16,
-            "fp8_128x128",
-            False,
-            WHOLE,
-            "reference",
-        ),
-        "merge_shards_": ([q.qdata], [piece], [5], [495], [1], [51], name, "reference"),
-    }
-
-
-@pytest.mark.parametrize("name", op_calls())
+@pytest.mark.parametrize("name", ("partial_block_amax", "block_scales", "partial_cast", "whole_block_cast"))
 def test_opcheck(name):
-    op = getattr(library, name).default
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    w = random_tensor(33, 51)
+    fmt = FP8_128X128 if name == "whole_block_cast" else NVFP4_16X16
+    q, blocks = quantize(w, fmt, torch.bfloat16), block_count(w.shape, fmt)
+    bits, encode = torch.zeros(blocks, dtype=torch.int32), torch.ones(blocks)
+    start, n = (0, w.numel()) if name == "whole_block_cast" else (5, 495)
+    rank = Shards.of([w.flatten()[start : start + n].clone()], [start], [w.shape], torch.bfloat16, fmt)
+    rank, codes = rank._replace(fmt=fmt.name), [torch.zeros(n, dtype=torch.uint8)]
+    args = {
+        "partial_block_amax": (bits, *rank),
+        "block_scales": (encode, [q.scale], [q.global_scale], bits, [0], fmt.name, False),
+        "partial_cast": (codes, *rank, encode, CODES),
+        "whole_block_cast": (codes, bits, *rank, False, WHOLE),
+    }[name]
     # test_schema cannot compare fp8 tensors.
-    args = op_calls()[name]
-    tests = tests[1:] if name == "block_scales_" else tests
-    assert set(torch.library.opcheck(op, args, test_utils=tests).values()) == {"SUCCESS"}
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")[name == "block_scales" :]
+    op = getattr(shards, f"{name}_op").overload
+    assert set(torch.library.opcheck(op, (*args, "reference"), test_utils=tests).values()) == {"SUCCESS"}
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -340,15 +327,16 @@ def test_captured_in_a_cuda_graph_without_syncs(fmt):
     w = random_tensor(256, 512, device="cuda")
     master, start = w.flatten()[1001:90001].clone(), 1001
     q = quantize(w, fmt, torch.bfloat16)
-    amax_bits = torch.zeros(block_count(w.shape, fmt), dtype=torch.int32, device="cuda")
+    bits = torch.zeros(block_count(w.shape, fmt), dtype=torch.int32, device="cuda")
+    encode, global_scales = torch.zeros_like(bits, dtype=torch.float32), [q.global_scale] * fmt.has_global_scale
     target = payload(fmt, w.shape, device="cuda")
 
     def cast(master):
-        amax_bits.zero_()
-        whole = [master], [start], [w.shape]
-        ops.partial_block_amax(*whole, fmt, dtype=torch.bfloat16, out=amax_bits)
-        encode = ops.block_scales_([q.scale], [q.global_scale] if fmt.has_global_scale else None, amax_bits, fmt)
-        ops.partial_cast_([target], *whole, encode, fmt, dtype=torch.bfloat16)
+        bits.zero_()
+        rank = Shards.of([master], [start], [w.shape], torch.bfloat16, fmt)
+        shards.partial_block_amax_op(bits, rank, None)
+        shards.block_scales_op(encode, [q.scale], global_scales, bits, [0], fmt, False, None)
+        shards.partial_cast_op([target], rank, encode, WHOLE, None)
 
     cast(master)
     torch.cuda.synchronize()
@@ -385,9 +373,5 @@ def test_kernels_leave_formats_that_they_do_not_know_to_the_reference(block, dev
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on a GPU AUTO says that it falls short of Triton
         check_split(w, cut(w, (1001, 3000)), fmt, torch.float32, None)
-    for step in (
-        lambda: ops.partial_block_amax([w.flatten()], [0], [w.shape], fmt, dtype=w.dtype, backend="triton"),
-        lambda: check_split(w, cut(w, (1001,)), fmt, torch.float32, "triton"),
-    ):
-        with pytest.raises(ValueError, match="backend triton cannot run: halved has no kernel"):
-            step()
+    with pytest.raises(ValueError, match="backend triton cannot run: halved has no kernel"):
+        check_split(w, cut(w, (1001,)), fmt, torch.float32, "triton")

@@ -1,4 +1,4 @@
-"""The partial cast in eager torch, one tensor after the other, generic over `BlockFormat`: the bit oracle."""
+"""The cast of flat shards in eager torch, one tensor after the other, generic over `BlockFormat`: the bit oracle."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from torchao_blockwise.formats import BlockFormat
 from torchao_blockwise.ops.quantization.reference import block_amax, expand_blocks
-from torchao_blockwise.ops.shards.flat import Shard, Shards, block_count, entries_of, flat_bytes
+from torchao_blockwise.ops.shards.flat import CODES, Shard, Shards, block_count, target_entries
 
 
 def partial_block_amax_(amax_bits: torch.Tensor, shards: Shards) -> None:
-    """Raise `amax_bits` [blocks] int32 to the amax of block ∩ shard, as bits: zeros stand for what others own."""
+    """Raise `amax_bits` to the amax of each block ∩ shard."""
     for shard in shards.each():
         whole = torch.zeros(math.prod(shard.shape), dtype=torch.float32, device=shard.x.device)
         whole[shard.start : shard.start + shard.x.numel()] = shard.x.to(shards.dtype).float()
@@ -31,7 +31,7 @@ def block_scales_(
     fmt: BlockFormat,
     power_of_2_scales: bool,
 ) -> None:
-    """Write encode [blocks] f32, the stored grids and the global scales of each tensor; see `ops.block_scales_`."""
+    """Write encode factors, scale grids and global scales of each tensor."""
     for i, (scale, first) in enumerate(zip(scales, first_blocks)):
         blocks = slice(first, first + scale.numel())
         tensor_amax, matrices = None, global_scales[i].numel() if fmt.has_global_scale else 1
@@ -46,21 +46,32 @@ def block_scales_(
 
 
 def partial_cast_(targets: list[torch.Tensor], shards: Shards, encode: torch.Tensor, into: str) -> None:
-    """Write the elements of each shard to its target's bytes; see `ops.partial_cast_`."""
-    first_entries, packed = entries_of(shards, into)
-    for target, shard, first in zip(flat_bytes(targets), shards.each(), first_entries):
-        if shard.x.numel() > 0:
-            codes = _codes_of(shard, encode, shards)
-            if packed:
-                write_codes_(target, codes, shard.start, shard.shape[-1], shards.fmt, first)
-            else:
-                target[shard.start - first : shard.start - first + len(codes)] = codes
+    """Write the elements of each shard to its target's bytes."""
+    for target, shard in zip(targets, shards.each()):
+        n, columns, element = shard.x.numel(), shard.shape[-1], shards.fmt.element
+        if n == 0:
+            continue
+        payload, codes = target.view(torch.uint8).view(-1), _codes_of(shard, encode, shards)
+        if into == CODES:
+            payload.copy_(codes)
+            continue
+        # Elements that the entries of a row have room for, of which the last is a row's padding.
+        width = element.packed(columns) * element.per_byte
+        first, _ = target_entries(shard.start, n, shard.shape, shards.fmt, into)
+        at = torch.arange(shard.start, shard.start + n, device=codes.device)
+        at = at // columns * width + at % columns - first * element.per_byte
+        room = element.unpack(payload, payload.numel() * element.per_byte)
+        room[at] = codes
+        if width > columns:
+            # What pads a row belongs to the row's last element.
+            room[at[(at + first * element.per_byte) % width == columns - 1] + 1] = 0
+        payload.copy_(element.pack(room))
 
 
 def whole_block_cast_(
     targets: list[torch.Tensor], amax_bits: torch.Tensor, shards: Shards, power_of_2_scales: bool, into: str
 ) -> None:
-    """Write the amaxes of the shards' blocks, then their elements; see `ops.whole_block_cast_`."""
+    """Write the amaxes of the shards' blocks, then their elements."""
     partial_block_amax_(amax_bits, shards)
     scales = shards.fmt.compute_scales(amax_bits.view(torch.float32), None, power_of_2_scales)
     partial_cast_(targets, shards, scales.encode, into)
@@ -74,29 +85,3 @@ def _codes_of(shard: Shard, encode: torch.Tensor, shards: Shards) -> torch.Tenso
     factors = expand_blocks(grid, fmt, rows, columns).flatten()[shard.start : shard.start + n]
     payload = fmt.element.encode(shard.x.to(shards.dtype).float() * factors)
     return fmt.element.unpack(payload, n).view(torch.uint8)
-
-
-def write_codes_(
-    target: torch.Tensor, codes: torch.Tensor, start: int, columns: int, fmt: BlockFormat, first_entry: int
-) -> None:
-    """Write codes of elements [start, start + n) to a payload's bytes; what others own of a byte stays."""
-    entries, position = places_of(start, codes.numel(), columns, fmt, codes.device)
-    entries -= first_entry
-    bits, mask = fmt.element.bits, (1 << fmt.element.bits) - 1
-    for place in range(fmt.element.per_byte):
-        at = entries[position == place]
-        target[at] = (target[at] & ~(mask << bits * place) & 0xFF) | (codes[position == place] << bits * place)
-    # What pads a row belongs to the row's last element.
-    for place in range(1, fmt.element.per_byte):
-        row_ends = (torch.arange(start, start + codes.numel(), device=codes.device) + 1) % columns == 0
-        at = entries[row_ends & (position < place)]
-        target[at] &= ~(mask << bits * place) & 0xFF
-
-
-def places_of(
-    start: int, n: int, columns: int, fmt: BlockFormat, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(payload entry, place in it) of each of the elements [start, start + n)."""
-    flat = torch.arange(start, start + n, device=device)
-    row, column = flat // columns, flat % columns
-    return row * fmt.element.packed(columns) + column // fmt.element.per_byte, column % fmt.element.per_byte

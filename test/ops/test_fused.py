@@ -1,0 +1,436 @@
+"""Norms, SwiGLU and its gradients: their accuracy, their bits, and those of copies that are made in the same pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchao_blockwise import ops
+from torchao_blockwise.formats import FORMATS, FP8_1X128, NVFP4_1X16, CastOptions
+from torchao_blockwise.ops.fused import exponential, reference
+from torchao_blockwise.testing import assert_bitwise_equal, assert_operands_equal, random_tensor, shape_id
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+kinds = pytest.mark.parametrize("kind", ("rms", "layer"))
+# Empty, below a block, a block, ragged. Widths are of whole blocks, of 16s, and of neither: the merged gradient of
+# SwiGLU has a block with parts of both halves, or has not.
+SHAPES = (
+    (0, 128), (128, 0), (1, 1), (16, 16), (63, 500), (129, 127), (130, 48), (16, 256), (272, 128), (144, 400),
+)  # fmt: skip
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+backends = pytest.mark.parametrize("backend", ("reference", "triton"))
+COPIES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
+ROWWISE, BOTH = CastOptions(FP8_1X128), CastOptions(FP8_1X128, columnwise=True)
+EPS, ULP = 1e-5, torch.finfo(torch.float32).eps
+
+try:
+    import triton
+    import triton.language as tl
+
+    from torchao_blockwise.ops.device.elements import reciprocal
+except ImportError:
+    triton = None
+
+if triton is not None:
+
+    @triton.jit
+    def _reciprocal_kernel(x_ptr, y_ptr, SIZE: tl.constexpr):
+        offsets = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+        tl.store(y_ptr + offsets, reciprocal(tl.load(x_ptr + offsets)))
+
+
+# --- what is computed -------------------------------------------------------------------------------------------------
+
+
+def vectors(count, dtype=torch.float32, device="cpu"):
+    """(weight, bias), scaled so that no value is lost in 16 bits."""
+    return tuple(random_tensor(1, count, dtype=dtype, seed=s, device=device)[0] / 16 for s in (1, 2))
+
+
+def norm_of(x, kind="rms", dtype=None, weight=None, bias=None) -> ops.Norm:
+    """With the reference's statistics."""
+    statistics = ops.norm_statistics(x, kind, EPS, backend="reference")
+    return ops.Norm(x, weight, bias, *statistics, dtype or x.dtype)
+
+
+def norm_by_hand(norm):
+    """y as its definition says, an operation a line."""
+    y = norm.x.float()
+    if norm.mean is not None:
+        y = y - norm.mean[:, None]
+    y = y * norm.rstd[:, None]
+    if norm.weight is not None:
+        y = y * norm.weight.float()
+    if norm.bias is not None:
+        y = y + norm.bias.float()
+    return y.to(norm.dtype)
+
+
+def swiglu_by_hand(gate, up):
+    g = gate.float()
+    return ((g * reference.sigmoid(g)) * up.float()).to(gate.dtype)
+
+
+def gradients_by_hand(dh, gate, up):
+    d, g, u = dh.float(), gate.float(), up.float()
+    s = reference.sigmoid(g)
+    return torch.cat([x.to(gate.dtype) for x in ((d * u) * (s * (1 + g * (1 - s))), d * (g * s))], 1)
+
+
+class Activation(NamedTuple):
+    """inputs: of x, gate and up [M, K]; values: a matrix, of inputs; quantized: its copies by the fused operation."""
+
+    inputs: Callable[..., tuple[Any, ...]]
+    by_hand: Callable[..., torch.Tensor]
+    values: Callable[..., torch.Tensor]
+    quantized: Callable[..., Any]
+
+
+def _norm(kind):
+    def inputs(x, *_):
+        return (norm_of(x, kind, None, *vectors(x.shape[1], device=x.device)),)
+
+    return Activation(inputs, norm_by_hand, ops.normalize, ops.norm_quantize)
+
+
+ACTIVATIONS = {
+    "rms": _norm("rms"),
+    "layer": _norm("layer"),
+    "swiglu": Activation(lambda x, gate, up: (gate, up), swiglu_by_hand, ops.swiglu, ops.swiglu_quantize),
+    "swiglu backward": Activation(
+        lambda x, gate, up: (x, gate, up),
+        gradients_by_hand,
+        lambda *inputs, backend: torch.cat(ops.swiglu_backward(*inputs, backend=backend), 1),
+        ops.swiglu_backward_quantize,
+    ),
+}
+activations = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+
+
+def tensors(*shape, dtype=torch.bfloat16, device="cpu"):
+    """x, and gate and up as halves of one projection; the gate reaches far into both tails."""
+    m, k = shape
+    gate_up = random_tensor(m, 2 * k, dtype=dtype, device=device)
+    return random_tensor(m, k, dtype=dtype, device=device, seed=1), *gate_up.chunk(2, 1)
+
+
+def assert_copies_equal(got, expected) -> None:
+    def without_nan(t):
+        # An fp32 NaN's payload is the hardware's choice.
+        return t.nan_to_num(7.0) if t is not None and t.dtype == torch.float32 else t
+
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_operands_equal(
+                *(x._replace(scale=without_nan(x.scale), global_scale=without_nan(x.global_scale)) for x in (a, b))
+            )
+
+
+def assert_quantized(activation, inputs, options, backend) -> None:
+    """In one pass, as by the reference one operation after the other."""
+    expected = ops.quantize_by(activation.by_hand(*inputs), options, backend="reference")
+    assert_copies_equal(activation.quantized(*inputs, options, backend=backend), expected)
+
+
+# --- accuracy ---------------------------------------------------------------------------------------------------------
+
+
+def assert_statistics(got, x, kind) -> None:
+    """Those of the rows in fp64, except for some ulps."""
+    mean, rstd = got
+    exact = x.double()
+    if kind == "layer":
+        assert ((mean - exact.mean(-1)).abs() <= 1e-6 * exact.abs().mean(-1)).all()
+        # In a row of one element x - mean is exactly 0.
+        exact = exact - (exact if x.shape[1] == 1 else exact.mean(-1, keepdim=True))
+    expected = (exact.square().mean(-1) + EPS).rsqrt()
+    assert ((rstd - expected).abs() <= 5e-7 * expected).all()
+    assert (mean is None) == (kind == "rms") and rstd.dtype == torch.float32
+
+
+# Programs of eight rows that are read once, of four, two and one, and of rows in a loop; few have all of their rows.
+ROWS = {
+    shape_id(s): random_tensor(*s) for s in ((9, 1), (9, 127), (17, 512), (7, 513), (5, 1500), (3, 4096), (5, 8193))
+}
+# Squares are of differences from the mean: E[x²] - E[x]² would leave an ulp of 1000² of them.
+ROWS |= {
+    f"far from zero {columns}": torch.randn(5, columns, generator=torch.Generator().manual_seed(0)) + 1000
+    for columns in (511, 8193)
+}
+WIDE = random_tensor(10, 1000)
+ROWS |= {"slice": WIDE[:, 500:], "steps": WIDE[::2, ::2], "transposed": WIDE[:, 1:501].mT.contiguous().mT}
+
+
+@backends
+@dtypes
+@kinds
+@pytest.mark.parametrize("x", ROWS.values(), ids=ROWS)
+def test_statistics_are_those_of_the_fp64_rows(x, kind, dtype, backend, device):
+    x = x.to(device, dtype)
+    assert_statistics(ops.norm_statistics(x, kind, EPS, backend=backend), x, kind)
+
+
+@backends
+@kinds
+def test_statistics_of_bad_rows(kind, backend, device):
+    x = torch.ones(4, 40, device=device)
+    x[1, 3], x[2, 3] = float("nan"), float("inf")
+    _, rstd = ops.norm_statistics(x, kind, EPS, backend=backend)
+    assert rstd[1].isnan() and not (rstd[2] > 0) and rstd[[0, 3]].isfinite().all()
+
+
+def test_norms_agree_with_pytorchs_bits():
+    """The statistics of LayerNorm; and RMSNorm in fp32, whose products are in PyTorch's order: x · rstd, · weight."""
+    x, (weight, _) = random_tensor(64, 256), vectors(256)
+    _, mean, rstd = torch.ops.aten.native_layer_norm(x, [256], weight, weight, EPS)
+    got_mean, got_rstd = ops.norm_statistics(x, "layer", EPS, backend="reference")
+    assert ((got_rstd - rstd[:, 0]).abs() <= 4 * ULP * rstd[:, 0]).all()
+    assert ((got_mean - mean[:, 0]).abs() <= 4 * ULP * x.abs().mean(-1)).all()
+    norm = norm_of(x, weight=weight)
+    # Its rstd comes of a reciprocal square root that rounds some rows otherwise.
+    same = norm.rstd == (x.square().mean(-1) + EPS).rsqrt()
+    assert same.sum() > 32
+    assert_bitwise_equal(ops.normalize(norm)[same], F.rms_norm(x, (256,), weight, EPS)[same])
+
+
+@kinds
+@dtypes
+def test_norms_agree_with_pytorch(dtype, kind):
+    x, (weight, bias) = random_tensor(64, 300, dtype=dtype), vectors(300, dtype)
+    norm = norm_of(x, kind, None, weight, bias if kind == "layer" else None)
+    got = ops.normalize(norm)
+    if kind == "rms":
+        expected = F.rms_norm(x, (300,), weight, EPS)
+    else:
+        expected = F.layer_norm(x, (300,), weight, bias, EPS)
+    # Two roundings to the dtype differ by an ulp at most. Before them come the mean, a sum of terms of this size, rstd
+    # and the products: some ulps of fp32.
+    size = x.float().abs() + (x.float().abs().mean(-1, keepdim=True) if kind == "layer" else 0)
+    scale = size * norm.rstd[:, None] * weight.float().abs()
+    error = (got.double() - expected.double()).abs()
+    fp32 = 6 * ULP * (scale + (bias.float().abs() if kind == "layer" else 0))
+    assert (error <= fp32 + (0 if dtype == torch.float32 else torch.finfo(dtype).eps * got.double().abs())).all()
+
+
+def test_error_of_exp_and_sigmoid():
+    """That of exp's argument, whose product with log2(e) is rounded, and three roundings."""
+    x = torch.linspace(exponential.LOW, exponential.HIGH, 1_000_003)
+    exact = x.double().exp()
+    assert ((reference.exp(x) - exact).abs() <= (3 + x.abs()) * ULP * exact).all()
+    assert reference.exp(torch.tensor(0.0)) == 1
+    assert 1 + reference.exp(torch.tensor(exponential.HIGH)).double() < 2.0**126
+    x = torch.linspace(-exponential.HIGH, 200, 1_000_003)
+    exact = x.double().sigmoid()
+    bound = (3 - x.clamp(max=0)) * ULP * exact + 1.01 * exponential.LEAST
+    assert ((reference.sigmoid(x) - exact).abs() <= bound).all()
+    x = torch.tensor([-exponential.HIGH, 0.0, 20.0, -1e30, -float("inf")])
+    assert reference.sigmoid(x).tolist() == [0, 0.5, 1, 0, 0]
+
+
+@pytest.mark.gpu
+def test_reciprocals_are_rounded_right():
+    """Of every mantissa, in the first binade and in the last."""
+    mantissas = torch.arange(2**23, dtype=torch.int32, device="cuda")
+    x = torch.cat([mantissas + (exponent + 127 << 23) for exponent in (0, 125)]).view(torch.float32)
+    y = torch.empty_like(x)
+    _reciprocal_kernel[(x.numel() // 1024,)](x, y, SIZE=1024)
+    assert_bitwise_equal(y, (1 / x.double()).float())
+
+
+@backends
+@dtypes
+def test_swiglu_agrees_with_pytorch(dtype, backend, device):
+    """Forward and backward against fp64: half an ulp of the dtype, and those of fp32 that sigmoid has."""
+    dh, gate, up = (t / 64 for t in tensors(64, 200, dtype=dtype, device=device))
+    g, u = (t.double().requires_grad_() for t in (gate, up))
+    h = F.silu(g) * u
+    h.backward(dh.double())
+    s = g.detach().sigmoid()
+    eps = torch.finfo(dtype).eps / 2 + (5 + g.detach().abs()) * ULP + 1.01 * exponential.LEAST / s
+    smallest = torch.finfo(dtype).smallest_normal
+    got = ops.swiglu(gate, up, backend=backend), *ops.swiglu_backward(dh, gate, up, backend=backend)
+    # 1 + g · (1 - s): around its zero its terms set the error, and 1 - s is off by an ulp of 1 until s is 1, at 17.
+    dgate_terms = (dh.double() * u * g.sigmoid()).abs() * (1 + g.abs() * (1 - g.sigmoid()) + g.abs().clamp(max=17))
+    for a, exact, terms in zip(got, (h, g.grad, u.grad), (h.abs(), dgate_terms, u.grad.abs())):
+        assert a.is_contiguous()
+        assert ((a.double() - exact).abs() <= eps * terms.detach() + smallest).all()
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+@backends
+@activations
+@shapes
+def test_shapes(shape, activation, backend, device):
+    inputs = activation.inputs(*(t / 16 for t in tensors(*shape, device=device)))
+    assert_bitwise_equal(activation.values(*inputs, backend=backend), activation.by_hand(*inputs))
+    for options in (ROWWISE, BOTH, BOTH._replace(padded=True)):
+        assert_quantized(activation, inputs, options, backend)
+
+
+@backends
+@activations
+@pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("power_of_2", (False, True), ids=("scales", "powers of 2"))
+def test_copies(power_of_2, copies, activation, backend, device):
+    for width in (144, 256):
+        inputs = activation.inputs(*tensors(33, width, device=device))
+        assert_quantized(activation, inputs, CastOptions(FP8_1X128, *copies, power_of_2), backend)
+
+
+@backends
+@activations
+@dtypes
+def test_dtypes(dtype, activation, backend, device):
+    x, gate, up = (t / 16 for t in tensors(65, 200, dtype=dtype, device=device))
+    inputs = activation.inputs(x if "norm" in activation.quantized.__name__ else x.float(), gate, up)
+    assert_bitwise_equal(activation.values(*inputs, backend=backend), activation.by_hand(*inputs))
+    assert_quantized(activation, inputs, BOTH, backend)
+
+
+@backends
+@pytest.mark.parametrize("parts", ((False, False), (True, False), (False, True)), ids=("bare", "weight", "bias"))
+@pytest.mark.parametrize("of", DTYPES, ids=lambda d: f"vectors_{str(d)[6:]}")
+@dtypes
+def test_norms_of_other_vectors_and_to_other_dtypes(dtype, of, parts, backend, device):
+    weight, bias = (t if part else None for t, part in zip(vectors(150, of, device), parts))
+    norm = norm_of(random_tensor(33, 150, dtype=dtype, device=device), "layer", torch.bfloat16, weight, bias)
+    assert_quantized(ACTIVATIONS["layer"], (norm,), BOTH, backend)
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "rows": lambda x: x[::2],
+    "odd": lambda x: x[:, 1:],
+    "slice": lambda x: torch.cat((x, x), -1)[:, : x.shape[1]],
+}
+
+
+@backends
+@activations
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_strides_do_not_matter(layout, activation, backend, device):
+    inputs = activation.inputs(*map(layout, tensors(48, 145, device=device)))
+    if isinstance(inputs[0], ops.Norm):
+        inputs = (inputs[0]._replace(weight=torch.arange(2 * inputs[0].x.shape[1], device=device).float()[::2]),)
+    assert_quantized(activation, inputs, BOTH, backend)
+
+
+@backends
+@activations
+@pytest.mark.parametrize("fmt", [f for f in FORMATS.values() if f is not FP8_1X128], ids=lambda f: f.name)
+def test_other_formats_run_as_two_operations(fmt, activation, backend, device):
+    inputs = activation.inputs(*tensors(33, 150, device=device))
+    assert_quantized(activation, inputs, CastOptions(fmt, columnwise=True), backend)
+
+
+@backends
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")), ids=str)
+def test_special_numbers_of_norms_stay_in_their_blocks(value, backend, device):
+    x = random_tensor(140, 300, device=device)
+    x[130, 280] = value
+    _, rstd = ops.norm_statistics(x, "rms", EPS, backend=backend)
+    one = torch.ones(300, device=device)
+    rowwise, columnwise = ops.norm_quantize(ops.Norm(x, one, one, None, rstd, x.dtype), BOTH, backend=backend)
+    assert not ops.dequantize(rowwise)[130, 280].isfinite() and not ops.dequantize(columnwise)[280, 130].isfinite()
+    assert ops.dequantize(rowwise)[:130].isfinite().all()
+
+
+@backends
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")), ids=str)
+@pytest.mark.parametrize("where", range(3), ids=("dh", "gate", "up"))
+def test_special_numbers_of_swiglu_never_become_finite(where, value, backend, device):
+    inputs = [t / 64 for t in tensors(9, 150, device=device)]
+    inputs[where][4, 6] = value
+    dh, gate, up = inputs
+    h, gradients = ops.swiglu(gate, up, backend=backend), ops.swiglu_backward(dh, gate, up, backend=backend)
+    expected = F.silu(gate.float()) * up.float()
+    assert h[4, 6].isfinite() == expected[4, 6].isfinite()
+    assert any(not g[4, 6].isfinite() for g in gradients)
+    rowwise, _ = ops.swiglu_quantize(gate, up, ROWWISE, backend=backend)
+    assert ops.dequantize(rowwise)[4, 6].isfinite() == h[4, 6].isfinite()
+    assert ops.dequantize(rowwise)[3].isfinite().all()
+
+
+@activations
+def test_inputs_that_require_grad_give_the_same_bits(activation):
+    inputs = activation.inputs(*tensors(33, 150, dtype=torch.float32))
+    expected = activation.quantized(*inputs, ROWWISE)
+    if isinstance(inputs[0], ops.Norm):
+        inputs = (inputs[0]._replace(x=inputs[0].x.clone().requires_grad_()),)
+    else:
+        inputs = tuple(t.clone().requires_grad_() for t in inputs)
+    got = activation.quantized(*inputs, ROWWISE)
+    assert_copies_equal(got, expected)
+    assert not got.rowwise.qdata.requires_grad and not activation.values(*inputs, backend=None).requires_grad
+
+
+X = torch.ones(4, 32)
+NORM = ops.Norm(X, None, None, None, torch.ones(4), X.dtype)
+REFUSALS = {
+    "kind": (
+        lambda: ops.norm_statistics(X, "batch", EPS),
+        ValueError("norm_statistics: kind must be rms or layer, got 'batch'"),
+    ),
+    "3-D": (
+        lambda: ops.norm_statistics(X[None], "rms", EPS),
+        ValueError("norm_statistics: x must be [M, K], got shape [1, 4, 32]; reshape it"),
+    ),
+    "f64": (
+        lambda: ops.norm_quantize(NORM._replace(x=X.double()), ROWWISE),
+        TypeError("norm_quantize: x must be bfloat16, float16 or float32, got torch.float64; cast it first"),
+    ),
+    "weight": (
+        lambda: ops.norm_quantize(NORM._replace(weight=torch.ones(31)), ROWWISE),
+        ValueError("norm_quantize: weight must be [32] for x [4, 32], got shape [31]"),
+    ),
+    "rstd": (
+        lambda: ops.normalize(NORM._replace(rstd=torch.ones(4, 1))),
+        ValueError("normalize: rstd must be [4] for x [4, 32], got shape [4, 1]"),
+    ),
+    "power of 2": (
+        lambda: ops.norm_quantize(NORM, CastOptions(NVFP4_1X16, power_of_2_scales=True)),
+        ValueError("quantize: nvfp4_1x16 has no power_of_2_scales; its block scales are torch.float8_e4m3fn"),
+    ),
+    "shape": (
+        lambda: ops.swiglu(X, X[:, 1:]),
+        ValueError("swiglu: gate and up must agree in shape, got [4, 32] and [4, 31]"),
+    ),
+    "dtype": (
+        lambda: ops.swiglu_quantize(X, X.bfloat16(), ROWWISE),
+        TypeError("swiglu_quantize: gate and up must have one dtype, got torch.float32 and torch.bfloat16"),
+    ),
+    "dh": (
+        lambda: ops.swiglu_backward(X.double(), X, X),
+        TypeError("swiglu_backward: dh must be bfloat16, float16 or float32, got torch.float64; cast it first"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "expected"), REFUSALS.values(), ids=REFUSALS)
+def test_refuses(call, expected):
+    with pytest.raises(type(expected)) as error:
+        call()
+    assert str(error.value) == str(expected)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@activations
+@pytest.mark.parametrize("backend", ("triton", "auto"))
+@pytest.mark.parametrize("shape", ((4096, 7168), (4097, 1407)), ids=shape_id)
+def test_one_pass_has_the_bits_of_two_kernels_and_of_the_reference(shape, backend, activation):
+    inputs = activation.inputs(*tensors(*shape, device="cuda"))
+    got = activation.quantized(*inputs, BOTH, backend=backend)
+    y = activation.values(*inputs, backend="triton")
+    assert_copies_equal(got, ops.quantize(y, FP8_1X128, columnwise=True, backend="triton"))
+    assert_copies_equal(got, activation.quantized(*inputs, BOTH, backend="reference"))

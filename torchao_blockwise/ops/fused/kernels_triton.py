@@ -1,0 +1,370 @@
+"""Norms, SwiGLU and its gradients in Triton, quantized in the pass that computes them.
+
+Norms: one pass over x for the statistics [M], which backward needs anyway; another that makes y in registers and stores
+its rowwise copy, tile by tile. A columnwise block needs 128 rows and a row's statistics all of K, so no tile could do
+both.
+
+SwiGLU, h = silu(gate) · up: a program takes a tile of both. The gradients lie side by side: a (of the gate) and b (of
+up) are computed by a program each, neighbors, as they read the same tiles of gate, up and dh:
+
+                 H                              2H
+           ┌───┬───┬───┐              ┌───┬───┬───┬───┬───┬───┐
+    gate M │   │ g │   │              │   │ a │   │   │ b │   │
+           └───┴───┴───┘   backward → └───┴───┴───┴───┴───┴───┘
+    up   M │   │ u │   │
+           └───┴───┴───┘
+
+Where H is not a multiple of a block, a block of the gradient holds parts of both, and a program reads what it needs.
+
+Columnwise copies are made by kernels_gluon.py where the GPU and the dtypes allow it; elsewhere the result is stored,
+and quantized by another launch. Tokens in groups: tiles are rows as they lie; the rowwise copy of the tokens of no
+group is zeros.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Groups
+from torchao_blockwise.ops.device.elements import from_f32, reciprocal, to_f32
+from torchao_blockwise.ops.device.groups import locate_rows
+from torchao_blockwise.ops.device.tiles import load_tile, options_of, store_rowwise, store_tile
+from torchao_blockwise.ops.fused import Norm, exponential
+from torchao_blockwise.ops.groups.tables.kernels_triton import block_table
+from torchao_blockwise.ops.launch import ceil_div, launch
+from torchao_blockwise.ops.operands import new_copies, pointers
+from torchao_blockwise.ops.quantization.kernels_triton import quantize
+
+# Of a program of the statistics: columns that it has room for at a time, elements that fill it, of several rows, warps.
+_MOST_COLUMNS, _ELEMENTS, _WARPS = 8192, 4096, 4
+# Columns of a longer row that are read at a time, and how many rows.
+_COLUMNS, _ROWS = 512, 4
+
+_TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@triton.jit
+def _row_mean(total, K):
+    return tl.div_rn(total, tl.zeros_like(total) + K)
+
+
+@triton.jit
+def _rstd(squares, K, EPS: tl.constexpr):
+    return tl.div_rn(1.0, tl.sqrt_rn(_row_mean(squares, K) + EPS))
+
+
+@triton.jit
+def _statistics_kernel(
+    x_ptr,  # [M, K] bf16 | f16 | f32
+    mean_ptr,  # [M] f32, or None for RMSNorm
+    rstd_ptr,  # [M] f32
+    M,
+    K,
+    stride_xm,
+    stride_xk,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,  # K is at most COLUMNS: one reading is enough
+):
+    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mean = tl.zeros((ROWS,), tl.float32)
+    if WHOLE_ROWS:
+        offs_k = tl.arange(0, COLUMNS)
+        row = load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk)
+        if mean_ptr is not None:
+            mean = _row_mean(tl.sum(row, 1), K)
+            tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
+            row = tl.where((offs_k < K)[None, :], row - mean[:, None], 0.0)
+        tl.store(rstd_ptr + offs_m, _rstd(tl.sum(row * row, 1), K, EPS), mask=offs_m < M)
+        return
+    if mean_ptr is not None:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, K, COLUMNS):
+            total += load_tile(x_ptr, offs_m, start + tl.arange(0, COLUMNS), M, K, stride_xm, stride_xk)
+        mean = _row_mean(tl.sum(total, 1), K)
+        tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
+    # The second reading of a row comes from cache.
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, K, COLUMNS):
+        offs_k = start + tl.arange(0, COLUMNS)
+        x = load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk)
+        x = tl.where((offs_k < K)[None, :], x - mean[:, None], 0.0)
+        total += x * x
+    tl.store(rstd_ptr + offs_m, _rstd(tl.sum(total, 1), K, EPS), mask=offs_m < M)
+
+
+def norm_statistics(x: torch.Tensor, layer: bool, eps: float) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(mean or None, rstd), fp32 [M], of the rows of `x` [M, K]."""
+    M, K = x.shape
+    rstd = x.new_empty(M, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if layer else None
+    if M > 0:
+        columns = max(triton.next_power_of_2(K), _COLUMNS)
+        whole = columns <= _MOST_COLUMNS
+        rows, columns = (max(_ELEMENTS // columns, 1), columns) if whole else (_ROWS, _COLUMNS)
+        launch(
+            _statistics_kernel, ceil_div(M, rows), x, mean, rstd, M, K, *x.stride(),
+            EPS=eps, ROWS=rows, COLUMNS=columns, WHOLE_ROWS=whole, num_warps=_WARPS,
+        )  # fmt: skip
+    return mean, rstd
+
+
+@triton.jit
+def _norm_quantize_kernel(
+    x_ptr,  # [M, K] bf16 | f16 | f32
+    mean_ptr,  # [M] f32, or None
+    rstd_ptr,  # [M] f32
+    weight_ptr,  # [K], or None
+    bias_ptr,  # [K], or None
+    y_ptr,  # [M, K] of DTYPE: written where no copy is asked for
+    q_ptr,
+    s_ptr,
+    M,
+    K,
+    stride_xm,
+    stride_xk,
+    DTYPE: tl.constexpr,
+    ELEMENT_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tiles_k = tl.cdiv(K, BLOCK)
+    tile_m, tile_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
+    offs_k = tile_k * BLOCK + tl.arange(0, BLOCK)
+    columns = offs_k < K
+    if weight_ptr is not None:
+        weight = to_f32(tl.load(weight_ptr + offs_k, mask=columns, other=0.0))
+    if bias_ptr is not None:
+        bias = to_f32(tl.load(bias_ptr + offs_k, mask=columns, other=0.0))
+    offs_m = tile_m * ROWS + tl.arange(0, ROWS)
+    rows = offs_m < M
+    y = load_tile(x_ptr, offs_m, offs_k, M, K, stride_xm, stride_xk)
+    if mean_ptr is not None:
+        y -= tl.load(mean_ptr + offs_m, mask=rows, other=0.0)[:, None]
+    y *= tl.load(rstd_ptr + offs_m, mask=rows, other=0.0)[:, None]
+    if weight_ptr is not None:
+        y *= weight[None, :]
+    if bias_ptr is not None:
+        y += bias[None, :]
+    # A bias, or a row of NaN, would reach blocks from outside the matrix.
+    y = from_f32(tl.where(rows[:, None] & columns[None, :], y, 0.0), DTYPE)
+    if ROWWISE:
+        store_rowwise(to_f32(y), q_ptr, s_ptr, tile_k, offs_m, offs_k, M, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
+    else:
+        store_tile(y_ptr, y, offs_m, offs_k, M, K)
+
+
+_LOW, _HIGH, _LEAST = (tl.constexpr(x) for x in (exponential.LOW, exponential.HIGH, exponential.LEAST))
+_LOG2_E, _SHIFT = tl.constexpr(exponential.LOG2_E), tl.constexpr(exponential.SHIFT)
+_C5, _C4, _C3, _C2, _C1 = (tl.constexpr(coefficient) for coefficient in exponential.POLYNOMIAL)
+_MANTISSA_BITS = tl.constexpr(exponential.MANTISSA_BITS)
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + e^-x), see exponential.py; what is made of it is multiplied by `x`, which brings a NaN back."""
+    t = tl.maximum(tl.minimum(-x, _HIGH), _LOW) * _LOG2_E
+    shifted = t + _SHIFT
+    f = t - (shifted - _SHIFT)
+    p = ((((_C5 * f + _C4) * f + _C3) * f + _C2) * f + _C1) * f + 1.0
+    # The low bits of `shifted` are n; all others leave the word.
+    exponent = shifted.to(tl.int32, bitcast=True) << _MANTISSA_BITS
+    return reciprocal(1.0 + (p.to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)) - _LEAST
+
+
+@triton.jit
+def silu_times(gate, up):
+    """silu(gate) · up."""
+    return gate * _sigmoid(gate) * up
+
+
+@triton.jit
+def swiglu_gradients(dh, gate, up):
+    """(dgate, dup)."""
+    s = _sigmoid(gate)
+    return dh * up * (s * (1.0 + gate * (1.0 - s))), dh * (gate * s)
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_ptr,  # [M, H] bf16 | f16 | f32
+    up_ptr,  # [M, H] of the same dtype
+    h_ptr,  # [M, H] of the same dtype: written where no copy is asked for
+    q_ptr,
+    s_ptr,
+    blocks_ptr,  # None, or where tokens lie in groups their table, see device/groups.py
+    M,
+    H,
+    stride_gm,
+    stride_gh,
+    stride_um,
+    stride_uh,
+    ELEMENT_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tiles_h = tl.cdiv(H, BLOCK)
+    tile_m, tile_h = tl.program_id(0) // tiles_h, tl.program_id(0) % tiles_h
+    offs_h = tile_h * BLOCK + tl.arange(0, BLOCK)
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, ROWS, False)
+    offs_m = first + tl.arange(0, ROWS)
+    gate = load_tile(gate_ptr, offs_m, offs_h, live, H, stride_gm, stride_gh)
+    up = load_tile(up_ptr, offs_m, offs_h, live, H, stride_um, stride_uh)
+    h = from_f32(silu_times(gate, up), gate_ptr.dtype.element_ty)
+    if ROWWISE:
+        store_rowwise(to_f32(h), q_ptr, s_ptr, tile_h, offs_m, offs_h, M, H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, end)
+    else:
+        store_tile(h_ptr, h, offs_m, offs_h, M, H)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    dh_ptr,  # [M, H] bf16 | f16 | f32
+    gate_ptr,  # [M, H]
+    up_ptr,  # [M, H]
+    dgate_ptr,  # [M, H] of the dtype of gate: written where no copy is asked for
+    dup_ptr,  # [M, H], likewise
+    q_ptr,  # the copy is of the [M, 2H] gradient (dgate | dup)
+    s_ptr,
+    blocks_ptr,  # None, or where tokens lie in groups their table, see device/groups.py
+    M,
+    H,
+    stride_dm,
+    stride_dh,
+    stride_gm,
+    stride_gh,
+    stride_um,
+    stride_uh,
+    WHOLE_BLOCKS: tl.constexpr,  # H is a multiple of BLOCK: no block of the gradient holds parts of both
+    ELEMENT_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    SPLIT: tl.constexpr = ROWWISE and not WHOLE_BLOCKS
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    if SPLIT:
+        tiles_c = tl.cdiv(2 * H, BLOCK)
+        tile_m, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+        offs_c = tile_c * BLOCK + tl.arange(0, BLOCK)
+        # Columns of the gradient from H on are those of `up`.
+        of_up = ((offs_c >= H) & (offs_c < 2 * H))[None, :]
+        offs_h = tl.where((offs_c >= H) & (offs_c < 2 * H), offs_c - H, offs_c)
+    else:
+        # Programs that read the same tiles are neighbors, so that the second reading comes from cache.
+        PARTS: tl.constexpr = 2 if ROWWISE else 1
+        tiles_h = tl.cdiv(H, BLOCK)
+        part = tl.program_id(0) % PARTS
+        tile_h = tl.program_id(0) // PARTS % tiles_h
+        tile_m = tl.program_id(0) // PARTS // tiles_h
+        tile_c = tile_h + part * tiles_h
+        offs_h = tile_h * BLOCK + tl.arange(0, BLOCK)
+        offs_c = tile_c * BLOCK + tl.arange(0, BLOCK)
+        of_up = part == 1
+    first, live, end = locate_rows(blocks_ptr, tile_m, M, ROWS, False)
+    offs_m = first + tl.arange(0, ROWS)
+    dh = load_tile(dh_ptr, offs_m, offs_h, live, H, stride_dm, stride_dh)
+    gate = load_tile(gate_ptr, offs_m, offs_h, live, H, stride_gm, stride_gh)
+    up = load_tile(up_ptr, offs_m, offs_h, live, H, stride_um, stride_uh)
+    dgate, dup = swiglu_gradients(dh, gate, up)
+    if ROWWISE:
+        gradient = to_f32(from_f32(tl.where(of_up, dup, dgate), dtype))
+        store_rowwise(
+            gradient, q_ptr, s_ptr, tile_c, offs_m, offs_c, M, 2 * H, ELEMENT_MAX, MIN_AMAX, POWER_OF_2, end
+        )  # fmt: skip
+    else:
+        store_tile(dgate_ptr, from_f32(dgate, dtype), offs_m, offs_h, M, H)
+        store_tile(dup_ptr, from_f32(dup, dtype), offs_m, offs_h, M, H)
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+def _launch(kernel, inputs, arguments, rowwise: bool, power_of_2_scales=False, width=0, **flags) -> None:
+    """Run `kernel` on `inputs` [M, K]. arguments: what it takes behind them. width: columns that programs divide."""
+    M, K = inputs[0].shape
+    if M == 0 or K == 0:
+        return
+    options = options_of(FP8_1X128, rowwise, power_of_2_scales)
+    tiles = ceil_div(M, options["ROWS"]) * ceil_div(width or K, options["BLOCK"])
+    strides = [stride for x in inputs for stride in x.stride()]
+    launch(kernel, tiles, *inputs, *arguments, M, K, *strides, **flags, **options)
+
+
+def _launch_norm(norm: Norm, outputs, rowwise: bool, power_of_2_scales=False) -> None:
+    vectors = (None if t is None else t.contiguous() for t in (norm.mean, norm.rstd, norm.weight, norm.bias))
+    dtype = _TL_DTYPES[norm.dtype]
+    _launch(_norm_quantize_kernel, [norm.x], [*vectors, *outputs], rowwise, power_of_2_scales, DTYPE=dtype)
+
+
+def norm_quantize(norm: Norm, options: CastOptions) -> Copies:
+    """Arguments and result as in the op, bit for bit."""
+    if options.columnwise:
+        return quantize(normalize(norm), None, options)
+    copies = new_copies(norm.x, norm.x.shape, options)
+    _launch_norm(norm, [None, *pointers(copies)[:2]], True, options.power_of_2_scales)
+    return copies
+
+
+def normalize(norm: Norm) -> torch.Tensor:
+    """y itself, [M, K]: what `norm_quantize` quantizes, by the same kernel."""
+    y = norm.x.new_empty(norm.x.shape, dtype=norm.dtype)
+    _launch_norm(norm, [y, None, None], False)
+    return y
+
+
+def _quantize(
+    kernel, inputs, width: int, plain: Callable[[], torch.Tensor], options: CastOptions, groups: Groups | None, **flags
+) -> Copies:
+    """The copies asked for of the [M, width] that `kernel` makes of `inputs`. plain: makes it as it is."""
+    if options.columnwise:
+        return quantize(plain(), None, options, groups)
+    tokens = inputs[0].shape[0]
+    copies = new_copies(inputs[0], (tokens, width), options, groups)
+    if inputs[0].numel() > 0:
+        blocks = None if groups is None else block_table(groups, tokens, options.fmt)
+        outputs = [None] * (len(inputs) - 1) + pointers(copies)[:2]
+        _launch(kernel, inputs, [*outputs, blocks], True, options.power_of_2_scales, width, **flags)
+    return copies
+
+
+def swiglu_quantize(gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None) -> Copies:
+    """Copies of silu(gate) · up, in those groups."""
+    return _quantize(_swiglu_kernel, (gate, up), gate.shape[1], lambda: swiglu(gate, up), options, groups)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up [M, H]: what `swiglu_quantize` quantizes, by the same kernel."""
+    h = gate.new_empty(gate.shape)
+    _launch(_swiglu_kernel, (gate, up), (h, None, None, None), False)
+    return h
+
+
+def swiglu_backward_quantize(
+    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, options: CastOptions, groups: Groups | None
+) -> Copies:
+    """Copies of the [M, 2H] gradient (dgate | dup), in those groups."""
+    H = gate.shape[1]
+    return _quantize(
+        _swiglu_backward_kernel, (dh, gate, up), 2 * H, lambda: torch.cat(swiglu_backward(dh, gate, up), 1),
+        options, groups, WHOLE_BLOCKS=H % options.fmt.block[1] == 0,
+    )  # fmt: skip
+
+
+def swiglu_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dgate, dup) [M, H]: what `swiglu_backward_quantize` quantizes, by the same kernel."""
+    dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+    # A program computes one of two gradients where it quantizes, and both where it stores them as they are.
+    _launch(_swiglu_backward_kernel, (dh, gate, up), (dgate, dup, None, None, None), False, WHOLE_BLOCKS=False)
+    return dgate, dup
