@@ -50,7 +50,7 @@ def inputs_of(rows, width, dtype=torch.bfloat16, device="cpu"):
 def taken(machine, monkeypatch):
     """Launches of Gluon kernels, of which none happens; every machine will do."""
     # What is quantized alone is not of them.
-    monkeypatch.setattr("torchao_blockwise.ops.quantization.why_no_tiles", lambda options, x: "left out")
+    monkeypatch.setattr("torchao_blockwise.ops.quantization.operations.why_no_tiles", lambda options, x: "left out")
     machine.runs_gluon()
     return machine.launches_of(gluon_tiles, happen=False)
 

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import ops
 from torchao_blockwise._compat import deep_gemm_library
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops import Backend, backend, registry
 from torchao_blockwise.ops.backend import choose
+from torchao_blockwise.ops.gemm import cutlass
 from torchao_blockwise.ops.gemm.grouped import add_grouped_matmul_op, grouped_matmul_op
 
 PLAIN = sys.modules["torchao_blockwise.ops.gemm.plain"]
@@ -110,7 +111,7 @@ def test_auto_chooses_for_groups_in_silence(capability, along, a_shape, b_shape,
 @pytest.mark.filterwarnings("error")
 def test_blackwell_takes_pytorchs_kernels_for_rows_where_they_are_built(kernels, gpu):
     gpu.has_gpu_of((10, 0))
-    gpu.patch.setattr(_compat, "why_no_scaled_grouped_mm", lambda device: kernels)
+    gpu.patch.setattr(cutlass, "_why_not_built", lambda device: kernels)
     assert grouped_choice(*ROWS, NVFP4) is (Backend.TRITON if kernels else Backend.CUTLASS)
 
 

@@ -22,7 +22,7 @@ def cases(target: int):
 
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FP8_1X128, NVFP4_1X16, CastOptions, Groups, Place, hadamard_number
-    from torchao_blockwise.ops.fused.swiglu import kernels_triton as swiglu
+    from torchao_blockwise.ops.fused import kernels_triton as swiglu
     from torchao_blockwise.ops.quantization import kernels_amax, kernels_chunks
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
 

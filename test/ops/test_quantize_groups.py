@@ -184,7 +184,7 @@ MALFORMED = {
 def test_kernels_clamp_malformed_ends(ends, fmt, guarded, device):
     """As a GPU's are, which the host does not read: nothing out of bounds, and the bits of the clamped ends."""
     kernels = pytest.importorskip("torchao_blockwise.ops.quantization.kernels_triton")
-    swiglu = pytest.importorskip("torchao_blockwise.ops.fused.swiglu.kernels_triton")
+    swiglu = pytest.importorskip("torchao_blockwise.ops.fused.kernels_triton")
     from torchao_blockwise.ops.quantization import kernels_amax, kernels_chunks
 
     x, number = random_tensor(100, 48, dtype=torch.bfloat16, device=device), hadamard_number(True)
