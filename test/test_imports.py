@@ -1,4 +1,4 @@
-"""Who may import whom (design.md, "Rooms"), where private names of others live, and what an import pulls in."""
+"""Who may import whom (design.md, "Folders"), where private names of others live, and what an import pulls in."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ UNUSED = ("testing", "diagnostics")
 THIRD_PARTIES = {"torch", "torchao", "triton"}
 
 
+TREES = {path: ast.parse(path.read_text(encoding="utf-8"), filename=str(path)) for path in FILES}
+
+
 def relative(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
-
-
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
 def imported_names(tree: ast.AST) -> list[str]:
@@ -71,19 +70,13 @@ def rule_breaks(room: str, imported: set[str]) -> list[str]:
     return sorted(name for name in imported - COMPAT - {room} if RANKS.get(name, 99) >= own)
 
 
-ids = pytest.mark.parametrize("path", FILES, ids=relative)
-
-
 # --- direction --------------------------------------------------------------------------------------------------------
 
 
-@ids
-def test_imports_point_one_way(path):
-    assert rule_breaks(room_of(path), rooms_imported(parse(path))) == []
-
-
-def test_every_room_has_a_rank():
+def test_imports_point_one_way():
     assert {room_of(path) for path in FILES} <= RANKS.keys() | EXEMPT | COMPAT
+    breaks = {relative(path): rule_breaks(room_of(path), rooms_imported(tree)) for path, tree in TREES.items()}
+    assert {path: broken for path, broken in breaks.items() if broken} == {}
 
 
 @pytest.mark.parametrize(
@@ -117,12 +110,14 @@ def hidden_modules(tree: ast.Module, package: str, modules: set[str]) -> set[str
     return names & modules
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.stem == "__init__"], ids=relative)
-def test_no_module_has_the_name_of_what_its_package_exports(path):
+def test_no_module_has_the_name_of_what_its_package_exports():
     """`ops.quantize` is a function; beside a module of this name, which of the two it is would depend on imports."""
-    package = ".".join(("torchao_blockwise", *path.parent.relative_to(PACKAGE).parts))
-    modules = {x.stem for x in path.parent.iterdir() if x.suffix == ".py" or x.is_dir()}
-    assert hidden_modules(parse(path), package, modules) == set()
+    found = {}
+    for path in (path for path in FILES if path.stem == "__init__"):
+        package = ".".join(("torchao_blockwise", *path.parent.relative_to(PACKAGE).parts))
+        modules = {x.stem for x in path.parent.iterdir() if x.suffix == ".py" or x.is_dir()}
+        found[relative(path)] = hidden_modules(TREES[path], package, modules)
+    assert {path: hidden for path, hidden in found.items() if hidden} == {}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +140,7 @@ def test_the_search_for_hidden_modules_finds_them(code, hidden):
 
 def stems_imported(path: Path) -> set[str]:
     """Names of modules below `ops` that a file imports: {"reference", "kernels_triton", ...}."""
-    ours = [n.split(".") for n in imported_names(parse(path)) if n.startswith("torchao_blockwise.ops.")]
+    ours = [n.split(".") for n in imported_names(TREES[path]) if n.startswith("torchao_blockwise.ops.")]
     return {part for name in ours for part in name[2:]}
 
 
@@ -161,13 +156,11 @@ def test_kernels_and_references_do_not_know_each_other():
     assert references and [relative(path) for path in references if kernels_imported(path)] == []
 
 
-@ids
-def test_only_ops_knows_kernels_and_triton(path):
-    if room_of(path) == "ops":
-        return
-    names = imported_names(parse(path))
-    assert room_of(path) in COMPAT or [name for name in names if name.split(".")[0] == "triton"] == []
-    assert kernels_imported(path) == []
+def test_only_ops_knows_kernels_and_triton():
+    others = [path for path in FILES if room_of(path) != "ops"]
+    assert [relative(path) for path in others if kernels_imported(path)] == []
+    imported = {path: {name.split(".")[0] for name in imported_names(TREES[path])} for path in others}
+    assert [relative(p) for p, names in imported.items() if "triton" in names and room_of(p) not in COMPAT] == []
 
 
 # --- private names of others ------------------------------------------------------------------------------------------
@@ -207,22 +200,16 @@ def private_names(tree: ast.AST, ours: set[str]) -> set[str]:
     return {name for name in names if is_private(name) and name not in ours | PROMISED}
 
 
-OURS = set().union(*(defined_names(parse(path)) for path in FILES))
-# Every name that _compat takes from torch and torchao without their promise, from a module that can be imported.
+OURS = set().union(*map(defined_names, TREES.values()))
 
 
-@ids
-def test_private_names_of_others_live_in_compat(path):
-    if room_of(path) not in COMPAT:
-        assert sorted(private_names(parse(path), OURS)) == []
-
-
-def test_every_private_name_in_compat_is_listed():
+def test_private_names_of_others_live_in_compat():
+    """Each of them is listed, so that the tests below look whether it is still there."""
     listed = {part for name in NAMES_IN_COMPAT for part in name.split(".") if is_private(part)}
     listed |= set(itertools.chain(*ATTRIBUTES_IN_COMPAT.values()))
-    for path in FILES:
-        if room_of(path) in COMPAT:
-            assert private_names(parse(path), OURS) - listed == set(), relative(path)
+    found = {path: private_names(tree, OURS) for path, tree in TREES.items()}
+    unlisted = {relative(p): names - (listed if room_of(p) in COMPAT else set()) for p, names in found.items()}
+    assert {path: names for path, names in unlisted.items() if names} == {}
 
 
 def is_older_than(name: str) -> bool:
@@ -264,11 +251,14 @@ def test_quantize_call_finds_torchaos_quantize_():
 
 
 def test_only_the_search_for_quantize_walks_the_stack():
-    allowed = {"_quantize_frame", "caller_of_quantize"}
-    for path in FILES:
-        functions = [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)]
-        walkers = {f.name for f in functions if re.search(r"_getframe|currentframe|f_back|\bstack\(\)", ast.unparse(f))}
-        assert walkers <= (allowed if relative(path) == "_compat/__init__.py" else set()), relative(path)
+    walkers = {
+        (relative(path), node.name)
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and re.search(r"_getframe|currentframe|f_back|\bstack\(\)", ast.unparse(node))
+    }
+    assert walkers <= {("_compat/__init__.py", name) for name in ("_quantize_frame", "caller_of_quantize")}
 
 
 def test_the_search_for_private_names_finds_them():

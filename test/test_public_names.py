@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 
@@ -13,6 +14,12 @@ from torchao.utils import TorchAOBaseTensor
 
 import torchao_blockwise
 
+SIGNATURES = """
+    BlockwiseFP8Tensor.from_hp NVFP4Tensor.from_hp linear conversion_report dry_run fuse fusion_report keep_last_blocks
+    min_features recommended_layers skip_fqns unconvert ops.quantize ops.matmul ops.transpose ops.grouped_matmul
+    ops.make_groups ops.norm_quantize ops.swiglu_quantize ops.swiglu_backward_quantize
+    ops.quantize_by
+""".split()  # noqa: SIM905
 MODULES = ("", ".formats", ".ops", ".tensors", ".nn", ".distributed", ".conversion", ".checkpoint", ".diagnostics")
 
 
@@ -67,38 +74,14 @@ def test_listed_names_exist_and_are_documented(module):
             assert inspect.getdoc(x), f"{module}.{name} has no docstring"
 
 
+def signature(name: str) -> str:
+    x = functools.reduce(getattr, name.split("."), torchao_blockwise)
+    return f"{name}({', '.join(inspect.signature(x).parameters)})"
+
+
 def test_signatures():
-    names = (
-        "BlockwiseFP8Tensor.from_hp",
-        "NVFP4Tensor.from_hp",
-        "linear",
-        "conversion_report",
-        "dry_run",
-        "fuse",
-        "fusion_report",
-        "keep_last_blocks",
-        "min_features",
-        "recommended_layers",
-        "skip_fqns",
-        "unconvert",
-        "ops.quantize",
-        "ops.matmul",
-        "ops.transpose",
-        "ops.grouped_matmul",
-        "ops.make_groups",
-        "ops.norm_quantize",
-        "ops.swiglu_quantize",
-        "ops.swiglu_backward_quantize",
-        "ops.quantize_by",
-    )
-    lines = []
-    for name in names:
-        x = torchao_blockwise
-        for part in name.split("."):
-            x = getattr(x, part)
-        lines.append(f"{name}({', '.join(inspect.signature(x).parameters)})")
     assert_expected_inline(
-        "\n".join(lines),
+        "\n".join(map(signature, SIGNATURES)),
         """\
 BlockwiseFP8Tensor.from_hp(w, power_of_2_scales, config)
 NVFP4Tensor.from_hp(w, block_size, scale_per_expert, config)
@@ -131,9 +114,9 @@ def test_torchao_knows_what_it_must():
         assert issubclass(getattr(torchao_blockwise, name), TorchAOBaseTensor)
 
 
-@pytest.mark.parametrize("op", ("quantize", "quantize_both", "transpose", "matmul", "dequantize", "master_matmul"))
-def test_operators_for_checkpoint_policies(op):
-    assert getattr(torch.ops.torchao_blockwise, op).default.namespace == "torchao_blockwise"
+def test_operators_for_checkpoint_policies():
+    for op in ("quantize", "quantize_both", "transpose", "matmul", "dequantize", "master_matmul"):
+        assert getattr(torch.ops.torchao_blockwise, op).default.namespace == "torchao_blockwise"
 
 
 def test_version():

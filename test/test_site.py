@@ -46,11 +46,9 @@ def test_a_name_has_one_home():
     assert reference.full_name("no_such_name") is None
 
 
-def test_tutorials_are_listed():
+def test_tutorials_are_listed_the_quickstart_first_and_what_needs_a_gpu_last():
     assert {file.stem for file in (DOCS / "tutorials").glob("*.py")} == set(gallery.TUTORIALS)
-
-
-def test_the_quickstart_is_first_and_what_needs_a_gpu_last():
+    assert {file.stem for file in gpu_tutorials.FOLDER.glob("*.py")} == set(gpu_tutorials.TUTORIALS)
     assert gallery.TUTORIALS[0] == "quickstart"
     # sphinx-gallery puts its list behind the header.
     assert "toctree" not in (DOCS / "tutorials" / "GALLERY_HEADER.rst").read_text(encoding="utf-8")
@@ -58,10 +56,6 @@ def test_the_quickstart_is_first_and_what_needs_a_gpu_last():
     gpu_tutorials._list(None, "learn/index", text)
     assert text[0].startswith("the list of sphinx-gallery\n\nOn a GPU\n")
     assert re.findall(r"^   /gpu/(\w+)$", text[0], flags=re.MULTILINE) == list(gpu_tutorials.TUTORIALS)
-
-
-def test_gpu_tutorials_are_listed():
-    assert {file.stem for file in gpu_tutorials.FOLDER.glob("*.py")} == set(gpu_tutorials.TUTORIALS)
 
 
 @pytest.mark.parametrize("name", gpu_tutorials.TUTORIALS)
@@ -92,14 +86,14 @@ def test_gpu_tutorials_run_part_by_part(tmp_path, monkeypatch):
     assert caught.traceback[-1].lineno + 1 == program.splitlines().index("print(x + 1)") + 1
 
 
-@pytest.mark.parametrize("name", gallery.TUTORIALS)
-def test_pictures_of_tutorials_have_titles(name):
+def test_pictures_of_tutorials_have_titles():
     """A figure's title is its text for who cannot see it."""
-    tree = ast.parse((DOCS / "tutorials" / f"{name}.py").read_text(encoding="utf-8"))
-    called = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    figures = sum(node.func.attr == "subplots" for node in called)
-    titles = sum(any(word.arg == "title" for word in node.keywords) for node in called if node.func.attr == "set")
-    assert titles >= figures
+    for name in gallery.TUTORIALS:
+        tree = ast.parse((DOCS / "tutorials" / f"{name}.py").read_text(encoding="utf-8"))
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+        figures = sum(node.func.attr == "subplots" for node in calls)
+        titles = sum(any(word.arg == "title" for word in node.keywords) for node in calls if node.func.attr == "set")
+        assert titles >= figures, name
 
 
 def raised_by(call) -> str:
@@ -131,7 +125,7 @@ def test_errors_are_found_by_their_text():
 def test_every_error_that_is_raised_is_found():
     """One whose text is made in another way needs a function for it that is called why_.., or more of `error_index`."""
     # A verdict that travels through a store; its words are in the index.
-    through_a_store = {"torchao_blockwise/distributed/agreement.py"}
+    through_a_store = {"torchao_blockwise/distributed/rank_consistency.py"}
     assert {place.split(":")[0] for place in error_index.unfound()} == through_a_store
     assert any(message.text.startswith("ranks differ; rank … has …") for message in error_index.messages())
 

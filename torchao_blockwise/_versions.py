@@ -13,14 +13,20 @@ _WANTED = {"torch": (2, 11), "torchao": (0, 17)}
 _TESTED = {"torch": (2, 13), "torchao": (0, 18), "triton": (3, 7)}
 
 
+def _version(package: str) -> tuple[str, tuple[int, ...] | None]:
+    """The version as the package gives it, and its first two numbers or None; ImportError without the package."""
+    version = str(getattr(importlib.import_module(package), "__version__", ""))
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return version, None if found is None else tuple(map(int, found.groups()))
+
+
 def why_too_old() -> str | None:
     """What is wanted, what is installed and the remedy, or None where nothing installed is known to be too old."""
-    installed = {name: str(getattr(importlib.import_module(name), "__version__", "")) for name in _WANTED}
-    numbers = {name: re.match(r"(\d+)\.(\d+)", version) for name, version in installed.items()}
-    if all(found is None or tuple(map(int, found.groups())) >= _WANTED[name] for name, found in numbers.items()):
+    installed = {name: _version(name) for name in _WANTED}
+    if all(numbers is None or numbers >= _WANTED[name] for name, (_, numbers) in installed.items()):
         return None
     wanted = " and ".join(f"{name} {major}.{minor}" for name, (major, minor) in _WANTED.items())
-    got = " and ".join(f"{name} {version}" for name, version in installed.items())
+    got = " and ".join(f"{name} {version}" for name, (version, _) in installed.items())
     return f"torchao_blockwise needs {wanted} or newer, got {got}; pip install -U {' '.join(_WANTED)}"
 
 
@@ -29,11 +35,10 @@ def why_untested() -> str | None:
     newer = []
     for name, tested in _TESTED.items():
         try:
-            version = str(getattr(importlib.import_module(name), "__version__", ""))
+            version, numbers = _version(name)
         except ImportError:
             continue
-        found = re.match(r"(\d+)\.(\d+)", version)
-        if found is not None and tuple(map(int, found.groups())) > tested:
+        if numbers is not None and numbers > tested:
             newer.append(f"{name} {version} (tested up to {'.'.join(map(str, tested))})")
     return f"newer than what torchao_blockwise is tested with: {', '.join(newer)}" if newer else None
 
@@ -43,3 +48,15 @@ def check() -> None:
     reason = why_too_old()
     if reason is not None:
         raise RuntimeError(reason)
+
+
+def require(package: str, least: tuple[int, int]) -> None:
+    """Raise ImportError, with the remedy, unless `package` is installed in this version or a newer one."""
+    wanted = f"{package}>={least[0]}.{least[1]}"
+    needs = f"torchao_blockwise.integrations.{package} needs {wanted}"
+    try:
+        version, numbers = _version(package)
+    except ModuleNotFoundError as e:
+        raise ImportError(f"{needs}; pip install '{wanted}'") from e
+    if numbers is not None and numbers < least:
+        raise ImportError(f"{needs}, got {version}; pip install -U '{wanted}'")

@@ -22,9 +22,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from torchao_blockwise.checkpoint import stored
-from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.fused_layers import FUSED_BY_ENGINES
+from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 
 _EXPERTS = re.compile(r"(.*\bexperts)\.\d+\.")
 # (layer, names in config.json, all layers of the files) -> whether the layer is read in high precision.
@@ -193,10 +192,8 @@ def check_names(format: str, settings: dict, weights: dict[str, tuple[bool, int]
 def check_folder(folder: Path, format: str, packages: bool = False) -> dict[bool, int]:
     """Readers decide rightly about every tensor that lies there. Returns how many are quantized and not."""
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
-    files = Files(folder)
-    weights = {
-        name: (stored.is_quantized(files, name), len(stored.shape(files, name))) for name in stored.weights_in(files)
-    }
+    files = StoredWeights(folder)
+    weights = {name: (files.format(name) is not None, len(files.shape(name))) for name in files.names}
     check_names(format, settings, weights, packages)
     kinds = [is_quantized for is_quantized, dims in weights.values() if dims > 1]
     return {kind: kinds.count(kind) for kind in (True, False)}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torchao_blockwise import checkpoint
 from torchao_blockwise.checkpoint import checking
 from torchao_blockwise.cli import main
 
-sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
 import safetensors.torch as safetensors
@@ -107,6 +104,6 @@ def test_verify_compares_files_with_checksums(format, tmp_path, capsys):
     assert "2.bias: checksum " in out and "out has no 0.bias" in out and "sums.json has no more" in out
     (tmp_path / "sums.json").write_text("[]")
     assert main(command) == 2
-    assert "must hold {name: checksum}, got a list; write it anew" in capsys.readouterr().err
+    assert "must hold {name: checksum}, got a list; write it again" in capsys.readouterr().err
     (tmp_path / "sums.json").write_text("{")
     assert main(command) == 2

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 from helpers import FP8_POW2, NVFP4
 from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint, recommended_layers, skip_fqns
-from torchao_blockwise.checkpoint import fp8_block, fp8_block_ue8m0
+from torchao_blockwise.checkpoint.layouts import FP8, FP8_UE8M0, UE8M0_MODEL_TYPE
 from torchao_blockwise.cli import main
 
-sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
 from exported_models import TINY_MIXTURES, tensors_in, tiny_mixture
 from readers import check_folder
 
 CONFIGS = (
-    (FP8_POW2, (fp8_block.NAME, fp8_block_ue8m0.NAME)),
+    (FP8_POW2, (FP8.name, FP8_UE8M0.name)),
     (NVFP4, ("nvfp4_compressed_tensors", "nvfp4_modelopt")),
 )
 
@@ -46,10 +43,10 @@ def test_files(family, tmp_path):
         chosen = recommended_layers(model)
         quantize_(model, config, filter_fn=chosen & skip_fqns(*skipped) if skipped else chosen)
         for format in formats:
-            if format == fp8_block_ue8m0.NAME and not family.startswith(fp8_block_ue8m0.MODEL_TYPES):
+            if format == FP8_UE8M0.name and not family.startswith(UE8M0_MODEL_TYPE):
                 continue
             command = ["convert", str(tmp_path / "plain"), str(tmp_path / f"converted_{format}"), "--to", format]
-            if format == fp8_block.NAME:
+            if format == FP8.name:
                 command.append("--power-of-2-scales")
             assert main([*command, *(x for pattern in skipped for x in ("--skip", pattern))]) == 0
             checkpoint.export(model, tmp_path / f"exported_{format}", format)

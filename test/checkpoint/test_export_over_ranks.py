@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch.distributed as dist
 from helpers import selected_cases
-
-sys.path.append(str(Path(__file__).parent))
 
 if not dist.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)

@@ -7,9 +7,7 @@ import itertools
 import json
 import random
 import re
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,14 +24,13 @@ from torchao_blockwise import (
     skip_fqns,
     skip_lm_head,
 )
-from torchao_blockwise.checkpoint.names import all_parts_on_disk, tensors_of
-from torchao_blockwise.checkpoint.plain_layers import Written, plain_layers, written
-from torchao_blockwise.checkpoint.writing import FORMATS as FILE_FORMATS
+from torchao_blockwise.checkpoint.layouts import LAYOUTS as FILE_FORMATS
+from torchao_blockwise.checkpoint.model_tensors import Written, all_parts_on_disk, tensors_of, written
+from torchao_blockwise.checkpoint.plain_layers import plain_layers
 from torchao_blockwise.cli import main
 from torchao_blockwise.tensors import MasterWeightTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
-sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
 from exported_models import MODELS, TINY_MIXTURES, language_model, safetensors, tiny_mixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import checkpoint
 
-sys.path.append(str(Path(__file__).parent))
 pytest.importorskip("safetensors.torch")
 
 from live_memory import peak_of

@@ -25,27 +25,32 @@ COMMON = {
 HEADS = {"head_dim": 16}
 MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
+    **MOE, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
 }  # fmt: skip
-OWN = {
-    "Llama": {}, "Mistral": HEADS, "Qwen2": {}, "Qwen3": HEADS,
-    "Qwen3Moe": {**HEADS, **MOE, "num_experts": 4, "mlp_only_layers": [0]},
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "DeepseekV3": {**MOE, **LATENT, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    "Gemma3": HEADS,
-}  # fmt: skip
-# Attention of two layers; MLPs, dense and shared by all tokens.
-MODULES = dict.fromkeys(OWN, 4) | {"Mixtral": 2, "Qwen3Moe": 3}
-every_family = pytest.mark.parametrize("family", OWN)
+# {what: (family, own options, modules that are fused: attention of two layers; MLPs, dense and shared by all tokens)}
+FAMILIES = {
+    "Llama": ("Llama", {}, 4),
+    "Mistral": ("Mistral", HEADS, 4),
+    "Qwen2": ("Qwen2", {}, 4),
+    "Qwen3": ("Qwen3", HEADS, 4),
+    "Qwen3Moe": ("Qwen3Moe", {**HEADS, **MOE, "num_experts": 4, "mlp_only_layers": [0]}, 3),
+    "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 2),
+    "DeepseekV3": ("DeepseekV3", LATENT, 4),
+    "no latent query": ("DeepseekV3", {**LATENT, "q_lora_rank": None}, 4),
+    "Gemma3": ("Gemma3", HEADS, 4),
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
 IDS = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(1))
 
 
-def language_model(family: str = "Llama", dtype=torch.bfloat16, **options) -> nn.Module:
+def language_model(name: str = "Llama", dtype=torch.bfloat16, **options) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    name = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
-    config = getattr(transformers, name)(**{**COMMON, **OWN[family], **options})
+    family, own, _ = FAMILIES[name]
+    kind = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, kind)(**{**COMMON, **own, **options})
     return getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
 
 
@@ -71,35 +76,23 @@ def step(model, autocast: bool = False) -> list[torch.Tensor]:
 @both_formats
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, "autocast"), ids=("bf16", "fp32", "autocast"))
 def test_bits_are_those_of_before(family, config, dtype):
-    autocast = dtype == "autocast"
-    model = convert(language_model(family, torch.float32 if autocast else dtype), config)
+    """And of a model that is fused before it is converted."""
+    autocast, count = dtype == "autocast", FAMILIES[family][2]
+    dtype = torch.float32 if autocast else dtype
+    model = convert(language_model(family, dtype), config)
     with Counter() as before:
         expected = step(model, autocast)
     report = fuse(model)
     with Counter() as after:
         assert_same(step(model, autocast), expected)
-    assert [module.status for module in report.modules] == [FUSED] * MODULES[family]
+    assert [module.status for module in report.modules] == [FUSED] * count
     # Of layers that read one input, all but one.
     assert before.quantized - after.quantized == sum(len(module.readers) - 1 for module in report.modules)
-
-
-@every_family
-def test_fused_before_it_is_converted(family):
-    model = language_model(family)
-    plain = step(model)
-    report = fuse(model)
-    assert [module.status for module in report.modules] == [UNFUSED] * MODULES[family]
-    assert_same(step(model), plain)
-    expected = step(convert(language_model(family)))
-    assert_same(step(convert(model)), expected)
-    assert [module.status for module in fusion_report(model).modules] == [FUSED] * MODULES[family]
-
-
-def test_deepseek_without_a_latent_query():
-    model = convert(language_model("DeepseekV3", q_lora_rank=None))
-    expected = step(model)
-    assert fuse(model).modules[0].readers == ("q_proj", "kv_a_proj_with_mqa")
-    assert_same(step(model), expected)
+    early, plain = language_model(family, dtype), language_model(family, dtype)
+    assert [module.status for module in fuse(early).modules] == [UNFUSED] * count
+    assert_same(step(early, autocast), step(plain, autocast))
+    assert_same(step(convert(early, config), autocast), expected)
+    assert fusion_report(early) == report
 
 
 def test_generation_and_attentions():
@@ -116,28 +109,29 @@ def test_generation_and_attentions():
     assert_same(*outputs)
 
 
+# {how: (compiled, whether checkpoints are reentrant, None without any)}
+HOW = {
+    "compiled": (True, None),
+    "compiled, checkpointed": (True, False),
+    "non_reentrant": (False, False),
+    "reentrant": (False, True),
+}
+
+
 @both_formats
-@pytest.mark.parametrize("checkpoints", ("enable", "disable"))
-def test_compiled(config, checkpoints):
-    results = []  # Both compiled: attention is computed in another order there.
+@pytest.mark.parametrize(("compiled", "reentrant"), HOW.values(), ids=HOW)
+def test_compiled_and_checkpointed(config, compiled, reentrant):
+    results = []  # Attention is computed in another order by a compiler.
     for fused in (False, True):
         model = convert(language_model(num_hidden_layers=1), config)
         if fused:
             fuse(model)
-        getattr(model, f"gradient_checkpointing_{checkpoints}")()
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
         torch._dynamo.reset()
-        results.append(step(torch.compile(model, backend="aot_eager", fullgraph=True)))
+        results.append(step(torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model))
     assert_same(*results)
-
-
-@pytest.mark.parametrize("use_reentrant", (False, True), ids=("non_reentrant", "reentrant"))
-def test_checkpointing(use_reentrant):
-    model = convert(language_model())
-    expected = step(model)
-    fuse(model)
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    model.enable_input_require_grads()
-    assert_same(step(model), expected)
 
 
 # --- torchtitan -------------------------------------------------------------------------------------------------------
@@ -249,21 +243,27 @@ def wrapped(model):
     mlp.gate_proj = nn.Sequential(mlp.gate_proj)
 
 
+def replaced(model):
+    """As libraries of kernels replace the forward pass of all modules of a class."""
+    cls = type(model.model.layers[0].mlp)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(cls, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x)))
+    return monkeypatch.undo
+
+
 LEFT_ALONE = {
     "derived": (derived, "mine.MyMLP is derived from a class that is known; fuse before others wrap it"),
     "patched": (patched, "something has given it a forward pass of its own"),
     "wrapped": (wrapped, "gate_proj is a Sequential; fuse before others wrap it"),
-    "unknown": (
-        lambda m: setattr(m, "own", Own()),
-        "the forward pass of test_fusion.Own is not known",
-    ),
+    "unknown": (lambda m: setattr(m, "own", Own()), "the forward pass of test_fusion.Own is not known"),
+    "replaced": (replaced, "its forward pass was replaced by test_fusion.replaced.<locals>.<lambda>"),
 }
 
 
 @pytest.mark.parametrize(("change", "reason"), LEFT_ALONE.values(), ids=LEFT_ALONE)
-def test_what_is_not_known_is_left_alone(change, reason):
+def test_what_is_not_known_is_left_alone(change, reason, request):
     model = language_model(num_hidden_layers=1)
-    change(model)
+    request.addfinalizer(change(model) or (lambda: None))
     convert(model)
     expected, classes = step(model), [type(module) for module in model.modules()]
     reports = fuse(model).modules
@@ -272,16 +272,6 @@ def test_what_is_not_known_is_left_alone(change, reason):
     changed = [cls for cls, module in zip(classes, model.modules()) if type(module) is not cls]
     assert len(changed) == len(reports) - 1
     assert_same(step(model), expected)
-
-
-def test_a_class_whose_forward_pass_was_replaced(monkeypatch):
-    """As libraries of kernels do it, for all modules of a class."""
-    model = convert(language_model(num_hidden_layers=1))
-    cls = type(model.model.layers[0].mlp)
-    monkeypatch.setattr(cls, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x)))
-    attention, mlp = fuse(model).modules
-    assert (attention.status, mlp.status) == (FUSED, UNFUSED)
-    assert mlp.reason.startswith("its forward pass was replaced by ")
 
 
 # --- what comes before and after --------------------------------------------------------------------------------------
@@ -323,43 +313,27 @@ def test_hooks_are_called():
 
 
 @both_formats
-def test_names_and_state_dicts_stay(config, tmp_path):
-    model = convert(language_model(), config)
-    names = [name for name, _ in model.named_modules()]
+def test_names_and_state_dicts_stay_and_unconvert_ends_it(config):
+    model, plain, other = convert(language_model(), config), language_model(), convert(language_model(), config)
+    names, converted = [name for name, _ in model.named_modules()], conversion_report(model)
     state = {name: x.clone() for name, x in model.state_dict().items()}
-    expected, converted = step(model), conversion_report(model)
+    expected = step(model)
     fuse(model)
-    assert [name for name, _ in model.named_modules()] == names
-    assert conversion_report(model) == converted
+    assert [name for name, _ in model.named_modules()] == names and conversion_report(model) == converted
     after = saved_and_loaded(model.state_dict())
     assert [*after] == [*state]
     assert_same([*after.values()], [*state.values()])
-    model.save_pretrained(tmp_path)
-    # As `language_model` casts its rotations too.
-    again = type(model).from_pretrained(tmp_path).bfloat16()
-    assert_same(step(convert(again, config)), expected)
-    other = convert(language_model(), config)
-    fuse(other)
+    fuse(other, round_once=True)
     other.load_state_dict(state)
+    for round_once in (False, True, False):
+        fuse(other, round_once=round_once)
+        assert isinstance(other.model.layers[0].mlp, FusedSwiGLU) == round_once
+        assert len([m for m in other.modules() if isinstance(m, FusedModule)]) == 4
     assert_same(step(other), expected)
-
-
-@both_formats
-def test_unconvert_ends_it(config):
-    model, plain = language_model(), language_model()
-    fuse(convert(model, config), round_once=True)
     unconvert(model)
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
     assert [vars(m).keys() for m in model.modules()] == [vars(m).keys() for m in plain.modules()]
     assert_same(step(model), step(plain))
-
-
-def test_fused_again_as_is_said_then():
-    model = convert(language_model(num_hidden_layers=1))
-    for round_once in (False, True, False):
-        fuse(model, round_once=round_once)
-        assert isinstance(model.model.layers[0].mlp, FusedSwiGLU) == round_once
-        assert len([m for m in model.modules() if isinstance(m, FusedModule)]) == 2
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

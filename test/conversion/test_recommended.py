@@ -14,7 +14,6 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import (
-    BlockwiseFP8TrainingConfig,
     MasterWeightTensor,
     conversion_report,
     experts,
@@ -22,6 +21,7 @@ from torchao_blockwise import (
     recommended_layers,
     skip_fqns,
 )
+from torchao_blockwise.conversion.recommended import recommended
 from torchao_blockwise.conversion.weights import expert_weights
 
 # Every mixture of experts that transformers 5.23 builds from its default configuration or from the options below, and
@@ -100,37 +100,27 @@ def test_mixtures_of_experts(family):
     assert has_weights or family in ("nllb-moe", "switch_transformers")
 
 
-DENSE = {
+TIED, NO_EXPERTS = "output head, tied to ", "not named as experts are"
+# {what: (family, class, what is left out)}
+OTHERS = {
     "llama": ("llama", None, {"lm_head": "output head"}),
-    "a tied head": ("gemma", None, {"lm_head": "output head, tied to model.embed_tokens"}),
+    "a tied head": ("gemma", None, {"lm_head": f"{TIED}model.embed_tokens"}),
     "without a head": ("llama", "LlamaModel", {}),
     "a classifier": ("llama", "LlamaForSequenceClassification", {"score": "output head"}),
     # All matrices but the head are of its Conv1D.
-    "gpt2": ("gpt2", None, {"lm_head": "output head, tied to transformer.wte"}),
-    "t5": ("t5", "T5ForConditionalGeneration", {"lm_head": "output head, tied to decoder.embed_tokens"}),
+    "gpt2": ("gpt2", None, {"lm_head": f"{TIED}transformer.wte"}),
+    "t5": ("t5", "T5ForConditionalGeneration", {"lm_head": f"{TIED}decoder.embed_tokens"}),
     "image classifier": ("vit", "ViTForImageClassification", {"classifier": "output head"}),
     "image encoder": ("vit", "ViTModel", {"pooler.dense": "last layer, behind the blocks"}),
+    # Heads of attention and recurrent gates are Parameters [E, N, K] too, which no grouped GEMM reads.
+    "xlnet": ("xlnet", None, {"rel_attn": NO_EXPERTS, "lm_loss": f"{TIED}transformer.word_embedding"}),
+    "recurrent": ("recurrent_gemma", None, {"temporal_block.rg_lru": NO_EXPERTS,
+                                            "lm_head": f"{TIED}model.embed_tokens"}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "cls", "expected"), DENSE.values(), ids=DENSE)
-def test_dense_models(family, cls, expected):
-    assert left_out(of_transformers(family, cls)) == expected
-
-
-XLNET = "not named as experts are"
-TIED = {"lm_head": "output head, tied to model.embed_tokens"}
-
-
-@pytest.mark.parametrize(
-    ("family", "cls", "expected"),
-    [
-        ("xlnet", None, {"rel_attn": XLNET, "lm_loss": "output head, tied to transformer.word_embedding"}),
-        ("recurrent_gemma", None, {"temporal_block.rg_lru": XLNET, **TIED}),
-    ],
-)  # fmt: skip
-def test_three_dims_alone_are_no_experts(family, cls, expected):
-    """Heads of attention and recurrent gates are Parameters [E, N, K] too, which no grouped GEMM reads."""
+@pytest.mark.parametrize(("family", "cls", "expected"), OTHERS.values(), ids=OTHERS)
+def test_other_models(family, cls, expected):
     model = of_transformers(family, cls)
     assert left_out(model) == expected
     chosen = recommended_layers(model) | experts()
@@ -185,12 +175,9 @@ class Routed(nn.Module):
         self.experts = nn.ModuleList(Gated() for _ in range(8))
 
 
-@pytest.mark.parametrize("wide", (False, True))
-def test_routers_by_structure(wide):
-    assert left_out(nn.ModuleDict({"moe": Routed(wide)})) == {"moe.choose": "router or gate"}
-
-
 @pytest.mark.parametrize(("model", "expected"), [
+    (nn.ModuleDict({"moe": Routed()}), {"moe.choose": "router or gate"}),
+    (nn.ModuleDict({"moe": Routed(wide=True)}), {"moe.choose": "router or gate"}),
     (nn.ModuleDict({"gate": nn.Linear(64, 8), "up": nn.Linear(64, 96)}), {"gate": "router or gate"}),
     (nn.ModuleDict({"gate": nn.Linear(64, 96), "down": nn.Linear(96, 64)}), {}),
     (nn.ModuleDict({"mlp": Gated()}), {}),
@@ -198,39 +185,50 @@ def test_routers_by_structure(wide):
      {"router.0": "router or gate", "router.1": "router or gate"}),
     # It holds the experts that it routes to.
     (nn.ModuleDict({"router_block": Routed()}), {"router_block.choose": "router or gate"}),
-], ids=("gate", "a wide gate", "a gated MLP", "router", "a block of experts"))  # fmt: skip
-def test_routers_by_name(model, expected):
+    (nn.ModuleDict({"mtp_head": nn.Sequential(nn.Linear(8, 8))}), {"mtp_head.0": "output head"}),
+], ids=("structure", "wide", "gate", "a wide gate", "a gated MLP", "router", "a block of experts", "head"))  # fmt: skip
+def test_routers_and_heads(model, expected):
     assert left_out(model) == expected
 
 
-@pytest.mark.parametrize(("name", "reason"), [
-    ("lm_heads.0", "output head"), ("mtp_head.proj", "output head"), ("classifier.2", "output head"),
-    ("cls.predictions.decoder", "output head"), ("layers.0.attention.output", None), ("layers.1.head", None),
-    ("layers.0.multihead_attn", None), ("embed_out", "output head"), ("decoder.output", "output head"),
-])  # fmt: skip
-def test_heads_by_name(name, reason):
-    model = layer = nn.Linear(8, 8)
-    for part in reversed(name.split(".")):
-        model = nn.ModuleDict({part: model})
-    assert recommended_layers(model).why_not(layer, name) == reason
-
-
-class Stack(nn.Module):
-    def __init__(self, blocks: int, kind=nn.ModuleList):
+class Block(nn.Module):
+    def __init__(self):
         super().__init__()
-        layers = [nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}) for _ in range(blocks)]
-        self.layers = kind(layers if kind is nn.ModuleList else {str(i): layer for i, layer in enumerate(layers)})
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
 
-@pytest.mark.parametrize("kind", (nn.ModuleList, nn.ModuleDict))
-@pytest.mark.parametrize(
-    ("config", "blocks", "kept"), [(NVFP4, 20, 3), (NVFP4, 3, 1), (NVFP4, 1, 0), (FP8, 20, 0), (None, 20, 0)]
-)
-def test_the_last_blocks_stay_in_nvfp4(config, blocks, kept, kind):
-    model = Stack(blocks, kind)
-    chosen = recommended_layers(model, config)
-    converted = [all(chosen(m, "x") for m in layer.values()) for layer in model.layers.children()]
-    assert converted == [True] * (blocks - kept) + [False] * kept
+def blocks(count, kind=nn.ModuleList):
+    made = [Block() for _ in range(count)]
+    if kind is nn.ModuleDict:
+        return kind({str(i): block for i, block in enumerate(made)})
+    return kind(*made) if kind is nn.Sequential else kind(made)
+
+
+# {what: (towers, config, how many blocks are asked for, how many of each stay in high precision)}
+TOWERS = {
+    "one": ({"layers": blocks(20)}, NVFP4, None, (3,)),
+    "short": ({"layers": blocks(3)}, NVFP4, None, (1,)),
+    "one block": ({"layers": blocks(1)}, NVFP4, None, (0,)),
+    "fp8": ({"layers": blocks(20)}, FP8, None, (0,)),
+    "no config": ({"layers": blocks(20)}, None, None, (0,)),
+    "vision longer": ({"vision": blocks(32), "text": blocks(8)}, NVFP4, None, (5, 2)),
+    "encoder longer": ({"encoder": blocks(12), "decoder": blocks(6)}, NVFP4, None, (2, 1)),
+    # As torchtitan's.
+    "numbered": ({"layers": blocks(7, nn.ModuleDict)}, NVFP4, None, (2,)),
+    "sequential": ({"body": blocks(7, nn.Sequential)}, NVFP4, None, (2,)),
+    "none": ({"layers": blocks(7)}, NVFP4, 0, (0,)),
+    "asked for": ({"layers": blocks(7, nn.ModuleDict)}, FP8, 1, (1,)),
+    "a share": ({"layers": blocks(7, nn.Sequential)}, NVFP4, 0.3, (3,)),
+}
+
+
+@pytest.mark.parametrize(("towers", "config", "count", "kept"), TOWERS.values(), ids=TOWERS)
+def test_the_last_blocks(towers, config, count, kept):
+    """Of every tower 15 % in NVFP4, rounded up."""
+    chosen = recommended(nn.ModuleDict(towers), config, last_blocks=count)
+    for tower, stay in zip(towers.values(), kept, strict=True):
+        converted = [chosen(block.up, "up") for block in tower.children()]
+        assert converted == [True] * (len(converted) - stay) + [False] * stay
 
 
 def test_the_last_blocks_are_those_of_the_decoder():
@@ -261,55 +259,3 @@ def test_another_model_is_left_alone():
     assert reasons == {"not part of the model that recommended_layers was called with"}
     quantize_(model.layers[0], FP8, filter_fn=recommended_layers(model))
     assert isinstance(model.layers[0].experts.up, MasterWeightTensor)
-
-
-@pytest.mark.parametrize(
-    ("config", "got"),
-    ((BlockwiseFP8TrainingConfig, "the class BlockwiseFP8TrainingConfig; write"), (torch.float8_e4m3fn, "dtype; take")),
-)
-def test_what_is_no_config(config, got):
-    with pytest.raises(TypeError, match=f"recommended_layers: config must be a training config, got {got}"):
-        recommended_layers(nn.Linear(8, 8), config)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-
-def blocks(count, kind=nn.ModuleList):
-    made = [Block() for _ in range(count)]
-    return nn.ModuleDict({str(i): block for i, block in enumerate(made)}) if kind is nn.ModuleDict else kind(made)
-
-
-def sequential(count):
-    return nn.Sequential(*(Block() for _ in range(count)))
-
-
-# {what: (a model, the blocks that stay in high precision)}
-TOWERS = {
-    "vision longer": (lambda: nn.ModuleDict({"vision": blocks(32), "text": blocks(8)}), ["vision.27", "text.6"]),
-    "encoder longer": (
-        lambda: nn.ModuleDict({"encoder": blocks(12), "decoder": blocks(6)}),
-        ["encoder.10", "decoder.5"],
-    ),
-    "numbered": (
-        lambda: nn.ModuleDict({"model": nn.ModuleDict({"layers": blocks(7, nn.ModuleDict)})}),
-        ["model.layers.5"],
-    ),
-    "sequential": (lambda: nn.ModuleDict({"body": sequential(7)}), ["body.5"]),
-}
-
-
-@pytest.mark.parametrize(("make", "first_kept"), TOWERS.values(), ids=TOWERS)
-def test_nvfp4_keeps_the_last_blocks_of_every_tower(make, first_kept):
-    model = make()
-    kept = recommended_layers(model, NVFP4)
-    for first in first_kept:
-        tower, _, number = first.rpartition(".")
-        numbers = [int(name) for name, _ in model.get_submodule(tower).named_children()]
-        stay = [n for n in numbers if not kept(model.get_submodule(f"{tower}.{n}.up"), f"{tower}.{n}.up")]
-        assert stay == numbers[int(number) :], tower
-    everything = recommended_layers(model, FP8)
-    assert all(everything(m, fqn) for fqn, m in model.named_modules() if isinstance(m, nn.Linear) and "up" in fqn)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from expert_modules import Model as ExpertModel
 from helpers import FP8, NVFP4, PER_EXPERT, Tied, every_recipe, mlp, replace
 from torch import nn
 from torchao.quantization import FqnToConfig, quantize_
@@ -15,7 +16,9 @@ from torchao_blockwise import (
     conversion_report,
     dry_run,
     experts,
+    is_linear,
     keep_last_blocks,
+    linears_and_experts,
     min_features,
     recommended_layers,
     skip_lm_head,
@@ -27,18 +30,24 @@ pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
 def test_text():
-    model = Tied(features=256)
-    quantize_(model, FP8, skip_lm_head() & keep_last_blocks(model, 1))
+    model = ExpertModel()
+    quantize_(model, NVFP4, linears_and_experts() & skip_lm_head() & keep_last_blocks(model, 1))
     assert_expected_inline(
         str(conversion_report(model)),
         """\
-layer     status     why / format                         shape    dtype       before      after  quantized
---------  ---------  -----------------------------------  -------  -------  ---------  ---------  ---------
-blocks.0  converted  fp8_128x128                          256×256  float32  256.0 KiB  256.0 KiB          -
-blocks.1  skipped    keep_last_blocks: in the last block  256×256  float32  256.0 KiB  256.0 KiB          -
-lm_head   skipped    skip_lm_head: output projection      256×256  float32  256.0 KiB  256.0 KiB          -
---------  ---------  -----------------------------------  -------  -------  ---------  ---------  ---------
-total     1 of 3     converted                                              768.0 KiB  768.0 KiB        0 B""",
+layer                  status     why / format                         shape    dtype       before      after  quantized
+---------------------  ---------  -----------------------------------  -------  -------  ---------  ---------  ---------
+layers.0.attention     converted  nvfp4_16x16                          64×64    float32   16.0 KiB   16.0 KiB          -
+layers.0.router        skipped    skip_routers: chooses experts        4×64     float32    1.0 KiB    1.0 KiB          -
+layers.0.experts.up    converted  nvfp4_16x16                          4×96×64  float32   96.0 KiB   96.0 KiB          -
+layers.0.experts.down  converted  nvfp4_16x16                          4×64×96  float32   96.0 KiB   96.0 KiB          -
+layers.1.attention     skipped    keep_last_blocks: in the last block  64×64    float32   16.0 KiB   16.0 KiB          -
+layers.1.router        skipped    skip_routers: chooses experts        4×64     float32    1.0 KiB    1.0 KiB          -
+layers.1.experts.up    skipped    keep_last_blocks: in the last block  4×96×64  float32   96.0 KiB   96.0 KiB          -
+layers.1.experts.down  skipped    keep_last_blocks: in the last block  4×64×96  float32   96.0 KiB   96.0 KiB          -
+lm_head                skipped    skip_lm_head: output projection      16×64    float32    4.0 KiB    4.0 KiB          -
+---------------------  ---------  -----------------------------------  -------  -------  ---------  ---------  ---------
+total                  3 of 9     converted                                              422.0 KiB  422.0 KiB        0 B""",  # noqa: E501
     )
 
 
@@ -71,6 +80,9 @@ layer               status     why / format            shape    dtype        bef
 ------------------  ---------  ----------------------  -------  --------  ---------  --------  ---------
 total               1 of 1     converted                                  128.0 KiB  32.3 KiB   32.3 KiB""",
     )
+    module = SwiGLUExperts(2, 16, 16)
+    quantize_(module, FP8, experts())
+    assert [row.fqn for row in conversion_report(module).layers] == ["gate_up", "down"]
 
 
 def test_to_dict_is_json():
@@ -85,84 +97,33 @@ def test_to_dict_is_json():
                                    "quantized_bytes": 0}  # fmt: skip
 
 
-@every_recipe
-def test_bytes_are_those_that_training_keeps(config):
-    model = mlp(config)
-    model(torch.randn(2, 64, requires_grad=True)).sum().backward()
-    for layer, module in zip(conversion_report(model).layers, (model[0], model[2])):
-        assert layer.quantized_bytes == module.weight.quantized_bytes == 0
-        assert layer.bytes_after == layer.bytes_before == module.weight.hp.nbytes
-    quantised = mlp(replace(config, master_weights=False))
-    assert all(
-        r.bytes_after == m.weight.nbytes
-        for r, m in zip(conversion_report(quantised).layers, (quantised[0], quantised[2]))
-    )
-
-
-@pytest.mark.parametrize("config", (NVFP4, PER_EXPERT, FP8), ids=("one scale", "scale an expert", "fp8"))
-def test_bytes_of_experts_are_those_that_training_keeps(config):
-    """With a tensor scale of each of five experts, too, and as a dry run predicts them."""
-    model, config = SwiGLUExperts(5, 48, 32), replace(config, master_weights=False)
-    predicted = dry_run(model, config, experts())
-    quantize_(model, config, filter_fn=experts())
-    report = conversion_report(model)
-    assert report.layers == predicted.layers
-    for layer, weight in zip(report.layers, model.parameters(), strict=True):
-        assert layer.bytes_after == layer.quantized_bytes == weight.nbytes
-
-
-def test_a_weight_that_was_replaced_is_told():
-    model = mlp(FP8)
-    model[2].weight = nn.Parameter(model[2].weight.hp.clone())
-    first, second = conversion_report(model).layers
-    assert (first.status, second.status, second.reason) == ("converted", "replaced", "was converted, weight replaced")
-    assert second.bytes_after == second.bytes_before == model[2].weight.nbytes
-    assert "was converted, weight replaced" in str(conversion_report(model))
-    assert conversion_report(model).totals["converted"] == 1
-
-
-def test_tied_weights_count_once():
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-    model[1].weight = model[0].weight
-    quantize_(model, FP8)
-    report = conversion_report(model)
-    assert len(report.layers) == 3 and report.totals["bytes_before"] == 2 * 64 * 64 * 4
-
-
-def test_parametrised_weights_count_each():
-    """They are computed anew on each access, so nothing may go by the id of a dead one."""
-    model = nn.Sequential(*(torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)) for _ in range(4)))
-    assert conversion_report(model).totals["bytes_before"] == 4 * 64 * 64 * 4
-
-
 MODELS = {
     "mlp": (mlp, None),
     "tied": (Tied, None),
-    "tied_filtered": (Tied, lambda m: skip_lm_head() & keep_last_blocks(m, 1)),
+    "tied, filtered": (Tied, lambda m: skip_lm_head() & keep_last_blocks(m, 1)),
     "function": (mlp, lambda m: lambda module, fqn: fqn == "0"),
     "transformer": (lambda: nn.TransformerEncoderLayer(64, 4, 128), None),
-    "bare": (lambda: nn.Linear(64, 64), None),
+    "root": (lambda: nn.Linear(64, 64), None),
     "converted": (lambda: mlp(FP8), None),
+    "converted, filtered": (lambda: mlp(FP8), lambda m: lambda module, fqn: fqn == "0"),
+    "experts": (ExpertModel, lambda m: experts()),
+    "both": (ExpertModel, lambda m: linears_and_experts()),
+    "linears": (ExpertModel, lambda m: is_linear()),
+    # The linear layer lies in a module that is converted too.
+    "nested": (lambda: holds_a_layer(SwiGLUExperts(2, 32, 32)), lambda m: experts() | is_linear()),
 }
 
 
-@pytest.mark.parametrize(
-    ("given", "got"),
-    (
-        (type(FP8), r"the class BlockwiseFP8TrainingConfig; write BlockwiseFP8TrainingConfig\(\)"),
-        ("fp8", r"str; take BlockwiseFP8TrainingConfig\(\) or NVFP4TrainingConfig\(\)"),
-    ),
-    ids=("class", "name"),
-)
-def test_a_dry_run_with_no_config(given, got):
-    with pytest.raises(TypeError, match=f"dry_run: config must be a training config, got {got}"):
-        dry_run(nn.Linear(64, 64), given)
+def holds_a_layer(module):
+    module.inner = nn.Linear(32, 32)
+    return module
 
 
 @every_recipe
-@pytest.mark.parametrize("master_weights", (True, False), ids=("master", "quantised"))
+@pytest.mark.parametrize("master_weights", (True, False), ids=("masters", "quantized"))
 @pytest.mark.parametrize(("make", "filter_of"), MODELS.values(), ids=MODELS)
 def test_a_dry_run_changes_nothing_and_predicts_the_report(config, master_weights, make, filter_of):
+    """And the bytes are those that training keeps."""
     model, config = make(), replace(config, master_weights=master_weights)
     filter_fn = {} if filter_of is None else {"filter_fn": filter_of(model)}
 
@@ -180,53 +141,88 @@ def test_a_dry_run_changes_nothing_and_predicts_the_report(config, master_weight
     quantize_(model, config, **filter_fn)
     real = conversion_report(model)
     assert real.layers == predicted.layers and real.totals == predicted.totals and not real.dry_run
+    weights = dict(model.named_parameters())
+    for row in real.layers:
+        weight = weights.get(row.fqn, weights.get(f"{row.fqn}.weight".lstrip(".")))
+        if row.status == "converted" and weight is not None:
+            kept = weight.nbytes if config.quantized_activations in row.reason and "no master" in row.reason else 0
+            assert row.quantized_bytes == kept and row.bytes_after == (kept or row.bytes_before)
+            assert row.shape == tuple(weight.shape)
 
 
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (2**20, "1.0 MiB"),
-        (5 * 2**30, "5.0 GiB"),
-        (3 * 2**40, "3.0 TiB"),
-        (2**52, "4096.0 TiB"),
-    ],
-)
-def test_human_bytes(count, expected):
-    assert human_bytes(count) == expected
+@pytest.mark.parametrize("config", (NVFP4, PER_EXPERT, FP8), ids=("one scale", "scale an expert", "fp8"))
+def test_bytes_of_experts_are_those_that_training_keeps(config):
+    """With a tensor scale of each of five experts, too, and as a dry run predicts them."""
+    model, config = SwiGLUExperts(5, 48, 32), replace(config, master_weights=False)
+    predicted = dry_run(model, config, experts())
+    quantize_(model, config, filter_fn=experts())
+    report = conversion_report(model)
+    assert report.layers == predicted.layers
+    for layer, weight in zip(report.layers, model.parameters(), strict=True):
+        assert layer.bytes_after == layer.quantized_bytes == weight.nbytes
 
 
-def test_a_model_without_linear_layers():
+def test_a_weight_that_was_replaced_is_told():
+    model = mlp(FP8)
+    model[2].weight = nn.Parameter(model[2].weight.hp.clone())
+    report = conversion_report(model)
+    first, second = report.layers
+    assert (first.status, second.status, second.reason) == ("converted", "replaced", "was converted, weight replaced")
+    assert second.bytes_after == second.bytes_before == model[2].weight.nbytes and report.totals["converted"] == 1
+
+
+def test_shared_weights_count_once_and_parametrized_ones_each():
+    """These are computed anew on each access, so nothing may go by the id of a dead one."""
+    model = ExpertModel()
+    model.layers[1].experts.up, model.layers[1].attention = model.layers[0].experts.up, model.layers[0].attention
+    model.layers[1].router.weight = model.layers[0].router.weight
+    quantize_(model, FP8, linears_and_experts())
+    once = 4 * (64 * 64 + 4 * 64 + 16 * 64 + 3 * 4 * 96 * 64)
+    assert conversion_report(model).totals["bytes_before"] == once
+    model = nn.Sequential(*(torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)) for _ in range(4)))
+    assert conversion_report(model).totals["bytes_before"] == 4 * 64 * 64 * 4
+
+
+def test_human_bytes():
+    counts = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 2**20: "1.0 MiB", 5 * 2**30: "5.0 GiB", 2**52: "4096.0 TiB"}
+    assert {count: human_bytes(count) for count in counts} == counts
+
+
+def test_a_report_of_nothing_names_the_filter():
+    """`quantize_` itself cannot say so: where its default filter selects nothing, nothing of this package is called."""
     report = conversion_report(nn.Sequential(nn.ReLU()))
     assert report.layers == () and report.totals["layers"] == 0 and "0 of 0" in str(report)
+    model = nn.ModuleDict({"experts": SwiGLUExperts(2, 16, 16)})
+    quantize_(model, FP8)
+    hint = "\nnothing is converted; filter_fn=recommended_layers(model) takes experts too"
+    assert str(conversion_report(model)).endswith(hint)
+    quantize_(model, FP8, filter_fn=recommended_layers(model))
+    assert "nothing is converted" not in str(conversion_report(model))
+
+
+class Conv1D(nn.Module):
+    """As GPT-2's: y = x · w + b."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 192))
+
+
+class Raw(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w_up, self.w_down = nn.Parameter(torch.zeros(96, 64)), nn.Parameter(torch.zeros(64, 96))
+        self.gain, self.row = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(1, 64))
+        self.table = nn.Parameter(torch.zeros(4, 4, dtype=torch.int32), requires_grad=False)
 
 
 def test_matrices_that_no_linear_layer_has_are_shown_with_the_reason():
-    class Conv1D(nn.Module):
-        """As GPT-2's: y = x · w + b."""
-
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(64, 192))
-
-    class Raw(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w_up, self.w_down = nn.Parameter(torch.zeros(96, 64)), nn.Parameter(torch.zeros(64, 96))
-            self.gain, self.row = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(1, 64))
-            self.table = nn.Parameter(torch.zeros(4, 4, dtype=torch.int32), requires_grad=False)
-
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 4), "cross": nn.MultiheadAttention(64, 4, kdim=32)})
     model.update({"c_attn": Conv1D(), "raw": Raw(), "embed": nn.Embedding(8, 64), "norm": nn.LayerNorm((8, 64))})
     attention = "nn.MultiheadAttention multiplies by it itself, without an nn.Linear"
     by_name = "no nn.Linear's; if F.linear multiplies by it, FqnToConfig converts it by name"
-    expected = {
-        "attention.in_proj_weight": attention,
-        "cross.q_proj_weight": attention,
-        "cross.k_proj_weight": attention,
-        "cross.v_proj_weight": attention,
+    names = ("attention.in_proj_weight", *(f"cross.{x}_proj_weight" for x in "qkv"))
+    expected = dict.fromkeys(names, attention) | {
         "c_attn.weight": "Conv1D holds its weight transposed; replace it by nn.Linear",
         "raw.w_up": by_name,
         "raw.w_down": by_name,
@@ -240,13 +236,3 @@ def test_matrices_that_no_linear_layer_has_are_shown_with_the_reason():
     raw = {layer.fqn: layer.status for layer in conversion_report(model).layers if "raw" in layer.fqn}
     assert raw == {"raw.w_up": "converted", "raw.w_down": "skipped"}
     assert dry_run(model, FP8).layers == conversion_report(model).layers
-
-
-def test_a_report_of_nothing_names_the_filter():
-    """`quantize_` itself cannot say so: where its default filter selects nothing, nothing of this package is called."""
-    model = nn.ModuleDict({"experts": SwiGLUExperts(2, 16, 16)})
-    quantize_(model, FP8)
-    hint = "\nnothing is converted; filter_fn=recommended_layers(model) takes experts too"
-    assert str(conversion_report(model)).endswith(hint)
-    quantize_(model, FP8, filter_fn=recommended_layers(model))
-    assert "nothing is converted" not in str(conversion_report(model))

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from expert_modules import ENDS, Model, X
 from helpers import FP8, NVFP4, Tied, both_formats, mlp, replace, saved_and_loaded
 from torch import nn
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor
+from torchao_blockwise import (
+    BlockwiseFP8Tensor,
+    MasterWeightTensor,
+    NVFP4Tensor,
+    experts,
+    is_linear,
+    linears_and_experts,
+)
+from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -18,13 +29,14 @@ class Nested(nn.Module):
     def __init__(self):
         super().__init__()
         self.tied, self.blocks = Tied(), nn.ModuleList([mlp(features=(64, 32, 64)), nn.BatchNorm1d(64)])
+        self.experts = Model(blocks=1)
 
 
 def models(config, seed: int = 0):
     """(converted, plain) with different values and the same structure."""
     torch.manual_seed(seed)
     converted, plain = Nested(), Nested()
-    quantize_(converted, config)
+    quantize_(converted, config, is_linear() | experts())
     return converted, plain
 
 
@@ -53,15 +65,15 @@ def test_both_directions(config, assign, through_file, direction):
     converted, plain = models(config)
     target, source = (plain, converted) if direction == "to_plain" else (converted, plain)
     if direction == "between_converted":
-        quantize_(source, NVFP4)
+        quantize_(source, NVFP4, is_linear() | experts())
     saved = source.state_dict()
     saved = saved_and_loaded(saved) if through_file else {k: v.clone() for k, v in saved.items()}
     result = target.load_state_dict(saved, assign=assign, strict=True)
     assert not result.missing_keys and not result.unexpected_keys
     assert_same(target.state_dict(), source.state_dict())
-    weight = target.blocks[0][0].weight
-    assert type(weight) is (nn.Parameter if direction == "to_plain" else MasterWeightTensor)
-    assert isinstance(weight, nn.Parameter) and weight.requires_grad
+    for weight in (target.blocks[0][0].weight, target.experts.layers[0].experts.up):
+        assert type(weight) is (nn.Parameter if direction == "to_plain" else MasterWeightTensor)
+        assert isinstance(weight, nn.Parameter) and weight.requires_grad
     assert assign or target.tied.embed.weight is target.tied.lm_head.weight
 
 
@@ -104,12 +116,9 @@ def test_keep_vars_gives_the_parameters():
     assert kept["0.weight"] is model[0].weight and kept["0.bias"] is model[0].bias
 
 
-def test_prefixes_and_destinations():
+def test_prefixes_destinations_and_wrappers():
     saved = mlp(FP8)[0].state_dict(prefix="a.b.")
     assert list(saved) == ["a.b.weight", "a.b.bias"] and type(saved["a.b.weight"]) is torch.Tensor
-
-
-def test_a_wrapper_module_saves_plain_tensors_too():
     model = nn.ModuleDict({"inner": mlp(FP8)})
     assert all(type(v) is torch.Tensor for v in model.state_dict().values())
     assert list(model.state_dict()) == [f"inner.{k}" for k in mlp().state_dict()]
@@ -136,3 +145,44 @@ def test_checkpoints_that_hold_quantized_tensors_load(config, assign):
     model.load_state_dict(state, assign=assign)
     assert type(model[0].weight) is type(source[0].weight) and torch.equal(model[0].weight, source[0].weight)
     assert torch.equal(model(torch.ones(2, 64)), source(torch.ones(2, 64)))
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_cast_after_its_conversion():
+    model = Model()
+    expected = copy.deepcopy(model).bfloat16()
+    for m in (model, expected):
+        quantize_(m, FP8, experts())
+    model.bfloat16()
+    assert model.layers[0].experts.up.hp.dtype == torch.bfloat16
+    assert_bitwise_equal(model(X.bfloat16(), ENDS).detach(), expected(X.bfloat16(), ENDS).detach())
+
+
+@both_formats
+def test_an_optimizer_with_the_masters_of_experts_trains_as_master_weights_do(config):
+    torch.manual_seed(0)
+    masters = Model()
+    quantised = copy.deepcopy(masters)
+    quantize_(masters, config, linears_and_experts())
+    quantize_(quantised, replace(config, master_weights=False), linears_and_experts())
+    optimizers = (
+        torch.optim.AdamW(masters.parameters(), lr=1e-2),
+        MasterWeightOptimizer(torch.optim.AdamW, quantised, lr=1e-2),
+    )
+    before = quantised.layers[0].experts.up.qdata.clone()
+    for step in range(3):
+        losses = []
+        for model, optimizer in zip((masters, quantised), optimizers):
+            loss = model(X, (ENDS + step).clamp(max=9)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    up = quantised.layers[0].experts.up
+    assert type(up) is (BlockwiseFP8Tensor if config is FP8 else NVFP4Tensor) and not torch.equal(up.qdata, before)
+    assert_bitwise_equal(up.qdata, masters.layers[0].experts.up.quantized().qdata)
+    saved = optimizers[1].model_state_dict()["layers.0.experts.up"]
+    assert_bitwise_equal(saved, masters.state_dict()["layers.0.experts.up"])

@@ -108,7 +108,7 @@ def needs_conversion_before_shards(rank: int) -> None:
     try:
         fit(Module(converts=False), rank, "fp8", ".", 1)
     except ValueError as e:
-        assert "is sharded already; in configure_model call" in str(e), e
+        assert "its weight is a DTensor; convert first, then shard" in str(e), e
     else:
         raise AssertionError("trained")
 

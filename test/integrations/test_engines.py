@@ -47,19 +47,9 @@ class WeightSource(ABC):
         raise NotImplementedError
 
 
-class WeightSourceOfBefore(ABC):
-    @abstractmethod
-    def metadata(self) -> list[ParamMeta]: ...
-
-    @abstractmethod
-    def __iter__(self): ...
-
-
 def sent_to_a_worker(source) -> dict[str, torch.Tensor]:
     """As vLLM packs tensors for its workers, which cut the bytes by the metadata."""
-    is_new = isinstance(source, WeightSource)
-    metas = source.metadata if is_new else source.metadata()
-    pairs = list(source.iter_full() if is_new else source)
+    metas, pairs = source.metadata, list(source.iter_full())
     assert [ParamMeta(name, x.dtype, tuple(x.shape)) for name, x in pairs] == metas
     packed = torch.cat([x.contiguous().view(torch.uint8).view(-1) for _, x in pairs])
     sizes = [x.nbytes for _, x in pairs]
@@ -68,13 +58,12 @@ def sent_to_a_worker(source) -> dict[str, torch.Tensor]:
     return {meta.name: part for meta, part in zip(metas, parts)}
 
 
-@pytest.fixture(params=(WeightSource, WeightSourceOfBefore), ids=("vllm_0.33", "before"))
-def with_vllm(request, monkeypatch):
+@pytest.fixture
+def with_vllm(monkeypatch):
     path = vllm._BASE.split(".")
     for i in range(len(path)):
         monkeypatch.setitem(sys.modules, ".".join(path[: i + 1]), types.ModuleType(path[i]))
-    sys.modules[vllm._BASE].__dict__.update(WeightSource=request.param, ParamMeta=ParamMeta)
-    return request.param
+    sys.modules[vllm._BASE].__dict__.update(WeightSource=WeightSource, ParamMeta=ParamMeta)
 
 
 class WithCounter(nn.Sequential):
@@ -93,7 +82,7 @@ class WithCounter(nn.Sequential):
 def test_a_source_of_vllm_gives_the_weights_of_the_moment(config, format, with_vllm):
     model = WithCounter(*mlp(config, features=(208, 304, 144)))
     source = vllm.weight_source(model, format)
-    assert isinstance(source, with_vllm)
+    assert isinstance(source, WeightSource)
     for _ in range(2):
         expected = dict(checkpoint.quantized_weights(model, format))
         got = sent_to_a_worker(source)
@@ -123,7 +112,7 @@ def test_work_for_vllm_is_in_order_on_all_its_streams(with_vllm, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: of_training)
     source = vllm.weight_source(mlp(FP8, features=(208, 304, 144)))
-    pairs = iter(source.iter_full() if hasattr(source, "iter_full") else source)
+    pairs = iter(source.iter_full())
     of_training.done.add("steps before")
     expected = {"steps before"}
     for current in (streams[0], streams[0], streams[1], streams[0], of_training, streams[1]):

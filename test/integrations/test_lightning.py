@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FP8, NVFP4, mlp
+from helpers import FP8, NVFP4, mlp, replace
 from torch import nn
 from torchao.quantization import quantize_
 
 from torchao_blockwise import NVFP4TrainingConfig
+from torchao_blockwise.distributed import MasterWeightOptimizer
 from torchao_blockwise.integrations import recipes
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -37,8 +38,8 @@ class Module(lightning.LightningModule):
 def fit(module, plugin, folder, steps=4, callbacks=(), batches=BATCHES, accumulate=2, **options):
     trainer = lightning.Trainer(
         max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, default_root_dir=folder, accumulate_grad_batches=accumulate, plugins=[plugin],
-        callbacks=list(callbacks),
+        enable_checkpointing=False, default_root_dir=folder, accumulate_grad_batches=accumulate,
+        plugins=[plugin] if plugin else None, callbacks=list(callbacks),
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None), **options)
     return trainer
@@ -83,15 +84,41 @@ def test_fit_is_the_steps_by_hand(recipe, config, precision, tmp_path):
     assert_same_states(module.model, by_hand(config, precision))
 
 
-@pytest.mark.parametrize("recipe", ("fp8", "nvfp4"))
-def test_resumes(recipe, tmp_path):
+class ByHand(Module):
+    """Converted by `quantize_`; quantized Parameters with their masters, whose states are saved as the optimizer's."""
+
+    def __init__(self, config):
+        super().__init__(mlp(config))
+        self.config = config
+
+    def configure_optimizers(self):
+        if self.config.master_weights:
+            return super().configure_optimizers()
+        return MasterWeightOptimizer(torch.optim.AdamW, self, lr=1e-2)
+
+
+# (of what quantize_ converts by hand, or of the plugin)
+RESUMED = {
+    "fp8": (None, "fp8"),
+    "nvfp4": (None, "nvfp4"),
+    "fp8 by hand": (FP8, None),
+    "nvfp4 by hand": (NVFP4, None),
+    "quantized fp8": (replace(FP8, master_weights=False), None),
+    "quantized nvfp4": (replace(NVFP4, master_weights=False), None),
+}
+
+
+@pytest.mark.parametrize(("config", "recipe"), RESUMED.values(), ids=RESUMED)
+def test_resumes(config, recipe, tmp_path):
     """Bit for bit; of one batch, as a trainer that resumes begins with the first one again."""
     one = {"batches": BATCHES[:1], "accumulate": 1}
-    whole, begun, resumed = Module(), Module(), Module()
+    whole, begun, resumed = (Module() if config is None else ByHand(config) for _ in range(3))
+    plugin = lambda: ours.BlockwisePrecision(recipe) if recipe else None  # noqa: E731
     saved = tmp_path / "half.ckpt"
-    fit(whole, ours.BlockwisePrecision(recipe), tmp_path, 4, **one)
-    fit(begun, ours.BlockwisePrecision(recipe), tmp_path, 2, **one).save_checkpoint(saved)
-    fit(resumed, ours.BlockwisePrecision(recipe), tmp_path, 4, **one, ckpt_path=str(saved))
+    fit(whole, plugin(), tmp_path, 4, **one)
+    fit(begun, plugin(), tmp_path, 2, **one).save_checkpoint(saved)
+    assert all(type(x) is torch.Tensor for x in torch.load(saved, weights_only=True)["state_dict"].values())
+    fit(resumed, plugin(), tmp_path, 4, **one, ckpt_path=str(saved))
     assert_same_states(resumed.model, whole.model)
 
 

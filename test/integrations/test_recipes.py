@@ -10,8 +10,7 @@ import torch
 from helpers import FP8, NVFP4, mlp
 from torch import nn
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig
-from torchao_blockwise.conversion.recommended import recommended
+from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, _versions
 from torchao_blockwise.integrations import recipes
 
 
@@ -29,30 +28,10 @@ def test_names_of_recipes():
         recipes.training_config(BlockwiseFP8TrainingConfig)
 
 
-class Stack(nn.Module):
-    def __init__(self, count: int, kind=nn.ModuleList):
-        super().__init__()
-        blocks = [mlp(features=(32, 32, 32)) for _ in range(count)]
-        self.layers = kind(blocks if kind is nn.ModuleList else {str(i): block for i, block in enumerate(blocks)})
-
-
-def kept(model: nn.Module, config, count=None) -> set[str]:
-    """The blocks of which nothing is converted."""
-    chosen = recommended(model, config, last_blocks=count)
-    return {fqn.split(".")[1] for fqn, m in model.named_modules() if isinstance(m, nn.Linear) and not chosen(m, fqn)}
-
-
-@pytest.mark.parametrize("kind", (nn.ModuleList, nn.ModuleDict))
-def test_nvfp4_keeps_the_last_blocks_as_its_recipe_says(kind):
-    """15 %, rounded up; what is asked for where something is, and nothing of one block."""
-    assert kept(Stack(7, kind), NVFP4) == {"5", "6"}
-    assert kept(Stack(2, kind), NVFP4) == {"1"}
-    assert kept(Stack(1, kind), NVFP4) == kept(mlp(), NVFP4) == kept(Stack(7, kind), FP8) == set()
-    assert kept(Stack(7, kind), NVFP4, 0) == set()
-    assert kept(Stack(7, kind), NVFP4, 1) == kept(Stack(7, kind), FP8, 1) == {"6"}
-    model = Stack(7, kind)
+def test_the_filter_is_that_of_recommended_layers():
+    model = nn.ModuleList(mlp(features=(32, 32, 32)) for _ in range(7))
     recipes.convert(model, NVFP4)
-    assert [hasattr(block[0].weight, "hp") for block in model.layers.children()] == [True] * 5 + [False] * 2
+    assert [hasattr(block[0].weight, "hp") for block in model] == [True] * 5 + [False] * 2
 
 
 def test_a_model_with_nothing_to_convert():
@@ -61,11 +40,11 @@ def test_a_model_with_nothing_to_convert():
 
 
 def test_packages_that_are_wanted():
-    recipes.require("torch", (2, 11))
+    _versions.require("torch", (2, 11))
     with pytest.raises(ImportError, match=r"needs torch>=99\.0, got .*; pip install -U 'torch>=99\.0'"):
-        recipes.require("torch", (99, 0))
+        _versions.require("torch", (99, 0))
     with pytest.raises(ImportError, match=r"needs no_such_package>=1\.0; pip install 'no_such_package>=1\.0'"):
-        recipes.require("no_such_package", (1, 0))
+        _versions.require("no_such_package", (1, 0))
 
 
 @pytest.mark.parametrize("name", ("transformers", "lightning"))

@@ -13,7 +13,7 @@ import titan_checks
 from helpers import selected_cases
 from ranks import spawn
 
-MISSPELT = "fp8: options are include, exclude"
+MISSPELT = "fp8: options are backend, exclude"
 # (check, arguments.., keywords as a tuple), by one rank and by two: in the default tier, and slow.
 ALONE = (
     ("trains_as_by_hand", "llama3", "fp8", ()),
@@ -24,7 +24,7 @@ ALONE = (
     ("refuses", "llama3", "fp8", (("exclude", ("layers.9.*",)),), "'layers.9.*' matches no linear layer", ()),
     ("refuses", "llama3", "fp8", (("include", "layers.0.*"),), "include: must be a list of patterns, got 'layers", ()),
     ("refuses", "llama3", "fp8", (("min_features", 9999),), "no layer was converted, of", ()),
-    ("refuses", "llama3", "fp8", (("master_weights", False),), "trainers step master weights", ()),
+    ("refuses", "llama3", "fp8", (("master_weights", False),), "got 'master_weights'; leave it out", ()),
 )
 ALONE_SLOW = (
     ("trains_as_by_hand", "qwen3", "fp8", ()),

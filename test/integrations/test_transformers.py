@@ -95,19 +95,44 @@ def test_loads_converted_and_remembers_the_recipe(cls, config, masters, folder, 
     assert_same_states(plain, model)
 
 
-@pytest.mark.parametrize("positional", (False, True), ids=("keyword", "positional"))
-def test_saves_the_state_dict_that_it_is_given(positional, folder, tmp_path):
+@both
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+@pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
+def test_a_model_that_quantize_converts_is_saved_plain(cls, config, masters, tied, tmp_path):
+    """It loads in a plain model, and converted again gives the same outputs."""
+    config = replace(config, master_weights=masters)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied))
+    quantize_(model, config, filter_fn=skip_lm_head())
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert all(type(p) is torch.nn.Parameter for p in again.parameters())
+    quantize_(again, config, filter_fn=skip_lm_head())
+    assert_bitwise_equal(again(TOKENS).logits.detach(), model(TOKENS).logits.detach())
+
+
+def test_saves_the_state_dict_that_it_is_given(folder, tmp_path):
     """As Trainer gives one that it has gathered from all ranks; the next save is of the model again."""
     model = load(folder, quantization_config=ours.BlockwiseFP8Config())
     given = {name: x + 1 for name, x in model.state_dict().items()}
-    if positional:
-        model.save_pretrained(tmp_path, True, dict(given))
-    else:
-        model.save_pretrained(tmp_path, state_dict=dict(given))
-    for name, x in load(tmp_path).state_dict().items():
-        assert_bitwise_equal(x, given[name], name)
-    model.save_pretrained(tmp_path)
-    assert_same_states(load(tmp_path), model)
+    for arguments, options in (((True, dict(given)), {}), ((), {"state_dict": dict(given)})):
+        model.save_pretrained(tmp_path, *arguments, **options)
+        for name, x in load(tmp_path).state_dict().items():
+            assert_bitwise_equal(x, given[name], name)
+        model.save_pretrained(tmp_path)
+        assert_same_states(load(tmp_path), model)
+
+
+@pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
+def test_a_torchao_config_is_refused(masters, folder, caplog):
+    """transformers collects errors of layers in a report, and then raises one of its own."""
+    transformers.utils.logging.enable_propagation()
+    try:
+        with pytest.raises(RuntimeError, match="automatic conversion"):
+            load(folder, quantization_config=transformers.TorchAoConfig(replace(FP8, master_weights=masters)))
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert "take quantization_config=BlockwiseFP8Config(...) from torchao_blockwise.integrations" in caplog.text
 
 
 def test_dequantize_gives_the_plain_model_back(folder):
@@ -129,18 +154,14 @@ def test_what_is_converted(folder):
 
 def test_nvfp4_keeps_the_last_blocks(tmp_path):
     """15 % of three are one; what is asked for is remembered."""
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 3})).save_pretrained(
-        tmp_path
-    )
-    kept = {None: {"2"}, 2: {"1", "2"}, 0: set()}
-    for given, wanted in kept.items():
-        options = {} if given is None else {"keep_last_blocks": given}
-        model = load(tmp_path, quantization_config=ours.NVFP4Config(**options))
+    sizes = SIZES | {"num_hidden_layers": 3}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    for given, wanted in {None: {"2"}, 2: {"1", "2"}, 0: set()}.items():
+        model = load(tmp_path, quantization_config=ours.NVFP4Config(keep_last_blocks=given))
         model.save_pretrained(tmp_path / str(given))
         for one in (model, load(tmp_path / str(given))):
-            report = conversion_report(one)
-            left = {x.fqn.split(".")[2] for x in report.layers if x.status != "converted" and "layers" in x.fqn}
-            assert left == wanted
+            rows = [x.fqn for x in conversion_report(one).layers if x.status != "converted"]
+            assert {fqn.split(".")[2] for fqn in rows if "layers" in fqn} == wanted
 
 
 @both
@@ -184,47 +205,28 @@ def test_a_training_that_failed_leaves_no_scope(folder, tmp_path):
 @both
 @pytest.mark.parametrize("masters", (True, False), ids=("masters", "quantized"))
 def test_lora_trains_and_merges(cls, config, masters, folder, tmp_path):
-    """PEFT needs no help: the adapter trains as on a base converted by hand, and merging gives decoded + B · A."""
+    """As on a base that is converted by hand, bit for bit."""
     peft = pytest.importorskip("peft")
-
-    def adapted(base):
+    by_hand = converted(folder, replace(config, master_weights=masters))
+    merged = []
+    for base in (load(folder, quantization_config=cls(master_weights=masters)), by_hand):
         torch.manual_seed(0)
-        return peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4))
-
-    model = adapted(load(folder, quantization_config=cls(master_weights=masters)))
-    by_hand = adapted(converted(folder, replace(config, master_weights=masters)))
-    base = by_hand.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
-    values = (base.hp if masters else base.dequantize()).clone()
-    for each in (model, by_hand):
-        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
+        adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4))
+        optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
         for _ in range(2):
-            each(input_ids=TOKENS, labels=TOKENS).loss.backward()
+            adapted(input_ids=TOKENS, labels=TOKENS).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same_states(model, by_hand)
-    delta = model.base_model.model.model.layers[0].self_attn.q_proj.get_delta_weight("default").detach()
-    assert delta.any()
-    merged = model.merge_and_unload()
-    got = merged.model.layers[0].self_attn.q_proj
-    expected = torch.nn.Linear(32, 32, bias=False)
-    with torch.no_grad():
-        expected.weight.copy_(values + delta)
-    quantize_(expected, replace(config, master_weights=masters))
-    assert isinstance(got.weight, MasterWeightTensor) is masters
-    x = torch.randn(3, 32)
-    assert_bitwise_equal(got(x).detach(), expected(x).detach())
-
-
-def test_quantized_parameters_train_by_adapters_alone(folder, tmp_path):
-    model = load(folder, quantization_config=ours.NVFP4Config(master_weights=False))
-    with pytest.raises(ValueError, match="attach trainable adapters"):
-        trainer(model, tmp_path, 1)
+        assert adapted.base_model.model.model.layers[0].self_attn.q_proj.get_delta_weight("default").any()
+        merged.append(adapted.merge_and_unload())
+        assert isinstance(merged[-1].model.layers[0].self_attn.q_proj.weight, MasterWeightTensor) is masters
+    assert_same_states(*merged)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     (
-        ({"save_activation": "fp8"}, ValueError, "did you mean 'save_activations'"),
+        ({"save_activation": "fp8"}, TypeError, "did you mean 'save_activations'"),
         ({"modules_to_not_convert": "lm_head"}, TypeError, "must be a list of names"),
         ({"quant_method": "fp8"}, ValueError, "quant_method must be 'blockwise_fp8'"),
         ({"out_dtype": "bfloat61"}, ValueError, "out_dtype must be"),
@@ -237,15 +239,14 @@ def test_bad_options(options, error, message):
         ours.BlockwiseFP8Config(**options)
 
 
-def test_a_model_with_nothing_to_convert(folder):
+def test_what_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"LlamaForCausalLM: no layer was converted, of 8 linear .*; widen the filter"):
         load(folder, quantization_config=ours.BlockwiseFP8Config(["lm_head", "model.layers"]))
-
-
-def test_another_recipe_than_the_saved_one(folder, tmp_path):
     load(folder, quantization_config=ours.BlockwiseFP8Config()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="quantized with BlockwiseFP8Config but you are passing a NVFP4Config"):
         load(tmp_path, quantization_config=ours.NVFP4Config())
+    with pytest.raises(ValueError, match="attach trainable adapters"):
+        trainer(load(folder, quantization_config=ours.NVFP4Config(master_weights=False)), tmp_path, 1)
 
 
 @both

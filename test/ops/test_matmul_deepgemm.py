@@ -15,10 +15,8 @@ from importlib import metadata
 
 import pytest
 import torch
-from torch import nn
-from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8TrainingConfig, ops
+from torchao_blockwise import ops
 from torchao_blockwise._compat import deep_gemm_library as library
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops.gemm.plain import deepgemm
@@ -91,12 +89,6 @@ def test_payload_off_16_bytes_and_scales_of_some_rows(device, installed):
     assert torch.equal(multiply(Operand(moved.view(a.qdata.dtype), *a[1:]), b), want)
     some = Operand(a.qdata[:22], a.scale[:, :22], None, a.format_name)
     assert relative_error(multiply(some, b), want[:22]) < 2**-8
-
-
-def test_a_layer_that_names_it_is_refused():
-    config = BlockwiseFP8TrainingConfig(backend="deep_gemm")
-    with pytest.raises(ValueError, match="DeepGEMM computes no weights' gradients; take backend='auto'"):
-        quantize_(nn.Linear(128, 128, bias=False), config)
 
 
 @pytest.mark.parametrize("bad", (float("nan"), float("inf")))

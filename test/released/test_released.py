@@ -29,7 +29,7 @@ if not dist.is_available():
 import write
 
 from torchao_blockwise import BlockwiseFP8TrainingConfig, NVFP4TrainingConfig, checkpoint, load_recipe_state
-from torchao_blockwise.integrations.options import Options
+from torchao_blockwise.integrations.options import parse
 from torchao_blockwise.tensors import config as configs
 from torchao_blockwise.testing import sqnr
 
@@ -172,7 +172,7 @@ CALLS = {
     "replace": lambda value: dataclasses.replace(NVFP4, rounding=value),
     "torchao": lambda value: config_from_dict({"_type": "NVFP4TrainingConfig", "_data": {"rounding": value}}),
     "state": lambda value: object.__new__(NVFP4TrainingConfig).__setstate__({"seed": 1, "rounding": value}),
-    "trainer": lambda value: Options.of("nvfp4", {"rounding": value}),
+    "trainer": lambda value: parse("nvfp4", {"rounding": value}),
     "transformers": lambda value: of_transformers({"quant_method": "blockwise_nvfp4", "rounding": value}),
 }
 

@@ -143,7 +143,9 @@ def damaged_state(rng: random.Random, state: dict) -> dict:
     if change == 0:
         state.pop(name, None)
     elif change == 1:
-        state[rng.choice(["x", "qdata", "scale", "columns", "original", "shape", "_is_param", "__class__"])] = junk(rng)
+        state[rng.choice(["x", "qdata", "scale", "columns", "pending_master", "shape", "_is_param", "__class__"])] = (
+            junk(rng)
+        )
     else:
         state[name] = damaged(rng, state[name])
     return state
@@ -173,7 +175,11 @@ def damaged_calls(rng: random.Random, x, route: str):
         too_few = arguments[: rng.randrange(5)]
         return Written(function, too_few if rng.random() < 0.05 else damaged_inside(rng, arguments))
     # Files know no memory of two dtypes.
-    state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in vars(x).items() if k != "original"}
+    state = {
+        k: v.clone() if isinstance(v, torch.Tensor) else v
+        for k, v in vars(x).items()
+        if k not in ("pending_master", "saved_values")
+    }
     cls = rng.choice([type(x), type(x), rng.choice(CLASSES)])
     if route == "call":
         return Written(cls, damaged_inside(rng, tuple(state[name] for name in init_names(x))))

@@ -211,10 +211,16 @@ def test_a_large_payload_with_one_scale_is_refused():
 
 
 def test_names_that_a_file_adds_are_not_set():
-    others = {"_is_param": True, "main_grad": torch.zeros(3), "scale": torch.zeros(1, 1), "operand": 1, "original": 2}
+    others = {
+        "_is_param": True,
+        "main_grad": torch.zeros(3),
+        "scale": torch.zeros(1, 1),
+        "operand": 1,
+        "pending_master": 2,
+    }
     x = saved_and_loaded(file_of("fp8", parts_of("fp8"), others))
     assert vars(x).keys() == {"qdata", "scale", "dtype", "power_of_2_scales", "config", "_is_param"} - {"dtype"}
-    assert x.scale.shape == (2, 2) and x.original is None
+    assert x.scale.shape == (2, 2) and x.pending_master is None
 
 
 def test_attributes_that_users_set_are_not_written():

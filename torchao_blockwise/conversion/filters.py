@@ -6,30 +6,37 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
+import itertools
 import math
+import re
 import warnings
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import ParamSpec
+from typing import TypeGuard
 
 from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.conversion.weights import expert_weights
 
-_HEAD_NAMES = ("lm_head", "output", "head", "embed_out", "unembed", "score", "classifier")
-# Of BERT and its like, whose head is no child of the model.
-_HEAD_PATHS = ("predictions.decoder",)
+# Parts of names outside of numbered blocks: "lm_head", "heads", "score", "predictions".
+_HEAD = re.compile(
+    r"(?!multi)(.+_)?heads?|output|embed_out|unembed|score|classifier|(.+_)?predictions|pred_layer|fc_out"
+)
 _ROUTER_NAMES = ("gate", "router")
+# The attribute of a module that has the reason.
+_SKIP_REASON = "_skip_reason"
 
-_P = ParamSpec("_P")
-_reasons: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+WhyNot = Callable[[nn.Module, str], str | None]
 
 
 def skip_reason(module: nn.Module) -> str | None:
-    """Why a filter left `module` out when it was last asked, or None."""
-    return _reasons.get(module)
+    """The reason why a filter left `module` out when it was last asked, or None."""
+    return vars(module).get(_SKIP_REASON)
+
+
+def forget_skip_reason(module: nn.Module) -> None:
+    vars(module).pop(_SKIP_REASON, None)
 
 
 class Filter:
@@ -37,62 +44,60 @@ class Filter:
 
     `a & b` accepts what both accept, `a | b` what one of them does: `(is_linear() | experts()) & skip_fqns("*.0.*")`.
     why_not: (module, fqn) -> the reason to leave the layer out, or None.
-    unused: (names of all layers) -> patterns of the filter that name none of them; quantize_ warns of these.
     kind: which modules it is asked about; nothing else is ever accepted. Without one it is asked about what the filters
         that it is combined with are for, and by itself about `nn.Linear`.
+    patterns: of names, as `fnmatch` has them; quantize_ warns of those that match no layer.
     """
 
     def __init__(
         self,
-        why_not: Callable[[nn.Module, str], str | None],
+        why_not: WhyNot,
         description: str,
         kind: Callable[[nn.Module], bool] | None = None,
-        unused: Callable[[list[str]], list[str]] = lambda names: [],
+        patterns: Sequence[str] = (),
     ):
         self.why_not = why_not
-        self.unused = unused
         self.description = description
         self.kind = kind
+        self.patterns = tuple(patterns)
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         if not fqn:
             self._warn_of_nothing(module)
-        if not self._is_about(module):
+        if not self.is_about(module):
             return False
         reason = self.why_not(module, fqn)
         if reason is None:
-            _reasons.pop(module, None)
+            forget_skip_reason(module)
         else:
-            _reasons[module] = reason
+            vars(module)[_SKIP_REASON] = reason
         return reason is None
+
+    def is_about(self, module: nn.Module) -> bool:
+        return (self.kind or _is_linear)(module)
 
     def _warn_of_nothing(self, model: nn.Module) -> None:
         """Warn if a call of `quantize_`, which asks about the whole model first, will convert nothing of it."""
         converted, filter_fn = _compat.quantize_call()
         if filter_fn is not self or converted is not model:
             return
-        if not any(self._is_about(m) and self.why_not(m, fqn) is None for fqn, m in model.named_modules()):
-            layers = sum(_is_linear(m) or bool(expert_weights(m)) for m in model.modules())
+        if not any(self.is_about(m) and self.why_not(m, fqn) is None for fqn, m in model.named_modules()):
             warnings.warn(
-                f"quantize_: nothing of {type(model).__name__} is converted: {self} leaves out all of its {layers} "
-                "linear layers and experts; print(dry_run(model, config, filter_fn)) says why",
+                f"quantize_: nothing of {type(model).__name__} is converted: {self} leaves out all linear layers and "
+                "experts; print(dry_run(model, config, filter_fn)) says why",
                 stacklevel=5,
             )
 
-    def _is_about(self, module: nn.Module) -> bool:
-        return _is_linear(module) if self.kind is None else self.kind(module)
-
     def __and__(self, other: Callable[[nn.Module, str], bool]) -> Filter:
         other = other if isinstance(other, Filter) else custom(other)
-        first, second = self, other
-
-        def why_not(module: nn.Module, fqn: str) -> str | None:
-            reason = first.why_not(module, fqn)
-            return second.why_not(module, fqn) if reason is None else reason
-
-        kinds = [f.kind for f in (first, second) if f.kind is not None]
-        kind = None if not kinds else lambda module: all(kind(module) for kind in kinds)
-        return Filter(why_not, f"{first.description} & {second.description}", kind, _unused_of(first, second))
+        first, second = self.why_not, other.why_not
+        kinds = [f.kind for f in (self, other) if f.kind is not None]
+        return Filter(
+            lambda module, fqn: first(module, fqn) or second(module, fqn),
+            f"{self.description} & {other.description}",
+            (lambda module: all(kind(module) for kind in kinds)) if kinds else None,
+            self.patterns + other.patterns,
+        )
 
     __rand__ = __and__
 
@@ -101,11 +106,15 @@ class Filter:
         both = self, other
 
         def why_not(module: nn.Module, fqn: str) -> str | None:
-            reasons = [f.why_not(module, fqn) for f in both if f._is_about(module)]
+            reasons = [f.why_not(module, fqn) for f in both if f.is_about(module)]
             return None if None in reasons else reasons[0]
 
-        kind = lambda module: any(f._is_about(module) for f in both)  # noqa: E731  # as in __and__
-        return Filter(why_not, f"({self.description} | {other.description})", kind, _unused_of(*both))
+        return Filter(
+            why_not,
+            f"({self.description} | {other.description})",
+            lambda module: any(f.is_about(module) for f in both),
+            self.patterns + other.patterns,
+        )
 
     __ror__ = __or__
 
@@ -113,25 +122,21 @@ class Filter:
         return f"Filter({self.description})"
 
 
-def _unused_of(*filters: Filter) -> Callable[[list[str]], list[str]]:
-    return lambda names: [pattern for f in filters for pattern in f.unused(names)]
-
-
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def must_be_called(make: Callable[_P, Filter]) -> Callable[_P, Filter]:
+def must_be_called(make: Callable[..., Filter]) -> Callable[..., Filter]:
     """Decorate a function that returns a filter: where it is passed as one itself, the error says how to call it."""
-    name = f"{make.__name__}({', '.join(inspect.signature(make).parameters)})"
 
     @functools.wraps(make)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> Filter:
+    def checked(*args: object, **kwargs: object) -> Filter:
         # As `quantize_` calls a filter.
-        if [isinstance(x, kind) for x, kind in zip(args, (nn.Module, str))] == [True, True]:
+        if len(args) == 2 and isinstance(args[0], nn.Module) and isinstance(args[1], str):
+            call = f"{make.__name__}({', '.join(inspect.signature(make).parameters)})"
             raise TypeError(
                 f"{make.__name__}: called with a module and {args[1]!r}, as filters are, but it is what returns one; "
-                f"write filter_fn={name}"
+                f"write filter_fn={call}"
             )
         return make(*args, **kwargs)
 
@@ -195,27 +200,24 @@ def skip_fqns(*patterns: str) -> Filter:
         hit = next((p for p in patterns if fnmatch.fnmatchcase(fqn, p)), None)
         return None if hit is None else f"skip_fqns: matches {hit!r}"
 
-    def unused(names: list[str]) -> list[str]:
-        return [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
-
-    return Filter(why_not, f"skip_fqns{patterns!r}", unused=unused)
+    return Filter(why_not, f"skip_fqns{patterns!r}", patterns=patterns)
 
 
 @must_be_called
 def skip_lm_head() -> Filter:
-    """Leave out the output projection, or what stands in its place.
+    """Leave out the output projection, or what stands in its place, by its name.
 
-    A layer called lm_head, output, head, embed_out, unembed, score or classifier at its last level, and BERT's
-    predictions.decoder. A layer of that name inside a numbered block ("layers.3.attention.output") is not a head.
+    A layer called lm_head, head, output, embed_out, unembed, score, classifier, predictions or the like, or one that
+    lies in a module of that name. In a numbered block ("layers.3.attention.output") such a layer is not a head.
     """
+    reason = "skip_lm_head: output projection"
+    return Filter(lambda module, fqn: reason if is_head_name(fqn) else None, "skip_lm_head()")
 
-    def why_not(module: nn.Module, fqn: str) -> str | None:
-        *parents, name = fqn.split(".")
-        in_block = any(part.isdigit() for part in parents)
-        is_head = name in _HEAD_NAMES or ".".join([*parents[-1:], name]) in _HEAD_PATHS
-        return "skip_lm_head: output projection" if is_head and not in_block else None
 
-    return Filter(why_not, "skip_lm_head()")
+def is_head_name(fqn: str) -> bool:
+    """Whether a part of the name is that of an output head, before the first number."""
+    parts = itertools.takewhile(lambda part: not part.isdigit(), fqn.split("."))
+    return any(map(_HEAD.fullmatch, parts))
 
 
 @must_be_called
@@ -239,37 +241,57 @@ def min_features(features: int) -> Filter:
     return Filter(why_not, f"min_features({features})")
 
 
-def blocks_of(model: nn.Module) -> tuple[str, nn.ModuleList | None]:
-    """(name, the longest ModuleList of `model`) of those that lie in no other, the last of several; or None."""
-    lists = {fqn: m for fqn, m in reversed([*model.named_modules()]) if isinstance(m, nn.ModuleList)}
-    inner = {id(m) for blocks in lists.values() for block in blocks for m in block.modules()}
-    outer = [(fqn, m) for fqn, m in lists.items() if id(m) not in inner]
-    return max(outer, key=lambda item: len(item[1]), default=("", None))
+def block_lists(model: nn.Module, least: int = 1) -> dict[str, list[nn.Module]]:
+    """The outermost lists of `least` or more blocks, one of each tower, by name.
+
+    These are ModuleLists and numbered ModuleDicts. Without any, each `nn.Sequential` of blocks is one.
+    """
+    lists: dict[str, nn.Module] = {
+        fqn: m for fqn, m in model.named_modules() if _is_list(m) and len(m) >= least and "expert" not in fqn
+    }
+    if not lists:
+        lists = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.Sequential) and _holds_blocks(m)}
+    inner = {id(m) for outer in lists.values() for m in outer.modules() if m is not outer}
+    return {fqn: list(m.children()) for fqn, m in lists.items() if id(m) not in inner}
+
+
+def _is_list(module: nn.Module) -> TypeGuard[nn.ModuleList | nn.ModuleDict]:
+    is_numbered = isinstance(module, nn.ModuleDict) and all(name.isdigit() for name in module)
+    return is_numbered or isinstance(module, nn.ModuleList)
+
+
+def _holds_blocks(module: nn.Sequential) -> bool:
+    """Whether its entries are blocks, of two or more linear layers each."""
+    linears = [sum(isinstance(m, nn.Linear) for m in block.modules()) for block in module]
+    return len(linears) > 1 and min(linears) > 1
+
+
+def in_last_blocks(blocks: Sequence[nn.Module], count: int | float) -> dict[nn.Module, str]:
+    """The modules of the last `count` blocks, or of a share of them, and the reason to leave these out."""
+    # As written: 0.1 of 10 blocks is one of them, not two.
+    number = math.ceil(Fraction(str(count)) * len(blocks)) if isinstance(count, float) else count
+    where = "the last block" if number == 1 else f"the last {number} blocks"
+    kept = blocks[len(blocks) - number :]
+    return {m: f"keep_last_blocks: in {where}" for block in kept for m in block.modules()}
 
 
 @must_be_called
 def keep_last_blocks(model: nn.Module, count: int | float) -> Filter:
-    """Keep the last `count` blocks of `model` in high precision; blocks are the entries of its longest ModuleList.
+    """Keep the last `count` blocks of `model` in high precision: entries of its longest ModuleList, or the like.
 
-    Of a list inside of blocks, as one of experts, no entry is a block.
+    Of a list inside of blocks, as one of experts, no entry is a block. Without a list, entries of an `nn.Sequential`
+    with two or more linear layers each are blocks.
 
     count: an integer, or a share of the blocks as a float from 0 to 1, rounded up: 0.15 of 32 blocks are 5.
     Source: NVFP4 pretraining (arXiv 2509.25149), which keeps 15 % of the layers in bf16, the last ones.
-    Raises ValueError if the model has no ModuleList, or fewer blocks than `count`.
+    Raises ValueError if the model has no blocks, or fewer than `count`.
     """
-    fqn, blocks = blocks_of(model)
-    if blocks is None:
+    lists = block_lists(model)
+    if not lists:
         raise ValueError("keep_last_blocks: the model has no nn.ModuleList of blocks; use skip_fqns with their names")
-    most = 1.0 if isinstance(count, float) else len(blocks)
-    if not 0 <= count <= most:
+    fqn, blocks = max(reversed(lists.items()), key=lambda item: len(item[1]))
+    if not 0 <= count <= (1.0 if isinstance(count, float) else len(blocks)):
         wanted = "a share is from 0.0 to 1.0" if isinstance(count, float) else f"{fqn!r} has {len(blocks)} blocks"
         raise ValueError(f"keep_last_blocks: {wanted}, got count={count}")
-    # As written: 0.1 of 10 blocks is one of them, not two.
-    number = math.ceil(Fraction(str(count)) * len(blocks)) if isinstance(count, float) else count
-    where = "the last block" if number == 1 else f"the last {number} blocks"
-    kept = {id(m) for block in list(blocks)[len(blocks) - number :] for m in block.modules()}
-
-    def why_not(module: nn.Module, fqn: str) -> str | None:
-        return f"keep_last_blocks: in {where}" if id(module) in kept else None
-
-    return Filter(why_not, f"keep_last_blocks({count})")
+    kept = in_last_blocks(blocks, count)
+    return Filter(lambda module, fqn: kept.get(module), f"keep_last_blocks({count})")

@@ -6,7 +6,6 @@ nowhere, and gives it to nothing else. What only looks alike is left alone, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,6 +48,7 @@ _READERS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("torchtitan.models.common", "FeedForward"): (_W13,),
     ("torchtitan.models.deepseek_v3", "Attention"): _W_LATENT,
 }
+_BEFORE = "fuse before others wrap it"
 _ALIKE = tuple(dict.fromkeys(names for ways in _READERS.values() for names in ways))
 
 
@@ -110,8 +110,9 @@ def fuse(model: nn.Module, *, round_once: bool = False) -> FusionReport:
     for module in model.modules():
         if isinstance(module, FusedModule):
             restore_module(module)
-    for _, module, readers, reason in _candidates(model):
-        if reason is None:
+    for module in model.modules():
+        readers, reason = _examined(module)
+        if readers and reason is None:
             down, act = _SWIGLU.get(readers, ("", "")) if round_once else ("", "")
             fuse_class(module, readers, down=down, act=act)
     return fusion_report(model)
@@ -120,31 +121,42 @@ def fuse(model: nn.Module, *, round_once: bool = False) -> FusionReport:
 def fusion_report(model: nn.Module) -> FusionReport:
     """What `fuse` has done to `model`: which modules share their inputs as they are now, and why others do not."""
     reports = []
-    for fqn, module, readers, reason in _candidates(model):
-        what = ""
+    for fqn, module in model.named_modules():
+        readers, reason = _examined(module)
+        status, what = UNFUSED, reason or "not fused yet; call fuse(model)"
         if isinstance(module, FusedModule):
-            readers, reason = module.fusion.readers, why_not_shared(module)
-            if isinstance(module, FusedSwiGLU) and reason is None:
+            readers, why = module.fusion.readers, why_not_shared(module)
+            what = why or ""
+            status = FUSED if why is None else UNFUSED
+            if isinstance(module, FusedSwiGLU) and why is None:
                 unfused = why_not_swiglu(module)
                 what = f"SwiGLU in {module.fusion.down}" if unfused is None else f"no SwiGLU: {unfused}"
-        elif reason is None:
-            reason = "not fused yet; call fuse(model)"
-        status = FUSED if reason is None else UNFUSED
-        if isinstance(module, FusedModule) and any(_is_shard(getattr(module, name)) for name in readers):
-            status = SHARDED
-        reports.append(ModuleReport(fqn, type(module).__name__, status, readers, reason or what))
+            if any(_is_shard(getattr(module, name)) for name in readers):
+                status = SHARDED
+        if readers:
+            reports.append(ModuleReport(fqn, type(module).__name__, status, readers, what))
     return FusionReport(tuple(reports))
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...], str | None]]:
-    """(fqn, module, its readers, why it cannot be fused) of all that is known or looks alike."""
-    for fqn, module in model.named_modules():
-        known = _READERS.get((_folder(type(module)), type(module).__name__), ())
-        readers = next((names for names in known or _ALIKE if all(_has(module, n) for n in names)), None)
-        if isinstance(module, FusedModule):
-            yield fqn, module, module.fusion.readers, "fused already"
-        elif readers is not None:
-            yield fqn, module, readers, _why_not(module, readers) if known else _why_unknown(type(module))
+def _examined(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
+    """(its readers, why it cannot be fused or None); no readers where it neither is known nor looks alike."""
+    cls: Any = type(module)
+    known = _READERS.get((_folder(cls), cls.__name__), ())
+    has_all = lambda names: all(isinstance(getattr(module, name, None), nn.Module) for name in names)  # noqa: E731
+    readers = next(filter(has_all, known or _ALIKE), ())
+    if not known:
+        if any((_folder(base), base.__name__) in _READERS for base in cls.__mro__[1:]):
+            return readers, f"{cls.__module__}.{cls.__qualname__} is derived from a class that is known; {_BEFORE}"
+        return readers, f"the forward pass of {cls.__module__}.{cls.__qualname__} is not known"
+    forward = cls.forward
+    if (forward.__module__, forward.__qualname__) != (cls.__module__, f"{cls.__qualname__}.forward"):
+        return readers, f"its forward pass was replaced by {forward.__module__}.{forward.__qualname__}"
+    if "forward" in vars(module):
+        return readers, "something has given it a forward pass of its own"
+    for name in readers:
+        if not isinstance(layer := getattr(module, name), nn.Linear):
+            return readers, f"{name} is a {type(layer).__name__}; {_BEFORE}"
+    return readers, None
 
 
 def _is_shard(layer: nn.Module) -> bool:
@@ -152,28 +164,6 @@ def _is_shard(layer: nn.Module) -> bool:
     return _compat.local_of(weight) is not weight
 
 
-def _has(module: nn.Module, name: str) -> bool:
-    return isinstance(getattr(module, name, None), nn.Module)
-
-
 def _folder(cls: type) -> str:
     """transformers.models.llama, of transformers.models.llama.modeling_llama."""
     return ".".join(cls.__module__.split(".")[:3])
-
-
-def _why_unknown(cls: type) -> str:
-    if any((_folder(base), base.__name__) in _READERS for base in cls.__mro__[1:]):
-        return f"{cls.__module__}.{cls.__qualname__} is derived from a class that is known; fuse before others wrap it"
-    return f"the forward pass of {cls.__module__}.{cls.__qualname__} is not known"
-
-
-def _why_not(module: nn.Module, readers: tuple[str, ...]) -> str | None:
-    forward: Any = type(module).forward
-    if (forward.__module__, forward.__qualname__) != (type(module).__module__, f"{type(module).__qualname__}.forward"):
-        return f"its forward pass was replaced by {forward.__module__}.{forward.__qualname__}"
-    if "forward" in vars(module):
-        return "something has given it a forward pass of its own"
-    for name in readers:
-        if not isinstance(getattr(module, name), nn.Linear):
-            return f"{name} is a {type(getattr(module, name)).__name__}; fuse before others wrap it"
-    return None

@@ -2,36 +2,33 @@
 
 A conversion swaps Parameters in place: the object stays, so optimizers and tied modules that hold it see the converted
 weight. A linear layer gets a class, derived from its own, that calls `linear` by name; a module of experts keeps its
-class, whose forward pass uses `F.grouped_mm`, or `F.linear` an expert. torchao calls a handler a layer; the first call
-of a `quantize_` checks all layers that will follow, so that a model is converted whole or left as it was.
+class, whose forward pass uses `F.grouped_mm`, or `F.linear` an expert. torchao calls a handler for each layer. The
+first call of a `quantize_` checks all layers that the filter accepts and then converts all of them, so that a model is
+converted whole or left as it was; the other calls find their layer converted.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from torchao_blockwise import _compat, _versions
 from torchao_blockwise._compat import hugging_face, torch_fsdp
 from torchao_blockwise._names import nearest_names
 from torchao_blockwise.conversion.filters import Filter
-from torchao_blockwise.conversion.model_index import ModelIndex, looked_up
 from torchao_blockwise.conversion.recommended import warn_of_plain
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_plain
-from torchao_blockwise.conversion.weights import expert_weights, matrices, weights_of
+from torchao_blockwise.conversion.weights import expert_weights, held_parameters, matrices, weights_of
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear, convert_class, why_no_class
 from torchao_blockwise.nn.grouped_layer import take_products_of_others
-from torchao_blockwise.nn.moved_modules import move_whole
-from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     BlockwiseFP8TrainingConfig,
@@ -42,41 +39,38 @@ from torchao_blockwise.tensors import (
     TrainingConfig,
 )
 from torchao_blockwise.tensors.config import ConfigClass, check_config
-from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.rounding import RoundingKeys
 
 # Packages whose subclasses of `nn.Linear` quantize by themselves.
 _OTHER_QUANTIZERS = "torchao.", "torch.ao.", "bitsandbytes.", "transformers.integrations."
 
 # Attributes of a converted weight that a new content has by itself.
-_OF_THE_CONTENT = "original", "layer", "rounding_key", "rounding_keys", "_cast_of", "_is_param"
+_OF_THE_CONTENT = "pending_master", "saved_values", "layer", "rounding_key", "rounding_keys", "_cast_of", "_is_param"
 
 
 def why_not_convertible(
     module: nn.Module,
     config: TrainingConfig,
-    model: nn.Module | None = None,
+    held: dict[nn.Parameter, list[tuple[str, nn.Module]]] | None = None,
     parameter_name: str | None = None,
-    index: ModelIndex | None = None,
 ) -> str | None:
-    """Why `module`, a part of `model`, cannot be converted with `config`, with the remedy, or None if it can.
+    """Why `module` cannot be converted with `config`, with the remedy, or None if it can.
 
+    held: `held_parameters` of the model that it is a part of; default none, for a module by itself.
     parameter_name: of the one Parameter to convert; default all that `weights_of` the module are.
-    index: `ModelIndex(model)`, where the caller asks for many modules.
     """
     is_linear = isinstance(module, nn.Linear)
-    reason = _why_no_forward(module) if isinstance(module, nn.Linear) else None
+    reason = (_why_no_forward(module) if isinstance(module, nn.Linear) else None) or why_no_class(module)
     if reason is not None:
-        return reason
-    if (reason := why_no_class(module)) is not None:
         return reason
     weights = weights_of(module, parameter_name)
     if not weights:
         return f"a {type(module).__name__} is not an nn.Linear and holds no experts [E, N, K]; narrow filter_fn"
     for name, weight in weights.items():
         dims = 2 if is_linear or parameter_name in matrices(module) else 3
-        reason = _why_no_weight(weight, config, model, dims, index)
-        if reason is not None:
+        holders = [holder for _, holder in (held or {}).get(weight, [])] if weight is not None else []
+        if (reason := _why_no_weight(weight, config, dims, holders)) is not None:
             return reason if is_linear else f"{name}: {reason}"
     return None
 
@@ -110,11 +104,7 @@ def _why_no_forward(module: nn.Linear) -> str | None:
 
 
 def _why_no_weight(
-    weight: nn.Parameter | None,
-    config: TrainingConfig,
-    model: nn.Module | None,
-    dims: int,
-    index: ModelIndex | None,
+    weight: nn.Parameter | None, config: TrainingConfig, dims: int, holders: list[nn.Module]
 ) -> str | None:
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialized yet; run one forward pass first"
@@ -125,31 +115,21 @@ def _why_no_weight(
         return f"a Parameter of shape {list(weight.shape)} is not a weight {wanted}; leave it out"
     if _trains_by(weight, config):
         return None
-    if isinstance(weight, MasterWeightTensor) and not config.master_weights:
-        return "it is converted with master weights already; convert a fresh model"
-    if isinstance(weight, QuantizedTensor):
-        return f"its weight is a {type(weight).__name__} already; convert it once"
+    if isinstance(weight, QuantizedTensor) or (isinstance(weight, MasterWeightTensor) and not config.master_weights):
+        return f"its weight is a {type(weight).__name__} already; call unconvert(model) first"
     if type(weight) not in (nn.Parameter, MasterWeightTensor):
         return f"its weight is a {type(weight).__name__}; convert first, then shard or wrap"
     if weight.dtype not in HIGH_PRECISION_DTYPES:
         cast = f"its weight is {weight.dtype}; cast it to bfloat16, float16 or float32, or exclude the layer"
         return _why_no_codes(weight) or cast
-    if config.backend is Backend.CUBLAS and dims == 3:
-        return "cuBLAS has no products of experts; take backend='auto' for them"
-    if config.backend in (Backend.DEEP_GEMM, Backend.CUTLASS):
-        library = "DeepGEMM computes" if config.backend is Backend.DEEP_GEMM else "CUTLASS's kernels compute"
-        return f"{library} no weights' gradients; take backend='auto', which uses it for the other products"
     if (reason := why_not_swappable(weight)) is not None:
-        wrapped = model is not None and any(isinstance(m, DistributedDataParallel) for m in model.modules())
-        return "DistributedDataParallel holds its weight; convert the model first, then wrap it" if wrapped else reason
-    if model is not None and not config.master_weights:
-        holders = (ModelIndex(model) if index is None else index).holders_of(weight)
-        others = [m for m in holders if not (isinstance(m, nn.Linear) or expert_weights(m) or matrices(m))]
-        if others:
-            return (
-                f"its weight is shared with another module, {type(others[0]).__name__}, which cannot use a quantized "
-                "tensor; take master_weights=True, or exclude the layer"
-            )
+        return reason
+    others = [m for m in holders if not (isinstance(m, nn.Linear) or expert_weights(m) or matrices(m))]
+    if others and not config.master_weights:
+        return (
+            f"its weight is shared with another module, {type(others[0]).__name__}, which cannot use a quantized "
+            "tensor; take master_weights=True, or exclude the layer"
+        )
     return None
 
 
@@ -159,13 +139,13 @@ def why_not_swappable(weight: torch.Tensor) -> str | None:
         return "something holds a weak reference to its weight; convert before torch.compile and parallel wrappers run"
     if _compat.is_held(weight):
         return (
-            "a view of its weight or the graph of a forward pass is alive; drop it (del output, loss) before, and "
-            "convert before DistributedDataParallel wraps the model"
+            "a view of it, the graph of a forward pass or DistributedDataParallel holds its weight; drop it (del "
+            "output) before, and convert before DDP wraps the model"
         )
     return None
 
 
-def _trains_by(weight: torch.Tensor, config: TrainingConfig) -> bool:
+def _trains_by(weight: torch.Tensor | None, config: TrainingConfig) -> bool:
     """Whether `weight` is converted with this very config already."""
     return isinstance(weight, (MasterWeightTensor, QuantizedTensor)) and weight.config == config
 
@@ -186,45 +166,53 @@ def convert_module(module: nn.Module, config: TrainingConfig, *, parameter_name:
             f"unconverted; take quantization_config={config.in_transformers}(...) from "
             "torchao_blockwise.integrations.transformers, or call quantize_ on the loaded model"
         )
-    is_replaced = _take_plain_tensor(module)
+    _take_plain_tensor(module)
+    weights = weights_of(module, parameter_name).values()
+    if weights and all(_trains_by(weight, config) for weight in weights):
+        return module
     model, filter_fn = _compat.quantize_call()
     model = module if model is None else model
     if filter_fn is None:
         # Called by hand, or for one name of an FqnToConfig.
-        targets = [(fqn, m) for fqn, m in model.named_modules() if m is module]
+        targets = {fqn: m for fqn, m in model.named_modules() if m is module}
     else:
-        targets = _targets_if_first(module, model, filter_fn)
-    # The first layer of a call finds its targets; where others follow it, modules stay what they are.
-    index = looked_up(model, anew=filter_fn is None or bool(targets) or is_replaced)
-    # A filter leaves adapters out; their names do not.
-    left_out = set() if filter_fn is None else index.adapters
-    targets = [(fqn, m) for fqn, m in targets if id(m) not in left_out]
-    _check(targets, config, model, parameter_name, index)
-    if targets and isinstance(filter_fn, Filter):
+        adapters = hugging_face.adapters_in(model)
+        if module in adapters:
+            return module
+        targets = {fqn: m for fqn, m in model.named_modules() if filter_fn(m, fqn) and m not in adapters}
+    held = held_parameters(model)
+    _check(targets, config, held, parameter_name)
+    if isinstance(filter_fn, Filter):
         _warn_of_unused(filter_fn, model)
-    if targets and filter_fn is _compat.default_filter():
+    elif filter_fn is _compat.default_filter():
         warn_of_plain(model, config, targets)
-    torch_fsdp.install()
-    move_whole()
-    hugging_face.tell_lora_how_to_merge(TrainingConfig)
-    if not isinstance(module, nn.Linear):
-        take_products_of_others()
-    if id(module) in left_out:
-        return module
-    for name, weight in weights_of(module, parameter_name).items():
-        assert weight is not None, "checked before"
-        holders = index.holders_of(weight)
-        fqn = f"{index.name_of(module)}.{name}".lstrip(".")
-        if not _trains_by(weight, config):
-            swap(weight, _converted(weight, config))
-            if config.stochastic_rounding:
-                RoundingKeys.of_weight(config.seed, index.number_of(weight)).attach(weight)
-        weight.layer = fqn  # type: ignore[attr-defined]  # ours by now
-        for holder in holders:
-            keep_state_dicts_plain(holder)
-            if isinstance(holder, nn.Linear) or holder is module:
-                convert_class(holder, index.name_of(holder))
+    _convert(targets, config, held, parameter_name)
     return module
+
+
+def _convert(
+    targets: dict[str, nn.Module],
+    config: TrainingConfig,
+    held: dict[nn.Parameter, list[tuple[str, nn.Module]]],
+    parameter_name: str | None,
+) -> None:
+    torch_fsdp.install()
+    hugging_face.tell_lora_how_to_merge(TrainingConfig)
+    numbers = {weight: number for number, weight in enumerate(held)}
+    for fqn, module in targets.items():
+        if not isinstance(module, nn.Linear):
+            take_products_of_others()
+        for name, weight in weights_of(module, parameter_name).items():
+            assert weight is not None, "checked before"
+            if not _trains_by(weight, config):
+                swap(weight, _converted(weight, config))
+                if config.stochastic_rounding:
+                    RoundingKeys.of_weight(config.seed, numbers[weight]).attach(weight)
+            weight.layer = f"{fqn}.{name}".lstrip(".")  # type: ignore[attr-defined]  # ours by now
+            for held_name, holder in held[weight]:
+                keep_state_dicts_plain(holder)
+                if isinstance(holder, nn.Linear) or holder is module:
+                    convert_class(holder, held_name.rpartition(".")[0])
 
 
 @register_quantize_module_handler(ConfigClass)
@@ -233,49 +221,39 @@ def refuse_config(module: nn.Module, config: object) -> None:
     check_config("quantize_", config)
 
 
-def _take_plain_tensor(module: nn.Module) -> bool:
-    """Make a frozen Parameter of a plain tensor that has taken the place of a converted layer's weight; whether it did.
+def _take_plain_tensor(module: nn.Module) -> None:
+    """Make a frozen Parameter of a plain tensor that has taken the place of a converted layer's weight.
 
     PEFT merges so: it adds to what `dequantize` gives, puts it there, and calls `quantize_`.
     """
     weight = vars(module).get("weight")
-    if not isinstance(module, ConvertedLinear) or not isinstance(weight, torch.Tensor):
-        return False
-    del module.weight
-    module.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return True
-
-
-def _targets_if_first(
-    module: nn.Module, model: nn.Module, filter_fn: Callable[[nn.Module, str], bool]
-) -> list[tuple[str, nn.Module]]:
-    """All layers that the `quantize_` call will convert, if `module` is the first of them; else none."""
-    first = next((m for fqn, m in model.named_modules() if filter_fn(m, fqn)), None)
-    if first is not module:
-        return []
-    return [(fqn, m) for fqn, m in model.named_modules() if filter_fn(m, fqn)]
+    if isinstance(module, ConvertedLinear) and isinstance(weight, torch.Tensor):
+        del module.weight
+        module.weight = nn.Parameter(weight.detach(), requires_grad=False)
 
 
 def _warn_of_unused(filter_fn: Filter, model: nn.Module) -> None:
     """Warn of patterns that match no layer, with the names that are nearest."""
     names = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear) or expert_weights(m)]
-    for pattern in filter_fn.unused(names):
-        said = f"{pattern!r} of {filter_fn} matches no layer and leaves nothing out"
-        warnings.warn(f"quantize_: {said}; the nearest names are {nearest_names(pattern, names)}", stacklevel=2)
+    for pattern in filter_fn.patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            warnings.warn(
+                f"quantize_: {pattern!r} of {filter_fn} matches no layer and leaves nothing out; the nearest names are "
+                f"{nearest_names(pattern, names)}",
+                stacklevel=2,
+            )
 
 
 def _check(
-    targets: list[tuple[str, nn.Module]],
+    targets: dict[str, nn.Module],
     config: TrainingConfig,
-    model: nn.Module,
+    held: dict[nn.Parameter, list[tuple[str, nn.Module]]],
     parameter_name: str | None,
-    index: ModelIndex,
 ) -> None:
-    whys = (why_not_convertible(module, config, model, parameter_name, index) for _, module in targets)
-    reasons = [(fqn, reason) for (fqn, _), reason in zip(targets, whys)]
-    failures = [(fqn, reason) for fqn, reason in reasons if reason is not None]
+    reasons = {fqn: why_not_convertible(module, config, held, parameter_name) for fqn, module in targets.items()}
+    failures = {fqn: reason for fqn, reason in reasons.items() if reason is not None}
     if failures:
-        lines = "\n".join(f"  {fqn or 'the model itself'}: {reason}" for fqn, reason in failures)
+        lines = "\n".join(f"  {fqn or 'the model itself'}: {reason}" for fqn, reason in failures.items())
         raise ValueError(
             f"quantize_: {len(failures)} of {len(targets)} layers cannot be converted, and nothing was changed; fix "
             f"them, or leave them out with filter_fn=skip_fqns(...):\n{lines}"
@@ -294,7 +272,7 @@ def _converted(weight: nn.Parameter, config: TrainingConfig) -> torch.Tensor:
 def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     """Give the Parameter object `weight` the content of `converted`, keeping its gradient, hooks and attributes."""
     if isinstance(converted, QuantizedTensor) and weight.requires_grad:
-        converted.original = Original(weight.detach())
+        converted.pending_master = PendingMaster(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
     _compat.carry_grad_dtype(weight, new)
     own = (

@@ -28,30 +28,29 @@ def recipe_state(model: nn.Module) -> dict[str, dict[str, int]]:
 def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, int]]) -> None:
     """Let `model` go on where the model was whose `recipe_state` this is; the inverse of it, all or nothing.
 
-    Raises KeyError for weights that are in one of them alone, ValueError for numbers that no stream has.
+    Raises KeyError for weights that are only in one of them, ValueError for numbers that no stream has.
     """
-    found = list(_rounding(model))
-    names = {name for name, *_ in found}
-    for name in state.keys() - names:
+    found = {name: (keys, expert) for name, keys, expert in _rounding(model)}
+    for name in state.keys() - found.keys():
         raise KeyError(
-            f"load_recipe_state: the model rounds no gradients of {name!r} stochastically{did_you_mean(name, names)}"
+            f"load_recipe_state: the model rounds no gradients of {name!r} stochastically{did_you_mean(name, found)}"
         )
-    for name in names - state.keys():
+    for name in found.keys() - state.keys():
         raise KeyError(
             f"load_recipe_state: the state has nothing of {name!r}, whose gradients the model rounds stochastically; "
             "give the recipe_state of a model that was converted alike"
         )
     starts = []
-    for name, _, expert in found:
+    for name, (keys, expert) in found.items():
         try:
             seed, stream, use = (state[name][number] for number in _NUMBERS)
-            starts.append(RoundingKeys(StochasticRounding(seed, stream, use, expert=expert)).checked())
+            starts.append((keys, RoundingKeys(StochasticRounding(seed, stream, use, expert=expert)).checked()))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"load_recipe_state: {name!r} must have the integers {', '.join(_NUMBERS)}, got {state[name]!r}; "
                 f"give what recipe_state returned ({error})"
             ) from None
-    for (_, keys, _), start in zip(found, starts):
+    for keys, start in starts:
         keys.set(start)
 
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-import weakref
 from typing import Any
 
 from torch import nn
 
-from torchao_blockwise.conversion.filters import Filter, experts, is_linear, keep_last_blocks, must_be_called
+from torchao_blockwise.conversion.filters import (
+    Filter,
+    block_lists,
+    experts,
+    in_last_blocks,
+    is_head_name,
+    is_linear,
+    keep_last_blocks,
+    must_be_called,
+)
 from torchao_blockwise.conversion.weights import expert_weights
 from torchao_blockwise.tensors import NVFP4TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors.config import check_config
@@ -18,10 +26,6 @@ from torchao_blockwise.tensors.config import check_config
 # What NVFP4 pretraining (arXiv 2509.25149) keeps of the blocks in high precision, the last ones.
 NVFP4_SHARE_KEPT = 0.15
 
-# Parts of names outside of numbered blocks: "lm_head", "heads", "score", "predictions".
-_HEAD = re.compile(
-    r"(?!multi)(.+_)?heads?|output|embed_out|unembed|score|classifier|(.+_)?predictions|pred_layer|fc_out"
-)
 _GATE = re.compile(r"(.+_)?(gate|gating)")
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
@@ -43,10 +47,10 @@ def recommended_layers(model: nn.Module, config: TrainingConfig | None = None) -
     return recommended(model, config)
 
 
-def warn_of_plain(model: nn.Module, config: TrainingConfig, targets: list[tuple[str, nn.Module]]) -> None:
+def warn_of_plain(model: nn.Module, config: TrainingConfig, targets: dict[str, nn.Module]) -> None:
     """Warn if `quantize_(model, config)` without a filter converts layers that `recommended_layers` leaves out."""
     advice = recommended_layers(model, config)
-    unwanted = [f"{fqn} ({why})" for fqn, m in targets if (why := advice.why_not(m, fqn)) is not None]
+    unwanted = [f"{fqn} ({why})" for fqn, m in targets.items() if (why := advice.why_not(m, fqn)) is not None]
     if unwanted:
         shown = ", ".join(unwanted[:3]) + (f" and {len(unwanted) - 3} more" if len(unwanted) > 3 else "")
         warnings.warn(
@@ -60,117 +64,63 @@ def recommended(
     model: nn.Module, config: TrainingConfig | None, *, heads: bool = False, last_blocks: int | float | None = None
 ) -> Filter:
     """`recommended_layers`; heads: output heads too. last_blocks: how many to leave out, None what `config` says."""
-    reasons = _reasons(model, heads)
-    kept = _keep_blocks(model, config, last_blocks)
-    foreign = "not part of the model that recommended_layers was called with"
-
-    def why_not(module: nn.Module, fqn: str) -> str | None:
-        return reasons.get(module, foreign) or kept.why_not(module, fqn)
-
-    chosen = is_linear() | experts()
-    return Filter(why_not, f"recommended_layers({type(model).__name__})", chosen._is_about)
-
-
-def _keep_blocks(model: nn.Module, config: TrainingConfig | None, count: int | float | None) -> Filter:
-    """Leave out the last `count` blocks of `model`; None: in NVFP4 the last 15 % of every list of blocks."""
-    kept = Filter(lambda module, fqn: None, "keep_last_blocks(0)")
-    if count is None:
-        for blocks in _block_lists(model) if isinstance(config, NVFP4TrainingConfig) else ():
-            kept &= keep_last_blocks(blocks, NVFP4_SHARE_KEPT)
-        return kept
-    # `model.layers` of torchtitan is a ModuleDict.
-    layers: Any = getattr(model, "layers", None)
-    held = nn.ModuleList(layers.values()) if isinstance(layers, nn.ModuleDict) else model
-    return keep_last_blocks(held, count) if count else kept
-
-
-def _block_lists(model: nn.Module) -> list[nn.ModuleList]:
-    """The outermost lists of blocks of `model`, one of each tower; without any, each `nn.Sequential` of blocks."""
-    lists = {fqn: m for fqn, m in model.named_modules() if _is_list(m) and "expert" not in fqn}
-    if not lists:
-        lists = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.Sequential) and _holds_blocks(m)}
-    inner = {id(m) for outer in lists.values() for m in outer.modules() if m is not outer}
-    return [nn.ModuleList(m.children()) for m in lists.values() if id(m) not in inner]
-
-
-def _is_list(module: nn.Module) -> bool:
-    """Whether it is a list of two or more, by number."""
-    if isinstance(module, nn.ModuleDict):
-        return len(module) > 1 and all(name.isdigit() for name in module)
-    return isinstance(module, nn.ModuleList) and len(module) > 1
-
-
-def _holds_blocks(module: nn.Sequential) -> bool:
-    """Whether its entries are blocks, of two or more linear layers each."""
-    linears = [sum(isinstance(m, nn.Linear) for m in block.modules()) for block in module]
-    return len(linears) > 1 and min(linears) > 1
-
-
-def _reasons(model: nn.Module, heads: bool) -> weakref.WeakKeyDictionary[nn.Module, str | None]:
-    """By layer of `model`: why it is left out, None where it is converted."""
-    outputs = {} if heads else _output_heads(model)
-    routers = _routers(model)
-    reasons: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()
+    reasons: dict[nn.Module, str | None] = dict.fromkeys(model.modules())
+    # Of several reasons for one layer the last one stays.
+    if last_blocks is None:
+        for blocks in block_lists(model, least=2).values() if isinstance(config, NVFP4TrainingConfig) else ():
+            reasons |= in_last_blocks(blocks, NVFP4_SHARE_KEPT)
+    elif last_blocks:
+        kept = keep_last_blocks(model, last_blocks)
+        reasons |= {m: kept.why_not(m, fqn) for fqn, m in model.named_modules()}
+    reasons |= dict.fromkeys(_routers(model), "router or gate")
+    if not heads:
+        reasons |= _output_heads(model)
     for fqn, module in model.named_modules():
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             reasons[module] = "used by nn.MultiheadAttention itself"
         elif not isinstance(module, nn.Linear) and not _EXPERTS.search(f"{fqn}.{type(module).__name__}"):
             reasons[module] = "not named as experts are"
-        else:
-            reasons[module] = outputs.get(module) or routers.get(module)
-    return reasons
+    foreign = "not part of the model that recommended_layers was called with"
+    chosen = is_linear() | experts()
+    return Filter(
+        lambda module, fqn: reasons.get(module, foreign), f"recommended_layers({type(model).__name__})", chosen.kind
+    )
 
 
 def _output_heads(model: nn.Module) -> dict[nn.Module, str]:
+    """The output heads and why each is one."""
     embeddings = {id(m.weight): fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    linears = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
-    named: list[nn.Module] = [m for fqn, m in linears.items() if any(map(_HEAD.fullmatch, _before_numbers(fqn)))]
-    named += [m for output in _declared_outputs(model) for m in output.modules()]
-    last = dict.fromkeys(_last_behind_blocks(model), "last layer, behind the blocks")
-    tied = {
-        m: f"output head, tied to {embeddings[id(m.weight)]}" for m in linears.values() if id(m.weight) in embeddings
-    }
-    return last | dict.fromkeys(named, "output head") | tied
-
-
-def _before_numbers(fqn: str) -> list[str]:
-    """The parts of a name as far as the first number: what is in a block has the same names as heads have."""
-    parts = fqn.split(".")
-    return parts[: next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))]
-
-
-def _declared_outputs(model: nn.Module) -> list[nn.Module]:
-    """The modules that `get_output_embeddings` of transformers' models returns, for each part of `model`."""
-    found = []
-    for module in model.modules():
+    found: dict[nn.Module, str] = {}
+    # The last linear layer where it follows all lists of blocks and lies in none of them is a head by any name.
+    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and len(m) > 1]
+    inner = {id(m) for blocks in lists for m in blocks.modules()}
+    in_blocks = {m: id(m) in inner for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)}
+    if any(in_blocks.values()) and not list(in_blocks.values())[-1]:
+        found[list(in_blocks)[-1]] = "last layer, behind the blocks"
+    for fqn, module in model.named_modules():
+        # What models of transformers declare, or a part of a model.
         get: Any = getattr(module, "get_output_embeddings", lambda: None)
         with contextlib.suppress(AttributeError, NotImplementedError):
-            found.append(get())
-    return [output for output in found if isinstance(output, nn.Module)]
+            if isinstance(declared := get(), nn.Module):
+                found |= dict.fromkeys(declared.modules(), "output head")
+        if isinstance(module, nn.Linear) and is_head_name(fqn):
+            found[module] = "output head"
+    tied = {m: embeddings.get(id(m.weight)) for m in model.modules() if isinstance(m, nn.Linear)}
+    return found | {m: f"output head, tied to {fqn}" for m, fqn in tied.items() if fqn is not None}
 
 
-def _last_behind_blocks(model: nn.Module) -> list[nn.Module]:
-    """The last linear layer where it follows all lists of blocks and lies in none of them: a head by any name."""
-    blocks = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and len(m) > 1]
-    inner = {id(m) for block in blocks for m in block.modules()}
-    weighted = [m for m in model.modules() if isinstance(m, nn.Linear) or expert_weights(m)]
-    of_blocks = [i for i, m in enumerate(weighted) if id(m) in inner]
-    return weighted[-1:] if of_blocks and of_blocks[-1] < len(weighted) - 1 else []
-
-
-def _routers(model: nn.Module) -> dict[nn.Module, str]:
+def _routers(model: nn.Module) -> list[nn.Module]:
     """Linear layers inside of routers, next to as many experts as they have outputs, or with the name of a gate.
 
     A gate has few outputs, and no layer of its shape next to it: gate and up of a gated MLP have the same shape.
     """
-    counts, found = set[int](), []
+    counts, found = set[int](), list[nn.Module]()
     for fqn, parent in model.named_modules():
         if fqn and _is_router(fqn, parent):
             found += parent.modules()
-        for name, child in (("", parent), *parent.named_children()):
-            number = _number_of_experts(name, child)
-            counts.add(number)
-            found += [m for m in parent.children() if isinstance(m, nn.Linear) and m.out_features == number]
+        numbers = {_number_of_experts(name, child) for name, child in (("", parent), *parent.named_children())}
+        counts |= numbers
+        found += [m for m in parent.children() if isinstance(m, nn.Linear) and m.out_features in numbers]
     for fqn, parent in model.named_modules():
         linears = {name: m for name, m in parent.named_children() if isinstance(m, nn.Linear)}
         shapes = [(m.out_features, m.in_features) for m in linears.values()]
@@ -179,7 +129,7 @@ def _routers(model: nn.Module) -> dict[nn.Module, str]:
             is_small = module.out_features < module.in_features or module.out_features in counts
             if is_named and is_small and shapes.count((module.out_features, module.in_features)) == 1:
                 found.append(module)
-    return dict.fromkeys(found, "router or gate")
+    return found
 
 
 def _is_router(fqn: str, module: nn.Module) -> bool:

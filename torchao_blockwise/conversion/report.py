@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,13 +14,22 @@ from torchao_blockwise import _compat, _versions
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.conversion.filters import skip_reason
 from torchao_blockwise.conversion.handlers import why_not_convertible
-from torchao_blockwise.conversion.model_index import ModelIndex
 from torchao_blockwise.conversion.state_dicts import is_converted
-from torchao_blockwise.conversion.weights import expert_weights, matrices
+from torchao_blockwise.conversion.weights import expert_weights, held_parameters, matrices
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, fsdp
 from torchao_blockwise.tensors.config import check_config
 
 CONVERTED, SKIPPED, CANNOT, REPLACED = "converted", "skipped", "cannot convert", "replaced"
+
+# Status, reason or format, and the config of a converted weight.
+_State = tuple[str, str, TrainingConfig | None]
+
+# By name of a class that multiplies by matrices in a way that no conversion replaces.
+_NEVER_CONVERTED = {
+    "MultiheadAttention": "nn.MultiheadAttention multiplies by it itself, without an nn.Linear",
+    "Conv1D": "Conv1D holds its weight transposed; replace it by nn.Linear",
+}
+_BY_NAME = "no nn.Linear's; if F.linear multiplies by it, FqnToConfig converts it by name"
 
 
 def aligned(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], total: tuple[str, ...] | None, words: int) -> str:
@@ -112,14 +121,13 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     Other Parameters [N, K], except those of embeddings and norms, are shown too: as skipped, unless they were converted
     by name.
     """
-    adapters = hugging_face.adapters_in(model)
-    return _report([(name, m, w, *_state(m, w, adapters)) for name, _, m, w in _layers(model)], dry_run=False)
+    return _report(model)
 
 
 def dry_run(
     model: nn.Module, config: TrainingConfig, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> ConversionReport:
-    """The report that `quantize_(model, config, filter_fn)` would leave behind; changes nothing.
+    """The report that `quantize_(model, config, filter_fn)` would leave behind; converts nothing.
 
     Layers that would make `quantize_` raise have the status "cannot convert".
     Raises TypeError for what is no config, as its class.
@@ -127,94 +135,69 @@ def dry_run(
     check_config("dry_run", config)
     _versions.check()
     selected = _compat.default_filter() if filter_fn is None else filter_fn
-    index, adapters = ModelIndex(model), hugging_face.adapters_in(model)
+    held = held_parameters(model)
 
-    def state(fqn: str, module: nn.Module, weight: torch.Tensor) -> tuple[str, str, TrainingConfig | None]:
-        if _is_matrix(module, weight):
-            return _state(module, weight, adapters)
-        if module in adapters or not selected(module, fqn):
-            return SKIPPED, _why_skipped(module, weight, adapters), None
-        reason = why_not_convertible(module, config, model, index=index)
+    def planned(module: nn.Module, fqn: str) -> _State | None:
+        if not selected(module, fqn):
+            return None
+        reason = why_not_convertible(module, config, held)
         return (CONVERTED, _format(config), config) if reason is None else (CANNOT, reason, None)
 
-    return _report([(name, m, weight, *state(fqn, m, weight)) for name, fqn, m, weight in _layers(model)], dry_run=True)
+    return _report(model, planned)
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, torch.Tensor]]:
-    """(name in the report, fqn of the module, module, weight) of linear layers, experts and other matrices."""
+def _report(model: nn.Module, planned: Callable[[nn.Module, str], _State | None] | None = None) -> ConversionReport:
+    """planned: the state in which a module will be, None where it stays as it is now."""
+    adapters = hugging_face.adapters_in(model)
+    layers: list[LayerReport] = []
+    # By weight, so that a shared one counts once.
+    counted: dict[torch.Tensor, LayerReport] = {}
     for fqn, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            yield fqn, fqn, module, module.weight
-        else:
-            for name, weight in (expert_weights(module) | matrices(module)).items():
-                yield f"{fqn}.{name}".lstrip("."), fqn, module, weight
+        others = matrices(module)
+        is_linear = isinstance(module, nn.Linear)
+        own = {"weight": module.weight} if isinstance(module, nn.Linear) else expert_weights(module)
+        for name, weight in (own | others).items():
+            state = None if planned is None or name in others or module in adapters else planned(module, fqn)
+            status, reason, config = state or _state(module, weight, name in others, module in adapters)
+            dtype = str(weight.dtype).removeprefix("torch.")
+            # A lazy layer knows no shape of its weight yet, but its features.
+            shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else tuple(weight.shape)
+            fqn_of_row = fqn if is_linear else f"{fqn}.{name}".lstrip(".")
+            layer = LayerReport(fqn_of_row, status, reason, shape, dtype, *_bytes(weight, shape, config))
+            layers.append(layer)
+            counted.setdefault(weight, layer)
+    totals = {"layers": len(layers), "converted": sum(layer.status == CONVERTED for layer in layers)}
+    for total in ("bytes_before", "bytes_after", "quantized_bytes"):
+        totals[total] = sum(getattr(layer, total) for layer in counted.values())
+    return ConversionReport(tuple(layers), totals, dry_run=planned is not None)
 
 
-# By name of a class that multiplies by matrices in a way that no conversion replaces.
-_NEVER_CONVERTED = {
-    "MultiheadAttention": "nn.MultiheadAttention multiplies by it itself, without an nn.Linear",
-    "Conv1D": "Conv1D holds its weight transposed; replace it by nn.Linear",
-}
-_BY_NAME = "no nn.Linear's; if F.linear multiplies by it, FqnToConfig converts it by name"
-
-
-def _is_matrix(module: nn.Module, weight: torch.Tensor) -> bool:
-    return any(weight is matrix for matrix in matrices(module).values())
-
-
-def _why_skipped(module: nn.Module, weight: torch.Tensor, adapters: set[nn.Module]) -> str:
-    if module in adapters:
-        return "PEFT's adapter, which stays in high precision"
-    if _is_matrix(module, weight):
-        return _NEVER_CONVERTED.get(type(module).__name__, _BY_NAME)
-    return skip_reason(module) or "not selected"
-
-
-def _state(module: nn.Module, weight: torch.Tensor, adapters: set[nn.Module]) -> tuple[str, str, TrainingConfig | None]:
-    weight = _compat.local_of(weight)
-    if isinstance(weight, MasterWeightTensor):
-        return CONVERTED, _format(weight.config), weight.config
-    if isinstance(weight, QuantizedTensor):
-        return CONVERTED, f"{weight.fmt.name}, no master", weight.config
-    if is_converted(module) and not _is_matrix(module, weight):
+def _state(module: nn.Module, weight: torch.Tensor, is_other: bool, is_adapter: bool) -> _State:
+    """is_other: whether it is a matrix of a module that is no `nn.Linear`. is_adapter: whether it belongs to PEFT."""
+    local = _compat.local_of(weight)
+    if isinstance(local, MasterWeightTensor):
+        return CONVERTED, _format(local.config), local.config
+    if isinstance(local, QuantizedTensor):
+        return CONVERTED, f"{local.fmt.name}, no master", local.config
+    if is_converted(module) and not is_other:
         return REPLACED, "was converted, weight replaced", None
-    return SKIPPED, _why_skipped(module, weight, adapters), None
+    if is_adapter:
+        return SKIPPED, "PEFT's adapter, which stays in high precision", None
+    if is_other:
+        return SKIPPED, _NEVER_CONVERTED.get(type(module).__name__, _BY_NAME), None
+    return SKIPPED, skip_reason(module) or "not selected", None
 
 
 def _format(config: TrainingConfig) -> str:
     return config.weight_format.name + ("" if config.master_weights else ", no master")
 
 
-def _report(
-    states: Iterable[tuple[str, nn.Module, torch.Tensor, str, str, TrainingConfig | None]], dry_run: bool
-) -> ConversionReport:
-    layers: list[LayerReport] = []
-    # By id, and held, so that no id is used again.
-    seen = {}
-    totals = dict.fromkeys(("layers", "converted", "bytes_before", "bytes_after", "quantized_bytes"), 0)
-    for fqn, module, weight, status, reason, config in states:
-        dtype = str(weight.dtype).removeprefix("torch.")
-        # A lazy layer knows no shape of its weight yet, but its features.
-        shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else tuple(weight.shape)
-        layer = LayerReport(fqn, status, reason, shape, dtype, *_bytes(weight, shape, status, config))
-        layers.append(layer)
-        totals["layers"] += 1
-        totals["converted"] += status == CONVERTED
-        if id(weight) not in seen:
-            seen[id(weight)] = weight
-            for name in ("bytes_before", "bytes_after", "quantized_bytes"):
-                totals[name] += getattr(layer, name)
-    return ConversionReport(tuple(layers), totals, dry_run)
-
-
-def _bytes(
-    weight: torch.Tensor, shape: tuple[int, ...], status: str, config: TrainingConfig | None
-) -> tuple[int, int, int]:
-    """(before, after, quantized)."""
+def _bytes(weight: torch.Tensor, shape: tuple[int, ...], config: TrainingConfig | None) -> tuple[int, int, int]:
+    """(before, after, quantized); config: None of a weight that is not converted."""
     before = math.prod(shape) * weight.dtype.itemsize
     if isinstance(weight, QuantizedTensor):
         return before, weight.nbytes, weight.nbytes
-    if status != CONVERTED or config is None:
+    if config is None:
         return before, before, 0
     is_stored = not config.master_weights or fsdp.is_gathered_quantized(weight)
     quantized = config.weight_format.nbytes(*shape, scale_per_matrix=config.scale_per_expert) if is_stored else 0

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from torchao_blockwise import _compat
+from torchao_blockwise.conversion.filters import forget_skip_reason
 from torchao_blockwise.conversion.handlers import swap, why_not_swappable
 from torchao_blockwise.conversion.state_dicts import keep_state_dicts_no_longer
+from torchao_blockwise.conversion.weights import held_parameters
 from torchao_blockwise.nn.converted import ConvertedModule, restore_class
 from torchao_blockwise.nn.fused_modules import FusedModule, restore_module
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
@@ -30,11 +32,11 @@ def unconvert(model: nn.Module) -> nn.Module:
     The model can be converted again.
     Raises ValueError, before any change, for weights that ranks share or that something else holds.
     """
-    weights: dict[nn.Parameter, str] = {}
-    for fqn, module in model.named_modules():
-        for name, p in _compat.parameters_of(module).items():
-            if p is not None and isinstance(_compat.local_of(p), (MasterWeightTensor, QuantizedTensor)):
-                weights.setdefault(p, f"{fqn}.{name}".lstrip("."))
+    weights = {
+        p: held[0][0]
+        for p, held in held_parameters(model).items()
+        if isinstance(_compat.local_of(p), (MasterWeightTensor, QuantizedTensor))
+    }
     sharded = any(isinstance(module, _FSDP) for module in model.modules())
     reasons = {fqn: _why_not(p, sharded) for p, fqn in weights.items()}
     failures = [f"  {fqn}: {reason}" for fqn, reason in reasons.items() if reason is not None]
@@ -46,6 +48,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     for p in weights:
         swap(p, _plain(p))
     for module in model.modules():
+        forget_skip_reason(module)
         keep_state_dicts_no_longer(module)
         if isinstance(module, FusedModule):
             restore_module(module)
@@ -64,5 +67,5 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
     if isinstance(weight, MasterWeightTensor):
         return weight.hp
     assert isinstance(weight, QuantizedTensor)
-    master = None if weight.original is None else weight.original.master(weight)
+    master = None if weight.pending_master is None else weight.pending_master.master(weight)
     return plain_values(weight) if master is None else master.to(weight.dtype, copy=True)

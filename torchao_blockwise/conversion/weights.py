@@ -47,8 +47,18 @@ def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def weights_of(module: nn.Module, parameter_name: str | None = None) -> dict[str, nn.Parameter | None]:
-    """What a conversion of `module` converts, by name; of one name that Parameter alone, None where it is none."""
+    """What a conversion of `module` converts, by name; of one name only that Parameter, None where it is none."""
     own = _compat.parameters_of(module)
     if parameter_name is not None:
         return {parameter_name: own.get(parameter_name)}
     return {"weight": own.get("weight")} if isinstance(module, nn.Linear) else dict(expert_weights(module))
+
+
+def held_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
+    """(name, module) of each place that holds a Parameter of `model`, in the order of `model.parameters()`."""
+    held: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for fqn, module in model.named_modules():
+        for name, p in _compat.parameters_of(module).items():
+            if p is not None:
+                held.setdefault(p, []).append((f"{fqn}.{name}".lstrip("."), module))
+    return held

@@ -13,30 +13,35 @@ With `ModelParallelStrategy` convert before you shard, in `configure_model`:
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchao_blockwise import _versions
 from torchao_blockwise.conversion import recipe_state
 from torchao_blockwise.integrations.recipes import (
     OpenScope,
     convert,
-    go_on,
     is_converted,
     nearest,
-    require,
+    resume_recipe,
     training_config,
 )
 from torchao_blockwise.tensors import TrainingConfig
 
-require("lightning", (2, 4))
+_versions.require("lightning", (2, 4))
 
 from lightning.pytorch import Callback  # noqa: E402  # after its version is known
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision  # noqa: E402
 
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+# By name, what Lightning's own plugin does to all that is not converted.
+_PRECISIONS: dict[str, Callable[[], Precision]] = {
+    "32-true": Precision,
+    "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu"),
+    "bf16-true": lambda: HalfPrecision("bf16-true"),
+}
+_OF_OTHERS = "forward_context", "tensor_init_context", "module_init_context", "convert_input", "convert_output"
 
 
 class BlockwisePrecision(Precision):
@@ -60,25 +65,15 @@ class BlockwisePrecision(Precision):
         self.precision = precision  # type: ignore[assignment]  # one of the names that Lightning lists
         self._filter_fn = filter_fn
         self._module: nn.Module | None = None
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._others: Precision = (
-            Precision()
-            if precision == "32-true"
-            else HalfPrecision("bf16-true")
-            if precision == "bf16-true"
-            else MixedPrecision("bf16-mixed", device)
-        )
+        self._others = _PRECISIONS[precision]()
+        for method in _OF_OTHERS:
+            setattr(self, method, getattr(self._others, method))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place, unless a part of it is converted; returns it."""
         self._module = module
         if is_converted(module):
             return module
-        if any(hasattr(p, "device_mesh") for p in module.parameters()):
-            raise ValueError(
-                "BlockwisePrecision: the module is sharded already; in configure_model call "
-                "self.trainer.precision_plugin.convert_module(self.model) before fully_shard"
-            )
         return convert(self._others.convert_module(module), self.config, self._filter_fn)
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,22 +82,7 @@ class BlockwisePrecision(Precision):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._module is not None:
-            go_on(self._module, state_dict)
-
-    def forward_context(self) -> AbstractContextManager[None]:
-        return self._others.forward_context()
-
-    def tensor_init_context(self) -> AbstractContextManager[None]:
-        return self._others.tensor_init_context()
-
-    def module_init_context(self) -> AbstractContextManager[None]:
-        return self._others.module_init_context()
-
-    def convert_input(self, data: Any) -> Any:
-        return self._others.convert_input(data)
-
-    def convert_output(self, data: Any) -> Any:
-        return self._others.convert_output(data)
+            resume_recipe(self._module, state_dict)
 
 
 class UnchangedWeights(Callback):

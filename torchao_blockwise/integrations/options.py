@@ -1,32 +1,21 @@
-"""Options of a conversion as JSON has them, what they say (a training config and a filter), and the conversion."""
+"""Options of a conversion as JSON has them: fields of a training config and of `Selection`."""
 
 from __future__ import annotations
 
 import fnmatch
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import nn
 
 from torchao_blockwise._names import did_you_mean
-from torchao_blockwise.conversion import (
-    Filter,
-    conversion_report,
-    experts,
-    is_linear,
-    min_features,
-    skip_fqns,
-)
+from torchao_blockwise.conversion import Filter, conversion_report, experts, is_linear, min_features, skip_fqns
 from torchao_blockwise.conversion.recommended import recommended
-from torchao_blockwise.integrations.recipes import RECIPES, convert, nearest
+from torchao_blockwise.integrations.recipes import RECIPES, config_of, convert, nearest
 from torchao_blockwise.tensors import TrainingConfig
 from torchao_blockwise.tensors.config import without_removed
-
-# Trainers make values after the conversion, and their optimizers step Parameters in high precision.
-_NOT_OPTIONS = {"master_weights"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,88 +39,58 @@ class Selection:
     keep_last_blocks: int | float | None = None
     fuse: bool = False
 
-    def filter_for(self, model: nn.Module, recipe: TrainingConfig) -> Filter:
-        """The filter of `quantize_(model, recipe)`; raises ValueError for patterns that match none of its layers."""
-        chosen = recommended(model, recipe, heads=self.lm_head, last_blocks=self.keep_last_blocks)
-        if not self.experts:
-            chosen &= is_linear()
-        names = [fqn for fqn, module in model.named_modules() if is_linear()(module, fqn) or experts()(module, fqn)]
+    def __post_init__(self) -> None:
         for option in ("include", "exclude"):
-            for pattern in getattr(self, option):
-                if not fnmatch.filter(names, pattern):
-                    raise ValueError(
-                        f"{option}: pattern {pattern!r} matches no linear layer and no experts of this model; layers "
-                        f"are called {_examples(names)}; mend the pattern or leave it out"
-                    )
-        if self.include != ("*",):
-            chosen &= Filter(self._why_not_included, f"include{self.include!r}")
-        if self.exclude:
-            chosen &= skip_fqns(*self.exclude)
-        if self.min_features:
-            chosen &= min_features(self.min_features)
-        return chosen
+            if isinstance(getattr(self, option), str):
+                raise TypeError(f"{option}: must be a list of patterns, got {getattr(self, option)!r}; write [...]")
 
-    def _why_not_included(self, module: nn.Module, fqn: str) -> str | None:
-        return None if any(fnmatch.fnmatchcase(fqn, p) for p in self.include) else "include: no pattern matches"
-
-
-def _examples(names: list[str]) -> str:
-    kinds: dict[str, str] = {}
-    for name in names:
-        kinds.setdefault(".".join(part for part in name.split(".") if not part.isdigit()), name)
-    shown = [repr(name) for name in kinds.values()]
-    return ", ".join(shown[:8]) + (", …" if len(shown) > 8 else "")
-
-
-@dataclass(frozen=True)
-class Options:
-    """A training config, and which layers get it."""
-
-    recipe: TrainingConfig
-    selection: Selection = field(default_factory=Selection)
-
-    @classmethod
-    def of(cls, format: str, given: Mapping[str, Any]) -> Options:
-        """`given`: fields of `Selection` and of the format's training config, as JSON has them.
-
-        Raises ValueError for a name that is none of them, and as those two do; TypeError for a wrong type.
-        """
-        if format not in RECIPES:
-            raise ValueError(nearest("format", format, RECIPES))
-        given = without_removed(format, given)
-        of_selection = {f.name: f for f in fields(Selection)}
-        of_recipe = {f.name for f in fields(RECIPES[format])} - _NOT_OPTIONS
-        for name in given:
-            if name in _NOT_OPTIONS:
+    def filter_for(self, model: nn.Module, config: TrainingConfig) -> Filter:
+        """The filter of `quantize_(model, config)`; raises ValueError for patterns that match none of its layers."""
+        names = [fqn for fqn, module in model.named_modules() if (is_linear() | experts()).is_about(module)]
+        for pattern in (*self.include, *self.exclude):
+            if not fnmatch.filter(names, pattern):
+                # One name for each kind of layer.
+                kinds = {".".join(part for part in name.split(".") if not part.isdigit()): name for name in names}
                 raise ValueError(
-                    f"{format}: trainers step master weights, which {name}=False would take away; leave it out"
+                    f"pattern {pattern!r} matches no linear layer and no experts of this model; layers are called "
+                    f"{', '.join(map(repr, kinds.values()))}; fix the pattern or leave it out"
                 )
-            if name not in of_selection.keys() | of_recipe:
-                names = [*of_selection, *sorted(of_recipe)]
-                remedy = did_you_mean(name, names) or "; leave it out"
-                raise ValueError(f"{format}: options are {', '.join(names)}; got {name!r}{remedy}")
-        selected = {name: _of_type(name, value) for name, value in given.items() if name in of_selection}
-        recipe = {name: value for name, value in given.items() if name in of_recipe}
-        if isinstance(recipe.get("out_dtype"), str):
-            recipe["out_dtype"] = getattr(torch, recipe["out_dtype"], recipe["out_dtype"])
-        return cls(RECIPES[format](**recipe), Selection(**selected))
 
-    def convert(self, model: nn.Module) -> None:
-        """Convert what is selected of `model`, in place; the report goes to the log.
+        def why_not_included(module: nn.Module, fqn: str) -> str | None:
+            return None if any(fnmatch.fnmatchcase(fqn, p) for p in self.include) else "include: no pattern matches"
 
-        Raises ValueError where nothing is selected, and as `Selection.filter_for` and `quantize_` do.
-        """
-        convert(model, self.recipe, self.selection.filter_for(model, self.recipe), fused=self.selection.fuse)
-        logging.getLogger().info(f"Converted by torchao_blockwise:\n{conversion_report(model)}")
+        chosen = recommended(model, config, heads=self.lm_head, last_blocks=self.keep_last_blocks)
+        chosen &= Filter(why_not_included, f"include{self.include!r}")
+        chosen = chosen & skip_fqns(*self.exclude) & min_features(self.min_features)
+        return chosen if self.experts else chosen & is_linear()
 
 
-def _of_type(name: str, value: Any) -> Any:
-    wanted = int if name == "keep_last_blocks" else type(getattr(Selection, name))
-    if wanted is tuple and isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value):
-        return tuple(value)
-    if type(value) is wanted and (wanted is not int or value >= 0):
-        return value
-    if name == "keep_last_blocks" and (value is None or type(value) is float):
-        return value
-    kinds = {tuple: "a list of patterns", bool: "true or false", int: "an integer, 0 or more"}
-    raise TypeError(f"{name}: must be {kinds[wanted]}, got {value!r}")
+def parse(recipe: str, given: Mapping[str, Any]) -> tuple[TrainingConfig, Selection]:
+    """The training config and the selection of these options; recipe: "fp8" or "nvfp4".
+
+    Trainers step master weights, so `master_weights` is no option.
+    Raises ValueError for a name that is none of them, and as both do for values; TypeError for a wrong type.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(nearest("format", recipe, RECIPES))
+    given = without_removed(recipe, given)
+    selection = {field.name for field in fields(Selection)}
+    names = sorted(selection | {field.name for field in fields(RECIPES[recipe])} - {"master_weights"})
+    for name in given:
+        if name not in names:
+            remedy = did_you_mean(name, names) or "; leave it out"
+            raise ValueError(f"{recipe}: options are {', '.join(names)}; got {name!r}{remedy}")
+    of_config = {name: value for name, value in given.items() if name not in selection}
+    chosen: dict[str, Any] = {
+        name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name in selection
+    }
+    return config_of(RECIPES[recipe], of_config), Selection(**chosen)
+
+
+def convert_selected(model: nn.Module, config: TrainingConfig, selection: Selection) -> None:
+    """Convert what is selected of `model`, in place; the report goes to the log.
+
+    Raises ValueError where nothing is selected, and as `Selection.filter_for` and `quantize_` do.
+    """
+    convert(model, config, selection.filter_for(model, config), fused=selection.fuse)
+    logging.getLogger().info(f"Converted by torchao_blockwise:\n{conversion_report(model)}")

@@ -1,13 +1,13 @@
-"""What the files of frameworks share: recipes by name, a conversion that must find something, and versions."""
+"""What the files of frameworks share: recipes by name, a conversion that must find something, and a scope."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -30,7 +30,7 @@ from torchao_blockwise.tensors.config import check_config
 RECIPES: dict[str, type[TrainingConfig]] = {"fp8": BlockwiseFP8TrainingConfig, "nvfp4": NVFP4TrainingConfig}
 
 
-def go_on(model: nn.Module, saved: Mapping[str, Mapping[str, int]]) -> None:
+def resume_recipe(model: nn.Module, saved: Mapping[str, Mapping[str, int]]) -> None:
     """`load_recipe_state` of what one rank has saved for all: each keeps its seed, and all have drawn as often."""
     own = recipe_state(model)
     load_recipe_state(model, {name: {**state, "seed": own.get(name, state)["seed"]} for name, state in saved.items()})
@@ -40,6 +40,14 @@ def nearest(what: str, name: object, known: Iterable[str]) -> str:
     """A sentence about an unknown name: what there is, and which of it is spelled nearly so."""
     known = list(known)
     return f"{what} must be one of {known}, got {name!r}{did_you_mean(name, known)}"
+
+
+def config_of(kind: type[TrainingConfig], options: Mapping[str, Any]) -> TrainingConfig:
+    """`kind(**options)`, where `out_dtype` may be a name, as JSON has it: "bfloat16"."""
+    dtype = options.get("out_dtype")
+    if isinstance(dtype, str):
+        options = {**options, "out_dtype": getattr(torch, dtype.removeprefix("torch."), dtype)}
+    return kind(**options)
 
 
 def training_config(recipe: str | TrainingConfig) -> TrainingConfig:
@@ -70,7 +78,7 @@ def convert(
     with warnings.catch_warnings():
         # It is an error here.
         warnings.filterwarnings("ignore", message="quantize_: nothing of")
-        quantize_(model, config, filter_fn=recommended_layers(model, config) if filter_fn is None else filter_fn)
+        quantize_(model, config, filter_fn=filter_fn or recommended_layers(model, config))
     report = conversion_report(model)
     if not report.totals["converted"]:
         raise ValueError(
@@ -87,34 +95,20 @@ def is_converted(model: nn.Module) -> bool:
     return conversion_report(model).totals["converted"] > 0
 
 
-def require(package: str, least: tuple[int, int]) -> None:
-    """Raise ImportError, with the remedy, unless `package` is installed in this version or a newer one."""
-    wanted = f"{package}>={'.'.join(map(str, least))}"
-    try:
-        version = str(importlib.import_module(package).__version__)
-    except ModuleNotFoundError as e:
-        raise ImportError(f"torchao_blockwise.integrations.{package} needs {wanted}; pip install '{wanted}'") from e
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and tuple(map(int, found.groups())) < least:
-        raise ImportError(
-            f"torchao_blockwise.integrations.{package} needs {wanted}, got {version}; pip install -U '{wanted}'"
-        )
-
-
 class OpenScope:
     """A `weights_unchanged` that callbacks enter and leave: `enter` again and `leave` again do nothing."""
 
     def __init__(self, keep: str) -> None:
         self._keep = keep
-        self._stack: contextlib.ExitStack | None = None
+        self._scope: contextlib.AbstractContextManager[object] | None = None
 
     def enter(self, model: nn.Module) -> None:
-        if self._stack is None:
-            stack = contextlib.ExitStack()
-            stack.enter_context(weights_unchanged(model, keep=self._keep))
-            self._stack = stack
+        if self._scope is None:
+            scope = weights_unchanged(model, keep=self._keep)
+            scope.__enter__()
+            self._scope = scope
 
     def leave(self) -> None:
-        stack, self._stack = self._stack, None
-        if stack is not None:
-            stack.close()
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            scope.__exit__(None, None, None)

@@ -19,17 +19,18 @@ from torch import nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
+from torchao_blockwise import _versions
 from torchao_blockwise._compat import hugging_face
 from torchao_blockwise.conversion import custom, recipe_state, unconvert
 from torchao_blockwise.conversion.handlers import refuse_config
 from torchao_blockwise.conversion.recommended import recommended
-from torchao_blockwise.integrations.recipes import OpenScope, convert, go_on, nearest, require
+from torchao_blockwise.integrations.recipes import OpenScope, config_of, convert, resume_recipe
 from torchao_blockwise.ops import Backend
 from torchao_blockwise.tensors import BlockwiseFP8TrainingConfig, TrainingConfig
 from torchao_blockwise.tensors import NVFP4TrainingConfig as _NVFP4
 from torchao_blockwise.tensors.config import ConfigClass
 
-require("transformers", (5, 0))
+_versions.require("transformers", (5, 0))
 
 from transformers import TrainerCallback  # noqa: E402  # after its version is known
 from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: E402
@@ -50,7 +51,7 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         recipe says: 15 % in NVFP4, none in FP8.
     fused: whether `fuse(model)` is called, too.
     options: fields of the training config; backend and out_dtype by name, too ("triton", "bfloat16").
-    Raises ValueError for an option that the training config does not have, and what it raises for values.
+    Raises TypeError for an option that the training config does not have, and what it raises for values.
     """
 
     method: ClassVar[str]
@@ -64,37 +65,26 @@ class BlockwiseConfig(QuantizationConfigMixin, metaclass=ConfigClass):
         quant_method: str | None = None,
         **options: Any,
     ) -> None:
-        name, known = type(self).__name__, [field.name for field in dataclasses.fields(self.recipe)]
-        for option in options:
-            if option not in known:
-                names = ["modules_to_not_convert", "keep_last_blocks", "fused", *known]
-                raise ValueError(nearest(f"{name}: an option", option, names))
+        name = type(self).__name__
         if isinstance(modules_to_not_convert, str):
             raise TypeError(f"{name}: modules_to_not_convert must be a list of names, got a string; write [...]")
         method = self.method
         if quant_method not in (None, method):
             raise ValueError(f"{name}: quant_method must be {method!r}, got {quant_method!r}; take the class of that")
-        dtype = options.get("out_dtype")
-        if isinstance(dtype, str):
-            options["out_dtype"] = getattr(torch, dtype.removeprefix("torch."), dtype)
         self.quant_method = method  # type: ignore[assignment]  # transformers lists its own methods alone
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.fused = fused
         self.keep_last_blocks = keep_last_blocks
-        self.training_config = self.recipe(**options)
+        self.training_config = config_of(self.recipe, options)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, from which `from_dict` makes the config again."""
+        config = self.training_config
+        plain = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        dtype = None if config.out_dtype is None else str(config.out_dtype).removeprefix("torch.")
+        plain |= {"backend": Backend(config.backend).value, "out_dtype": dtype}
         mine = ("quant_method", "modules_to_not_convert", "fused", "keep_last_blocks")
-        plain = {name: getattr(self, name) for name in mine}
-        for field in dataclasses.fields(self.training_config):
-            value = getattr(self.training_config, field.name)
-            if isinstance(value, Backend):
-                value = value.value
-            elif isinstance(value, torch.dtype):
-                value = str(value).removeprefix("torch.")
-            plain[field.name] = value
-        return plain
+        return {name: getattr(self, name) for name in mine} | plain
 
     def get_apply_tensor_subclass(self) -> TrainingConfig:
         """What PEFT passes to `quantize_` after it has merged an adapter."""
@@ -202,7 +192,7 @@ class RecipeState(ExportableState, TrainerCallback):
         model = self._model = kwargs["model"]
         saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("recipe")
         if state.global_step and saved is not None:
-            go_on(model, saved)
+            resume_recipe(model, saved)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._model = None

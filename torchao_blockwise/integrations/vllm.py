@@ -5,8 +5,7 @@
 
 `Engine` is one of vLLM's trainer engines, of NCCL or IPC.
 
-Source of the interface: vLLM 0.33, distributed/weight_transfer/base.py (`WeightSource`, `ParamMeta`); before it
-`metadata` was a method, and the source itself was gone through.
+Source of the interface: vLLM 0.33, distributed/weight_transfer/base.py (`WeightSource`, `ParamMeta`).
 """
 
 from __future__ import annotations
@@ -49,12 +48,7 @@ def weight_source(model: nn.Module, format: str = "fp8_block") -> Any:
     def tensors(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, x if x.dim() else x.reshape(1)) for name, x in _in_order(iter(weights)))
 
-    members: dict[str, Any]
-    if hasattr(source, "iter_full"):
-        members = {"metadata": cached_property(metadata), "iter_full": tensors}
-    else:
-        members = {"metadata": metadata, "__iter__": tensors}
-    return type("QuantizedSource", (source,), members)()
+    return type("QuantizedSource", (source,), {"metadata": cached_property(metadata), "iter_full": tensors})()
 
 
 def _in_order(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,10 +60,8 @@ def _in_order(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
     """
     before: Any = torch.cuda.default_stream() if torch.cuda.is_available() else None
     while True:
-        if before is not None:
-            now = torch.cuda.current_stream()
-            if now != before:
-                now.wait_stream(before)
+        if before is not None and (now := torch.cuda.current_stream()) != before:
+            now.wait_stream(before)
             before = now
         pair = next(pairs, None)
         if pair is None:

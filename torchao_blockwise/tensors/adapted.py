@@ -41,7 +41,9 @@ def _merge(func: Operation, weight: torch.Tensor, delta: torch.Tensor, *, alpha:
     Refused where the weight trains: an optimizer's small steps would be rounded away.
     """
     frozen = (
-        isinstance(weight, QuantizedTensor) and weight.original is None and not (weight.trains or weight.requires_grad)
+        isinstance(weight, QuantizedTensor)
+        and weight.pending_master is None
+        and not (weight.trains or weight.requires_grad)
     )
     if not frozen or isinstance(delta, TorchAOBaseTensor):
         layer = getattr(weight, "layer", "") or "a quantized weight"

@@ -14,7 +14,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise._compat.torch_types import Operation
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
-from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import QuantizedTensor, as_bits, implements, map_tensors
 from torchao_blockwise.tensors.rounding import carry_key
 from torchao_blockwise.tensors.state_values import plain_values, same_bits
@@ -30,7 +30,7 @@ def _map_op(func: Operation, x: QuantizedTensor, *args: Any, **kwargs: Any) -> Q
     if func is aten.clone.default:
         carry_key(x, result, copied=True)
     if func in (aten.detach.default, aten.alias.default):
-        result.original = x.original
+        result.pending_master = x.pending_master
         # `weight.data` is of a weight that trains, though it asks for no gradient itself.
         result.trains = x.trains or x.requires_grad
     return result
@@ -48,7 +48,7 @@ def _empty_like(
     kwargs.pop("memory_format", None)
     empty = map_tensors(x, lambda t: func(t, **kwargs))
     empty = empty._make(empty.qdata, empty.scale, dtype=_float_dtype(func, x, dtype))
-    empty.original = x.original and Original()
+    empty.pending_master = x.pending_master and PendingMaster()
     return empty
 
 
@@ -64,7 +64,7 @@ def _to_copy(
 ) -> QuantizedTensor:
     moved = map_tensors(x, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
     moved = moved._make(moved.qdata, moved.scale, dtype=_float_dtype(func, x, dtype))
-    moved.original = x.original and x.original.moved(device)
+    moved.pending_master = x.pending_master and x.pending_master.moved(device)
     return moved
 
 
@@ -146,11 +146,11 @@ def source_for(op: str, x: QuantizedTensor, src: torch.Tensor) -> QuantizedTenso
             f"{op}: tensor scales differ, {shapes[0]} from {shapes[1]}: one of all experts, or one for each "
             "(scale_per_expert); copy from source.dequantize()"
         )
-    if x.original is not None:
-        if hp is not None and x.original.is_owned and hp.dtype == x.dtype and same_bits(hp, plain_values(x)):
+    if x.pending_master is not None:
+        if hp is not None and x.pending_master.is_owned and hp.dtype == x.dtype and same_bits(hp, plain_values(x)):
             # What a state dict has of it: a checkpoint that comes after the optimizer's masters leaves those.
             return x
-        x.original.note_copy(hp, zip(x._tensors(), src._tensors()))
+        x.pending_master.note_copy(hp, zip(x._tensors(), src._tensors()))
     return src
 
 

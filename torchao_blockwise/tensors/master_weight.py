@@ -26,6 +26,8 @@ from torchao_blockwise.tensors.weight_operands import kept_bytes, kept_weights, 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from torchao_blockwise.tensors.quantized_shard import QuantizedShard
+
 aten = torch.ops.aten
 
 # Plain aliases of a weight: checkpointing detaches what it saves, and what a DTensor holds is asked for as a view.
@@ -98,8 +100,8 @@ class MasterWeightTensor(TorchAOBaseTensor):
     rounding_keys: RoundingKeys | None = None
     # Number of elements of the weight that this was cut or reshaped from; None for that weight and its copies.
     whole: int | None = None
-    # What FSDP2 gathers of it.
-    shard: fsdp.WeightShard | None = None
+    # What FSDP2 gathers of it: a shard of its own, or, in high precision, the layout of that.
+    shard: QuantizedShard | fsdp.ShardLayout | None = None
 
     @property
     def source(self) -> tuple[torch.Tensor, torch.dtype | None]:

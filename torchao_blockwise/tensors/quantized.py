@@ -6,6 +6,7 @@ operation either has an exact meaning on the payload or raises. Copies are in `c
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
@@ -17,10 +18,9 @@ from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES, BlockFormat, Operand
 from torchao_blockwise.tensors.caching import stable_hash
 from torchao_blockwise.tensors.config import TrainingConfig
-from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.reads import note_read
 from torchao_blockwise.tensors.rounding import RoundingKeys, carry_key, checked_key
-from torchao_blockwise.tensors.state_values import settle
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,12 +39,15 @@ class QuantizedTensor(TorchAOBaseTensor):
     tensor_data_names: list[str]
     tensor_attribute_names: list[str]
     config: TrainingConfig | None
+    qdata: torch.Tensor
     scale: torch.Tensor
     global_scale: torch.Tensor | None = None
     # Of weights that train; no part of a weight's state.
-    original: Original | None = None
+    pending_master: PendingMaster | None = None
     # Whether it is an alias of a weight that trains, as `weight.data` is.
     trains: bool = False
+    # What the last state dict holds in its place, as long as that lives.
+    saved_values: weakref.ref[torch.Tensor] | None = None
     # The layer's name in the model that was converted, for errors.
     layer: str = ""
     # Of formats that round gradients stochastically; see tensors/rounding.py.
@@ -52,34 +55,8 @@ class QuantizedTensor(TorchAOBaseTensor):
     rounding_keys: RoundingKeys | None = None
 
     @property
-    def qdata(self) -> torch.Tensor:
-        """The payload. Whatever reads it, a compiled graph too, finds what was written into a state dict's values."""
-        if self.original is not None and self.original.given is not None:
-            self._settle()
-        return self.__dict__["qdata"]
-
-    @qdata.setter
-    def qdata(self, payload: torch.Tensor) -> None:
-        self.__dict__["qdata"] = payload
-
-    def _settle(self) -> None:
-        assert self.original is not None and self.original.given is not None
-        given, self.original.given = self.original.given, None
-        settle(self, given)
-
-    @property
     def fmt(self) -> BlockFormat:
         raise NotImplementedError
-
-    @property
-    def whole_shape(self) -> torch.Size:
-        """Shape of the tensor that the scales are of: this one, or what it is a shard of."""
-        return self.shape
-
-    @property
-    def values_dtype(self) -> torch.dtype:
-        """What values are rounded to before they are quantized."""
-        return self.dtype
 
     def _check(self) -> None:
         """Raise TypeError or ValueError unless the parts fit each other, as the constructor does."""

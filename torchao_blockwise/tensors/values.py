@@ -28,6 +28,8 @@ from torchao_blockwise.tensors.transposed_weight import TransposedWeight
 _READS = [Tensor.__array__, Tensor.__dlpack__, Tensor.numpy, Tensor.storage, Tensor.tolist]
 _STATISTICS = [torch.histc, Tensor.histc, torch.histogram, Tensor.histogram, torch.histogramdd]
 _FINITE = [torch.isfinite, Tensor.isfinite]
+# What a copy does not have: of FSDP2's last cast, and of the last state dict.
+_OF_ONE_OBJECT = ("shard", "ready", "version", "saved_values")
 _QUANTIZED = (BlockwiseFP8Tensor, NVFP4Tensor, QuantizedShard)
 
 
@@ -123,7 +125,7 @@ def _deepcopy(func: Function, types: Types, args: Args, kwargs: Kwargs) -> Tenso
     names, attributes = x.__tensor_flatten__()
     inner = copy.deepcopy({name: getattr(x, name) for name in names}, memo)
     other = type(x).__tensor_unflatten__(inner, attributes, None, None)
-    vars(other).update(copy.deepcopy(vars(x), memo))
+    vars(other).update(copy.deepcopy({k: v for k, v in vars(x).items() if k not in _OF_ONE_OBJECT}, memo))
     other.grad = copy.deepcopy(x.grad, memo)
     return other.requires_grad_(x.requires_grad)
 

@@ -1,0 +1,152 @@
+"""torchtitan from 0.3: its models are built converted, by one line on the command line.
+
+    --override.imports torchao_blockwise.integrations.torchtitan.fp8
+    --override.imports 'torchao_blockwise.integrations.torchtitan.nvfp4={"keep_last_blocks": 2}'
+
+or in a config, `model_registry(flavor, converters=[BlockwiseConverter.Config(format="fp8", options={...})])`. The
+options are the fields of `Selection` and those of the training config. docs/integrations.md has all of it. A model is
+built and converted on the meta device, before it is parallelized and initialized.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+try:
+    from torchtitan.components.quantization import QuantizationConverter
+    from torchtitan.config.override import derive, override
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
+    from torchtitan.protocols.model import BaseModel
+except ImportError as e:
+    raise ImportError(
+        "torchao_blockwise.integrations.torchtitan needs torchtitan 0.3 and a PyTorch that it runs on, and an import "
+        f"failed ({e}); pip install -U torchtitan torch"
+    ) from e
+
+from torchao_blockwise import _compat
+from torchao_blockwise.conversion.weights import held_parameters
+from torchao_blockwise.integrations.options import convert_selected, parse
+from torchao_blockwise.nn import sac_save_list
+from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear
+from torchao_blockwise.tensors import MasterWeightTensor
+
+# It calls `F.linear` with its weight, or with what this rank has of it.
+KNOWN_FORWARDS.add(ScaledBiasRowwiseLinear.forward)
+
+
+# A factory sees no names, so these take the whole model. torchtitan knows overrides by their functions' modules.
+@override(target=BaseModel.Config, description="blockwise FP8")
+def fp8(config: BaseModel.Config, **options: Any) -> BaseModel.Config:
+    """The model, built converted to blockwise FP8. options: as `options.parse` takes them."""
+    return _built_converted(config, "fp8", options)
+
+
+@override(target=BaseModel.Config, description="NVFP4")
+def nvfp4(config: BaseModel.Config, **options: Any) -> BaseModel.Config:
+    """The model, built converted to NVFP4. options: as `options.parse` takes them."""
+    return _built_converted(config, "nvfp4", options)
+
+
+class BlockwiseConverter(QuantizationConverter):
+    """A converter for `model_registry(flavor, converters=[BlockwiseConverter.Config(...)])`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        """format: "fp8" or "nvfp4". options: as `options.parse` takes them."""
+
+        format: str = "fp8"
+        options: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def convert(self, model_config: BaseModel.Config) -> BaseModel.Config:
+        return _built_converted(model_config, self.config.format, self.config.options)
+
+
+class SelectiveACOfProducts(SelectiveAC):
+    """Selective activation checkpointing that saves the GEMMs of converted layers too."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set[Any]:
+        return super().get_save_ops() | set(sac_save_list())
+
+
+@override(target=SelectiveAC.Config, exact=True, description="saves GEMMs of converted layers")
+def selective_ac(config: SelectiveAC.Config) -> SelectiveACOfProducts.Config:
+    """Selective activation checkpointing that saves GEMMs, and so does not run them again in backward."""
+    return derive(config, SelectiveACOfProducts.Config)
+
+
+def _built_converted(config: Any, format: str, options: Mapping[str, Any]) -> Any:
+    """Make `config`, the config of a whole model, build a converted model; in place, and returned.
+
+    In place because torchtitan's trainer builds the object that it had before overrides.
+    """
+    kind = type(config)
+    parsed = parse(format, options)
+
+    def build(self: Any, **kwargs: Any) -> nn.Module:
+        model = kind.build(self, **kwargs)
+        convert_selected(model, *parsed)
+        kind_of_model: Any = type(model)
+        model.__class__ = _checking(kind_of_model)
+        return model
+
+    config.__class__ = _derived(kind, __slots__=(), build=build)
+    return config
+
+
+def _derived(kind: Any, **members: Any) -> Any:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**names, **members})
+
+
+@functools.cache
+def _checking(kind: Any) -> Any:
+    """A class derived from the model class `kind`, under its name, that refuses shards which cut blocks."""
+
+    def parallelize(self: Any, parallel_dims: Any) -> None:
+        whole = {name: p.shape for name, p in self.named_parameters() if isinstance(p, MasterWeightTensor)}
+        if whole and parallel_dims.spmd_backend == "spmd_types" and (parallel_dims.tp > 1 or parallel_dims.ep > 1):
+            raise ValueError(
+                f"{next(iter(whole))}: converted weights are split over ranks as DTensors, got the spmd_types backend "
+                "with tensor or expert parallelism; use --parallelism.spmd_backend partial_dtensor"
+            )
+        kind.parallelize(self, parallel_dims)
+        for p, holders in held_parameters(self).items():
+            name, module = holders[0]
+            if name in whole:
+                _check_shard(name, p, whole[name], own_products=isinstance(module, ConvertedLinear))
+
+    return _derived(kind, parallelize=parallelize)
+
+
+def _check_shard(name: str, p: Any, whole: Any, own_products: bool) -> None:
+    """Refuse a shard of a weight that was `whole` where it cuts blocks, or where a scale of the whole is missing.
+
+    own_products: whether the layer hands the DTensor to `linear`, which asks all ranks for the largest value.
+    """
+    local: Any = _compat.local_of(p)
+    fmt = local.config.weight_format
+    for dim, what in ((-2, "rows"), (-1, "columns")):
+        have, block = local.shape[dim], fmt.block[dim]
+        if have != whole[dim] and have % block:
+            raise ValueError(
+                f"{name}: tensor parallelism leaves a rank {have} of {whole[dim]} {what}, which cuts a block of "
+                f"{block}; use fewer ranks, or exclude the layer"
+            )
+        if have != whole[dim] and fmt.has_global_scale and not own_products:
+            raise ValueError(
+                f"{name}: {fmt.name} scales by the largest value of the whole weight, got {have} of its {whole[dim]} "
+                f"{what} on a rank in a layer that multiplies by its local part; exclude the layer, or take fp8"
+            )
