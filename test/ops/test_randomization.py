@@ -68,6 +68,15 @@ def test_rounding_is_right_in_the_mean(backend, device):
 
 
 @backends
+def test_zeros_behind_the_last_group_stay_zeros(backend, device):
+    """A transform may make -0 of them."""
+    ends = torch.tensor([16, 20], dtype=torch.int32, device=device)
+    options = {"groups": ends, "hadamard": [-1] * 16, "backend": backend}
+    made = _quantize(random_tensor(50, 40, device=device), **options).columnwise
+    assert made.qdata[:, :16].any() and not made.qdata[:, 16:].any()
+
+
+@backends
 def test_amaxes_lie_in_memory_of_their_own(backend, device):
     """As compilers hold them to: an amax behind another one is not aligned as an allocation is."""
     x, backend = random_tensor(40, 64, device=device), ops.get_backend(backend)

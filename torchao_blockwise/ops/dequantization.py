@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchao_blockwise.formats import BlockFormat, Operand
+from torchao_blockwise.formats import Operand
 from torchao_blockwise.ops.backend import Backend, Implementation
 from torchao_blockwise.ops.operands import check_operand
 from torchao_blockwise.ops.quantization.reference import expand_blocks
@@ -36,16 +36,11 @@ def dequantize(x: Operand, *, dtype: torch.dtype = torch.float32, columns: int |
     return dequantize_op(x, columns, dtype)
 
 
-def decode_blocks(qdata: torch.Tensor, scale: torch.Tensor, fmt: BlockFormat, columns: int) -> torch.Tensor:
-    """fp32 element · block scale [.., M, columns], before any global scale."""
-    elements = fmt.element.decode(qdata, columns)
-    grid = scale.float().mT if fmt.transposed_scales else scale.float()
-    return elements * expand_blocks(grid, fmt, *elements.shape[-2:])
-
-
 def reference(x: Operand, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """x ≈ qdata · scale [· global_scale] in fp32, rounded once to `dtype`: [.., M, columns]."""
-    values = decode_blocks(x.qdata, x.scale, x.format, columns)
+    """x ≈ qdata · scale [· global_scale] in eager torch: [.., M, columns]."""
+    fmt, elements = x.format, x.format.element.decode(x.qdata, columns)
+    grid = x.scale.float().mT if fmt.transposed_scales else x.scale.float()
+    values = elements * expand_blocks(grid, fmt, *elements.shape[-2:])
     # One of all, or of each matrix.
     return (values if x.global_scale is None else values * x.global_scale[..., None, None]).to(dtype)
 
