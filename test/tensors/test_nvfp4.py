@@ -73,13 +73,6 @@ def test_error_of_a_weight_is_that_of_e2m1():
         assert ((q.dequantize() - w).abs() <= bound).all()
 
 
-def test_zero_and_negative_zero():
-    w = torch.zeros(32, 32)
-    w[0, 0] = -0.0
-    decoded = NVFP4Tensor.from_hp(w).dequantize()
-    assert_bitwise_equal(decoded, w)
-
-
 @both_blocks
 def test_transposes_are_refused(block_size):
     q = NVFP4Tensor.from_hp(weight(32, 32), block_size=block_size)

@@ -221,11 +221,6 @@ def test_a_cast_that_autograd_does_not_record_has_values_of_its_own():
         assert copy.source[0] is copy.hp and copy.source[1] is None
 
 
-def test_no_cast_is_no_copy():
-    w = nn.Parameter(MasterWeightTensor(weight(*SHAPE).bfloat16(), FP8))
-    assert w.bfloat16() is w and w.to(torch.bfloat16) is w
-
-
 @both_formats
 def test_rounded_values_are_quantized_as_those_of_a_rounded_weight(config):
     w = master(*SHAPE, config=config)

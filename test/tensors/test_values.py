@@ -44,12 +44,6 @@ def test_master_weights_answer_for_their_values(read):
     assert read(ours.detach()) == read(ours.hp) and ours.is_shared()
 
 
-def test_numpy_of_a_trained_weight_is_refused_as_of_a_plain_one():
-    with pytest.raises(RuntimeError, match=r"Use tensor.detach\(\).numpy\(\) instead"):
-        master(40, 24).numpy()
-    assert isinstance(torch.histc(master(40, 24), 5), torch.Tensor)
-
-
 def test_a_function_is_applied_in_python():
     ours, plain = master(40, 24), master(40, 24).hp
     ours.detach().apply_(abs)
@@ -145,7 +139,6 @@ def test_asynchronous_saving_copies_weights():
 STAGERS = {
     "default": lambda staging: None,
     "default_stager": lambda staging: staging.DefaultStager(staging.StagingOptions(False, False, False, False)),
-    "background": lambda staging: staging.DefaultStager(staging.StagingOptions(False, True, True, False)),
     "blocking": lambda staging: staging.BlockingAsyncStager(),
 }
 
