@@ -16,7 +16,7 @@ from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import shown
 from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
 from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
-from torchao_blockwise.checkpoint.layouts import FP8
+from torchao_blockwise.checkpoint.layouts import FP8, TAKE_PLAIN
 from torchao_blockwise.checkpoint.model_tensors import (
     OF_AN_ENGINE,
     Part,
@@ -25,7 +25,7 @@ from torchao_blockwise.checkpoint.model_tensors import (
     tensors_of,
     unwrapped,
 )
-from torchao_blockwise.checkpoint.stored_weights import TAKE_PLAIN, StoredWeights
+from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.tensors import MasterWeightTensor, NVFP4Tensor, QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.state_values import over_blocks, plain_values
 
