@@ -29,7 +29,7 @@ from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.tensors import MasterWeightTensor, NVFP4Tensor, QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.state_values import over_blocks, plain_values
 
-# What GPT-OSS's files call the codes of a weight.
+# The suffix of a weight's codes in GPT-OSS's files.
 _OF_MXFP4 = "_blocks"
 # As files call dtypes.
 _INTEGERS = ("I", "U", "BOOL")
@@ -167,7 +167,7 @@ def _payload(x: Any, parts: list[Part], weights: StoredWeights) -> QuantizedTens
 def _master_values(x: Any) -> torch.Tensor:
     """The values of `x`, in its dtype, such that quantizing them as our weights are gives these values again.
 
-    In NVFP4 that is with the tensor scale of the files, which may be that of a larger weight that an engine runs as one
+    In NVFP4 that is with the tensor scale of the files, which may be that of a larger weight that an engine fuses
     with this one. Blocks of rows, which our weights do not have, are decoded and no more.
     """
     if isinstance(x, NVFP4Tensor):

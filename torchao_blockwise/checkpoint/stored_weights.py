@@ -23,7 +23,7 @@ from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
 from torchao_blockwise.tensors.state_values import over_blocks
 
-# What is read, by the names that tell formats apart. compressed-tensors calls the scales of FP8 `weight_scale`.
+# Formats that are read, by the names that tell them apart. compressed-tensors calls the scales of FP8 `weight_scale`.
 _READ = (FP8, FP8_UE8M0, FP8._replace(suffixes=("", "_scale")), COMPRESSED_TENSORS, MODELOPT)
 # Names of nothing else, whatever dtype there is.
 _UNMISTAKABLE = (FP8, COMPRESSED_TENSORS)
