@@ -148,7 +148,7 @@ def test_files_in_fp32_say_that_scales_are_powers_of_two(kind, masters, tmp_path
 def test_a_cut_block_is_quantized_again(tmp_path):
     """gate and up of experts of 192 rows share the block of rows 128 to 255."""
     model = language_model("Qwen3Moe", moe_intermediate_size=192)
-    with pytest.warns(UserWarning, match=r"6 weights begin inside of a block .* quantized anew: .*up_proj"):
+    with pytest.warns(UserWarning, match=r"6 weights begin inside of a block .* quantized again: .*up_proj"):
         checkpoint.export(model, tmp_path / "out")
     found, up = tensors_in(tmp_path / "out"), "model.layers.0.mlp.experts.1.up_proj.weight"
     expected = model.model.layers[0].mlp.experts.gate_up_proj.hp[1, 192:]
@@ -161,10 +161,10 @@ def test_a_cut_block_is_quantized_again(tmp_path):
 def test_layers_that_engines_join_have_one_tensor_scale(name, masters, tmp_path):
     """That of the largest amax; the payload is what quantizing with it gives: masters, or what Parameters decode to."""
     model = language_model(name, replace(NVFP4, master_weights=masters))
-    with pytest.warns(UserWarning, match="engines as one with others of another .* quantized anew: ") as warned:
+    with pytest.warns(UserWarning, match="fused by engines with others of another .* quantized again: ") as warned:
         checkpoint.export(model, tmp_path / "out", "nvfp4_compressed_tensors")
     found = tensors_in(tmp_path / "out")
-    (message,) = (str(w.message) for w in warned if "quantized anew" in str(w.message))
+    (message,) = (str(w.message) for w in warned if "quantized again" in str(w.message))
     kind = MasterWeightTensor if masters else NVFP4Tensor
     weights = {n: p for n, p in model.named_parameters() if isinstance(p, kind)}
     own = {n: p.hp.detach().abs().amax() if masters else p.global_scale * 2688 for n, p in weights.items()}
@@ -206,7 +206,7 @@ def test_equal_tensor_scales_are_left_alone(tmp_path, recwarn):
                 joined.weight.data[0, 0] = 1.0
     quantize_(model, NVFP4, filter_fn=linears_and_experts() & skip_lm_head())
     checkpoint.export(model, tmp_path / "out", "nvfp4_compressed_tensors")
-    assert not [w for w in recwarn if "anew" in str(w.message)]
+    assert not [w for w in recwarn if "quantized again" in str(w.message)]
     weight, name = model.model.layers[0].self_attn.k_proj.weight.quantized(), "model.layers.0.self_attn.k_proj.weight"
     assert digest(tensors_in(tmp_path / "out")[f"{name}_packed"]) == digest(weight.qdata)
 

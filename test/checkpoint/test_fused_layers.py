@@ -128,7 +128,7 @@ def test_nothing_is_said_where_vllm_reads_the_files(tmp_path):
     model = language_model("DeepseekV3", NVFP4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message=".*quantized anew")
+        warnings.filterwarnings("ignore", message=".*quantized again")
         checkpoint.export(model, tmp_path / "nvfp4", "nvfp4_modelopt")
     model = language_model("DeepseekV3", None)
     named = skip_fqns(

@@ -52,7 +52,7 @@ def partly(name: str, config, *more):
 def settings(model, folder, format="fp8_block") -> dict:
     with warnings.catch_warnings():
         # Of tensor scales.
-        warnings.filterwarnings("ignore", message=".*quantized anew.*")
+        warnings.filterwarnings("ignore", message=".*quantized again.*")
         checkpoint.export(model, folder, format)
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
@@ -178,12 +178,12 @@ def test_names(tensors, expected):
 
 def test_where_engines_want_all_or_nothing_a_warning_says_so(tmp_path):
     model = partly("Qwen3Moe", FP8, skip_fqns("*.0.self_attn.k_proj"))
-    with pytest.warns(UserWarning, match=r"run model.*\.q_proj\+k_proj\+v_proj as one and want all"):
+    with pytest.warns(UserWarning, match=r"fuse model.*\.q_proj\+k_proj\+v_proj and want all"):
         settings(model, tmp_path / "out")
     model = partly("Qwen3Moe", FP8)
     experts = model.model.layers[0].mlp.experts
     experts.down_proj = nn.Parameter(experts.down_proj.hp.detach())
-    with pytest.warns(UserWarning, match=r"run model\.layers\.0\.mlp\.experts as one"):
+    with pytest.warns(UserWarning, match=r"fuse model\.layers\.0\.mlp\.experts and"):
         settings(model, tmp_path / "again")
 
 

@@ -62,7 +62,7 @@ def test_a_tensor_scale_is_a_normal_number(format, tmp_path, recwarn):
     """Kernels may take others for zero; the reciprocal of some is infinite."""
     checkpoint.export(layer(values(1e-34), format), tmp_path / "other", format)
     assert not recwarn.list
-    with pytest.warns(UserWarning, match=r"1 weights .* too small for one, and are quantized anew: 0\.weight"):
+    with pytest.warns(UserWarning, match=r"1 weights .* too small for one, and are quantized again: 0\.weight"):
         checkpoint.export(layer(values(1e-36), format), tmp_path / "out", format)
     found = tensors_in(tmp_path / "out")
     scale = found["0.weight_scale_2"] if "0.weight_scale_2" in found else 1 / found["0.weight_global_scale"]

@@ -18,7 +18,7 @@ import torch
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# What a run that may be resumed writes; what a file is called while it is written.
+# The file of a run that may be resumed; the name of a file while it is written.
 _PLAN, _PART = "plan.json", "part"
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _SHOWN = 3
@@ -217,7 +217,7 @@ class Folder:
 
 
 class Files:
-    """The tensors of a folder of safetensors files, by name. A few files are open at a time, however many there are.
+    """The tensors of a folder of safetensors files, by name. A few files are open at a time.
 
     They are those that the index lists; without an index those of `model.safetensors`, else of `model-*-of-*`, else of
     all files. A warning names the files and tensors that are ignored.
@@ -358,13 +358,13 @@ def _without_index(folder: Path, names: list[str]) -> list[str]:
 
 
 def _parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """What may have quantization settings: a model's config, and that of its language model."""
+    """A model's config and that of its language model, which may have quantization settings."""
     text = config.get("text_config")
     return [config, text] if isinstance(text, dict) else [config]
 
 
 def _object_in(file: Path) -> dict[str, Any]:
-    """What a JSON file holds; raises ValueError unless that is an object."""
+    """The object in a JSON file; raises ValueError for other content."""
     try:
         content = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:

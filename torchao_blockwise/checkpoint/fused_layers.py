@@ -39,7 +39,7 @@ FUSED_BY_ENGINES = (
     ("fc1", "fc3"),
     ("wq_a", "wkv"),
     ("wq_du", "wk_dv", "wv_dv", "wr_du"),
-    # Where some of them are missing, or another layer is beside them.
+    # Where some of them are missing, or another layer is next to them.
     ("q_proj", "k_proj"),
     ("k_proj", "v_proj"),
     ("key_net", "value_net"),
@@ -110,7 +110,7 @@ def shared_amaxes(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _amax_bits(weights: list[Any]) -> torch.Tensor:
-    """The amaxes of whole weights as the bits of |fp32|, int32 [weights]."""
+    """The amaxes of whole weights, |fp32| viewed as int32 [weights]."""
     bits: list[torch.Tensor] = []
     placed: dict[Any, list[int]] = {}
     for i, weight in enumerate(weights):

@@ -14,7 +14,7 @@ from torchao_blockwise.distributed import sync_weight_scales
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor, fsdp
 
 _T = TypeVar("_T")
-# Of whole tensors that travel together, so of what is held beside the model: a layer of 8 billion parameters' models.
+# Of whole tensors that travel together, so held next to the model: a layer of models of 8 billion parameters.
 _BUCKET_BYTES = 256 * 2**20
 
 
@@ -44,7 +44,7 @@ class _Piece(NamedTuple):
 
 
 def wholes(tensors: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[torch.Tensor]:
-    """Each tensor, or all of what it is a part of, in this order; on all ranks, as one quantizes it on one device.
+    """Each tensor, whole, in this order; on all ranks, with the bytes that one device would have.
 
     tensors: (tensor, whether its values are wanted).
     What FSDP2 gathers quantized travels so: a byte an element in FP8, half a byte in NVFP4 where rows split evenly.
@@ -143,7 +143,7 @@ def shard_of(whole: torch.Tensor, x: Any) -> torch.Tensor:
 
 
 def agreed_by_all(shared: bool, work: Callable[[], _T]) -> _T:
-    """What `work` gives on this rank; what it raises on the first rank where it does is raised on all."""
+    """Return `work()` on this rank; an error of the first rank that has one is raised on all."""
     if not shared:
         return work()
     result, raised = None, None
@@ -160,5 +160,5 @@ def agreed_by_all(shared: bool, work: Callable[[], _T]) -> _T:
 
 
 def agreed(shared: bool, work: Callable[[], _T]) -> _T | None:
-    """What `work` gives on the first rank, None on others; what it raises there is raised on all."""
+    """Return `work()` on the first rank, None on others; its error is raised on all."""
     return agreed_by_all(shared, work if not shared or dist.get_rank() == 0 else lambda: None)

@@ -33,7 +33,10 @@ UE8M0_MODEL_TYPE = "deepseek_v4"
 # `format` of compressed-tensors: NVFP4, blocks of FP8, and groups of layers with a format each.
 PACKED, FLOAT, MIXED = "nvfp4-pack-quantized", "float-quantized", "mixed-precision"
 # `quant_algo` of Model Optimizer: NVFP4 weights with activations in high precision, or in NVFP4 too.
-ALGORITHMS = ("W4A16_NVFP4", "NVFP4")
+_ALGORITHMS = ("W4A16_NVFP4", "NVFP4")
+# `quant_method` of `save_pretrained` and Trainer with `integrations.transformers`: the recipe of plain weights.
+_RECIPES = ("blockwise_fp8", "blockwise_nvfp4")
+TAKE_PLAIN = "take plain ones, in bfloat16"
 
 
 class Layout(NamedTuple):
@@ -129,7 +132,7 @@ def _modelopt_settings(plain: PlainLayers) -> dict[str, Any]:
     weights = {"dynamic": False, "num_bits": MODELOPT.format.element.bits, "type": "float", "group_size": size}
     return {
         "quant_method": MODELOPT.method,
-        "quant_algo": ALGORITHMS[0],
+        "quant_algo": _ALGORITHMS[0],
         "group_size": size,
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": plain.names,
@@ -170,3 +173,42 @@ MODELOPT = Layout(
     _modelopt_settings,
 )
 LAYOUTS = {layout.name: layout for layout in (FP8, FP8_UE8M0, COMPRESSED_TENSORS, MODELOPT)}
+
+
+def why_not_read(config: dict[str, Any]) -> str | None:
+    """Why files with this `quantization_config` are not read, with the remedy, or None."""
+    method = config.get("quant_method")
+    try:
+        if method in _RECIPES:
+            return None
+        if method == FP8.method:
+            return _why_not_blocks("weight_block_size", config.get("weight_block_size"))
+        if method == MODELOPT.method:
+            algorithm = config.get("quant_algo", config.get("quantization", {}).get("quant_algo"))
+            read = f"of {method}'s files those of {' or '.join(map(repr, _ALGORITHMS))} are read"
+            return None if algorithm in _ALGORITHMS else f"quant_algo is {algorithm!r}; {read}"
+        if method == COMPRESSED_TENSORS.method:
+            return _why_not_compressed(config.get("format"), config.get("config_groups"))
+    except (AttributeError, KeyError, TypeError) as error:
+        return f"quantization_config of {method!r} cannot be read ({error!r}); copy config.json again"
+    known = ", ".join(dict.fromkeys(repr(layout.method) for layout in LAYOUTS.values()))
+    return f"quant_method is {method!r}; files of {known}, and plain ones, are read; {TAKE_PLAIN}"
+
+
+def _why_not_blocks(key: str, value: Any) -> str | None:
+    block = list(FP8.format.block)
+    return None if list(value or ()) == block else f"{key} is {value!r}; files with {block} are read"
+
+
+def _why_not_compressed(format: str | None, groups: Any, where: str = "") -> str | None:
+    """Of groups of layers that have this format, or each its own where formats are mixed. where: of one group."""
+    if format == PACKED:
+        return None
+    if format == FLOAT:
+        blocks = (group["weights"].get("block_structure") for group in groups.values())
+        return next(filter(None, (_why_not_blocks("block_structure", x) for x in blocks)), None)
+    if format == MIXED and not where:
+        of_groups = ((x.get("format"), {name: x}, f"{name} of {MIXED!r}: ") for name, x in groups.items())
+        return next(filter(None, (_why_not_compressed(*group) for group in of_groups)), None)
+    known = f"{PACKED!r} are read, and blocks of {FLOAT!r}"
+    return f"{where}format is {format!r}; of {COMPRESSED_TENSORS.method}'s files those of {known}"

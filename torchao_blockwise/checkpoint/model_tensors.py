@@ -62,7 +62,7 @@ def weights_of_embeddings(model: nn.Module) -> set[str]:
 
 
 class Part(NamedTuple):
-    """A part of a tensor that has a name of its own on disk.
+    """A part of a tensor that has a separate name on disk.
 
     name: there. expert: index in the first dim, None for all of it. start, end: rows of that expert, or of the tensor;
     None for all of them.
@@ -79,13 +79,13 @@ class Part(NamedTuple):
         return x if self.start is None else x[self.start : self.end]
 
     def in_blocks(self, block: int) -> Part:
-        """The part of a grid that has a row for so many rows."""
+        """The part of a grid that has a row for `block` rows."""
         if self.start is None or self.end is None:
             return self
         return self._replace(start=self.start // block, end=-(-self.end // block))
 
     def cuts(self, block: int) -> bool:
-        """Whether it begins inside of a block of so many rows, so that it has no blocks of its own."""
+        """Whether it begins inside of a block of `block` rows, so that it has no separate blocks."""
         return bool(self.start) and self.start % block != 0  # type: ignore[operator]  # a number
 
 
@@ -157,7 +157,7 @@ class Written(NamedTuple):
 def written(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], on_disk: Mapping[str, list[Part]]
 ) -> Iterator[Written]:
-    """What `export` writes of the tensors of `model`."""
+    """The tensors that `export` writes of `model`."""
     # Other names of a tensor, in the model and on disk.
     first = {id(x): name for name, x in tensors.items()}
     named = ((wrappers.own_name(name), p) for name, p in model.named_parameters(remove_duplicate=False))

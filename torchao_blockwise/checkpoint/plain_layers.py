@@ -55,7 +55,7 @@ def plain_layers(tensors: Iterable[Written]) -> PlainLayers:
     """The layers of all tensors of two or more dims that are not quantized.
 
     A Parameter that lies among layers that are quantized is named itself, as its module's name would stand for them
-    too. What a quantized layer has beside its weight, as biases of experts, has no name: it is asked about with it.
+    too. What a quantized layer has next to its weight, as biases of experts, has no name: it is asked about with it.
     """
     tensors = [x for x in tensors if len(x.shape) > 1]
     quantized = sorted({name for x in tensors if x.is_quantized for name in (x.name, *x.own)})
@@ -96,7 +96,7 @@ def _begins_one_of(names: list[str], start: str) -> bool:
 
 
 def warn_of_fused(tensors: Sequence[Written], block: int | None) -> None:
-    """Warn of layers that engines run as one, and of experts of one module, which engines refuse.
+    """Warn of layers that engines fuse, and of experts of one module, which engines refuse.
 
     They do where some are quantized and some are not, and where the rows of another than the last are no multiple of
     `block`; None where each row has its own scales.
@@ -114,7 +114,7 @@ def warn_of_fused(tensors: Sequence[Written], block: int | None) -> None:
             ragged.setdefault(group, x.shape[-2])
     if mixed := [group for group, found in kinds.items() if len(found) > 1]:
         _warn(
-            f"engines run {shown(mixed)} as one and want all of it quantized or nothing, but some weights are not "
+            f"engines fuse {shown(mixed)} and want all of it quantized or nothing, but some weights are not "
             "converted; convert all (filter_fn), or none"
         )
     if ragged:

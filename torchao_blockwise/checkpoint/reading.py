@@ -16,7 +16,7 @@ from torchao_blockwise._names import did_you_mean
 from torchao_blockwise.checkpoint.files import shown
 from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
 from torchao_blockwise.checkpoint.gathering import agreed_by_all, is_shared, shard_of
-from torchao_blockwise.checkpoint.layouts import FP8
+from torchao_blockwise.checkpoint.layouts import FP8, TAKE_PLAIN
 from torchao_blockwise.checkpoint.model_tensors import (
     OF_AN_ENGINE,
     Part,
@@ -25,11 +25,11 @@ from torchao_blockwise.checkpoint.model_tensors import (
     tensors_of,
     unwrapped,
 )
-from torchao_blockwise.checkpoint.stored_weights import TAKE_PLAIN, StoredWeights
+from torchao_blockwise.checkpoint.stored_weights import StoredWeights
 from torchao_blockwise.tensors import MasterWeightTensor, NVFP4Tensor, QuantizedShard, QuantizedTensor
 from torchao_blockwise.tensors.state_values import over_blocks, plain_values
 
-# What GPT-OSS's files call the codes of a weight.
+# The suffix of a weight's codes in GPT-OSS's files.
 _OF_MXFP4 = "_blocks"
 # As files call dtypes.
 _INTEGERS = ("I", "U", "BOOL")
@@ -167,7 +167,7 @@ def _payload(x: Any, parts: list[Part], weights: StoredWeights) -> QuantizedTens
 def _master_values(x: Any) -> torch.Tensor:
     """The values of `x`, in its dtype, such that quantizing them as our weights are gives these values again.
 
-    In NVFP4 that is with the tensor scale of the files, which may be that of a larger weight that an engine runs as one
+    In NVFP4 that is with the tensor scale of the files, which may be that of a larger weight that an engine fuses
     with this one. Blocks of rows, which our weights do not have, are decoded and no more.
     """
     if isinstance(x, NVFP4Tensor):

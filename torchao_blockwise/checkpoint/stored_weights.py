@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import re
 
 import torch
 
@@ -11,41 +11,26 @@ from torchao_blockwise import ops
 from torchao_blockwise.checkpoint.files import Files
 from torchao_blockwise.checkpoint.fused_layers import TENSOR_MAX
 from torchao_blockwise.checkpoint.layouts import (
-    ALGORITHMS,
     COMPRESSED_TENSORS,
-    FLOAT,
     FP8,
     FP8_UE8M0,
-    LAYOUTS,
-    MIXED,
     MODELOPT,
-    PACKED,
+    TAKE_PLAIN,
     Layout,
+    why_not_read,
 )
 from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16, BlockFormat
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
 from torchao_blockwise.tensors.state_values import over_blocks
 
-# What is read, by the names that tell formats apart. compressed-tensors calls the scales of FP8 `weight_scale`.
+# Formats that are read, by the names that tell them apart. compressed-tensors calls the scales of FP8 `weight_scale`.
 _READ = (FP8, FP8_UE8M0, FP8._replace(suffixes=("", "_scale")), COMPRESSED_TENSORS, MODELOPT)
 # Names of nothing else, whatever dtype there is.
 _UNMISTAKABLE = (FP8, COMPRESSED_TENSORS)
 # As files call dtypes: codes; block scales of FP8 and of NVFP4; all that is read.
 _CODES = {FP8.format: "F8_E4M3", NVFP4_16X16: "U8"}
 _SCALES = {FP8.format: ("F32", "BF16", "F16", "F8_E8M0"), NVFP4_16X16: ("F8_E4M3",)}
-_DTYPES = (
-    "F64",
-    "F32",
-    "F16",
-    "BF16",
-    "F8_E4M3",
-    "F8_E8M0",
-    "BOOL",
-    *(f"{x}{n}" for x in "IU" for n in (8, 16, 32, 64)),
-)
-# Of `save_pretrained` and Trainer with `integrations.transformers`: the recipe of plain weights.
-_RECIPES = ("blockwise_fp8", "blockwise_nvfp4")
-TAKE_PLAIN = "take plain ones, in bfloat16"
+_DTYPES = re.compile(r"F64|F32|F16|BF16|F8_E4M3|F8_E8M0|[IU](8|16|32|64)|BOOL")
 _COPY = "copy the file again"
 
 
@@ -61,7 +46,7 @@ class StoredWeights:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.files = Files(directory)
         self.config = self.files.config()
-        if self.config and (reason := _why_not_read(self.config)) is not None:
+        if self.config and (reason := why_not_read(self.config)) is not None:
             raise ValueError(f"load: {self.files.path}: {reason}")
         # (format, its tensors) of each quantized weight.
         self._quantized: dict[str, tuple[Layout, list[str]]] = {}
@@ -100,7 +85,7 @@ class StoredWeights:
         """
         files = self.files
         layout, names = self._quantized.get(name, (None, [name]))
-        if (dtype := files.dtype(names[0])) not in _DTYPES:
+        if not _DTYPES.fullmatch(dtype := files.dtype(names[0])):
             raise ValueError(f"load: {files.where(names[0])} is in {dtype}, which is not read; {TAKE_PLAIN}")
         if layout is None:
             files.check_shape(name, shape)
@@ -188,47 +173,3 @@ def decode_factor(stored: torch.Tensor) -> torch.Tensor:
     fits = candidates.reciprocal() == stored
     comes_back = candidates * TENSOR_MAX / TENSOR_MAX == candidates
     return torch.cat((candidates[fits & comes_back], candidates[fits], near[None]))[0]
-
-
-def _why_not_read(config: dict[str, Any]) -> str | None:
-    """Why files with this quantization_config are not read, with the remedy, or None."""
-    method = config.get("quant_method")
-    try:
-        if method in _RECIPES:
-            return None
-        if method == FP8.method:
-            return _why_not_blocks("weight_block_size", config.get("weight_block_size"))
-        if method == COMPRESSED_TENSORS.method:
-            return _why_not_compressed(config)
-        if method == MODELOPT.method:
-            algorithm = config.get("quant_algo", config.get("quantization", {}).get("quant_algo"))
-            read = f"of {method}'s files those of {' or '.join(map(repr, ALGORITHMS))} are read"
-            return None if algorithm in ALGORITHMS else f"quant_algo is {algorithm!r}; {read}"
-    except (AttributeError, KeyError, TypeError) as error:
-        return f"quantization_config of {method!r} cannot be read ({error!r}); copy config.json again"
-    known = ", ".join(dict.fromkeys(repr(layout.method) for layout in LAYOUTS.values()))
-    return f"quant_method is {method!r}; files of {known}, and plain ones, are read; {TAKE_PLAIN}"
-
-
-def _why_not_blocks(key: str, value: Any) -> str | None:
-    block = list(FP8.format.block)
-    return None if list(value or ()) == block else f"{key} is {value!r}; files with {block} are read"
-
-
-def _why_not_compressed(config: dict[str, Any], group: str = "") -> str | None:
-    """Of all groups of layers, or of one, which has its own format where formats are mixed."""
-    format = config.get("format")
-    if format == MIXED and not group:
-        groups = config["config_groups"].items()
-        reasons = (
-            _why_not_compressed({"format": x.get("format"), "config_groups": {name: x}}, name) for name, x in groups
-        )
-        return next(filter(None, reasons), None)
-    if format == FLOAT:
-        blocks = (x["weights"].get("block_structure") for x in config["config_groups"].values())
-        return next(filter(None, (_why_not_blocks("block_structure", x) for x in blocks)), None)
-    if format == PACKED:
-        return None
-    where = f"{group} of {MIXED!r}: " if group else ""
-    known = f"{PACKED!r} are read, and blocks of {FLOAT!r}"
-    return f"{where}format is {format!r}; of {COMPRESSED_TENSORS.method}'s files those of {known}"

@@ -64,17 +64,17 @@ def export(
         config.json with `quantization_config`.
     format: "fp8_block", blocks of 128×128 as in DeepSeek-V3's files, with `scale_fmt: "ue8m0"` in config.json where all
         weights train with `power_of_2_scales`; "fp8_block_ue8m0", these scales in e8m0, for DeepSeek-V4 and models
-        without a config; "nvfp4_compressed_tensors" and "nvfp4_modelopt", as vLLM reads NVFP4 weights beside
-        activations in high precision.
+        without a config; "nvfp4_compressed_tensors" and "nvfp4_modelopt", as vLLM reads NVFP4 weights next
+        to activations in high precision.
     tokenizer_from: a folder whose tokenizer's files are copied; default the one that the model was loaded from.
-    shard_bytes: how large a file may become before the next one is begun; so much is held on the CPU, and no more.
+    shard_bytes: how large a file may become before the next one is begun; at most that is held on the CPU.
     Where FSDP2, tensor or expert parallelism shard the model, all ranks call it, and the first one writes: weights are
     gathered a few at a time, and the bytes are those of the model on one device.
 
-    An expert's up projection that begins inside of a block, as its width is no multiple of 128, has no blocks of its
-    own: it is quantized anew, from the weight's values, and a warning says so. So are, in NVFP4, weights that engines
-    run as one (q, k and v; gate and up; all experts') where their tensor scales differ: all get the largest one's; and
-    weights whose amax is below 3.2e-35, which get the least tensor scale that engines can read.
+    An expert's up projection that begins inside of a block, as its width is not a multiple of 128, has no separate
+    blocks: it is quantized again, from the weight's values, and a warning says so. So are, in NVFP4, weights that
+    engines fuse (q, k and v; gate and up; all experts') where their tensor scales differ: all get the largest one's;
+    and weights whose amax is below 3.2e-35, which get the least tensor scale that engines can read.
     Raises ValueError for another format, for one that engines do not read for this model ("fp8_block_ue8m0" of a
     Llama), for a model without weights of that format, for weights of another one, for
     experts of a layer in one tensor under a name that no reader quantizes (GraniteMoe's input_linear), for
@@ -114,13 +114,13 @@ def export(
     if requantized := weights.requantized:
         why = "begin inside of a block of the Parameter that they are a part of"
         if weights.layout.format.has_global_scale:
-            why += ", or are run by engines as one with others of another tensor scale, or are too small for one,"
+            why += ", or are fused by engines with others of another tensor scale, or are too small for one,"
         names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in requantized))
-        warnings.warn(f"export: {len(requantized)} weights {why} and are quantized anew: {names}", stacklevel=2)
+        warnings.warn(f"export: {len(requantized)} weights {why} and are quantized again: {names}", stacklevel=2)
 
 
 def _write_others(weights: QuantizedWeights, folder: Folder, tokenizer_from: str | os.PathLike[str] | None) -> None:
-    """What is there next to the tensors: configs, and the tokenizer's files."""
+    """Configs, and the tokenizer's files."""
     config: Any = getattr(weights.model, "config", None)
     if hasattr(config, "save_pretrained"):
         with folder.writing():
@@ -201,9 +201,9 @@ class QuantizedWeights:
 
 
 def quantized_weights(model: nn.Module, format: str = FP8.name) -> QuantizedWeights:
-    """What `export` would write, without files: (name, tensor) one by one, for an engine that takes weights over.
+    """The tensors that `export` would write: (name, tensor) one by one, for an engine that takes weights over.
 
-    Tensors are whole and on the model's device; each is one's own, or the Parameter's memory. Where ranks share the
+    Tensors are whole and on the model's device; each is a new one, or the Parameter's memory. Where ranks share the
     model all of them go through the iterable in lockstep, and what FSDP2 shards is gathered quantized. `metadata()` of
     it has names, dtypes and shapes beforehand, `checksums` of it what a receiver can compare. Nothing waits for a look
     at values, so that a weight with NaN is given as one.
@@ -232,12 +232,12 @@ def _layout_for(op: str, model: nn.Module, format: str) -> Layout:
             )
         if layout.power_of_2_scales and not has_power_of_2_scales(weight):
             raise ValueError(
-                f"{op}: {name} trains with scales that are no powers of two, and {layout.name} holds such alone; "
+                f"{op}: {name} trains with scales that are no powers of two, and {layout.name} holds only such; "
                 f"convert the model with power_of_2_scales=True, or export it as {FP8.name}"
             )
         if weight.dim() > 2 and _has_scales_of_experts(weight):
             raise ValueError(
-                f"{op}: each expert of {name} trains with a tensor scale of its own (scale_per_expert), and "
+                f"{op}: each expert of {name} trains with a separate tensor scale (scale_per_expert), and "
                 "engines run all experts with one; unconvert(model), and convert it with scale_per_expert=False"
             )
         found += 1
@@ -263,7 +263,7 @@ def check_model(op: str, model: nn.Module, layout: Layout) -> None:
 def check_finite(name: str, weight: Operand) -> None:
     """Raise ValueError where a quantized weight does not stand for numbers; its device is waited for."""
     scale = weight.scale if weight.global_scale is None else weight.global_scale
-    # A quantized Parameter may have got codes from files, with scales of their own.
+    # A quantized Parameter may have got codes from files, with their scales.
     if bool(weight.format.element.has_nan(weight.qdata) | ~scale.float().isfinite().all()):
         raise ValueError(
             f"export: {name} has NaN or Inf among its values, so that what they are quantized to decodes to NaN; "

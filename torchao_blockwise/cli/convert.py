@@ -4,9 +4,9 @@ IN is a folder with config.json and safetensors files, plain or quantized, OUT a
 `recommended_layers` are quantized, in NVFP4 those of the last blocks too; --skip leaves out more by name. What IN has
 quantized is decoded first, and with --to plain left so, in bfloat16; its scales of activations and of an engine's cache
 (input_scale, k_scale) belong to its format and are left out. One tensor is quantized at a time, and a file is
-written when its 5 GB are there; NVFP4 reads each twice, as layers that engines run as one share a tensor scale. OUT is
-made whole or not at all: until then finished files lie beside it, and the same command goes on behind them where it was
-interrupted.
+written when its 5 GB are there; NVFP4 reads each twice, as layers that engines fuse share a tensor scale. OUT is
+made whole or not at all: until then finished files lie next to it, and where it was interrupted the same command goes
+on behind them.
 
 exit code: 0 done, 2 wrong arguments or files
 """
@@ -151,7 +151,7 @@ def _values(weights: StoredWeights, name: str, dtype: torch.dtype) -> torch.Tens
 
 
 def _group_amaxes(weights: StoredWeights, fused: dict[str, str]) -> dict[str, torch.Tensor]:
-    """The largest amax of each group of layers that engines run as one. fused: {name of a weight: its group}."""
+    """The largest amax of each group of layers that engines fuse. fused: {name of a weight: its group}."""
     largest: dict[str, torch.Tensor] = {}
     for name in _with_progress([*fused]):
         amax, group = _values(weights, name, torch.float32).abs().amax().float(), fused[name]

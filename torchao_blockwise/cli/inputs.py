@@ -1,4 +1,4 @@
-"""What commands share: models of a configuration, and errors of what they are given."""
+"""Input and output of commands: models of a configuration, errors, reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def meta_model(name: str) -> nn.Module:
 
     It is in bfloat16, on the meta device; nothing is downloaded. Its class is the first architecture of the
     configuration, else what `AutoModelForCausalLM` or `AutoModel` takes.
-    Raises UsageError where there is no such configuration or class.
+    Raises UsageError where the configuration or its class is missing.
     """
     try:
         import transformers

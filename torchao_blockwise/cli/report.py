@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _batch(model: nn.Module, tokens: int | None) -> tuple[dict[str, torch.Tensor], ...]:
-    """What a step is predicted with: one sequence, and for a language model its labels; nothing for no tokens."""
+    """The batch of the step: one sequence, and for a language model its labels; nothing for no tokens."""
     if tokens is None:
         return ()
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _by_checksums(files: Files, written: Path) -> list[str]:
-    """What differs from what `written` says, as sentences."""
+    """Differences from the checksums in `written`, as sentences."""
     try:
         wanted = json.loads(written.read_text())
     except ValueError as error:
@@ -75,7 +75,7 @@ def _by_checksums(files: Files, written: Path) -> list[str]:
 
 
 def _by_values(first: StoredWeights, second: StoredWeights, allowed: float | None) -> list[str]:
-    """What differs, as sentences."""
+    """Differences, as sentences."""
     same, close, largest = 0, 0, 0.0
     problems = []
     for weights, others in ((first, second), (second, first)):
