@@ -54,8 +54,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     out = Path("runs/train_llm")
     add("--out", type=Path, default=out, metavar="DIR", help="results and checkpoints (default: %(default)s)")
-    what = "where --bf16-steps leaves its state, and finds it in later commands (default: --out)"
-    add("--starts", type=Path, metavar="DIR", help=what)
     add("--results", action="store_true", help="write the results into benchmarks/results/ too")
     add("--throughput", action="store_true", help="time steps of all recipes, which take turns, and train no further")
     add("--profile", action="store_true", help="with --throughput: where a step's time goes, kernel by kernel")
@@ -66,7 +64,6 @@ def make_parser() -> argparse.ArgumentParser:
         "seq-len": "bytes a sequence",
         "grad-accumulation": "microbatches a step",
         "warmup": "steps of linear warmup",
-        "bf16-steps": "how many of the steps, the first ones, are in bf16, once for all recipes (default: 0)",
         "seed": "of weights and data order (default: 0)",
     }.items():
         numbers.add_argument(f"--{name}", type=int, metavar="N", help=what)
@@ -122,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         args.smoke, args.out = False, RESULTS if args.results else args.out
         return throughput.measure(recipes, config, corpus, args, results_name(config, device, "throughput"), device)
     how = {"checkpoint_every": args.checkpoint_every, "resume": args.resume}
-    results = [train(r, config, corpus, device, args.out, starts=args.starts or args.out, **how) for r in recipes]
+    results = [train(r, config, corpus, device, args.out, **how) for r in recipes]
     write_results(args.out, "train_llm", config, corpus, device, results)
     if args.results:
         write_results(RESULTS, results_name(config, device), config, corpus, device, results)

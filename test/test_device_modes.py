@@ -18,7 +18,7 @@ from torchao.quantization import quantize_
 
 import torchao_blockwise
 from torchao_blockwise import checkpoint, diagnostics, linears_and_experts, ops, unconvert, weights_unchanged
-from torchao_blockwise.diagnostics import layer_checks
+from torchao_blockwise.diagnostics import self_test
 from torchao_blockwise.formats import NVFP4_1X16
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor, sqnr
 
@@ -137,7 +137,7 @@ FEATURES = {
     "monitor": lambda folder: [*monitored(FP8), *monitored(NVFP4)],
     "memory": lambda folder: [repr(diagnostics.memory_report(converted(FP8)))],
     "doctor": lambda folder: [repr(diagnostics.examine())],
-    "layer_checks": lambda folder: [repr([*layer_checks.check_layers(torch.device("cpu"))])],
+    "layer_checks": lambda folder: [repr([*self_test.check_layers(torch.device("cpu"))])],
     "rounding": lambda folder: rounded(),
 }
 SLOW = ("doctor",)

@@ -90,12 +90,18 @@ class RunConfig:
 
 # Widths are multiples of 128, the FP8 block. `cpu`: all three recipes in 2 to 4 minutes on two cores. The large ones
 # have the layers of the models of that name; a byte vocabulary makes them smaller. They fit 16, 40 and 80 GB.
+# `6m` to `50m` are those of studies, sizes at which runs are cheap.
 # `moe-*` are mixtures of experts: `moe-tiny` for two cores and a few minutes, the others for 24 and 80 GB.
 _LONG = {"steps": 1000, "warmup": 100, "grad_accumulation": 2}
+_STUDY = {"steps": 16000, "warmup": 400, "batch_size": 16, "seq_len": 1024, "held_out_sequences": 256}
 _CPU = {"steps": 80, "warmup": 16, "batch_size": 8, "seq_len": 128, "lr": 1.5e-3, "held_out_sequences": 64}
 _PRESETS = (
     RunConfig("tiny", 128, 2, 2, 256, steps=8, warmup=2, batch_size=2, seq_len=64, lr=2e-3, held_out_sequences=4),
     RunConfig("cpu", 256, 4, 4, 640, **_CPU),
+    RunConfig("6m", 256, 7, 4, 768, **_STUDY, lr=2e-3),
+    RunConfig("12m", 384, 7, 6, 1024, **_STUDY, lr=1.8e-3),
+    RunConfig("25m", 512, 8, 8, 1408, **_STUDY, lr=1.5e-3),
+    RunConfig("50m", 640, 10, 10, 1792, **_STUDY, lr=1.2e-3),
     RunConfig("125m", 768, 12, 12, 2048, **_LONG, batch_size=16, seq_len=1024, lr=1e-3, held_out_sequences=256),
     RunConfig("350m", 1024, 24, 16, 2816, **_LONG, batch_size=16, seq_len=1024, lr=6e-4, held_out_sequences=256),
     RunConfig("1b", 2048, 16, 16, 8192, **_LONG, batch_size=8, seq_len=2048, lr=3e-4, held_out_sequences=128),

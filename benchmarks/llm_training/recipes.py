@@ -35,8 +35,6 @@ def _nvfp4(hadamard: bool, stochastic_rounding: bool, keep: float = 1, fused: st
 _PARAMETERS = {"master_weights": False}
 RECIPES = {
     "bf16": Recipe("bf16"),
-    # Each first weight is the next larger number.
-    "bf16_perturbed": Recipe("bf16"),
     "fp8": Recipe("fp8"),
     "fp8_power_of_2": Recipe("fp8", {"power_of_2_scales": True}),
     # The Parameters are the quantized weights, and only the optimizer has masters.
@@ -66,8 +64,6 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
     Source: arXiv 2412.19437 §3.3; arXiv 2509.25149 §4.
     """
     chosen = RECIPES[recipe]
-    if recipe == "bf16_perturbed":
-        perturb(model)
     if chosen.format == "bf16":
         return "every linear layer in bf16" if not model.routers() else "every linear layer and expert in bf16"
     from torchao.quantization import quantize_
@@ -101,10 +97,15 @@ def convert(model: nn.Module, recipe: str, seed: int = 0) -> str:
 
 
 @torch.no_grad()
-def perturb(model: nn.Module) -> None:
-    """Make each weight the next larger number, in place."""
+def perturb(model: nn.Module, draw: int) -> None:
+    """Make each weight the next larger or the next smaller number, by chance, in place; draw 0 changes nothing."""
+    if not draw:
+        return
+    generator = torch.Generator().manual_seed(draw)
     for weight in model.parameters():
-        weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
+        up = torch.randint(2, weight.shape, generator=generator, dtype=torch.bool).to(weight.device)
+        towards = torch.where(up, torch.inf, -torch.inf).to(weight.dtype)
+        weight.copy_(torch.nextafter(getattr(weight, "hp", weight), towards))
 
 
 def fuse(model: nn.Module, how: str) -> str:

@@ -198,9 +198,11 @@ def train(
     checkpoint_every: int = 0,
     resume: bool = False,
     starts: Path | None = None,
+    draw: int = 0,
 ) -> Result:
     """Train `recipe` from the seed's weights, or from its checkpoint in `folder`, and evaluate it in its own precision.
 
+    draw: which change by one bit the weights begin with; see `perturb`.
     starts: where the state after `config.bf16_steps` is, or else is left for other recipes once it is trained.
     Raises UsageError for a start of another configuration or other data, and for recipes that cannot begin with one.
     """
@@ -208,7 +210,7 @@ def train(
         start = None
         if config.bf16_steps:
             if not RECIPES[recipe].options.get("master_weights", True):
-                raise UsageError(f"{recipe}: its optimizer has masters, which bf16 has not; leave --bf16-steps out")
+                raise UsageError(f"{recipe}: its optimizer has masters, which bf16 has not; give it no bf16_steps")
             start = checkpoint.start_of(starts or folder, config.seed)
             if not start.exists():
                 train_start(config, corpus, device, start)
@@ -221,9 +223,8 @@ def train(
         if resume and path is not None and path.exists():
             trainer.load(path, corpus, "--resume")
         elif start is not None:
-            trainer.load(start, corpus, "--bf16-steps")
-            if recipe == "bf16_perturbed":
-                perturb(trainer.model)
+            trainer.load(start, corpus, "bf16_steps")
+            perturb(trainer.model, draw)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         trainer.run(corpus, config.steps, lambda: trainer.save(path, corpus), checkpoint_every)
@@ -240,7 +241,7 @@ def train_start(config: RunConfig, corpus: Corpus, device: torch.device, path: P
     steps = config.bf16_steps
     trainer.run(corpus, steps, lambda: trainer.save(path, corpus), every=steps)
     if trainer.result.diverged:
-        raise UsageError(f"--bf16-steps {steps}: bf16 diverged at step {len(trainer.result.losses)}; lower --lr")
+        raise UsageError(f"bf16_steps {steps}: bf16 diverged at step {len(trainer.result.losses)}; lower --lr")
 
 
 def learning_rate(config: RunConfig, step: int) -> float:

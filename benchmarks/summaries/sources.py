@@ -15,6 +15,7 @@ SCRIPTS = {
     "convergence": "convergence",
     "host_time": "host_time",
     "grouped_matmul": "bench_grouped_matmul",
+    "study": "convergence",
     "throughput": "train_llm",
     "train_llm": "train_llm",
     "weight_bytes": "weight_bytes",

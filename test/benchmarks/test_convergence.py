@@ -1,181 +1,263 @@
-"""Runs of several seeds: started one by one, kept, merged, compared with bf16 of the same seed."""
+"""Studies: which runs are trained in which order, how results of several machines merge, and what they answer."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import sys
+import math
+import statistics
+from pathlib import Path
 
 import convergence
 import pytest
+import torch
+from llm_cases import TINY
+from llm_training.config import UsageError
+from llm_training.operand_errors import error_percent
+from llm_training.recipes import perturb
+from llm_training.study import Run, Study, gap, merged, missing_runs, quantile, record_of, table
+from llm_training.training import Result, Trainer
 
-# What stands for train_llm.py: it writes what a run of one recipe writes, and fails for seed 7.
+STUDIES = sorted((Path(convergence.__file__).parent / "studies").glob("*.json"))
+FILE = {"preset": "tiny", "steps": 8, "bf16_steps": 2, "seeds": [0, 1], "draws": {"bf16": 3, "fp8": 2}, "at_once": 2}
+# What stands for a process of one run: it writes what a run does; `slow` sleeps, `bad` fails.
 STAND_IN = """
-import json, pathlib, sys
+import json, pathlib, sys, time
 args = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-recipe, seed = args["--recipes"], int(args["--seed"])
-if seed == 7:
-    sys.exit("no such luck")
-loss = {loss}[recipe] + seed
-row = {{"recipe": recipe, "layers": "all", "held_out_loss": loss, "tokens_per_second": 10.0 + seed, "peak_bytes": None}}
-config = {{"preset": args.get("--preset", "tiny"), "steps": 8, "batch_size": 2, "grad_accumulation": 1, "seq_len": 4,
-           "parameters": 1000, "seed": seed}}
-if "--bf16-steps" in args:
-    config["bf16_steps"] = int(args["--bf16-steps"])
-content = {{"config": config, "data": {{"name": "text", "sha256_16": "ab", "passes": 0.5}},
-            "environment": {{"device": "a CPU", "commit": args.get("--commit", "c0"),
-                             "command": " ".join(sys.argv[1:])}}, "table": [row],
-            "curves": {{recipe: {{"loss": [loss + 1 / (i + 1) for i in range(8)], "seconds": [1.0] * 8}}}}}}
-pathlib.Path(args["--out"], "train_llm.json").write_text(json.dumps(content))
+out, (recipe, seed, draw) = pathlib.Path(args["--out"]), args["--run"].rsplit("-", 2)
+with (out / "order.txt").open("a") as log:
+    log.write(args["--run"] + "\\n")
+if recipe == "start":
+    (out / f"start_seed_{seed}.pt").touch()
+    content = {"digest": out.name + seed, "seed": int(seed), "operand_errors": {"x": {"fp8": {"median": 1, "max": 2}}}}
+else:
+    time.sleep(60 if recipe in SLOW else 0)
+    if recipe in BAD:
+        sys.exit(1)
+    loss = {"bf16": 1.0, "fp8": 1.01, "nvfp4": 1.1}[recipe] + 0.001 * int(draw)
+    start = json.loads((out / f"start-{seed}-0.json").read_text())["digest"]
+    content = {"recipe": recipe, "seed": int(seed), "draw": int(draw), "start": start, "last_third": loss,
+               "held_out_loss": loss, "tokens_per_second": 5.0, "seconds": 1.0, "peak_bytes": None,
+               "environment": {"device": "a CPU"}}
+(out / f"{args['--run']}.json").write_text(json.dumps(content))
 """
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    stand_in = tmp_path / "stand_in.py"
-    stand_in.write_text(STAND_IN.format(loss='{"bf16": 2.0, "fp8": 2.02, "nvfp4": None}'))
-    monkeypatch.setattr(convergence, "_TRAIN", stand_in)
-    monkeypatch.setattr(convergence.torch.cuda, "device_count", lambda: 0)
+def study_file(tmp_path) -> Path:
+    file = tmp_path / "tried.json"
+    file.write_text(json.dumps(FILE))
+    return file
 
-    def called(*args: str) -> tuple[int, str]:
-        code = convergence.main(["--out", str(tmp_path / "out"), *args])
+
+@pytest.fixture
+def command(tmp_path, study_file, monkeypatch, capsys):
+    """The program with stand-ins for its runs: (options, slow recipes, recipes that fail) -> (code, output)."""
+    program = tmp_path / "stand_in.py"
+    monkeypatch.setattr(convergence, "__file__", str(program))
+    monkeypatch.setattr(convergence, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(convergence, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(convergence, "_SETUP_SECONDS", 0)
+
+    def called(*options: str, slow: tuple = (), bad: tuple = (), out: str = "out") -> tuple[int, str]:
+        program.write_text(f"SLOW, BAD = {slow!r}, {bad!r}\n{STAND_IN}")
+        code = convergence.main(["--study", str(study_file), "--out", str(tmp_path / out), *options])
         captured = capsys.readouterr()
         return code, captured.out + captured.err
 
-    called.out = tmp_path / "out"
     return called
 
 
-def test_gaps_are_those_to_bf16_of_the_same_seed(run):
-    code, out = run("--recipes", "bf16", "fp8", "--seeds", "0", "2")
-    assert code == 0
-    # 2.02 / 2 and 4.02 / 4.
-    assert "| fp8 | 0, 2 | 3.0200 | +0.75 % | +0.50, +1.00 % | 11 | - |" in out
-    assert "| bf16 | 0, 2 | 3.0000 | - | - |" in out
-    written = json.loads((run.out / "convergence_tiny_cpu.json").read_text())
-    assert [row["recipe"] for row in written["table"]] == ["bf16", "fp8"] and written["missing"] == []
-    assert len(written["runs"]["fp8, seed 2"]["loss"]) == 8
-    assert written["environment"]["command"] == "--recipes bf16 fp8 --seeds 0 2"
-    assert (run.out / "convergence_tiny_cpu.md").read_text() in out
+def trained(tmp_path, out: str = "out") -> list[str]:
+    return (tmp_path / out / "order.txt").read_text().split()
 
 
-def test_what_is_finished_is_kept_and_what_fails_is_named(run):
-    code, out = run("--recipes", "bf16", "fp8", "--seeds", "0", "7")
-    assert code == 1 and "Not there: bf16, seed 7; fp8, seed 7." in out
-    assert "bf16, seed 7: ended with code 1, see" in out
-    assert "no such luck" in (run.out / "fp8_seed_7" / "log.txt").read_text()
-    before = (run.out / "fp8_seed_0" / "train_llm.json").stat().st_mtime_ns
-    code, out = run("--recipes", "bf16", "fp8", "--seeds", "0", "1")
-    assert code == 0 and "| fp8 | 0, 1 |" in out and "fp8, seed 0: done" not in out
-    assert (run.out / "fp8_seed_0" / "train_llm.json").stat().st_mtime_ns == before
+def test_the_smoke_study_runs_as_a_user_runs_it(tmp_path, capsys):
+    """Start, draws and a table, in processes of their own; a second command finds all of it done."""
+    assert convergence.main(["--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "| bf16 | 2 | - | - |" in out and "| fp8 | 1 | " in out and "Missing" not in out
+    assert "| dy | fp8_1x128 along tokens |" in out
+    first = json.loads((tmp_path / "study_smoke.json").read_text())
+    assert [len(run["curve"]) for run in first["runs"]] == [12, 12, 12] and first["missing"] == []
+    assert len({run["last_third"] for run in first["runs"]}) == 3, "one bit and the recipe change the loss"
+    assert not any("command" in run["environment"] for run in first["runs"])
+    assert convergence.main(["--out", str(tmp_path)]) == 0
+    assert "started" not in capsys.readouterr().err
 
 
-def test_a_run_without_bf16_of_its_seed_is_named_and_no_part_of_the_mean(run):
-    code, out = run("--recipes", "fp8", "--seeds", "1")
-    assert code == 0 and "| fp8 | 1 | 3.0200 | - |" in out and "Not in the table" not in out
-    run("--recipes", "bf16", "--seeds", "0")
-    code, out = run("--recipes", "fp8", "--seeds", "0")
-    assert code == 0 and "| fp8 | 0 | 2.0200 | +1.00 % |" in out
-    assert "Not in the table, as there is no bf16 of the same seed: fp8, seed 1: 3.0200." in out
-    written = json.loads((run.out / "convergence_tiny_cpu.json").read_text())
-    assert len(written["runs"]) == 3
+def test_runs_come_draw_by_draw_each_seed_behind_its_start(command, tmp_path):
+    code, out = command()
+    of_seed = ["start-{}-0", "bf16-{}-0", "bf16-{}-1", "fp8-{}-0", "fp8-{}-1", "bf16-{}-2"]
+    order = [line.partition(":")[0] for line in out.splitlines() if ": started" in line]
+    assert [[run for run in order if f"-{seed}-" in run] for seed in (0, 1)] == [
+        [name.format(seed) for name in of_seed] for seed in (0, 1)
+    ]
+    assert code == 0 and "| fp8 | 4 | +0.949 % ± " in out
 
 
-def test_folders_are_merged_and_others_refused(run, tmp_path):
-    run("--recipes", "bf16", "--seeds", "0", "1")
-    other = tmp_path / "other"
-    convergence.main(["--out", str(other), "--recipes", "fp8", "--seeds", "0", "1"])
-    code, out = run("--merge", str(other))
-    assert code == 0 and "| fp8 | 0, 1 |" in out
-    strange = tmp_path / "strange"
-    convergence.main(["--out", str(strange), "--recipes", "fp8", "--seeds", "3", "--preset", "cpu"])
-    code, out = run("--merge", str(strange))
-    assert code == 2 and "runs of different models, data or machines cannot be compared" in out
-    code, out = run("--merge", str(other), "--steps", "3")
-    assert code == 2 and "--merge trains nothing, got --steps 3" in out
+def test_minutes_cut_runs_off_and_later_ones_add_what_is_missing(command, tmp_path, study_file):
+    code, out = command("--minutes", "0.05", slow=("fp8",))
+    assert code == 1 and "cut off; it goes on from its last checkpoint" in out and "Missing: fp8-0-0" in out
+    code, out = command("--minutes", "0")
+    assert code == 1 and "| bf16 | " in out and len(trained(tmp_path)) == len(set(trained(tmp_path)))
+    assert command()[0] == 0
 
 
-def test_runs_are_added_to_results(run, tmp_path):
-    """What another machine's session wrote as a table is as good as its folders."""
-    run("--recipes", "bf16", "fp8", "--seeds", "0", "2", "--steps", "9")
-    results = tmp_path / "earlier.json"
-    results.write_text((run.out / "convergence_tiny_cpu.json").read_text())
-    both = run("--recipes", "bf16", "fp8", "--seeds", "0", "1", "2", "--steps", "9")[1]
-    later = tmp_path / "later"
-    convergence.main(["--out", str(later), "--recipes", "bf16", "fp8", "--seeds", "1", "--steps", "9"])
-    code = convergence.main(["--out", str(later), "--merge", str(results)])
-    written = [json.loads((folder / "convergence_tiny_cpu.json").read_text()) for folder in (run.out, later)]
-    assert code == 0 and written[0] == written[1]
-    assert written[1]["environment"]["command"] == "--recipes bf16 fp8 --seeds 0 1 2 --steps 9"
-    assert (later / "convergence_tiny_cpu.md").read_text() in both
-    (tmp_path / "other.json").write_text("{}")
-    code, out = run("--merge", str(tmp_path / "other.json"))
-    assert code == 2 and "other.json: not a result of this program" in out
+def test_a_failed_run_is_named_and_the_others_go_on(command, tmp_path):
+    code, out = command(bad=("fp8",))
+    assert code == 1 and "Failed: fp8-0-0, fp8-0-1, fp8-1-0, fp8-1-1; see the logs" in out
+    assert "bf16-1-2" in trained(tmp_path), "what comes behind a failed run"
 
 
-def test_every_run_has_its_commit(run, tmp_path):
-    run("--recipes", "bf16", "--seeds", "0")
-    other = tmp_path / "other"
-    convergence.main(["--out", str(other), "--recipes", "fp8", "--seeds", "0", "--commit", "c1"])
-    result = run.out / "convergence_tiny_cpu.json"
-    for place in (other, result):
-        # The second time from what was written the first time, none of whose folders are there.
-        code, _ = run("--merge", str(place))
-        written = json.loads(result.read_text())
-        assert code == 0 and written["environment"]["commit"] == "c0, c1"
-        assert {name: row["commit"] for name, row in written["runs"].items()} == {
-            "bf16, seed 0": "c0", "fp8, seed 0": "c1",
-        }  # fmt: skip
-        for folder in run.out.glob("*_seed_*"):
-            shutil.rmtree(folder)
+def test_another_machine_continues_with_a_start_of_its_own(command, tmp_path, study_file):
+    """Its start differs, so that what it adds is compared with draws of bf16 from the same start."""
+    command("--results", bad=("fp8",))
+    code, out = command("--results", out="elsewhere")
+    assert code == 0 and "Starts: 4" in out
+    assert {run for run in trained(tmp_path, "elsewhere") if "-0-" in run and run[:-1] != "start-0-"} == {
+        *("bf16-0-0", "bf16-0-1", "fp8-0-0", "fp8-0-1")
+    }
+    content = json.loads((tmp_path / "results" / "study_tried.json").read_text())
+    assert len(content["runs"]) == 6 + 8 and len(content["starts"]) == 4
 
 
-def test_without_a_run_it_says_where_to_look(run):
-    code, out = run("--recipes", "bf16", "--seeds", "7")
-    assert code == 2 and "no finished run" in out and "log.txt" in out
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"draws": {"bf16": 1}}, "fewer than two draws of bf16"),
+        ({"draws": {"bf16": 2, "fp9": 1}}, "unknown recipes fp9"),
+        ({"preset": "huge"}, "KeyError"),
+        ({"stepz": 3}, "TypeError.*stepz"),
+        ({"bf16_steps": 8}, "bf16_steps must be from 0 to steps - 1 = 7"),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_no_study_is_refused(study_file, change, message, capsys):
+    study_file.write_text(json.dumps(FILE | change))
+    assert convergence.main(["--study", str(study_file)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    with pytest.raises(UsageError, match=message):
+        Study.read(study_file)
 
 
-def test_each_gpu_gets_runs_of_its_own(run, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    seen = []
-
-    def started(command, **options):
-        seen.append((command[3], options["env"].get("CUDA_VISIBLE_DEVICES")))
-        return convergence.subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.setattr(convergence.subprocess, "run", started)
-    monkeypatch.setattr(convergence.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(convergence.torch.cuda, "is_available", lambda: True)
-    run("--recipes", "bf16", "fp8", "--seeds", "0", "1")
-    assert len(seen) == 4 and {device for _, device in seen} == {"0", "1"}
-    seen.clear()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    run("--recipes", "bf16", "fp8", "--seeds", "0", "1")
-    assert len(seen) == 4 and {device for _, device in seen} == {"3"}
+@pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
+def test_studies_of_the_repository_can_be_read(file):
+    study = Study.read(file)
+    tokens = study.config.steps * study.config.tokens_per_step
+    assert len(study.runs()) == len(set(study.runs())) == len(study.seeds) * sum(study.draws.values())
+    assert tokens <= 2**28 and study.config.bf16_steps <= 0.4 * study.config.steps
 
 
-def test_runs_of_a_seed_begin_together(run, monkeypatch):
-    """The first one leaves the start; only then do the others begin, wherever there is a GPU."""
-    seen, real = [], convergence.subprocess.run
-
-    def started(command, **options):
-        if "--bf16-steps" in command:
-            assert command[command.index("--starts") + 1] == str(run.out)
-        seen.append((command[3], command[5]))
-        return real(command, **options)
-
-    monkeypatch.setattr(convergence.subprocess, "run", started)
-    code, out = run("--recipes", "bf16", "fp8", "--seeds", "0", "1", "--bf16-steps", "3")
-    assert "The first 3 steps are in bf16, and the same for all recipes of a seed." in out
-    assert code == 0 and sorted(seen[:2]) == [("bf16", "0"), ("bf16", "1")] and len(seen) == 4
-    written = json.loads((run.out / "convergence_tiny_after_3_cpu.json").read_text())
-    assert written["environment"]["command"] == "--recipes bf16 fp8 --seeds 0 1 --bf16-steps 3"
-    others = run.out.parent / "others"
-    convergence.main(["--out", str(others), "--recipes", "bf16", "--seeds", "2"])
-    code, out = run("--merge", str(others))
-    assert code == 2 and "runs of different models, data or machines cannot be compared" in out
+# --- the answer -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_starts_the_real_program():
-    assert convergence._TRAIN.name == "train_llm.py" and convergence._TRAIN.exists()
-    assert sys.executable
+def records(start: str, **losses: list[float]) -> list[dict]:
+    return [
+        {"start": start, "recipe": recipe, "seed": 0, "draw": draw, "last_third": loss, "held_out_loss": loss}
+        | {"tokens_per_second": 1.0, "peak_bytes": 2**30}
+        for recipe, values in losses.items()
+        for draw, loss in enumerate(values)
+    ]
+
+
+def test_a_gap_is_that_of_means_with_the_interval_of_draws():
+    runs = records("a", bf16=[0.99, 1.01], fp8=[1.02, 1.04])
+    # Deviations of ±1 % in both, with 2 degrees of freedom: variance 2 (%²); error √(2 · (1/2 + 1/2)).
+    found = gap(runs, "fp8", "last_third")
+    assert found.mean == pytest.approx(3.0) and found.runs == 2
+    assert found.half_width == pytest.approx(4.303 * math.sqrt(2))
+    single = gap(records("a", bf16=[1.0], fp8=[1.02]), "fp8", "last_third")
+    assert (round(single.mean, 9), single.half_width) == (2.0, None)
+    assert gap(records("a", bf16=[1.0]), "fp8", "last_third") is None
+
+
+def test_starts_are_compared_one_by_one():
+    """Seeds whose losses lie far apart give the gap of each, not that of all."""
+    runs = records("a", bf16=[1.0, 1.0], fp8=[1.01]) + records("b", bf16=[2.0, 2.0], fp8=[2.06])
+    assert gap(runs, "fp8", "held_out_loss").mean == pytest.approx(2.0)
+    # A recipe without bf16 from its start says nothing.
+    assert gap([*runs, *records("c", fp8=[9.0])], "fp8", "held_out_loss").mean == pytest.approx(2.0)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    generator, inside = torch.Generator().manual_seed(0), 0
+    for _ in range(2000):
+        bf16, fp8 = (1 + 0.001 * torch.randn(n, generator=generator) for n in (4, 3))
+        found = gap(records("a", bf16=bf16.tolist(), fp8=fp8.tolist()), "fp8", "last_third")
+        inside += abs(found.mean) <= found.half_width
+    assert 0.93 < inside / 2000 < 0.97
+    assert quantile(1) == 12.71 and quantile(30) == pytest.approx(2.04, abs=0.01)
+
+
+def test_a_diverged_run_is_in_no_mean(study_file):
+    lost = record_of(Run("fp8", 0, 1), "a", Result("fp8", 16, losses=[1.0, math.nan], seconds=[1.0, 1.0]), {})
+    assert lost["last_third"] is lost["held_out_loss"] is lost["curve"] is None
+    runs = [*records("a", bf16=[1.0, 1.0], fp8=[1.01]), lost]
+    assert gap(runs, "fp8", "last_third").mean == pytest.approx(1.0)
+    assert "| fp8 | 2 | +1.000 % ± 0.000 |" in table(Study.read(study_file), runs)
+
+
+def test_a_record_has_the_mean_of_the_last_third_and_a_short_curve():
+    losses = [float(i) for i in range(1000)]
+    result = Result("fp8", 16, losses=losses, seconds=[0.5] * 1000, bf16_steps=100, held_out_loss=3.0)
+    record = record_of(Run("fp8", 0, 0), "a", result, {})
+    assert record["last_third"] == statistics.fmean(losses[-333:]) and record["seconds"] == 450.0
+    assert len(record["curve"]) == 200 and record["curve"][0] == 2.0
+
+
+def test_results_merge_by_start_and_run():
+    first = {"config": {"dim": 1}, "starts": {"a": 1}, "runs": records("a", bf16=[1.0, 2.0])}
+    second = {"config": {"dim": 1}, "starts": {"b": 2}, "runs": records("a", bf16=[9.0]) + records("b", bf16=[3.0])}
+    both = merged([first, second])
+    assert [run["last_third"] for run in both["runs"]] == [1.0, 2.0, 3.0] and both["starts"] == {"a": 1, "b": 2}
+    with pytest.raises(UsageError, match="other configurations cannot be merged"):
+        merged([first, {**second, "config": {"dim": 2}}])
+
+
+def test_a_lost_start_needs_new_draws_of_bf16(study_file):
+    study = Study.read(study_file)
+    done = records("a", bf16=[1.0, 1.0, 1.0], fp8=[1.0]) + [
+        r | {"seed": 1} for r in records("b", bf16=[1.0], fp8=[1.0])
+    ]
+    here = missing_runs(study, done, {0: "a", 1: "b"})
+    assert here == [Run("fp8", 0, 1), Run("bf16", 1, 1), Run("fp8", 1, 1), Run("bf16", 1, 2)]
+    elsewhere = missing_runs(study, done, {})
+    assert elsewhere[:3] == [Run("bf16", 0, 0), Run("bf16", 0, 1), Run("fp8", 0, 1)]
+    assert [run for run in elsewhere if run.seed == 1][:2] == [Run("bf16", 1, 0), Run("bf16", 1, 1)]
+
+
+# --- draws and operands -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ("bf16", "fp8"))
+def test_a_draw_moves_each_weight_by_one_bit(recipe):
+    def weights(draw: int) -> torch.Tensor:
+        trainer = Trainer(recipe, TINY, torch.device("cpu"))
+        perturb(trainer.model, draw)
+        return torch.cat([getattr(p, "hp", p).detach().flatten() for p in trainer.model.parameters()])
+
+    plain, first, second = (weights(draw) for draw in (0, 1, 2))
+    for moved in (first, second):
+        up, down = (torch.nextafter(plain, torch.full_like(plain, to)) for to in (torch.inf, -torch.inf))
+        assert ((moved == up) | (moved == down)).all() and 0.49 < (moved == up).float().mean() < 0.51
+    assert not torch.equal(first, second) and torch.equal(first, weights(1))
+
+
+def test_recipes_of_a_draw_begin_with_the_same_weights():
+    models = {recipe: Trainer(recipe, TINY, torch.device("cpu")).model for recipe in ("bf16", "fp8")}
+    for model in models.values():
+        perturb(model, 3)
+    for p, q in zip(*(model.parameters() for model in models.values())):
+        assert torch.equal(p.detach(), getattr(q, "hp", q).detach())
+
+
+def test_errors_are_those_of_each_copy():
+    exact = torch.eye(128) * 448
+    assert error_percent(exact, "fp8_1x128", False) == error_percent(exact, "fp8_128x128", False) == 0
+    x = torch.ones(128, 128)
+    # Next to 2^-12 of it, an element rounds to zero: along the row that has both, and in a square, not along tokens.
+    x[:, 0] = 2.0**20
+    lost = 100 * math.sqrt(127 / (127 + 2.0**40))
+    assert error_percent(x, "fp8_1x128", False) == pytest.approx(lost) == error_percent(x, "fp8_128x128", False)
+    assert error_percent(x, "fp8_1x128", True) == 0

@@ -11,10 +11,10 @@ from shard_cases import framed
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor, _compat, ops
 from torchao_blockwise.distributed import (
-    agreement,
     cast_master_weights,
     cast_master_weights_to_fp8,
     cast_master_weights_to_nvfp4,
+    rank_consistency,
 )
 from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, target_size
 from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
@@ -179,14 +179,14 @@ def check_collectives(group, rank, ranks) -> None:
     weights.hp.append(torch.ones(16, 16 * ranks, device=device()))
     bounds = drawn_bounds(weights, ranks, seed=1)
     calls = []
-    all_reduce, check_same = dist.all_reduce, agreement.check_same
+    all_reduce, check_same = dist.all_reduce, rank_consistency.check_same
     dist.all_reduce = lambda x, **kw: calls.append((kw["op"], x.dtype)) or all_reduce(x, **kw)
-    agreement.check_same = lambda *args: calls.append("compared") or check_same(*args)
+    rank_consistency.check_same = lambda *args: calls.append("compared") or check_same(*args)
     try:
         for _ in range(3):
             cast_master_weights(weights.model, *weights.shards(bounds, rank), group)
     finally:
-        dist.all_reduce, agreement.check_same = all_reduce, check_same
+        dist.all_reduce, rank_consistency.check_same = all_reduce, check_same
     reduction = (dist.ReduceOp.MAX, torch.int32)
     assert calls == (["compared"] + [reduction] * 3 if ranks > 1 else []), calls
 

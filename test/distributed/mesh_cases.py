@@ -89,7 +89,6 @@ PRIMARY_CHECKS = (
     (primary_life.adopts_loads, (2,), BOTH),
     (primary_life.casts_loads_between_microbatches, (2,), BOTH),
     (primary_life.refuses_stale_values, (2,), ("fp8",)),
-    (primary_life.refuses_writes_into_state_dicts, (2,), BOTH),
     (primary_life.starts_on_meta, (4,), BOTH),
     (primary_life.refuses, (2,), BOTH),
     (primary_life.reshards_to_fewer_ranks, (4,), ("fp8",)),

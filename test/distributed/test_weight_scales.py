@@ -18,7 +18,8 @@ from wrong_ranks import come_late, fail_later, flatten, go_wrong
 from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.distributed import sync_weight_scales, watch_collectives
-from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
+from torchao_blockwise.tensors import QuantizedShard
+from torchao_blockwise.tensors.fsdp import ShardLayout, attach
 from torchao_blockwise.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("no_interpreter")
@@ -90,11 +91,11 @@ def test_a_gather_of_changed_values_is_refused(mesh):
 
 def test_a_copy_to_another_device_is_gathered_as_its_source():
     master = MasterWeightTensor(weight(40, 24), FP8)
-    shard_of = WeightShard(layout((40, 24)), torch.zeros(40, 24, dtype=torch.uint8))
-    shard_of.attach(master)
+    made = BlockwiseFP8Tensor.from_hp(master.hp)
+    attach(QuantizedShard(made.qdata, made.scale, layout((40, 24)), torch.float32), master)
     copy = master.to("cpu", copy=True)
     (payload,), _ = copy.fsdp_pre_all_gather(None, None, None, None, None)
-    assert payload is shard_of.payload
+    assert payload.data_ptr() == made.qdata.data_ptr()
     with torch.no_grad():
         copy.mul_(2)
     for other in (copy, master.to(torch.bfloat16), master.clone()):

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torchao.quantization import quantize_
 
 from torchao_blockwise import _compat, recommended_layers
-from torchao_blockwise.distributed import collective_watchdog, watch_collectives
+from torchao_blockwise.distributed import rank_consistency, watch_collectives
 from torchao_blockwise.nn import SwiGLUExperts
 
 # Over gloo: its collectives raise where a rank is missing, those of NCCL end the process.
@@ -85,7 +85,7 @@ def come_late(rank: int, ranks: int, port: int, file: str, seconds: float) -> No
         _compat.nccl_timeout, pause = lambda group: timedelta(seconds=seconds), 2 * seconds
     watch_collectives()
     logged = []
-    collective_watchdog._log.addHandler(handler := logging.Handler())
+    rank_consistency._log.addHandler(handler := logging.Handler())
     handler.emit = lambda record: logged.append(record.getMessage())
     model = shard(blocks(CONFIGS["fp8"]), DeviceMesh(device().type, list(range(ranks))))
     optimizer = adamw(model)

@@ -1,6 +1,6 @@
 """Norms and SwiGLU, quantized as they are computed, by Gluon kernels: when they are taken, and their bits on a GPU.
 
-Which tensors they take: test_gluon_tiles.py. Their bits without a GPU: test_compiled_kernels.py.
+Which tensors they take: test_quantize_gluon.py. Their bits without a GPU: test_compiled_kernels.py.
 """
 
 from __future__ import annotations

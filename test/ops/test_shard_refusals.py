@@ -164,21 +164,6 @@ REFUSALS = {
         merge([BYTES.view(-1)[:2]], [3], [6]),
         ValueError("merge_shards_: 6 elements from 3 take 4 contiguous bytes, got torch.uint8 of shape [2]"),
     ),
-    "transpose of what": (
-        lambda: ops.transpose_many([W]),
-        TypeError("transpose_many: operand 0 must be a result of quantize, got Tensor; quantize it first"),
-    ),
-    "transpose of rows": (
-        lambda: ops.transpose_many([ops.quantize(W, NVFP4_1X16).rowwise]),
-        ValueError(
-            "transpose_many: operand 0 in nvfp4_1x16 has blocks of 1x16, a transpose would need other scales; "
-            "quantize the high-precision tensor with columnwise=True"
-        ),
-    ),
-    "transpose's columns": (
-        lambda: ops.transpose_many([ops.quantize(W, NVFP4_16X16).rowwise], columns=[13]),
-        ValueError("transpose_many: operand 0 with a payload of shape [4, 8] does not hold columns=13"),
-    ),
 }  # fmt: skip
 
 

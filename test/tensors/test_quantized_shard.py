@@ -10,7 +10,7 @@ from torchao.quantization import quantize_
 
 from torchao_blockwise import BlockwiseFP8Tensor, NVFP4Tensor
 from torchao_blockwise._compat import torch_fsdp
-from torchao_blockwise.distributed.fsdp.quantized import shard_of
+from torchao_blockwise.distributed.fsdp import split_rows
 from torchao_blockwise.tensors import QuantizedShard
 from torchao_blockwise.testing import assert_bitwise_equal
 
@@ -28,7 +28,7 @@ def rows_of(whole: torch.Tensor, rank: int, ranks: int, dtype=torch.float32, **c
     """What `fully_shard` gives a rank of `whole`."""
     none = dict.fromkeys(torch_fsdp.FsdpParameter._fields)
     given = {"name": "weight", "shape": tuple(whole.shape), "dim": 0, "rank": rank, "ranks": ranks, "dtype": dtype}
-    return shard_of(whole, torch_fsdp.FsdpParameter(**{**none, **given, **changes}))
+    return split_rows(whole, torch_fsdp.FsdpParameter(**{**none, **given, **changes}))
 
 
 @both_formats
@@ -37,9 +37,9 @@ def test_rows_stand_for_the_values_of_the_whole(config, rows, ranks):
     whole = converted(config, rows)
     shards = [rows_of(whole, rank, ranks) for rank in range(ranks)]
     for x in shards:
-        assert type(x) is QuantizedShard and x.dtype == torch.float32 and x.whole_shape == whole.shape
+        assert type(x) is QuantizedShard and x.dtype == torch.float32 and x.part.shape == whole.shape
         assert_bitwise_equal(x.scale, whole.scale)
-        assert x.start == x.part.start * 33 and x.original.awaits_cast
+        assert x.part.flat_start == x.part.start * 33 and x.awaits_cast
     assert_bitwise_equal(torch.cat([x.qdata.view(torch.uint8) for x in shards]), whole.qdata.view(torch.uint8))
     assert_bitwise_equal(torch.cat([x.dequantize() for x in shards]), whole.dequantize())
     assert_bitwise_equal(torch.cat([x.values() for x in shards]), weight(rows, 33))
@@ -53,7 +53,7 @@ def test_what_is_sent_makes_the_whole(config, rows, ranks):
     whole, sent = converted(config, rows), []
     for rank in range(ranks):
         shard = rows_of(whole, rank, ranks)
-        shard.original.cast_is_done()
+        shard.pending_master.cast_is_done()
         (payload,), state = shard.fsdp_pre_all_gather(None, None, None, None, None)
         assert payload.dtype == torch.uint8 and payload.shape == state.layout.payload_shape and payload.is_contiguous()
         sent.append(payload)
@@ -72,44 +72,44 @@ def test_experts_are_split_by_the_expert(config):
 
 def test_values_wait_for_a_cast():
     x = rows_of(converted(FP8, 40), 0, 2)
-    x.original.cast_is_done()
-    assert x.original.hp is None
+    x.pending_master.cast_is_done()
+    assert x.pending_master.hp is None
     values = weight(20, 33, dtype=torch.bfloat16, seed=3)
     for y in (x, x.detach().clone(), x.to(torch.bfloat16)):
         with torch.no_grad():
             y.copy_(values)
-        assert y.original.awaits_cast
+        assert y.pending_master.awaits_cast
         assert_bitwise_equal(y.values(), values)
         with pytest.raises(
             RuntimeError, match=r"gathers a weight of Linear\(.*sync_weight_scales\(model\) on all ranks"
         ):
             y.fsdp_pre_all_gather(None, None, None, nn.Linear(33, 40), None)
         copy = y.clone()
-        assert copy.original is not y.original and copy.original.awaits_cast
+        assert copy.pending_master is not y.pending_master and copy.pending_master.awaits_cast
         assert_bitwise_equal(copy.values(), values)
-    assert x.original is x.detach().original is nn.Parameter(x, requires_grad=False).original
+    assert x.pending_master is x.detach().pending_master is nn.Parameter(x, requires_grad=False).pending_master
 
 
 @both_formats
 def test_another_dtype(config):
     """A cast to another dtype rounds what is cast from now on; under a policy that has one, nothing changes."""
     x = rows_of(converted(config, 40), 0, 2)
-    assert x.to(torch.bfloat16).values_dtype == x.to(torch.bfloat16).dtype == torch.bfloat16
+    assert x.to(torch.bfloat16).part.dtype == x.to(torch.bfloat16).dtype == torch.bfloat16
     x = rows_of(converted(config, 40), 0, 2, torch.float16)
-    assert x.to(torch.bfloat16).values_dtype == torch.float16
+    assert x.to(torch.bfloat16).part.dtype == torch.float16
 
 
 @both_formats
 def test_is_saved_and_copied_by_its_bytes(config):
     whole = converted(config, 40)
     x, other = (rows_of(whole, rank, 2) for rank in range(2))
-    x.original.cast_is_done()
+    x.pending_master.cast_is_done()
     loaded = saved_and_loaded(x)
     assert type(loaded) is QuantizedShard and torch.equal(loaded, x) and loaded.part == x.part
     empty = torch.empty_like(x)
     with torch.no_grad():
         empty.copy_(x)
-    assert torch.equal(empty, x) and not empty.original.awaits_cast
+    assert torch.equal(empty, x) and not empty.pending_master.awaits_cast
     with pytest.raises(ValueError, match="the source other rows"), torch.no_grad():
         x.copy_(other)
     with pytest.raises(ValueError, match=r"the target has shape \[20, 33\], the source \[3, 33\]"), torch.no_grad():

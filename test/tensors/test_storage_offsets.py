@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import FP8, both_formats, every_kind, master, saved_and_loaded, weight
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 from torchao.quantization import quantize_
 
 from torchao_blockwise import MasterWeightTensor
@@ -41,10 +41,6 @@ WEIGHTS = {
 every_weight = pytest.mark.parametrize("make", WEIGHTS.values(), ids=WEIGHTS)
 
 
-def pickled(x):
-    return pickle.loads(pickle.dumps(x))
-
-
 def saved(x):
     file = io.BytesIO()
     torch.save(x, file)
@@ -52,7 +48,7 @@ def saved(x):
     return torch.load(file, weights_only=False)
 
 
-COPIES = {"deepcopy": copy.deepcopy, "pickle": pickled, "torch_save": saved}
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)), "torch_save": saved}
 every_copy = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 
 
@@ -72,12 +68,7 @@ def test_copies_of_weights(make, copied):
     x = make()
     assert_copy(copied(x), x)
     parameter = nn.Parameter(make())
-    other = copied(parameter)
-    assert isinstance(other, nn.Parameter)
-    assert_copy(other, parameter)
-    with torch.no_grad():
-        other.add_(1)
-        assert torch.equal(other.hp, parameter.hp + 1)
+    assert_copy(copied(parameter), parameter)
 
 
 @every_weight
@@ -156,14 +147,3 @@ def test_models_in_a_flat_buffer(config, copied):
     for a, b in zip(other.parameters(), model.parameters(), strict=True):
         assert_bitwise_equal(a.grad, b.grad)
         assert a.data_ptr() != b.data_ptr()
-
-
-def test_averages_of_a_model_in_a_flat_buffer():
-    model = model_in_flat_buffer(FP8)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    average.update_parameters(model)
-    before = model[0].weight.hp.clone()
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    average.update_parameters(model)
-    torch.testing.assert_close(average.module[0].weight.hp, before + 0.5)

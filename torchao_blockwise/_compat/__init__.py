@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree
 
 from torchao_blockwise._compat import stored_graphs
-from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, TensorFunction, WrappedApply
+from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -296,23 +296,6 @@ def is_held(x: torch.Tensor) -> bool:
     # A gradient accumulator may be the second holder; asking for it makes one, a third holder, if there is none.
     accumulator = torch.autograd.graph.get_gradient_edge(x).node
     return accumulator is None or holders() > 2
-
-
-def wrap_module_apply(wrapper: WrappedApply) -> None:
-    """Make every `nn.Module` run `wrapper(apply, module, fn, recurse)` for PyTorch's own `apply`, once a wrapper.
-
-    `module.to`, `.half` and the like call it, of the outermost module first; a class of ours has no part in that.
-    """
-    apply = torch.nn.Module._apply
-    if getattr(apply, "wrapper", None) is wrapper:
-        return
-
-    @functools.wraps(apply)
-    def wrapped(self: torch.nn.Module, fn: TensorFunction, recurse: bool = True) -> torch.nn.Module:
-        return wrapper(apply, self, fn, recurse)
-
-    wrapped.wrapper = wrapper  # type: ignore[attr-defined]
-    torch.nn.Module._apply = wrapped  # type: ignore[method-assign]
 
 
 # A context in which `__torch_function__` of subclasses is not called, for use inside of it.

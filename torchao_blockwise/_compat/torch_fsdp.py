@@ -6,10 +6,8 @@ An import wraps nothing: rooms say what they need (`at_install`), and it is done
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import threading
-import warnings
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -37,7 +35,6 @@ _NEEDED = (
 # FSDP2's state of a module that `fully_shard` was called on.
 State: TypeAlias = "FSDPState"
 _to_install: list[Callable[[], None]] = []
-_lock = threading.Lock()
 _installed = False
 
 
@@ -47,21 +44,12 @@ def at_install(wrap: Callable[..., None], *args: Any) -> None:
 
 
 def install() -> None:
-    """Wrap what must be wrapped of FSDP2; once a process.
-
-    All of it or, where this FSDP2 lacks a name, nothing: then gathers are refused (`why_not_installed`), and where
-    there are ranks, which may use FSDP2, a warning says so before.
-    """
+    """Wrap what must be wrapped of FSDP2, once a process; nothing where it lacks a name: gathers are refused then."""
     global _installed
-    if _installed or not torch.distributed.is_available():
-        return
-    with _lock:
-        if not _installed and not _missing():
-            for wrap in _to_install:
-                wrap()
-            _installed = True
-    if not _installed and torch.distributed.is_initialized():
-        _warn_of_missing()
+    if not _installed and torch.distributed.is_available() and why_unknown() is None:
+        for wrap in _to_install:
+            wrap()
+        _installed = True
 
 
 def why_not_installed() -> str | None:
@@ -76,7 +64,7 @@ def why_not_installed() -> str | None:
 
 def why_unknown() -> str | None:
     """Why this PyTorch's FSDP2 cannot shard converted weights, with the remedy, or None if it can."""
-    missing = _missing() if torch.distributed.is_available() else []
+    missing = [path for path in _NEEDED if torch.distributed.is_available() and not _exists(path)]
     if not missing:
         return None
     return (
@@ -85,20 +73,9 @@ def why_unknown() -> str | None:
     )
 
 
-@functools.cache
-def _warn_of_missing() -> None:
-    warnings.warn(f"quantize_: {why_not_installed()}", stacklevel=2)
-
-
-def _missing() -> list[str]:
-    """What this FSDP2 lacks of what is needed."""
-    return [path for path in _NEEDED if not _exists(path)]
-
-
 def _exists(path: str) -> bool:
-    module, cls, name = path.rsplit(".", 2)
     try:
-        return hasattr(getattr(importlib.import_module(module), cls), name)
+        return pkgutil.resolve_name(path) is not None
     except (ImportError, AttributeError):
         return False
 

@@ -26,7 +26,3 @@ Function: TypeAlias = Callable[..., Any]
 Types: TypeAlias = Sequence[type]
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
-# What `nn.Module._apply` takes, that method itself, and what is put in its place.
-TensorFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-ModuleApply: TypeAlias = Callable[[torch.nn.Module, TensorFunction, bool], torch.nn.Module]
-WrappedApply: TypeAlias = Callable[[ModuleApply, torch.nn.Module, TensorFunction, bool], torch.nn.Module]

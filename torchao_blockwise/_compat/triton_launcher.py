@@ -66,8 +66,9 @@ class Launching:
         """Whether hooks observe launches or builds of `kernel`, or builds are debugged."""
         knobs = self._knobs
         # A chain of hooks, or a hook, or None.
-        hooks = (getattr(hook, "calls", hook) for hook in (knobs.launch_enter_hook, knobs.launch_exit_hook))
-        return bool(any(hooks) or knobs.debug or knobs.add_stages_inspection_hook or kernel.pre_run_hooks)
+        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+        hooks = getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or kernel.pre_run_hooks
+        return bool(hooks or knobs.debug or knobs.add_stages_inspection_hook)
 
     def launcher_of(self, compiled: CompiledKernel, kernel: JITFunction, runtime_args: int) -> Launcher | None:
         """The launcher of a compiled kernel that takes `runtime_args` before its constexprs.

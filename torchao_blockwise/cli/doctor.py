@@ -13,7 +13,7 @@ import argparse
 
 import torch
 
-from torchao_blockwise.cli.terminal import UsageError, show
+from torchao_blockwise.cli.inputs import UsageError, show
 from torchao_blockwise.diagnostics.doctor import examine
 
 HELP = "versions, backends of each operation, and a self-test"
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     examination = examine(_device(args.device), run=not args.no_run)
-    show(str(examination), examination.to_dict() if args.json else None)
+    show(examination, examination.to_dict() if args.json else None)
     return 0 if examination.is_healthy else 1
 
 

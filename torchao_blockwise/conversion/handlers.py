@@ -29,7 +29,6 @@ from torchao_blockwise.conversion.weights import expert_weights, held_parameters
 from torchao_blockwise.formats import FP8_128X128, HIGH_PRECISION_DTYPES
 from torchao_blockwise.nn.converted import KNOWN_FORWARDS, ConvertedLinear, convert_class, why_no_class
 from torchao_blockwise.nn.grouped_layer import take_products_of_others
-from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.tensors import (
     BlockwiseFP8Tensor,
     BlockwiseFP8TrainingConfig,
@@ -40,14 +39,14 @@ from torchao_blockwise.tensors import (
     TrainingConfig,
 )
 from torchao_blockwise.tensors.config import ConfigClass, check_config
-from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.rounding import RoundingKeys
 
 # Packages whose subclasses of `nn.Linear` quantize by themselves.
 _OTHER_QUANTIZERS = "torchao.", "torch.ao.", "bitsandbytes.", "transformers.integrations."
 
 # Attributes of a converted weight that a new content has by itself.
-_OF_THE_CONTENT = "original", "layer", "rounding_key", "rounding_keys", "_cast_of", "_is_param"
+_OF_THE_CONTENT = "pending_master", "saved_values", "layer", "rounding_key", "rounding_keys", "cast_of", "_is_param"
 
 
 def why_not_convertible(
@@ -198,7 +197,6 @@ def _convert(
     parameter_name: str | None,
 ) -> None:
     torch_fsdp.install()
-    move_whole()
     hugging_face.tell_lora_how_to_merge(TrainingConfig)
     numbers = {weight: number for number, weight in enumerate(held)}
     for fqn, module in targets.items():
@@ -274,7 +272,7 @@ def _converted(weight: nn.Parameter, config: TrainingConfig) -> torch.Tensor:
 def swap(weight: nn.Parameter, converted: torch.Tensor) -> None:
     """Give the Parameter object `weight` the content of `converted`, keeping its gradient, hooks and attributes."""
     if isinstance(converted, QuantizedTensor) and weight.requires_grad:
-        converted.original = Original(weight.detach())
+        converted.pending_master = PendingMaster(weight.detach())
     new = nn.Parameter(converted, requires_grad=weight.requires_grad)
     _compat.carry_grad_dtype(weight, new)
     own = (

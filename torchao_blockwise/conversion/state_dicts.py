@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import nn
 
 from torchao_blockwise import _compat
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
-from torchao_blockwise.tensors.original import Original
-from torchao_blockwise.tensors.state_values import GivenOut, plain_values, same_bits
+from torchao_blockwise.tensors.pending_master import PendingMaster
+from torchao_blockwise.tensors.state_values import plain_values
 
 
 def keep_state_dicts_plain(module: nn.Module) -> None:
@@ -18,8 +19,8 @@ def keep_state_dicts_plain(module: nn.Module) -> None:
 
     What is saved shares the memory of the master weights; of a sharded one it is a DTensor, placed as the parameter.
     FSDP2 moves shards of uneven rows in the first forward pass and with every load: take a new state dict after those.
-    A quantized weight whose whole master an optimizer has is saved as that master, else as the values that it stands
-    for, in its dtype (`plain_values`). What is written there before the weight is used next is cast into it.
+    A quantized weight is saved as the values that it stands for, in its dtype (`plain_values`), a shard that was loaded
+    as what was loaded, until all ranks cast it.
     """
     if not is_converted(module):
         module.register_state_dict_post_hook(_save_plain)
@@ -38,33 +39,25 @@ def is_converted(module: nn.Module) -> bool:
 
 def _save_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     for name, param in _compat.parameters_of(module).items():
-        if param is None:
-            continue
         saved: Any = state_dict.get(prefix + name)
         # With keep_vars=True the caller asks for the Parameter itself.
-        if saved is not param and isinstance(local := _compat.local_of(saved), MasterWeightTensor):
+        if param is None or saved is param:
+            continue
+        if isinstance(local := _compat.local_of(saved), MasterWeightTensor):
             state_dict[prefix + name] = _compat.with_local(saved, local.hp)
-        elif saved is not param and isinstance(quantized := _compat.local_of(param), QuantizedTensor):
-            state_dict[prefix + name] = _plain(param, quantized)
+        elif isinstance(quantized := _compat.local_of(param), QuantizedTensor):
+            state_dict[prefix + name] = _compat.with_local(param, _values(quantized, state_dict))
 
 
-def _plain(param: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
-    """The master of a quantized weight, or values that it stands for, noted as given out."""
-    original = quantized.original = quantized.original or Original()
-    master = original.master(param)
-    if master is not None:
-        values = _compat.local_of(master)
-    elif original.awaits_cast:
-        assert original.hp is not None, "what is to be cast"
-        return _compat.with_local(param, original.hp)
-    else:
-        # What a rank has of a weight cannot be quantized again by itself.
-        values = plain_values(quantized) if param is quantized else quantized.dequantize()
-        # A tied weight has several names for one tensor.
-        last = None if original.last_given is None else original.last_given()
-        values = last if last is not None and same_bits(last, values) else values
-    original.give(GivenOut(values, is_master=master is not None))
-    return _compat.with_local(param, values)
+def _values(weight: QuantizedTensor, state_dict: dict[str, Any]) -> torch.Tensor:
+    # A tied weight has several names for one tensor.
+    saved = None if weight.saved_values is None else weight.saved_values()
+    if saved is not None and any(_compat.local_of(x) is saved for x in state_dict.values()):
+        return saved
+    # What a rank has of a weight cannot be quantized again by itself.
+    values = weight.values(weight.dtype) if isinstance(weight, QuantizedShard) else plain_values(weight)
+    weight.saved_values = weakref.ref(values)
+    return values
 
 
 def _load_assigned(
@@ -94,5 +87,5 @@ def _load_assigned(
             state_dict[prefix + name] = _compat.with_local(param, local.with_values(values))
         elif isinstance(param, QuantizedTensor):
             quantized = param._requantize(values)
-            quantized.original = param.original and Original(values)
+            quantized.pending_master = param.pending_master and PendingMaster(values)
             state_dict[prefix + name] = quantized

@@ -67,5 +67,5 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
     if isinstance(weight, MasterWeightTensor):
         return weight.hp
     assert isinstance(weight, QuantizedTensor)
-    master = None if weight.original is None else weight.original.master(weight)
+    master = None if weight.pending_master is None else weight.pending_master.master(weight)
     return plain_values(weight) if master is None else master.to(weight.dtype, copy=True)

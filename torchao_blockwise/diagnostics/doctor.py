@@ -10,8 +10,7 @@ import torch
 
 from torchao_blockwise.conversion.report import aligned
 from torchao_blockwise.diagnostics.environment import PROBLEM, Finding, facts, findings
-from torchao_blockwise.diagnostics.layer_checks import ProductReport, check_layers
-from torchao_blockwise.diagnostics.operations import OperationReport, check_operations
+from torchao_blockwise.diagnostics.self_test import OperationReport, ProductReport, check_layers, check_operations
 from torchao_blockwise.ops import Backend
 
 

@@ -110,20 +110,6 @@ def _of_triton(device: torch.device) -> Iterator[Finding]:
         yield Finding(NOTE, reason)
     if is_gpu and not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
         yield Finding(PROBLEM, "Triton builds what launches kernels with a C compiler, and there is none; install gcc")
-    version = (_ptxas_version(device) or "") if is_gpu else ""
-    for miscompiled, what in _MISCOMPILED.items():
-        if version.startswith(miscompiled):
-            yield Finding(NOTE, f"ptxas {miscompiled} {what}; kernels here avoid that, other kernels may not")
-
-
-# Bugs of ptxas by version.
-_MISCOMPILED = {
-    "12.8": "(Triton 3.6 and 3.7) loses bytes of values converted to e4m3 where half of a word is undefined",
-    "12.9": (
-        "(Triton 3.8 on Hopper) can corrupt FP8 values that min.NaN or max.NaN clamps and two stores write, and drops "
-        "constants added by add.s16x2"
-    ),
-}
 
 
 def _ptxas_version(device: torch.device) -> str | None:
@@ -132,22 +118,14 @@ def _ptxas_version(device: torch.device) -> str | None:
 
 
 def why_another_triton() -> str | None:
-    """Why the Triton that is installed may not fit PyTorch, which names the versions that it works with, or None."""
+    """Why the Triton that is installed may not fit PyTorch, which names the version that it works with, or None."""
     have = installed("triton")
     for requirement in metadata.requires("torch") or ():
-        wanted = re.match(r"triton\s*(==|~=)\s*([\w.+]+)", requirement)
-        if wanted and have and not _fits(have, *wanted.groups()):
-            needs = f"PyTorch {torch.__version__} needs Triton {''.join(wanted.groups())}, got {have}"
-            return f"{needs}: torch.compile may fail (pip install triton{''.join(wanted.groups())})"
+        wanted = re.match(r"triton\s*(?:==|~=)\s*([\w.+]+)", requirement)
+        if wanted and have and wanted[1].split(".")[:2] != have.split(".")[:2]:
+            needs = f"PyTorch {torch.__version__} needs Triton {wanted[1]}, got {have}"
+            return f"{needs}: torch.compile may fail (pip install triton=={wanted[1]})"
     return None
-
-
-def _fits(have: str, operator: str, wanted: str) -> bool:
-    """Whether a version is `wanted` or, for "~=", one that differs only in the last number and is not older."""
-    if operator == "==":
-        return have == wanted
-    got, least = ([int(part) for part in re.findall(r"\d+", v.split("+")[0])] for v in (have, wanted))
-    return got >= least and got[: len(least) - 1] == least[:-1]
 
 
 def _of_gpu(device: torch.device) -> Iterator[Finding]:

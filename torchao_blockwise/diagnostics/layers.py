@@ -208,8 +208,8 @@ def values_of_weight(weight: Any) -> tuple[torch.Tensor | None, str]:
     """
     local = _compat.local_of(weight)
     if isinstance(local, QuantizedTensor):
-        original = local.original if local is weight else None
-        return (None if original is None else original.master(local)), ""
+        pending = local.pending_master if local is weight else None
+        return (None if pending is None else pending.master(local)), ""
     values = local.hp if isinstance(local, MasterWeightTensor) else local.detach()
     if local is weight:
         return values, ""

@@ -251,7 +251,7 @@ class NumericsMonitor:
         """Count x [T, K], and return what counts the gradient of the same pass."""
         layer = self._layers[index]
         place = Place.of(layer.weight)
-        recipes, seed = self._recipes_of(spec.config), 3 * self._tallies.index(layer.name)
+        recipes, seed = self._recipes_of(spec.config), 3 * self._tallies.index[layer.name]
         # Activation checkpointing computes a layer once more, in backward, and it was counted before.
         counts = place.counts_x and not _compat.in_backward()
         with without_modes(), _compat.no_torch_function():
@@ -282,7 +282,7 @@ class NumericsMonitor:
         spec: GemmSpec,
         over: str,
         counts: bool,
-    ) -> dict[str, statistics.TokenSquares]:
+    ) -> dict[str, torch.Tensor]:
         """Tally both copies of x [T, K] in each recipe, if this rank `counts` it; returns squares along tokens."""
         orders, tokens = (self._next(), self._next()), {}
         for name, config in recipes.items():

@@ -2,14 +2,12 @@
 
 cast.py              amaxes of blocks, one MAX over the ranks, scales, payload
 master_weights.py    the cast for masters that a program has split by itself
-fsdp/                weights that FSDP2 shards: when they are cast, and how they are gathered
+fsdp.py              weights that FSDP2 shards: when they are cast
 zero/                MasterWeightOptimizer: masters of quantized Parameters, whole or split over ranks
 expert_parallel.py   experts that ranks share, and the tokens that travel to them
-agreement.py         ranks compare what they are about to exchange
-collective_watchdog.py  where a collective fails or does not end, ranks name who is absent
+rank_consistency.py  ranks compare what they exchange, and name who is absent where a collective fails or does not end
 """
 
-from torchao_blockwise.distributed.collective_watchdog import watch_collectives
 from torchao_blockwise.distributed.expert_parallel import ExpertParallel, combine_tokens, dispatch_tokens
 from torchao_blockwise.distributed.fsdp import sync_weight_scales
 from torchao_blockwise.distributed.master_weights import (
@@ -17,6 +15,7 @@ from torchao_blockwise.distributed.master_weights import (
     cast_master_weights_to_fp8,
     cast_master_weights_to_nvfp4,
 )
+from torchao_blockwise.distributed.rank_consistency import watch_collectives
 from torchao_blockwise.distributed.zero import MasterWeightOptimizer
 
 __all__ = [

@@ -24,16 +24,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchao_blockwise.distributed.collective_watchdog import naming_absent
+from torchao_blockwise.distributed.rank_consistency import naming_absent
 from torchao_blockwise.formats import BlockFormat
-from torchao_blockwise.ops import Backend
-from torchao_blockwise.ops.shards.flat import CODES, cuts_no_block
+from torchao_blockwise.ops import Backend, casting_backend
+from torchao_blockwise.ops.shards.flat import CODES, ENTRIES, cuts_no_block
 from torchao_blockwise.ops.shards.partial_cast import (
     block_scales_,
     partial_block_amax,
     partial_cast_,
     whole_block_cast_,
 )
+from torchao_blockwise.tensors import QuantizedShard
 
 
 class Recipe(NamedTuple):
@@ -54,7 +55,8 @@ class Part(NamedTuple):
     shape: of the whole weight [.., N, K]. values: the rank's, contiguous, maybe offloaded; flat [n] if `dim` is 0; None
         where other ranks have them all.
     start: index in the flat weight of the first value, or, if `dim` is not 0, its index in that dim.
-    target: contiguous bytes of the payload, as `partial_cast_` writes them by `into`; may be None without values.
+    target: contiguous bytes of the payload, as `partial_cast_` writes them by `into`; of the part alone, in its shape,
+        if `dim` is not 0. May be None without values.
     scale: an entry a block of the whole weight, contiguous; with `split_groups` one more, of no meaning: for the amax
         of the whole tensor.
     global_scale: f32 of one element, or of one for each matrix [N, K] of the weight.
@@ -75,6 +77,17 @@ class Part(NamedTuple):
 
 # A part, and where its weight's blocks begin in the buffers of all blocks.
 _Placed = tuple[Part, int]
+
+
+def shard_part(shard: QuantizedShard, values: torch.Tensor) -> Part:
+    """The part of a weight that `shard` holds, to be made of `values`, in its shape."""
+    layout, config = shard.part, shard.part.config
+    recipe = Recipe(shard.fmt, config.power_of_2_scales, layout.dtype, casting_backend(config.backend))
+    payload, start = shard.qdata.view(torch.uint8), layout.start
+    if layout.dim == 0:
+        values, payload, start = values.reshape(-1), payload.view(-1), layout.flat_start
+    scales = shard.scale, shard.global_scale
+    return Part(recipe, layout.shape, values, start, payload, ENTRIES, *scales, layout.dim)
 
 
 def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: str, what: str) -> None:
@@ -116,6 +129,10 @@ def cast_parts(parts: Sequence[Part], group: dist.ProcessGroup | None, subject: 
         )
     for batch in waiting:
         _write_payload(batch, encode)
+    # Autograd must see that values which it saved are gone; kernels do not count what they write.
+    written = [x for part in parts for x in (part.scale, part.global_scale) if x is not None]
+    written += [part.target for part in parts if part.values is not None and part.target is not None]
+    torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
 
 
 def _batches(placed: Sequence[_Placed], device: torch.device) -> list[list[_Placed]]:
@@ -181,8 +198,9 @@ def _write_payload(batch: list[_Placed], encode: torch.Tensor) -> None:
         codes = torch.empty_like(frame, dtype=torch.uint8)
         factors = _part_of_grid(part, first, encode).clone(memory_format=torch.contiguous_format).view(-1)
         partial_cast_([codes.view(-1)], [frame.view(-1)], [0], [frame.shape], factors, fmt, into=CODES, **options)
-        assert part.target is not None
-        part.target.copy_(codes.narrow(part.dim, border, part.target.shape[part.dim]))
+        assert part.target is not None and part.values is not None
+        codes = codes.narrow(part.dim, border, part.values.shape[part.dim])
+        part.target.copy_(codes if fmt.element.per_byte == 1 else fmt.element.pack(codes))
         return
     firsts = [first for _, first in batch]
     targets = [part.target for part, _ in batch if part.target is not None]

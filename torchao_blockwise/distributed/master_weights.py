@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.agreement import check_same_once
 from torchao_blockwise.distributed.cast import Part, Recipe, cast_parts
+from torchao_blockwise.distributed.rank_consistency import check_same_once
 from torchao_blockwise.formats import HIGH_PRECISION_DTYPES
 from torchao_blockwise.ops.shards import flat
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, NVFP4Tensor, QuantizedTensor
@@ -130,11 +130,11 @@ def write_masters(
                 refusal = _why_not_into(targets[i], w, master, start, into)
             if refusal is not None:
                 error, reason = refusal
-                raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.whole_shape)}) {reason}")
+                raise error(f"{name}: weight {i} ({type(w).__name__}, shape {list(w.shape)}) {reason}")
         if targets is None:
             targets, into = [w.qdata for w in weights], flat.WHOLE
         parts = [
-            Part(_recipe(w), tuple(w.whole_shape), master, start or 0, target, into, w.scale, w.global_scale)
+            Part(_recipe(w), tuple(w.shape), master, start or 0, target, into, w.scale, w.global_scale)
             for w, master, start, target in zip(weights, masters, starts, targets)
         ]
         if group is not None:
@@ -143,18 +143,11 @@ def write_masters(
             entries = (f"weight {i} ({recipe}, shape {list(shape)})" for i, (recipe, shape) in enumerate(layout))
             check_same_once(name, group, tuple(layout), entries)
         cast_parts(parts, group, name, f"reduce the amaxes of {len(weights)} weights")
-        written = [
-            *weights,
-            *(w.scale for w in weights),
-            *(part.target for part in parts if part.values is not None and part.target is not None),
-        ]
-        written += [part.global_scale for part in parts if part.global_scale is not None]
-        # Autograd must see that values which it saved are gone; kernels do not count what they write.
-        torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
+        torch.autograd.graph.increment_version([w for w in weights if not w.is_inference()])
 
 
 def _recipe(w: QuantizedTensor) -> Recipe:
-    return Recipe(w.fmt, getattr(w, "power_of_2_scales", False), w.values_dtype)
+    return Recipe(w.fmt, getattr(w, "power_of_2_scales", False), w.dtype)
 
 
 def _group(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -194,7 +187,7 @@ def _why_not(
         return ValueError, f"needs a flat, contiguous master, got {got}; flatten it"
     if master.device != device:
         return ValueError, f"is on {device}, its master on {master.device}; move the master there"
-    end, numel = start + master.numel(), math.prod(w.whole_shape)
+    end, numel = start + master.numel(), math.prod(w.shape)
     if not 0 <= start <= end <= numel:
         return ValueError, f"has {numel} elements, its master claims [{start}, {end})"
     return None
@@ -204,7 +197,7 @@ def _why_not_into(
     shard: torch.Tensor | None, w: QuantizedTensor, master: torch.Tensor, start: int, into: str
 ) -> tuple[type[Exception], str] | None:
     """The error that a shard buffer is refused with, or None."""
-    wanted = flat.target_size(master.numel(), start, w.whole_shape, w.fmt, into)
+    wanted = flat.target_size(master.numel(), start, w.shape, w.fmt, into)
     if shard is None or shard.itemsize != 1 or shard.shape != (wanted,) or shard.device != w.device:
         got = "none" if shard is None else f"{shard.dtype} of shape {list(shard.shape)} on {shard.device}"
         elements = f"elements [{start}, {start + master.numel()})"

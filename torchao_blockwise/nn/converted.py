@@ -23,13 +23,12 @@ from torch import nn
 from torchao_blockwise import _compat
 from torchao_blockwise._compat import torch_fsdp
 from torchao_blockwise.nn.linear_layer import linear, local_linear
-from torchao_blockwise.nn.moved_modules import move_whole
 from torchao_blockwise.nn.observation import multiplied_weights, traced_gemms
 from torchao_blockwise.nn.sharded_linear import why_shards_cut_blocks
 from torchao_blockwise.nn.shared_input import SharedInput
 from torchao_blockwise.nn.weights import WEIGHTS, config_of, is_low_precision
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor
 from torchao_blockwise.tensors.reads import key_of, recorded_reads
-from torchao_blockwise.tensors.unchanged import check_unchanged
 
 
 class ConvertedModule(nn.Module):
@@ -50,12 +49,49 @@ class ConvertedModule(nn.Module):
             self.said_replaced = True
             _warn_replaced(self.fqn)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """`module.bfloat16()`, `.to(..)` and the like: each weight stays the object that it is and takes other data.
+
+        PyTorch swaps such a Parameter for another (`torch.utils.swap_tensors`), and refuses where a graph holds it. It
+        does so here to and from the meta device, which data cannot change.
+        """
+        table = _compat.parameters_of(self)
+        weights: dict[str, Any] = {
+            name: p for name, p in table.items() if isinstance(p, (MasterWeightTensor, QuantizedTensor))
+        }
+        with torch.no_grad():
+            moved = {name: fn(weight) for name, weight in weights.items() if not weight.is_meta}
+        moved = {name: new for name, new in moved.items() if not new.is_meta}
+        for name in moved:
+            # PyTorch passes over what is None.
+            table[name] = None
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            table.update((name, weights[name]) for name in moved)
+        for name, new in moved.items():
+            _set_data(weights[name], new, fn)
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
         # A class that another wrapper derived from this one is its own affair.
         if type(self) is not _class_of(self.converted_from):
             return reduced
         return _rebuild, (self.converted_from,), *reduced[2:]
+
+
+def _set_data(weight: nn.Parameter, new: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Give `weight` the data of `new`, and its gradient that of `fn(gradient)`."""
+    grad, weight.grad = weight.grad, None
+    if new is not weight:
+        with _compat.no_torch_function():
+            weight.data = new
+        vars(weight).update(vars(new))
+    if grad is not None:
+        with torch.no_grad():
+            grad.data = fn(grad)
+    weight.grad = grad
 
 
 class ConvertedLinear(ConvertedModule, nn.Linear):
@@ -67,8 +103,6 @@ class ConvertedLinear(ConvertedModule, nn.Linear):
     shared_input: SharedInput | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            check_unchanged(self)
         weight: Any = self.weight
         shared = self.shared_input
         if shared is None and isinstance(weight, WEIGHTS):
@@ -264,6 +298,5 @@ def _refuse(fqn: str, kind: str, names: str, training: bool) -> None:
 def _rebuild(base: type) -> nn.Module:
     # A converted layer of another process: it may be sharded here.
     torch_fsdp.install()
-    move_whole()
     cls = _class_of(base)
     return cls.__new__(cls)

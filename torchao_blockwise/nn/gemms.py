@@ -100,14 +100,6 @@ def quantize(
     return ops.quantize_by(x, options, spec.groups, tensor_amax=amax, draws=draws, backend=backend)
 
 
-def is_traced(x: torch.Tensor) -> bool:
-    """Whether a compiler or a mode sees the operations of `x`: a GEMM and its weight's cast are then one.
-
-    PyTorch 2.11 may trace backward where nothing is compiling, and tensors are not plain.
-    """
-    return torch.compiler.is_compiling() or type(x) is not torch.Tensor or modes.dispatch_modes() > 0
-
-
 def weight_gemm(
     a: Operand,
     weight: torch.Tensor,
@@ -119,7 +111,7 @@ def weight_gemm(
     """a · wᵀ (+ bias), or with the columnwise copy of the weight a · w, of `out_dtype`."""
     config = spec.config
     backend: Any = config.backend
-    traced = is_traced(a.qdata)
+    traced = modes.is_intercepted(a)
     if isinstance(weight, MasterWeightTensor):
         # Compiled, the weight itself: its values would be a second input of the graph, which sees no change inside.
         hp = weight if torch.compiler.is_compiling() else weight.hp
@@ -139,8 +131,8 @@ def weight_gemm(
             backend,
         )
     quantized: Any = weight
-    if quantized.original is not None and not torch.compiler.is_compiling():
-        quantized.original.free()
+    if quantized.pending_master is not None and not torch.compiler.is_compiling():
+        quantized.pending_master.free()
     # Not `weight.operand()`: compilers take only tensors from a method, and do not always know `fmt`.
     fmt = config.weight_format if torch.compiler.is_compiling() else quantized.fmt
     qdata, scale, global_scale = quantized.operand_tensors()
@@ -174,7 +166,7 @@ def grad_weight(
     backend: Any = spec.config.backend
     main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
     if main_grad is None:
-        multiply = grad_weight_op if is_traced(a.qdata) else _grad_weight
+        multiply = grad_weight_op if modes.is_intercepted(a) else _grad_weight
         return multiply(a, b, groups, tokens, out_dtype, backend)
     if groups is None:
         ops.add_matmul_(main_grad, a, b, backend=backend)

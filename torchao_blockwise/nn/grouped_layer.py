@@ -15,7 +15,7 @@ import torch
 from torchao_blockwise import _compat
 from torchao_blockwise.nn.activations import GroupedInput
 from torchao_blockwise.nn.gemms import GemmSpec
-from torchao_blockwise.nn.layer import cast_for_compute, run_layer
+from torchao_blockwise.nn.layer import Layer, cast_for_compute
 from torchao_blockwise.nn.weights import WEIGHTS, check_square_blocks, config_of, rounding_key_of
 from torchao_blockwise.ops.operands import check_dtype
 from torchao_blockwise.tensors import (
@@ -68,7 +68,8 @@ def _grouped_linear(
         out_dtype = out_dtype or config.out_dtype or x.dtype
         spec = GemmSpec(None, config, x.dtype, out_dtype, transposed=not contracts_columns)
         key = rounding_key_of(stored)
-        return run_layer("grouped_linear", GroupedInput, spec, weight, None, key, (x,), group_ends=group_ends)
+        saves = torch.is_grad_enabled()
+        return Layer.apply("grouped_linear", GroupedInput, spec, weight, None, key, group_ends, None, saves, x)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, contracts_columns: bool) -> None:

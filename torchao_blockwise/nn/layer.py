@@ -7,7 +7,8 @@ backward    quantize grad_output, rowwise and columnwise ▶ the two GEMMs ▶ g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,39 +16,23 @@ import torch
 from torchao_blockwise import _compat, ops
 from torchao_blockwise._compat import modes
 from torchao_blockwise.formats import Copies, Groups, Operand
-from torchao_blockwise.nn.activations import Input, Prepared, as_rows
+from torchao_blockwise.nn.activations import Input, as_rows
 from torchao_blockwise.nn.gemms import GemmSpec, gradients, quantize, weight_comes_first, weight_gemm, with_groups
-from torchao_blockwise.nn.observation import SeesGradient, observe_gemm
+from torchao_blockwise.nn.observation import observe_gemm
 from torchao_blockwise.ops.backend import may_have_kernels
 from torchao_blockwise.tensors import MasterWeightTensor, QuantizedTensor, TrainingConfig, TransposedWeight
 
 
-def run_layer(
-    name: str,
-    kind: type[Input],
-    spec: GemmSpec,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rounding_key: torch.Tensor | None,
-    inputs: Sequence[Any],
-    *,
-    group_ends: torch.Tensor | None = None,
-    copies: Copies | None = None,
-) -> torch.Tensor:
+class Layer(torch.autograd.Function):
     """The output [.., N] of a layer, differentiable in the weight, the bias and the inputs.
 
     name: of the layer, in errors and profiles. kind: how its activation is made of `inputs`, whose last dims are cut
         off for the output's leading ones.
     spec: without groups; they come from `group_ends`. rounding_key: see `ops.draws_for`.
-    copies: of the activation, where another layer made them.
+    copies: of the activation, where another layer made them. saves: whether backward may run; `torch.is_grad_enabled()`
+        of the caller.
     """
-    if torch.is_grad_enabled():
-        return _Layer.apply(name, kind, spec, weight, bias, rounding_key, group_ends, copies, *inputs)
-    out, *_ = profiled(name, _forward, kind, spec, weight, bias, group_ends, copies, inputs, False)
-    return out
 
-
-class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -59,14 +44,28 @@ class _Layer(torch.autograd.Function):
         rounding_key: torch.Tensor | None,
         group_ends: torch.Tensor | None,
         copies: Copies | None,
+        saves: bool,
         *inputs: Any,
     ) -> torch.Tensor:
-        needs_weight, needs_inputs = ctx.needs_input_grad[3], any(ctx.needs_input_grad[8:])
+        x = inputs[0]
+        stored: Any = weight
+        needs_weight = saves and ctx.needs_input_grad[3]
         saves_copy = needs_weight and spec.config.saves_quantized_activations
-        out, stored, spec, prepared, columnwise, seen = profiled(
-            name, _forward, kind, spec, weight, bias, group_ends, copies, inputs, saves_copy
-        )
-        saves_prepared = (needs_weight and not saves_copy) or (needs_inputs and kind.reads_prepared)
+        with profiled(name, "forward"):
+            if group_ends is not None:
+                stored, rounded_to = source_of(weight)
+                groups = groups_of(group_ends, x.shape[0], spec.config)
+                spec = GemmSpec(groups, spec.config, spec.dtype, spec.out_dtype, rounded_to, spec.transposed)
+            prepared = kind.prepare(inputs, spec)
+            if copies is None:
+                copies = kind.quantize(prepared, spec, True, saves_copy)
+            out = weight_gemm(copies.rowwise, stored, spec, spec.transposed, spec.out_dtype, bias)
+            seen = observe_gemm(stored, lambda: kind.values(prepared, spec), spec)
+        if x.dim() != 2:
+            out = as_shape_of(out, x)
+        if not saves:
+            return out
+        saves_prepared = (needs_weight and not saves_copy) or (kind.reads_prepared and any(ctx.needs_input_grad[9:]))
         save_for_backward(
             ctx,
             # Of a cast the values themselves, whose changes autograd counts.
@@ -74,11 +73,11 @@ class _Layer(torch.autograd.Function):
             rounding_key,
             *(spec.groups or (None, None)),
             *(prepared if saves_prepared else ()),
-            *(columnwise[:3] if saves_copy else ()),
+            *(copies.columnwise[:3] if saves_copy else ()),
         )
         ctx.layer, ctx.kind, ctx.seen = name, kind, seen
         ctx.spec = spec if spec.groups is None else with_groups(spec, None)
-        ctx.saves_copy, ctx.x_shape, ctx.x_dtype = saves_copy, inputs[0].shape, inputs[0].dtype
+        ctx.saves_copy, ctx.x_shape, ctx.x_dtype = saves_copy, x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.is_transposed = isinstance(weight, TransposedWeight)
         return out
@@ -87,81 +86,49 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         # A constant grad_output would leave the second gradient out silently, so this does not wait for one.
         refuse_second_order(ctx.layer)
-        grad_weight, grad_bias, grads = profiled(ctx.layer, _backward, ctx, grad_output)
-        return None, None, None, grad_weight, grad_bias, None, None, None, *grads
+        kind: type[Input] = ctx.kind
+        weight, rounding_key, ends, tables, saved = take_saved(ctx, 4)
+        spec = ctx.spec if ends is None else with_groups(ctx.spec, Groups(ends, tables))
+        weight = weight if spec.rounded_to is None else MasterWeightTensor(weight, spec.config)
+        needs_weight, needs_bias, needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[9:]
+        needs_inputs = any(needs)
+        copy = saved[-3:] if ctx.saves_copy else []
+        prepared = saved[:-3] if ctx.saves_copy else saved[:]
+        saved.clear()
 
+        def x_columnwise() -> Operand:
+            if ctx.saves_copy:
+                return operand_of(copy, spec.config)
+            made = kind.quantize(prepared, spec, False, True).columnwise
+            if not (needs_inputs and kind.reads_prepared):
+                prepared.clear()
+            return made
 
-def _forward(
-    kind: type[Input],
-    spec: GemmSpec,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_ends: torch.Tensor | None,
-    copies: Copies | None,
-    inputs: Sequence[Any],
-    columnwise: bool,
-) -> tuple[torch.Tensor, torch.Tensor, GemmSpec, Prepared, Operand | None, SeesGradient | None]:
-    """(output, the weight that is read, its spec, what was prepared, the columnwise copy or None, the observer)."""
-    x = inputs[0]
-    if group_ends is not None:
-        weight, rounded_to = source_of(weight)
-        groups = groups_of(group_ends, x.shape[0], spec.config)
-        spec = GemmSpec(groups, spec.config, spec.dtype, spec.out_dtype, rounded_to, spec.transposed)
-    prepared = kind.prepare(inputs, spec)
-    if copies is None:
-        copies = kind.quantize(prepared, spec, True, columnwise)
-    out = weight_gemm(copies.rowwise, weight, spec, spec.transposed, spec.out_dtype, bias)
-    seen = observe_gemm(weight, lambda: kind.values(prepared, spec), spec)
-    out = out if x.dim() == 2 else as_shape_of(out, x)
-    return out, weight, spec, prepared, copies.columnwise, seen
-
-
-def _backward(
-    ctx: Any, grad_output: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor | None]]:
-    """Gradients of the weight, the bias and the inputs, those that are needed."""
-    kind: type[Input] = ctx.kind
-    weight, rounding_key, ends, tables, saved = take_saved(ctx, 4)
-    spec = ctx.spec if ends is None else with_groups(ctx.spec, Groups(ends, tables))
-    weight = weight if spec.rounded_to is None else MasterWeightTensor(weight, spec.config)
-    dy = as_rows(grad_output)
-    if ctx.seen is not None:
-        ctx.seen(dy)
-    needs_weight, needs_bias, needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[8:]
-    needs_inputs = any(needs)
-    copy = saved[-3:] if ctx.saves_copy else []
-    prepared = saved[:-3] if ctx.saves_copy else saved[:]
-    saved.clear()
-    read_later = needs_inputs and kind.reads_prepared
-
-    def x_columnwise() -> Operand:
-        if ctx.saves_copy:
-            return operand_of(copy, spec.config)
-        made = kind.quantize(prepared, spec, False, True).columnwise
-        if not read_later:
-            prepared.clear()
-        return made
-
-    draws = ops.draws_for(rounding_key, grad_output, spec.places) if needs_inputs or needs_weight else None
-    over = spec.amax_groups.grad_output
-    grad, grad_weight = gradients(
-        [*quantize(dy, spec, rowwise=needs_inputs, columnwise=needs_weight, amax_groups=over, draws=draws)],
-        x_columnwise,
-        dy.shape[0],
-        weight,
-        spec,
-        weight_comes_first(dy, spec) if kind.weight_first is None else kind.weight_first,
-    )
-    grads: list[torch.Tensor | None] = [None] * len(needs)
-    if grad is not None:
-        for i, one in enumerate(kind.backward(grad, prepared, spec, needs)):
-            if one is not None and i < kind.leading:
-                one = one if one.shape == ctx.x_shape else one.view(ctx.x_shape)
-                one = one if one.dtype == ctx.x_dtype else one.to(ctx.x_dtype)
-            grads[i] = one
-    if grad_weight is not None and ctx.is_transposed:
-        grad_weight = grad_weight.transpose(-2, -1)
-    return grad_weight, grad_bias(dy, ctx.bias_dtype) if needs_bias else None, grads
+        with profiled(ctx.layer, "backward"):
+            dy = as_rows(grad_output)
+            if ctx.seen is not None:
+                ctx.seen(dy)
+            draws = ops.draws_for(rounding_key, grad_output, spec.places) if needs_inputs or needs_weight else None
+            over = spec.amax_groups.grad_output
+            grad, grad_weight = gradients(
+                [*quantize(dy, spec, rowwise=needs_inputs, columnwise=needs_weight, amax_groups=over, draws=draws)],
+                x_columnwise,
+                dy.shape[0],
+                weight,
+                spec,
+                weight_comes_first(dy, spec) if kind.weight_first is None else kind.weight_first,
+            )
+            grads: list[torch.Tensor | None] = [None] * len(needs)
+            if grad is not None:
+                for i, one in enumerate(kind.backward(grad, prepared, spec, needs)):
+                    if one is not None and i < kind.leading:
+                        one = one if one.shape == ctx.x_shape else one.view(ctx.x_shape)
+                        one = one if one.dtype == ctx.x_dtype else one.to(ctx.x_dtype)
+                    grads[i] = one
+            if grad_weight is not None and ctx.is_transposed:
+                grad_weight = grad_weight.transpose(-2, -1)
+            bias_grad = grad_bias(dy, ctx.bias_dtype) if needs_bias else None
+        return None, None, None, grad_weight, bias_grad, *[None] * 4, *grads
 
 
 # --- steps that all layers share --------------------------------------------------------------------------------------
@@ -184,12 +151,11 @@ def cast_for_compute(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def profiled(layer: str, work: Callable[..., Any], *args: Any) -> Any:
-    """`work(*args)`, in profiles under a name such as `torchao_blockwise.linear.forward`."""
+def profiled(layer: str, step: str) -> AbstractContextManager[Any]:
+    """A context that profiles show under a name such as `torchao_blockwise.linear.forward`."""
     if torch.compiler.is_compiling() or not modes.is_profiling():
-        return work(*args)
-    with torch.profiler.record_function(f"torchao_blockwise.{layer}.{work.__name__.lstrip('_')}"):
-        return work(*args)
+        return contextlib.nullcontext()
+    return torch.profiler.record_function(f"torchao_blockwise.{layer}.{step}")
 
 
 def save_for_backward(ctx: Any, weights: tuple[Any, ...], *tensors: torch.Tensor | None) -> None:

@@ -11,7 +11,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.formats import Place
 from torchao_blockwise.nn.activations import Input
 from torchao_blockwise.nn.gemms import WHOLE, AmaxGroups, GemmSpec
-from torchao_blockwise.nn.layer import cast_for_compute, run_layer
+from torchao_blockwise.nn.layer import Layer, cast_for_compute
 from torchao_blockwise.nn.sharded_linear import sharded_linear
 from torchao_blockwise.nn.weights import WEIGHTS, check_linear, config_of, rounding_key_of
 from torchao_blockwise.tensors import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor
@@ -55,7 +55,7 @@ def local_linear(
         config = config_of(like)
         spec = GemmSpec(None, config, x.dtype, config.out_dtype or x.dtype, amax_groups=amax_groups, places=places)
         key = rounding_key_of(like) if config.stochastic_rounding else None
-        return run_layer("linear", Input, spec, weight, bias, key, (x,))
+        return Layer.apply("linear", Input, spec, weight, bias, key, None, None, torch.is_grad_enabled(), x)
 
 
 @MasterWeightTensor.implements_torch_function(F.linear)

@@ -17,7 +17,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.nn.activations import NormInput
 from torchao_blockwise.nn.converted import ConvertedLinear
 from torchao_blockwise.nn.gemms import GemmSpec
-from torchao_blockwise.nn.layer import compute_dtype, run_layer
+from torchao_blockwise.nn.layer import Layer, compute_dtype
 from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight
 
 _KINDS = {nn.RMSNorm: "rms", nn.LayerNorm: "layer"}
@@ -94,5 +94,5 @@ class NormLinear(nn.Module):
             check_linear(x, linear.weight, linear.bias)
             config, dtype = config_of(linear.weight), compute_dtype(x)
             spec = GemmSpec(None, config, dtype, config.out_dtype or dtype)
-            inputs = x, norm.weight, norm_bias, _KINDS[type(norm)], eps
-            return run_layer("NormLinear", NormInput, spec, linear.weight, linear.bias, None, inputs)
+            layer = "NormLinear", NormInput, spec, linear.weight, linear.bias, None, None, None
+            return Layer.apply(*layer, torch.is_grad_enabled(), x, norm.weight, norm_bias, _KINDS[type(norm)], eps)

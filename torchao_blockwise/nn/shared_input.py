@@ -19,7 +19,7 @@ from torchao_blockwise import _compat
 from torchao_blockwise.formats import Copies
 from torchao_blockwise.nn.activations import Input, as_rows
 from torchao_blockwise.nn.gemms import GemmSpec, quantize
-from torchao_blockwise.nn.layer import cast_for_compute, profiled, run_layer
+from torchao_blockwise.nn.layer import Layer, cast_for_compute, profiled
 from torchao_blockwise.nn.linear_layer import linear
 from torchao_blockwise.nn.weights import Weight, check_linear, config_of, rounding_key_of
 from torchao_blockwise.tensors import TrainingConfig
@@ -65,7 +65,8 @@ class SharedInput:
             spec, copies = offered.take()
             if offered.left == 0:
                 self.withdraw()
-            return run_layer("linear", Input, spec, weight, bias, rounding_key_of(weight), (x,), copies=copies)
+            key, saves = rounding_key_of(weight), torch.is_grad_enabled()
+            return Layer.apply("linear", Input, spec, weight, bias, key, None, copies, saves, x)
 
     def _offer_of(self, x: torch.Tensor) -> _Offer | None:
         """The offer whose input `x` is, or None."""
@@ -90,9 +91,6 @@ class _Offer:
             x, config = cast_for_compute(self.x.detach()), self.config
             spec = GemmSpec(None, config, x.dtype, config.out_dtype or x.dtype)
             columnwise = self.trained and config.saves_quantized_activations
-            self._taken = spec, profiled("shared_input", quantize_shared, as_rows(x), spec, columnwise)
+            with profiled("shared_input", "quantize"):
+                self._taken = spec, quantize(as_rows(x), spec, rowwise=True, columnwise=columnwise)
         return self._taken
-
-
-def quantize_shared(x: torch.Tensor, spec: GemmSpec, columnwise: bool) -> Copies:
-    return quantize(x, spec, rowwise=True, columnwise=columnwise)

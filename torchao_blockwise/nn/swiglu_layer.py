@@ -19,6 +19,7 @@ from torchao_blockwise.formats import Groups, Operand
 from torchao_blockwise.nn.activations import Input, SwiGLUInput, as_rows
 from torchao_blockwise.nn.gemms import AmaxGroups, GemmSpec, cast_options, gradients, quantize, weight_gemm, with_groups
 from torchao_blockwise.nn.layer import (
+    Layer,
     as_shape_of,
     cast_for_compute,
     grad_bias,
@@ -26,11 +27,10 @@ from torchao_blockwise.nn.layer import (
     operand_of,
     profiled,
     refuse_second_order,
-    run_layer,
     save_for_backward,
     take_saved,
 )
-from torchao_blockwise.nn.observation import SeesGradient, observe_gemm
+from torchao_blockwise.nn.observation import observe_gemm
 from torchao_blockwise.nn.weights import are_plain, check_linear, config_of, is_fp8_weight
 from torchao_blockwise.tensors import TrainingConfig
 
@@ -58,7 +58,8 @@ def swiglu_linear(
         check_linear(gate, weight, bias)
         config = config_of(weight)
         spec = GemmSpec(None, config, gate.dtype, config.out_dtype or gate.dtype)
-        return run_layer("swiglu_linear", SwiGLUInput, spec, weight, bias, None, (gate, up))
+        layer = "swiglu_linear", SwiGLUInput, spec, weight, bias, None, None, None
+        return Layer.apply(*layer, torch.is_grad_enabled(), gate, up)
 
 
 class SwiGLUMLP(nn.Module):
@@ -145,11 +146,8 @@ def run_mlp(
         GemmSpec(None, inner_config, x.dtype, hidden_dtype, amax_groups=inner_over),
         GemmSpec(None, outer_config, hidden_dtype, outer_config.out_dtype or x.dtype, amax_groups=outer_over),
     )
-    if torch.is_grad_enabled():
-        return _MLP.apply(name, specs, x, gate_up, down, bias, group_ends, *rounding_keys)
-    specs = _grouped(specs, group_ends, as_rows(x).shape[0])
-    out, *_ = profiled(name, _forward, specs, (gate_up, down), x, bias, False, False)
-    return out
+    saves = torch.is_grad_enabled()
+    return _MLP.apply(name, specs, x, gate_up, down, bias, group_ends, *rounding_keys, saves)
 
 
 class _MLP(torch.autograd.Function):
@@ -167,24 +165,41 @@ class _MLP(torch.autograd.Function):
         group_ends: torch.Tensor | None,
         inner_key: torch.Tensor | None,
         outer_key: torch.Tensor | None,
+        saves: bool,
     ) -> torch.Tensor:
-        weights = gate_up_weight, down_weight
-        inner, outer = specs = _grouped(specs, group_ends, as_rows(x).shape[0])
+        inner, outer = specs
         _, _, needs_x, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
-        saves_x = needs_gate_up and inner.config.saves_quantized_activations
-        saves_h = needs_down and outer.config.saves_quantized_activations
-        out, gate_up, x_copy, h_copy, seen = profiled(name, _forward, specs, weights, x, bias, saves_x, saves_h)
+        saves_x = saves and needs_gate_up and inner.config.saves_quantized_activations
+        saves_h = saves and needs_down and outer.config.saves_quantized_activations
+        with profiled(name, "forward"):
+            rows = as_rows(x)
+            if group_ends is not None:
+                groups = groups_of(group_ends, rows.shape[0], inner.config, outer.config)
+                inner, outer = with_groups(inner, groups), with_groups(outer, groups)
+            rowwise, x_copy = quantize(rows, inner, rowwise=True, columnwise=saves_x)
+            gate_up = weight_gemm(rowwise, gate_up_weight, inner, False, inner.out_dtype)
+            del rowwise
+            halves = gate_up.chunk(2, 1)
+            rowwise, h_copy = SwiGLUInput.quantize(halves, outer, True, saves_h)
+            out = weight_gemm(rowwise, down_weight, outer, False, outer.out_dtype, bias)
+            ctx.seen = (
+                observe_gemm(gate_up_weight, lambda: rows, inner),
+                observe_gemm(down_weight, lambda: SwiGLUInput.values(halves, outer), outer),
+            )
+        out = out if x.dim() == 2 else as_shape_of(out, x)
+        if not saves:
+            return out
         save_for_backward(
             ctx,
-            weights,
+            (gate_up_weight, down_weight),
             *(inner.groups or (None, None)),
             inner_key,
             outer_key,
             gate_up if needs_x or needs_gate_up or (needs_down and not saves_h) else None,
-            *(x_copy.tensors if saves_x else (as_rows(x) if needs_gate_up else None,)),
+            *(x_copy.tensors if saves_x else (rows if needs_gate_up else None,)),
             *(h_copy.tensors if saves_h else ()),
         )
-        ctx.layer, ctx.specs, ctx.seen = name, (with_groups(inner, None), with_groups(outer, None)), seen
+        ctx.layer, ctx.specs = name, (with_groups(inner, None), with_groups(outer, None))
         ctx.saves_x, ctx.saves_h, ctx.x_shape = saves_x, saves_h, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return out
@@ -192,46 +207,12 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         refuse_second_order(ctx.layer)
-        grad_x, grad_gate_up, grad_down, bias_grad = profiled(ctx.layer, _backward, ctx, grad_output)
-        return None, None, grad_x, grad_gate_up, grad_down, bias_grad, None, None, None
+        with profiled(ctx.layer, "backward"):
+            grads = _mlp_gradients(ctx, grad_output)
+        return None, None, *grads, *[None] * 4
 
 
-def _grouped(
-    specs: tuple[GemmSpec, GemmSpec], group_ends: torch.Tensor | None, tokens: int
-) -> tuple[GemmSpec, GemmSpec]:
-    if group_ends is None:
-        return specs
-    inner, outer = specs
-    groups = groups_of(group_ends, tokens, inner.config, outer.config)
-    return with_groups(inner, groups), with_groups(outer, groups)
-
-
-def _forward(
-    specs: tuple[GemmSpec, GemmSpec],
-    weights: tuple[torch.Tensor, torch.Tensor],
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    saves_x: bool,
-    saves_h: bool,
-) -> tuple[torch.Tensor, torch.Tensor, Operand | None, Operand | None, tuple[SeesGradient | None, ...]]:
-    """(output, (gate | up), the columnwise copies of x and of h or None, the observers of both GEMMs)."""
-    (inner, outer), (gate_up_weight, down_weight) = specs, weights
-    rows = as_rows(x)
-    rowwise, x_copy = quantize(rows, inner, rowwise=True, columnwise=saves_x)
-    gate_up = weight_gemm(rowwise, gate_up_weight, inner, False, inner.out_dtype)
-    del rowwise
-    halves = gate_up.chunk(2, 1)
-    rowwise, h_copy = SwiGLUInput.quantize(halves, outer, True, saves_h)
-    out = weight_gemm(rowwise, down_weight, outer, False, outer.out_dtype, bias)
-    seen = (
-        observe_gemm(gate_up_weight, lambda: rows, inner),
-        observe_gemm(down_weight, lambda: SwiGLUInput.values(halves, outer), outer),
-    )
-    out = out if x.dim() == 2 else as_shape_of(out, x)
-    return out, gate_up, x_copy, h_copy, seen
-
-
-def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _mlp_gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients of x, of gate_up's weight, of down's and of the bias, those that are needed."""
     gate_up_weight, down_weight, ends, tables, inner_key, outer_key, gate_up, saved = take_saved(ctx, 7)
     (inner, outer), dy = ctx.specs, as_rows(grad_output)

@@ -191,13 +191,13 @@ def choose(
     x = args
     while isinstance(x, (tuple, list)) and x:
         x = x[0]
-    if isinstance(x, torch.Tensor) and x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+    if isinstance(x, torch.Tensor) and not may_have_kernels(x.device):
         for row in table:
             if row.on_cpu and (row.why_not is None or row.why_not(*args) is None):
                 return row
-    rows, preferred = ranked(table, args, first)
+    preferred = None if first is None else first(*args)
     passed: list[tuple[Backend, str]] = []
-    for row in rows:
+    for row in ranked(table, preferred):
         reason = None if row.why_not is None else row.why_not(*args)
         if reason is None:
             break
@@ -206,21 +206,25 @@ def choose(
         raise ValueError(f"{op}: no backend can run: " + "; ".join(f"{name}: {why}" for name, why in passed))
     if passed:
         wanted = preferred or (_kernels_on_gpus(*args) if expected is None else expected(*args))
-        unmet = next((why for name, why in passed if name is wanted), None)
-        if unmet is not None and row.backend is not wanted and (op, row.backend, wanted) not in _warned:
-            _warned.add((op, row.backend, wanted))
-            warnings.warn(f"{op}: auto uses {row.backend} instead of {wanted}: {unmet}", stacklevel=2)
+        if wanted is not row.backend:
+            _warn_fallback(op, row.backend, wanted, passed)
     return row
 
 
-def ranked(
-    table: Sequence[Implementation], args: Sequence[Any], first: Choice | None
-) -> tuple[Sequence[Implementation], Backend | None]:
-    """(the rows in the order in which AUTO asks them for these arguments, `first(*args)`)."""
-    preferred = None if first is None else first(*args)
+def ranked(table: Sequence[Implementation], preferred: Backend | None) -> Sequence[Implementation]:
+    """The rows in the order in which AUTO asks them: first those of `preferred`."""
     if preferred is None or table[0].backend is preferred:
-        return table, preferred
-    return sorted(table, key=lambda row: row.backend is not preferred), preferred
+        return table
+    first = [row for row in table if row.backend is preferred]
+    return [*first, *(row for row in table if row.backend is not preferred)]
+
+
+def _warn_fallback(op: str, used: Backend, wanted: Backend | None, passed: Sequence[tuple[Backend, str]]) -> None:
+    """Warn once that an operation runs on `used` instead of on `wanted`, if that is among those that cannot run."""
+    reason = next((why for name, why in passed if name is wanted), None)
+    if reason is not None and (op, used, wanted) not in _warned:
+        _warned.add((op, used, wanted))
+        warnings.warn(f"{op}: auto uses {used} instead of {wanted}: {reason}", stacklevel=3)
 
 
 _warned: set[tuple[str, Backend, Backend | None]] = set()

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 
-_ONE = "one"
 # Builds differ by whether addresses and sizes are multiples of 16.
 _ALIGNMENT_MASK = 15
 
@@ -64,7 +63,8 @@ def launch(kernel: JITFunction[Any], grid: int, *args: TensorArgument | int, **o
     for arg in args:
         x, form = arg if type(arg) is tuple else (arg, None)
         if x is None or type(x) is int:
-            parts.append(_kind_of(x))
+            # Whether it is 1, its lowest bits, and whether it needs more than 32.
+            parts.append(x if x is None or x == 1 else (x >> 31, x & _ALIGNMENT_MASK))
             values.append(x)
         elif not isinstance(x, torch.Tensor) or x.get_device() != device:
             _launch_by_triton(kernel, grid, args, options)
@@ -89,13 +89,6 @@ def launch(kernel: JITFunction[Any], grid: int, *args: TensorArgument | int, **o
 def ceil_div(x: int, length: int) -> int:
     """⌈x / length⌉. On the host `triton.cdiv` takes 1.5 µs: it looks for constexprs first."""
     return -(-x // length)
-
-
-def _kind_of(number: int | None) -> int | str | None:
-    """What Triton specializes a build on."""
-    if number is None or number == 1:
-        return None if number is None else _ONE
-    return number >> 31 << 4 | number & _ALIGNMENT_MASK
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:

@@ -23,6 +23,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from torchao_blockwise import _compat
+from torchao_blockwise._compat import modes
 from torchao_blockwise.formats import FORMATS, BlockFormat, CastOptions, Copies, Groups, Operand, get_format
 from torchao_blockwise.ops.backend import BACKENDS, Backend, Choice, Implementation, choose, get_backend, ranked
 
@@ -152,7 +153,12 @@ class Operation:
         assert start == count, f"{self.name} takes values of {start} arguments, its schema has {count}"
 
     def __call__(self, *values: Any) -> Any:
-        """The operation on whole values; of several tensors a list or tuple."""
+        """The operation on whole values; of several tensors a list or tuple.
+
+        Where nothing observes operations, PyTorch's dispatcher is left out, which takes longer than the rest of a call.
+        """
+        if not modes.is_intercepted(values):
+            return self._run(values)
         parts: list[Any] = []
         for value, (kind, _, _) in zip(values, self._slots, strict=True):
             if kind is None:
@@ -168,20 +174,15 @@ class Operation:
             parts[i] = backend.value if type(backend) is Backend else get_backend(backend).value
         return self.overload(*parts)
 
-    def _apply(self, function: Callable[..., Any] | None, *parts: Any) -> Any:
-        """`function` of the values that have these parts; None: that of the backend which is chosen for them."""
-        flat = list(parts)
-        for i, names, get in self._named:
-            flat[i] = names.get(flat[i]) or get(flat[i])
-        values: list[Any] = []
-        for value, start, stop in self._slots:
-            part = flat[start]
-            # Straight to `tuple`: the class itself would go through Python.
-            values.append(part if value is None or part is None else tuple.__new__(value, flat[start:stop]))
-        backend = values.pop() if self._takes_backend else Backend.AUTO
+    def _run(self, values: Sequence[Any], function: Callable[..., Any] | None = None) -> Any:
+        """What `function`, or the backend that is chosen for these values, returns, as the schema has it."""
+        backend: Any = Backend.AUTO
+        if self._takes_backend:
+            *values, backend = values
         if function is None:
             if self.check is not None:
                 self.check(*values)
+            backend = backend if type(backend) is Backend else get_backend(backend)
             row = choose(self.called, self.table, backend, values, self.first, self.expected)
             function = row.run if callable(row.run) else row.function
         result = function(*values)
@@ -194,6 +195,18 @@ class Operation:
         if type(result) is Operand:
             return result[:2]
         return [x for x in result if x is not None] if self._returns_list else result
+
+    def _apply(self, function: Callable[..., Any] | None, *parts: Any) -> Any:
+        """`_run` of the values that have these parts."""
+        flat = list(parts)
+        for i, names, get in self._named:
+            flat[i] = names.get(flat[i]) or get(flat[i])
+        values: list[Any] = []
+        for value, start, stop in self._slots:
+            part = flat[start]
+            # Straight to `tuple`: the class itself would go through Python.
+            values.append(part if value is None or part is None else tuple.__new__(value, flat[start:stop]))
+        return self._run(values, function)
 
     def _checked_fake(self, *values: Any) -> Any:
         if self.check is not None:
@@ -212,5 +225,5 @@ class Operation:
         return self._apply(self.flops, *parts)
 
     def ranked(self, *values: Any) -> Sequence[Implementation]:
-        """The rows of the table as AUTO asks them for these values."""
-        return ranked(self.table, values, self.first)[0]
+        """The rows of the table in the order in which AUTO asks them for these values."""
+        return ranked(self.table, None if self.first is None else self.first(*values))

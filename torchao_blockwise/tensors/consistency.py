@@ -24,10 +24,11 @@ def check_parts(
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
     shape: Sequence[int],
+    own_columns: int | None = None,
 ) -> None:
     """Raise TypeError or ValueError unless these are parts, in `fmt`, of a tensor of the class `name`.
 
-    shape: [.., N, K] of the tensor that the scales are of; qdata may be some rows of it.
+    shape: [.., N, K] of the tensor that the scales are of; qdata may be some rows of it, or, of `own_columns`, columns.
     Calls nothing on its way, as every view and product pays for it. Symbolic sizes pass: a compiler traces tensors
     that were checked when they were made.
     """
@@ -58,6 +59,7 @@ def check_parts(
     *batch, rows, columns = shape
     block_rows, block_columns = fmt.block
     grid = (*batch, -(-rows // block_rows), -(-columns // block_columns))
+    columns = columns if own_columns is None else own_columns
     if scale.shape != grid or qdata.shape[-1] != -(-columns // fmt.element.per_byte):
         wanted = f"scale {list(grid)} and rows of {fmt.element.packed(columns)} in qdata"
         got = f"{list(scale.shape)} and {list(qdata.shape)}"

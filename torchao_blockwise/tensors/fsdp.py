@@ -1,21 +1,19 @@
 """How FSDP2 gathers a master weight: each rank sends its part quantized, with the scales of the whole weight.
 
-    master shard ──(its amaxes, MAX over ranks, scales: `distributed.sync_weight_scales`)──▶ payload, kept
-    payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
+    master shard ──(its amaxes, MAX over ranks, scales: `distributed.sync_weight_scales`)──▶ QuantizedShard, kept
+    its payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
 
 One input a weight travels, in bytes: FSDP2 keeps only the first one in a group of one rank, refuses several where it
 shards another dim than the first, and wants each in the padded size of the shard where rows split unevenly. Scales do
-not travel: every rank has computed all of them. The master weight holds them and the payload; nothing saves or copies
-them.
+not travel: every rank has computed all of them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from torchao_blockwise.tensors.master_weight import MasterWeightTensor
+    from torchao_blockwise.tensors.quantized_shard import QuantizedShard
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class ShardLayout:
 
     name: of the parameter. shape: of the whole weight [.., N, K]. dtype: what its values are rounded to first.
     dim, rank, ranks: the rank holds [rank · ⌈n / ranks⌉, ...) of dim `dim`.
-    quantized: False where a module other than a linear layer shares the weight and needs its values.
     """
 
     name: str
@@ -51,7 +49,6 @@ class ShardLayout:
     rank: int
     ranks: int
     config: TrainingConfig
-    quantized: bool = True
 
     def __post_init__(self) -> None:
         sizes = (*self.shape, self.dim, self.rank, self.ranks) if isinstance(self.shape, tuple) else ("",)
@@ -108,55 +105,47 @@ class ShardLayout:
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
 
-def layout_of(parameter: torch_fsdp.FsdpParameter, config: TrainingConfig, quantized: bool = True) -> ShardLayout:
-    """The layout of what this rank holds of a parameter."""
-    p = parameter
-    return ShardLayout(p.name, p.shape, p.dtype, p.dim, p.rank, p.ranks, config, quantized)
-
-
-@dataclass(eq=False)
-class WeightShard:
-    """What a rank sends of a weight, and the scales of all of it.
-
-    A master weight has one from each `distributed.sync_weight_scales` (`MasterWeightTensor.shard`), a `QuantizedShard`
-    makes one for each gather.
-    payload: uint8 of layout.payload_shape, from which gathers copy. scale, global_scale: of the whole weight, as
-    quantized tensors store them; gathered weights hold them, so that each sync makes new ones.
-    version: change count of the values that the payload was made of, None where they have none.
-    ready: recorded on the stream that wrote the payload.
-    """
+class Gather(NamedTuple):
+    """What FSDP2 keeps of a weight from before its gather to after it. scale: of the whole, None in high precision."""
 
     layout: ShardLayout
-    payload: torch.Tensor | None = None
     scale: torch.Tensor | None = None
     global_scale: torch.Tensor | None = None
-    version: int | None = None
-    ready: torch.cuda.Event | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a weight has no shard before a sync of its own."""
 
-    def attach(self, master: MasterWeightTensor) -> None:
-        """Be what gathers of `master` send, as long as its values do not change."""
-        self.version = None if master.hp.is_inference() else _compat.version_of(master.hp)
-        master.shard = self
-
-    def is_current(self, master: MasterWeightTensor) -> bool:
-        """Whether `master`, as far as PyTorch counts, still has the values that the payload was made of."""
-        return self.version is None or self.version == _compat.version_of(master.hp)
+def gathered_dtype(master: MasterWeightTensor) -> torch.dtype:
+    """What the values of `master` are rounded to where FSDP2 gathers them; their own dtype where it does not."""
+    shard = master.shard
+    layout = shard if shard is None or isinstance(shard, ShardLayout) else shard.part
+    return master.dtype if layout is None else layout.dtype
 
 
 def is_gathered_quantized(weight: torch.Tensor) -> bool:
-    """Whether the rank keeps a quantized payload of `weight`, or of a DTensor's part, for FSDP2 to gather."""
+    """Whether the rank keeps a quantized shard of `weight`, or of a DTensor's part, for FSDP2 to gather."""
     shard = getattr(_compat.local_of(weight), "shard", None)
-    return shard is not None and shard.payload is not None
+    return shard is not None and not isinstance(shard, ShardLayout)
+
+
+def attach(shard: QuantizedShard, master: MasterWeightTensor) -> None:
+    """Let gathers of `master` send `shard`, as long as its values do not change."""
+    shard.version = None if master.hp.is_inference() else _compat.version_of(master.hp)
+    master.shard = shard
+
+
+def is_current(shard: QuantizedShard, master: MasterWeightTensor) -> bool:
+    """Whether `master`, as far as PyTorch counts, still has the values that `shard` was made of."""
+    return shard.version is None or shard.version == _compat.version_of(master.hp)
 
 
 def carry_shard(master: MasterWeightTensor, copy: MasterWeightTensor) -> None:
     """Let `copy`, `master` on another device, be gathered as it is: FSDP2 copies offloaded shards first."""
     shard = master.shard
-    if shard is not None and copy.dtype == master.dtype and shard.is_current(master):
-        dataclasses.replace(shard).attach(copy)
+    if isinstance(shard, ShardLayout):
+        copy.shard = shard
+    elif shard is not None and copy.dtype == master.dtype and is_current(shard, master):
+        alias: Any = shard.detach()
+        alias.ready = shard.ready
+        attach(alias, copy)
 
 
 def check_installed(module: torch.nn.Module) -> None:
@@ -173,25 +162,21 @@ def pre_all_gather(
     outer_stride: tuple[int, ...],
     module: torch.nn.Module,
     mp_policy: MixedPrecisionPolicy,
-) -> tuple[tuple[torch.Tensor], WeightShard]:
+) -> tuple[tuple[torch.Tensor], Gather]:
     """What this rank sends of `master`, a parameter of `module`, and what turns all ranks' parts into the weight."""
     check_installed(module)
     shard = master.shard
-    if shard is not None and not shard.layout.quantized:
-        return (padded(master.hp.to(shard.layout.dtype), shard.layout.padded_shape),), shard
-    if shard is None or not shard.is_current(master):
-        name = f"a weight of {module}" if shard is None else shard.layout.name
+    if isinstance(shard, ShardLayout):
+        # A module other than a linear layer shares the weight, and needs its values.
+        return (padded(master.hp.to(shard.dtype), shard.padded_shape),), Gather(shard)
+    if shard is None or not is_current(shard, master):
+        name = f"a weight of {module}" if shard is None else shard.part.name
         why = "have no scales of the whole weight yet" if shard is None else "changed after their scales were computed"
         raise RuntimeError(
             f"FSDP2 gathers {name}, whose values {why}, outside of a forward pass of the root; change weights before "
             "forward or after backward, or call torchao_blockwise.distributed.sync_weight_scales(model) on all ranks"
         )
-    assert shard.payload is not None
-    if shard.ready is not None:
-        # Gathers run on a stream of their own.
-        torch.cuda.current_stream(shard.payload.device).wait_event(shard.ready)
-    # The scales of now: a gather may still be under way when the next sync makes others.
-    return (shard.payload,), dataclasses.replace(shard)
+    return shard.sent()
 
 
 @functools.cache
@@ -216,7 +201,7 @@ def padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def post_all_gather(
     master: torch.Tensor,
     all_gather_outputs: tuple[torch.Tensor, ...],
-    metadata: WeightShard,
+    metadata: Gather,
     param_dtype: torch.dtype,
     *,
     out: torch.Tensor | None = None,
@@ -227,7 +212,7 @@ def post_all_gather(
     """
     layout = metadata.layout
     (gathered,) = all_gather_outputs
-    if not layout.quantized:
+    if metadata.scale is None:
         if out is not None:
             return None
         whole = type(master)(_whole(gathered, layout.shape), layout.config)

@@ -1,11 +1,12 @@
-"""What a rank of FSDP2 holds of a Parameter that is quantized itself: its rows' payload, and the scales of all rows.
+"""What a rank of FSDP2 holds of a quantized weight: its part's payload, and the scales of the whole.
 
-    fully_shard: quantized Parameter ─ rows ─▶ QuantizedShard        (values, where it trains: its rows, until taken)
+    fully_shard: quantized Parameter ─ rows ─▶ QuantizedShard     (rows of the values, until an optimizer takes them)
     a change of values: shards of masters ─ cast, amaxes over ranks ─▶ payload of the rows, scales of the whole
     gather: payload ─ all-gather, 1 byte (FP8) or half a byte (NVFP4) an element ─▶ BlockwiseFP8Tensor | NVFP4Tensor
 
 Rows may end anywhere in a block: no payload lies across two ranks, and every rank has every scale. High-precision
-values that are copied in cannot be quantized by a rank alone; they wait for a cast, which all ranks make together.
+values that are copied in cannot be quantized by a rank alone; they wait for a cast, which all ranks make together. A
+master weight has one beside it, which each pass casts anew.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from torchao_blockwise._compat.torch_types import Args, Kwargs, Operation, Types
 from torchao_blockwise.formats import BlockFormat, Operand
 from torchao_blockwise.tensors import fsdp
 from torchao_blockwise.tensors.consistency import check_attributes, check_parts
-from torchao_blockwise.tensors.fsdp import ShardLayout, WeightShard
-from torchao_blockwise.tensors.original import Original
-from torchao_blockwise.tensors.quantized import QuantizedTensor, allow_in_files
+from torchao_blockwise.tensors.fsdp import Gather, ShardLayout
+from torchao_blockwise.tensors.pending_master import PendingMaster
+from torchao_blockwise.tensors.quantized import QuantizedTensor
+from torchao_blockwise.tensors.state_values import same_bits
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,10 +58,12 @@ _COPIES = {aten.clone.default, aten.contiguous.default}
 
 
 class QuantizedShard(QuantizedTensor):
-    """Rows of a quantized weight: qdata of these, scale and global_scale of the whole weight, alike on every rank.
+    """A part of a quantized weight: qdata of its own, scale and global_scale of the whole weight, alike on every rank.
 
-    qdata: [rows, .., K] of the format's storage. scale: grid of part.shape. global_scale: f32, or None.
-    part: which rows of which weight. dtype: that of the Parameter; values are rounded to part.dtype.
+    qdata: of part.local_shape, in the format's storage. scale: grid of part.shape. global_scale: f32, or None.
+    part: which part of which weight; rows, where it is a Parameter. dtype: that of the Parameter; values are rounded to
+        part.dtype.
+    ready: recorded on the stream that wrote the payload. version: change count of the master that it was made of.
     """
 
     tensor_data_names = ["qdata", "scale"]  # noqa: RUF012  # torchao copies it as a list
@@ -67,7 +71,9 @@ class QuantizedShard(QuantizedTensor):
     optional_tensor_data_names = ["global_scale"]  # noqa: RUF012
 
     part: ShardLayout
-    original: Original
+    pending_master: PendingMaster
+    ready: torch.cuda.Event | None = None
+    version: int | None = None
 
     @staticmethod
     def __new__(
@@ -81,7 +87,7 @@ class QuantizedShard(QuantizedTensor):
         _check_parts(cls.__name__, qdata, scale, global_scale, part, dtype)
         x = _compat.make_wrapper(cls, part.local_shape, dtype=dtype, device=qdata.device)
         x.qdata, x.scale, x.global_scale = qdata, scale, global_scale
-        x.part, x.config, x.original = part, part.config, Original()
+        x.part, x.config, x.pending_master = part, part.config, PendingMaster()
         return x
 
     @property
@@ -93,44 +99,23 @@ class QuantizedShard(QuantizedTensor):
         return self.part.config.power_of_2_scales
 
     @property
-    def whole_shape(self) -> torch.Size:
-        return torch.Size(self.part.shape)
+    def awaits_cast(self) -> bool:
+        return self.pending_master.awaits_cast
 
-    @property
-    def values_dtype(self) -> torch.dtype:
-        return self.part.dtype
+    def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The rows' values as they were loaded, where these wait for a cast, else decoded, in `dtype`."""
+        pending = self.pending_master
+        return self.dequantize(dtype) if pending.hp is None or not pending.awaits_cast else pending.hp
 
-    @property
-    def start(self) -> int:
-        """Flat index in the whole weight of the first element."""
-        return self.part.flat_start
-
-    @property
-    def own_bytes(self) -> torch.Tensor:
-        """The payload, flat, for casts to write."""
-        self._check()
-        return self.qdata.view(torch.uint8).view(-1)
-
-    def values(self) -> torch.Tensor:
-        """The rows' values, f32 or as they were loaded: what waits for a cast, or what the payload stands for."""
-        return self.dequantize(torch.float32) if self.original.hp is None else self.original.hp
-
-    def _settle(self) -> None:
-        """A rank alone cannot cast what was written into a state dict: `_refuse_written` says so where it matters."""
-
-    def _refuse_written(self, where: str) -> None:
-        given = self.original.given
-        if given is not None and given.is_written:
-            raise RuntimeError(
-                f"{where}: values were written into what state_dict() gave for a weight {list(self.whole_shape)}, and "
-                "a rank alone cannot quantize them; call model.load_state_dict(state) on all ranks after writing"
-            )
-        self.original.given = None
+    def take_values(self, values: torch.Tensor) -> None:
+        """Hold values, which all ranks cast together where the next pass of their root begins."""
+        pending = self.pending_master
+        pending.note_copy(values, ())
+        pending.awaits_cast = True
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """qdata · scale [· global_scale] of the rows."""
         self._check()
-        self._refuse_written("dequantize")
         block = self.fmt.block[0] if self.dim() == 2 else 1
         border, end = self.part.start % block, self.part.start + self.shape[0]
         # Begun at a block's border, by zeros, so that rows meet their scales.
@@ -142,14 +127,16 @@ class QuantizedShard(QuantizedTensor):
         if global_scale is not None and global_scale.dim():
             global_scale = global_scale[self.part.start : end]
         operand = Operand(framed, scale, global_scale, self.fmt.name)
-        return ops.dequantize(operand, dtype=dtype or self.dtype, columns=self.shape[-1])[border:]
+        values = ops.dequantize(operand, dtype=dtype or self.dtype, columns=self.shape[-1])
+        # A DTensor of what begins inside of its memory cannot be saved asynchronously.
+        return values[border:].clone() if border else values
 
     def with_values(self, values: torch.Tensor) -> QuantizedShard:
         """A shard of the same rows and of other values, which wait for a cast."""
         # accelerate, torchtitan and others shard on the meta device, and load after.
         is_meta = self.device.type == "meta"
         other: Any = torch.empty_like(self, device=values.device) if is_meta else self.detach().clone()
-        other.original.take_over(values.to(other.device))
+        other.take_values(values.to(other.device))
         return other
 
     def _check(self) -> None:
@@ -168,27 +155,33 @@ class QuantizedShard(QuantizedTensor):
         outer_stride: tuple[int, ...],
         module: torch.nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor], WeightShard]:
+    ) -> tuple[tuple[torch.Tensor], Gather]:
         """FSDP2 calls it for what this rank sends: the payload, and the scales beside it, which do not travel."""
         fsdp.check_installed(module)
-        if self.original.awaits_cast:
+        if self.awaits_cast:
             raise RuntimeError(
                 f"FSDP2 gathers a weight of {module}, whose values were loaded or copied in after its last cast; call "
                 "torchao_blockwise.distributed.sync_weight_scales(model) on all ranks after changing weights by hand "
                 "between microbatches of a step, or before gathering by hand"
             )
-        self._refuse_written(f"FSDP2 gathers {module}")
-        return (self._sent(),), WeightShard(self.part, scale=self.scale, global_scale=self.global_scale)
+        return self.sent()
 
     # FSDP2 calls it for the weight that layers use until it is sharded again: a quantized tensor.
     fsdp_post_all_gather = fsdp.post_all_gather
 
-    def _sent(self) -> torch.Tensor:
-        """The payload in bytes, padded to the size of the largest shard; one code a byte where rows split unevenly."""
+    def sent(self) -> tuple[tuple[torch.Tensor], Gather]:
+        """The payload in bytes, padded to the largest shard, and the scales, which do not travel.
+
+        One 4-bit code a byte where rows split unevenly.
+        """
+        if self.ready is not None:
+            # Gathers run on a stream of their own.
+            torch.cuda.current_stream(self.device).wait_event(self.ready)
         payload = self.qdata.view(torch.uint8)
         if not self.part.travels_as_stored:
             payload = self.fmt.element.unpack(payload, self.shape[-1]).contiguous()
-        return fsdp.padded(payload, self.part.payload_shape)
+        payload = fsdp.padded(payload, self.part.payload_shape)
+        return (payload,), Gather(self.part, self.scale, self.global_scale)
 
     @classmethod
     @_compat.never_compiled
@@ -207,9 +200,9 @@ class QuantizedShard(QuantizedTensor):
                 "convert with master_weights=True"
             )
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in _COPIES and args[0].original.awaits_cast:
+        if func in _COPIES and args[0].awaits_cast:
             # A copy's own: an optimizer has the master of the weight that was copied.
-            out.original.take_over(args[0].values())
+            out.take_values(args[0].values())
         return out
 
 
@@ -220,17 +213,22 @@ def _copy_(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> to
     if x.shape != src.shape:
         raise ValueError(f"copy_: the target has shape {list(x.shape)}, the source {list(src.shape)}")
     if not isinstance(src, QuantizedTensor):
-        x.original.take_over(src.to(x.device))
+        pending = x.pending_master
+        if pending.is_owned and src.dtype == x.dtype and same_bits(src, x.dequantize()):
+            # What a state dict has of it: a checkpoint that comes after the optimizer's masters leaves those.
+            pending.hp, pending.awaits_cast = None, True
+        else:
+            x.take_values(src.to(x.device))
         return x
     if not isinstance(src, QuantizedShard) or src.part != x.part:
         raise ValueError(f"copy_: the target holds {x.part}, the source other rows; copy from source.dequantize()")
     pairs = list(zip(x._tensors(), src._tensors()))
-    x.original.note_copy(None, pairs)
+    x.pending_master.note_copy(None, pairs)
     for mine, theirs in pairs:
         mine.copy_(theirs, non_blocking=non_blocking)
-    x.original.awaits_cast = False
-    if src.original.awaits_cast:
-        x.original.take_over(src.values())
+    x.pending_master.awaits_cast = False
+    if src.awaits_cast:
+        x.take_values(src.values())
     return x
 
 
@@ -242,16 +240,15 @@ def _check_parts(
     part: ShardLayout,
     dtype: torch.dtype,
 ) -> None:
-    if not isinstance(part, ShardLayout) or part.dim:
-        raise TypeError(f"{name}: part must be a ShardLayout of rows, got {part!r}; shard with fully_shard")
+    if not isinstance(part, ShardLayout):
+        raise TypeError(f"{name}: part must be a ShardLayout, got {part!r}; shard with fully_shard")
     fmt = part.config.weight_format
     check_attributes(name, fmt, dtype, part.config)
     got = getattr(qdata, "shape", ())
     if got[:-1] != part.local_shape[:-1]:
         wanted = f"{list(part.local_shape)} of {part.name}"
         raise ValueError(f"{name}: qdata must be the rows {wanted}, got {list(got)}; shard anew with fully_shard")
-    check_parts(name, fmt, qdata, scale, global_scale, part.shape)
+    check_parts(name, fmt, qdata, scale, global_scale, part.shape, part.local_shape[-1])
 
 
-allow_in_files(QuantizedShard)
 torch.serialization.add_safe_globals([ShardLayout])

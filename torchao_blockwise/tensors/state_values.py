@@ -1,12 +1,4 @@
-"""What state dicts hold in the place of quantized weights: plain values, and what programs write into them.
-
-    state_dict() ─▶ plain_values(weight), or the optimizer's master     given out, and noted on the weight's Original
-    the next read of the payload ─▶ settle: values that were written there since are cast first
-
-So `dcp.load(model.state_dict())` loads, as it does for plain weights. A fingerprint of the values tells, not version
-counters: collectives, aliases and other processes write without counting. What was given out is held until that read
-and no longer: to write later, take a new state dict.
-"""
+"""The values that state dicts hold in the place of quantized weights: plain, and they quantize to the same again."""
 
 from __future__ import annotations
 
@@ -15,33 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchao_blockwise import _compat, ops
+from torchao_blockwise import ops
 from torchao_blockwise.formats import BlockFormat
 
 if TYPE_CHECKING:
     from torchao_blockwise.tensors.quantized import QuantizedTensor
-
-
-class GivenOut:
-    """What a state dict holds in the place of a weight. is_master: they are the memory of an optimizer's master."""
-
-    def __init__(self, values: torch.Tensor, is_master: bool):
-        self.values = values
-        self.is_master = is_master
-        self._fingerprint = _fingerprint(values)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the values changed since; waits for the device."""
-        return not torch.equal(self._fingerprint, _fingerprint(self.values))
-
-
-def _fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """An integer of all bits and where they lie; that of values with one changed element is always another."""
-    bits = values.detach().view(_integer(values)).int()
-    odd = 2 * torch.arange(bits.shape[-1], dtype=torch.int32, device=bits.device) + 1
-    rows = (bits * odd).sum(-1, dtype=torch.int64).flatten()
-    return (rows * (2 * torch.arange(len(rows), device=rows.device) + 1)).sum()
 
 
 def _integer(values: torch.Tensor) -> torch.dtype:
@@ -83,27 +53,6 @@ def over_blocks(grid: torch.Tensor, shape: torch.Size, fmt: BlockFormat) -> torc
     """A value of each block, repeated over its elements: `shape` [.., N, K]."""
     rows, columns = fmt.block
     return grid.repeat_interleave(rows, -2)[..., : shape[-2], :].repeat_interleave(columns, -1)[..., : shape[-1]]
-
-
-@torch.no_grad()
-def settle(x: QuantizedTensor, given: GivenOut) -> None:
-    """Cast what was written into what a state dict gave out, if anything was.
-
-    Raises RuntimeError in a backward pass, whose forward pass had other values.
-    """
-    if not given.is_written:
-        return
-    if _compat.in_backward():
-        raise RuntimeError(
-            f"backward: values were written into what state_dict() gave for a weight {list(x.shape)} after the forward "
-            "pass that used it; write them before forward or after backward"
-        )
-    assert x.original is not None, "it has what was given"
-    written = x._requantize(given.values.detach().to(x.device, x.dtype))
-    if not given.is_master:
-        x.original.note_copy(given.values, ())
-    for mine, theirs in zip(x._tensors(), written._tensors()):
-        mine.copy_(theirs)
 
 
 def same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:

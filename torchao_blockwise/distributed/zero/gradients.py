@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.agreement import check_same_once
-from torchao_blockwise.distributed.collective_watchdog import naming_absent
+from torchao_blockwise.distributed.rank_consistency import check_same_once, naming_absent
 from torchao_blockwise.distributed.zero.weights import Pieces, PrimaryWeight
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat
-from torchao_blockwise.distributed.agreement import check_same
+from torchao_blockwise.distributed.rank_consistency import check_same
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 
 # Keys of a group that are no options.
@@ -21,18 +21,13 @@ def quantized_of(p: torch.Tensor) -> QuantizedTensor | None:
     return local if isinstance(local := _compat.local_of(p), QuantizedTensor) else None
 
 
-def as_groups(params: Iterable[Any], what: str) -> list[dict[str, Any]]:
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """New groups with lists of parameters, without the quantized ones that are frozen.
 
-    params: parameters, (name, parameter), or groups of either. what: who asks, for messages.
-    Raises TypeError for a lone tensor, ValueError for nothing.
+    params: parameters, (name, parameter), or groups of either.
     """
-    if isinstance(params, torch.Tensor):
-        raise TypeError(f"{what}: params must be parameters or groups in a list, got a tensor; put it in a list")
     params = list(params)
-    if not params:
-        raise ValueError(f"{what}: there are no parameters; pass the model that will train")
-    groups = [dict(group) for group in params] if isinstance(params[0], dict) else [{"params": params}]
+    groups = [dict(group) for group in params] if params and isinstance(params[0], dict) else [{"params": params}]
     for group in groups:
         items = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         named = [item if isinstance(item, tuple) else (None, item) for item in items]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._weights: list[PrimaryWeight] = []
         self._of: dict[torch.Tensor, PrimaryWeight] = {}
-        groups = as_groups(model.parameters() if params is None else params, _NAME)
+        groups = as_groups(model.parameters() if params is None else params)
         what = f"{optimizer_class.__name__}, shard {shard}, {described_options(optimizer_kwargs)}"
         check_parameters(_NAME, groups, self._names, self._group, what)
         self._add_masters(groups)
@@ -108,7 +108,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             # Called by the base class for the groups of the constructor, which have their masters.
             super().add_param_group(param_group)
             return
-        groups = as_groups([param_group], _NAME)
+        groups = as_groups([param_group])
         check_parameters(_NAME, groups, self._names, self._group, "add_param_group")
         super().add_param_group(groups[0])
         added = self._add_masters(groups)
@@ -202,7 +202,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def model_state_dict(self) -> dict[str, Any]:
         """The model's state dict with masters in the place of quantized weights: plain, under the original names.
 
-        An unconverted model loads it. A collective under "zero1"; else `model.state_dict()` gives the same.
+        An unconverted model loads it. A collective under "zero1".
         """
         state = self._model.state_dict()
         wholes: dict[torch.Tensor, torch.Tensor] = {}
@@ -227,24 +227,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._pass_options(self.inner.param_groups, self.param_groups)
         self._share_states()
         for weight, values in masters:
-            weight.original.take(self._saved_master)
+            weight.pending.take(self._whole_master)
             weight.master.copy_(values)
         self._adopt_all()
         self._write()
-
-    def bytes_at_rest(self) -> dict[str, float]:
-        """Bytes that this rank holds an element of the weights with masters: "weight", "master", "states", "total"."""
-        states = [x for w in self._weights for x in self.inner.state.get(w.master, {}).values()]
-        held = {
-            "weight": sum(w.quantized.nbytes for w in self._weights),
-            "master": sum(w.flat_master.nbytes for w in self._weights),
-            "states": sum(_compat.local_of(x).nbytes for x in states if isinstance(x, torch.Tensor)),
-        }
-        elements = max(sum(w.weight.numel() for w in self._weights), 1)
-        return {key: count / elements for key, count in (*held.items(), ("total", sum(held.values())))}
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(f"{_NAME}: it belongs to its model and cannot be copied or pickled; save state_dict()")
 
     # --- masters ------------------------------------------------------------------------------------------------------
 
@@ -258,7 +244,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         quantized_only = []
         for weight, edges in zip(weights, flat_edges([w.numel() for w in weights], ranks)):
             added = PrimaryWeight(self._name(weight), weight, edges, rank)
-            values = added.original.take(self._saved_master)
+            values = added.pending.take(self._whole_master)
             if values is None:
                 quantized_only.append(added.name)
                 values = added.quantized.dequantize(torch.float32)
@@ -291,22 +277,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _adopt(self, weight: PrimaryWeight) -> None:
         """Make values that were copied into the weight its master's."""
-        original = weight.original
-        if original.changed:
-            values = original.take(self._saved_master)
+        if weight.pending.changed:
+            values = weight.pending.take(self._whole_master)
             values = weight.quantized.dequantize(torch.float32) if values is None else values
             _compat.local_of(weight.master).copy_(weight.part(values))
 
-    def _saved_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """What a state dict of the model holds in the place of a quantized weight."""
+    def _whole_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The master of a quantized weight, where this process has all of it."""
         return self.master(parameter) if parameter in self._of and not self._splits else None
 
     def _write(self) -> None:
-        for weight in self._weights:
-            given = weight.original.given
-            if given is not None and given.is_master:
-                # About to be cast, whatever was written there.
-                weight.original.given = None
         write_weights(self._weights, self._group if self._splits else None)
 
     def _write_first(self, weights: Sequence[PrimaryWeight]) -> None:

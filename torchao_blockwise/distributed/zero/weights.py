@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from torchao_blockwise import _compat, ops
-from torchao_blockwise.distributed.collective_watchdog import naming_absent
-from torchao_blockwise.distributed.fsdp.quantized import cast_shards
+from torchao_blockwise.distributed.cast import shard_part
+from torchao_blockwise.distributed.fsdp import cast_shards
 from torchao_blockwise.distributed.master_weights import write_masters
+from torchao_blockwise.distributed.rank_consistency import naming_absent
 from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
-from torchao_blockwise.tensors.original import Original
+from torchao_blockwise.tensors.pending_master import PendingMaster
 from torchao_blockwise.tensors.quantized import parts_of
 
 # What errors of the cast name.
@@ -54,15 +55,11 @@ class PrimaryWeight:
         return quantized if isinstance(quantized := self.quantized, QuantizedShard) else None
 
     @property
-    def original(self) -> Original:
-        """What waits to become the master's."""
-        if self.quantized.original is None:
-            self.quantized.original = Original()
-        original = self.quantized.original
-        if original.given is not None and not original.given.is_master:
-            # Values written into a state dict become the weight's now.
-            self.quantized._settle()
-        return original
+    def pending(self) -> PendingMaster:
+        """The values that are yet to become the master's."""
+        if self.quantized.pending_master is None:
+            self.quantized.pending_master = PendingMaster()
+        return self.quantized.pending_master
 
     @property
     def flat_master(self) -> torch.Tensor:
@@ -104,7 +101,8 @@ def write_weights(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup | N
     group: ranks that split the masters, or None. One all-reduce of amaxes and one all-gather of payload a device; of
         weights that FSDP2 shards, one all-reduce a shard group.
     """
-    cast_shards([(w.weight, w.flat_master) for w in weights if w.shard is not None])
+    shards = [(w, w.shard, _compat.local_of(w.master.detach())) for w in weights]
+    cast_shards([(_shard_group(w.weight), x, shard_part(x, values)) for w, x, values in shards if x is not None])
     weights = [w for w in weights if w.shard is None]
     for device in dict.fromkeys(w.weight.device for w in weights):
         here = [w for w in weights if w.weight.device == device]
@@ -118,6 +116,12 @@ def write_weights(weights: Sequence[PrimaryWeight], group: dist.ProcessGroup | N
         sent = torch.zeros(pieces.chunk, dtype=torch.uint8, device=device)
         write_masters(_CAST, quantized, masters, starts, group, pieces.of(sent, here[0].rank))
         _merge(here, pieces, _gathered(sent, group, f"gather {len(here)} quantized weights"))
+
+
+def _shard_group(weight: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks over which FSDP2 has split a weight; None where each has all of it."""
+    dims = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]  # type: ignore[attr-defined]
+    return weight.device_mesh.get_group(dims[-1]) if dims else None  # type: ignore[attr-defined]
 
 
 class Pieces:

@@ -8,7 +8,6 @@ import torch
 
 from torchao_blockwise.formats import FP8_1X128, HIGH_PRECISION_DTYPES, CastOptions, Copies
 from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders
-from torchao_blockwise.ops.casting import quantize_by
 from torchao_blockwise.ops.fused.norm import reference
 from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.operands import (
@@ -19,7 +18,8 @@ from torchao_blockwise.ops.operands import (
     why_no_tiles,
     without_grad,
 )
-from torchao_blockwise.ops.quantization import reference as quantize_reference
+from torchao_blockwise.ops.quantization import quantize_by
+from torchao_blockwise.ops.quantization.reference import quantize as quantize_by_reference
 from torchao_blockwise.ops.registry import OPTIONS, Operation
 
 _KINDS = ("rms", "layer")
@@ -165,7 +165,7 @@ norm_quantize_op = Operation(
         kernels(Backend.GLUON, f"{_GLUON}:norm_quantize", _why_no_tiles),
         kernels(Backend.TRITON, f"{_TRITON}:norm_quantize", why_no_encoders),
         Implementation(
-            Backend.REFERENCE, lambda norm, options: quantize_reference.copies(reference.normalize(norm), options)
+            Backend.REFERENCE, lambda norm, options: quantize_by_reference(reference.normalize(norm), None, options)
         ),
     ],
     fake=lambda norm, options: new_copies(norm.x, norm.x.shape, options),

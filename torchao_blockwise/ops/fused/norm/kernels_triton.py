@@ -14,7 +14,7 @@ import triton.language as tl
 
 from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies
 from torchao_blockwise.ops.device.elements import from_f32, to_f32
-from torchao_blockwise.ops.device.tiles import load_tile, options_of, store_plain, store_rowwise
+from torchao_blockwise.ops.device.tiles import load_tile, options_of, store_rowwise, store_tile
 from torchao_blockwise.ops.fused.norm.values import Norm
 from torchao_blockwise.ops.launch import ceil_div, launch
 from torchao_blockwise.ops.operands import new_copies, pointers
@@ -140,7 +140,7 @@ def _norm_quantize_kernel(
     if ROWWISE:
         store_rowwise(to_f32(y), q_ptr, s_ptr, tile_k, offs_m, offs_k, M, K, ELEMENT_MAX, MIN_AMAX, POWER_OF_2)
     else:
-        store_plain(y_ptr, y, offs_m, offs_k, M, K)
+        store_tile(y_ptr, y, offs_m, offs_k, M, K)
 
 
 def _launch(norm: Norm, outputs: tuple, options: CastOptions | None) -> None:

@@ -6,10 +6,8 @@ import torch
 
 from torchao_blockwise.formats import FP8_1X128, CastOptions, Copies, Draws, Groups
 from torchao_blockwise.ops.backend import Backend, Implementation, kernels, why_no_encoders
-from torchao_blockwise.ops.casting import quantize_by
 from torchao_blockwise.ops.fused.swiglu import reference
 from torchao_blockwise.ops.groups.ends import as_groups, check_row_blocks
-from torchao_blockwise.ops.groups.quantization import reference as grouped_reference
 from torchao_blockwise.ops.groups.tables.layout import check_groups
 from torchao_blockwise.ops.operands import (
     check_dtype,
@@ -19,7 +17,8 @@ from torchao_blockwise.ops.operands import (
     why_no_tiles,
     without_grad,
 )
-from torchao_blockwise.ops.quantization import reference as quantize_reference
+from torchao_blockwise.ops.quantization import quantize_by
+from torchao_blockwise.ops.quantization.reference import quantize as quantize_by_reference
 from torchao_blockwise.ops.registry import OPTIONS, Operation, groups
 
 # Bytes of payload that a store of a kernel writes.
@@ -51,7 +50,7 @@ def swiglu_quantize(
     """`quantize(swiglu(gate, up), ..)` in one pass: h = silu(gate) · up never goes to memory.
 
     gate, up: as in `swiglu`. options: what is given of h, as `quantize` would.
-    groups: of tokens in groups; then it is `grouped_quantize(swiglu(gate, up), groups, ..)`, padded as that is.
+    groups: of tokens in groups; then it is `quantize(swiglu(gate, up), groups=groups, ..)`, padded as that is.
     The same bits as the two operations one after the other. NVFP4 and 128×128 blocks do run as the two: a tensor scale
     needs all of h before any block of it can be quantized. Not differentiable.
 
@@ -130,12 +129,6 @@ def _check(op: str, **tensors: torch.Tensor) -> None:
 # --- who computes it --------------------------------------------------------------------------------------------------
 
 
-def _by_reference(y: torch.Tensor, options: CastOptions, groups: Groups | None) -> Copies:
-    if groups is None:
-        return quantize_reference.copies(y, options)
-    return grouped_reference.quantize(y, groups.ends, options, None)
-
-
 _TRITON, _GLUON = (f"{__name__}.kernels_{name}" for name in ("triton", "gluon"))
 
 
@@ -157,7 +150,7 @@ swiglu_quantize_op = Operation(
         kernels(Backend.TRITON, f"{_TRITON}:swiglu_quantize", why_no_encoders),
         Implementation(
             Backend.REFERENCE,
-            lambda gate, up, options, groups: _by_reference(reference.swiglu(gate, up), options, groups),
+            lambda gate, up, options, groups: quantize_by_reference(reference.swiglu(gate, up), None, options, groups),
         ),
     ],
     fake=lambda gate, up, options, groups: new_copies(gate, gate.shape, options, groups),
@@ -190,8 +183,8 @@ swiglu_backward_quantize_op = Operation(
         kernels(Backend.TRITON, f"{_TRITON}:swiglu_backward_quantize", why_no_encoders),
         Implementation(
             Backend.REFERENCE,
-            lambda dh, gate, up, options, groups: _by_reference(
-                torch.cat(reference.swiglu_backward(dh, gate, up), 1), options, groups
+            lambda dh, gate, up, options, groups: quantize_by_reference(
+                torch.cat(reference.swiglu_backward(dh, gate, up), 1), None, options, groups
             ),
         ),
     ],

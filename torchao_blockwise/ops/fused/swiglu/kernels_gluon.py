@@ -25,7 +25,7 @@ from torchao_blockwise.ops.device.gluon_tiles import (
     new_tile,
     store_copies,
 )
-from torchao_blockwise.ops.device.group_blocks import locate_rows
+from torchao_blockwise.ops.device.groups import locate_rows
 from torchao_blockwise.ops.fused.swiglu.activation import swiglu, swiglu_gradients
 
 # (parts of a tile, warps) of a program, of SwiGLU and of its gradients; measured on an H200.

@@ -19,7 +19,7 @@ many entries follow. There a group's first tile begins up to 3 tokens before the
 tokens' scales, f32, from multiples of 16 bytes on only (others are an illegal instruction on an H200). The tokens of no
 group are one group behind the last, -1.
 
-Blocks (ops/device/group_blocks.py) lead what quantizes: each group starts one.
+Blocks (ops/device/groups.py) lead what quantizes: each group starts one.
 
 Without tables, each producer and consumer of a product would read all ends and sum them up for each tile. All depend on
 the ends and on the number of tokens alone, so layers make them once, and save them for backward. They are no cache,
@@ -46,7 +46,7 @@ def make_groups(
 
     Each of these operations makes what it needs of them itself, in a launch of its own, where it is given the ends
     alone.
-    ends: int32 [E], cumulative, on the tokens' device, as in `grouped_quantize`.
+    ends: int32 [E], cumulative, on the tokens' device, as in `quantize`.
     fmt: what the tokens are quantized to, of one-row blocks, fp8_1x128 | nvfp4_1x16.
     Tables are int32 [entries, 4] on that device, for kernels alone to read; how many entries there are depends on
     `tokens` and E. They belong to these values of the ends: make them anew where those change.

@@ -1,0 +1,289 @@
+"""FSDP2 gathers weights quantized: their shards are cast where a pass of their root begins.
+
+    master weight       ─ in each pass ──────────────────▶ the QuantizedShard beside it ─┐
+    quantized Parameter ─ where values were loaded since ▶ its own QuantizedShard ───────┴─▶ gathers (tensors/fsdp.py)
+
+When? A rank cannot see that another's values changed, and a collective that only some ranks enter hangs them all. So no
+rank decides by what it sees: shards are cast where each forward pass of a root begins, and where `unshard()` is called
+by hand. It is left out in backward, and inside `weights_unchanged` after the first time, which the program, the same on
+all ranks, says. What an earlier pass left gathered is let go of, and gathered again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchao_blockwise import _compat
+from torchao_blockwise._compat import torch_fsdp
+from torchao_blockwise._compat.torch_fsdp import FsdpParameter
+from torchao_blockwise.distributed.cast import Part, cast_parts, shard_part
+from torchao_blockwise.distributed.rank_consistency import check_same
+from torchao_blockwise.tensors import MasterWeightTensor, QuantizedShard, QuantizedTensor
+from torchao_blockwise.tensors.config import TrainingConfig
+from torchao_blockwise.tensors.fsdp import ShardLayout, attach, is_current
+from torchao_blockwise.tensors.rounding import carry_key
+from torchao_blockwise.tensors.unchanged import Scope, scopes_of
+
+_KINDS = (MasterWeightTensor, QuantizedShard)
+_SUBJECT = "sync_weight_scales"
+_NOTE = "root"
+
+
+def sync_weight_scales(model: nn.Module) -> None:
+    """Make the scales and the payload of all sharded weights of `model` match their values; a collective.
+
+    One MAX all-reduce of int32 amaxes, 4 bytes a block, for all weights of a shard group together. It runs by itself
+    where a forward pass or `unshard()` begins; call it, on all ranks, where values were changed by hand between the
+    forward pass and the gathers of its backward pass, and once where no model was converted in this process: weights
+    made by hand. A model without FSDP2 has nothing to do.
+    Raises ValueError if ranks differ in their weights, configs or dtypes, RuntimeError if a rank does not come, naming
+    the rank and the weight.
+    """
+    torch_fsdp.install()
+    found = dict.fromkeys(map(torch_fsdp.state_of, model.modules()))
+    states = [state for state in found if state is not None]
+    # Before the first forward pass no state knows its root: those go together.
+    fresh = tuple(state for state in states if torch_fsdp.scope_of(state) is None)
+    scopes = [torch_fsdp.scope_of(state) or (fresh[0], fresh) for state in states]
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for owner, below in dict.fromkeys(scopes):
+        _root_of(owner, below, names).sync()
+
+
+def _before_gathers(state: torch_fsdp.State) -> None:
+    if not _compat.in_backward():
+        _root_of(*(torch_fsdp.scope_of(state) or (state, (state,)))).begin_pass()
+
+
+class _Root:
+    """All quantized weights that FSDP2 shards below one root.
+
+    masters: and what gathers of them send: a shard, or, in high precision, the layout of that.
+    scopes: those of `weights_unchanged` that were open at the last sync.
+    """
+
+    def __init__(self, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str]):
+        self.states = states
+        self.scopes: list[Scope] = []
+        self.parameters = [p for p in torch_fsdp.parameters_of(states, names) if isinstance(p.local, _KINDS)]
+        self._kinds = list(map(_kind_of, self.parameters))
+        self.masters = [(p, _shard_of_master(p)) for p in self.parameters if isinstance(p.local, MasterWeightTensor)]
+        _reshard_wholly(states)
+        _check_same(self.parameters, [_described(p) for p in self.parameters])
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether the parameters still are what the shards were laid out for."""
+        return list(map(_kind_of, self.parameters)) == self._kinds
+
+    def begin_pass(self) -> None:
+        """Cast the shards and let go of what is gathered, unless the program says that weights do not change."""
+        if any(scope in self.scopes for scope in self._open_scopes()):
+            for p, shard in self.masters:
+                if isinstance(shard, QuantizedShard) and not is_current(shard, _master(p)):
+                    raise RuntimeError(
+                        f"weights_unchanged: {p.name} was changed inside the scope, which keeps quantized shards of "
+                        "the old values; leave the scope before optimizer steps, loads and edits"
+                    )
+            return
+        self.sync()
+        torch_fsdp.release_held_gathers(self.states, _KINDS)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        self.scopes = self._open_scopes()
+        parts = [(p, s, _part_of_master(p, s)) for p, s in self.masters if isinstance(s, QuantizedShard)]
+        loaded = [p for p in self.parameters if isinstance(p.local, QuantizedShard) and p.local.awaits_cast]
+        # By position: values that a rank alone has changed would be cast into another rank's weights.
+        _check_same(loaded, [f"values for {p.name}" for p in loaded])
+        parts += [(p, _shard(p), _part_of_loaded(p)) for p in loaded]
+        cast_shards([(p.group, shard, part) for p, shard, part in parts])
+        for p, shard in self.masters:
+            if isinstance(shard, QuantizedShard):
+                attach(shard, _master(p))
+            else:
+                _master(p).shard = shard
+
+    def _open_scopes(self) -> list[Scope]:
+        return scopes_of(torch_fsdp.modules_of(self.states[0])[0])
+
+
+def _root_of(
+    owner: object, states: tuple[torch_fsdp.State, ...], names: Mapping[torch.Tensor, str] | None = None
+) -> _Root:
+    """The root of `states`, made once and kept with `owner`, which lives as long as they do."""
+    notes = torch_fsdp.notes_of(owner)
+    root = notes.get(_NOTE)
+    if root is None or not root.is_laid_out or root.states != states:
+        for state in states:
+            # What was made before FSDP2 knew the root.
+            torch_fsdp.notes_of(state).pop(_NOTE, None)
+        # Outside of inference mode: what is made here is changed again in training.
+        with torch.inference_mode(False):
+            root = notes[_NOTE] = _Root(states, names or {})
+    return root
+
+
+@torch.no_grad()
+def cast_shards(shards: Sequence[tuple[dist.ProcessGroup | None, QuantizedShard, Part]]) -> None:
+    """Quantize what ranks hold of weights, bit for bit as the whole is quantized; one all-reduce a group of ranks."""
+    by_group: dict[tuple[dist.ProcessGroup | None, torch.device], list[tuple[QuantizedShard, Part]]] = {}
+    for group, shard, part in shards:
+        by_group.setdefault((group, shard.device), []).append((shard, part))
+    for (group, device), members in by_group.items():
+        what = f"reduce the amaxes of {len(members)} weights, {members[0][0].part.name} the first,"
+        cast_parts([part for _, part in members], group, _SUBJECT, what)
+        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        for shard, _ in members:
+            shard.ready = ready
+            shard.pending_master.cast_is_done()
+
+
+# --- master weights ---------------------------------------------------------------------------------------------------
+
+
+def _master(p: FsdpParameter) -> MasterWeightTensor:
+    return p.local  # type: ignore[return-value]
+
+
+def _shard_of_master(p: FsdpParameter) -> QuantizedShard | ShardLayout:
+    master = _master(p)
+    layout = _layout_of(p, master.config)
+    if len(p.modules) > 1 and not all(isinstance(module, nn.Linear) for module in p.modules):
+        # One that is no linear layer, as an embedding, needs the values.
+        return layout
+    fmt = master.config.weight_format
+    # Zeros, because 4-bit rows of odd length end within a byte.
+    qdata = torch.zeros(fmt.qdata_shape(*layout.local_shape), dtype=torch.uint8, device=p.device)
+    scale = torch.empty(fmt.scale_shape(*layout.shape), dtype=fmt.scale_dtype, device=p.device)
+    matrices = layout.shape[:-2] if master.config.scale_per_expert else ()
+    global_scale = torch.empty(matrices, device=p.device, dtype=torch.float32) if fmt.has_global_scale else None
+    return QuantizedShard(qdata.view(fmt.element.storage_dtype), scale, layout, master.dtype, global_scale)
+
+
+def _part_of_master(p: FsdpParameter, shard: QuantizedShard) -> Part:
+    """What a cast reads and writes, with new scales: gathered weights hold the old ones."""
+    split_groups: tuple[dist.ProcessGroup, ...] = ()
+    if shard.global_scale is not None:
+        shard.global_scale = torch.empty_like(shard.global_scale)
+        split_groups = p.split_groups if shard.global_scale.dim() == 0 else _groups_of_matrices(p)
+    blocks = shard.scale.numel()
+    scale = torch.empty(blocks + bool(split_groups), dtype=shard.scale.dtype, device=shard.device)
+    shard.scale = scale[:blocks].view(shard.scale.shape)
+    return shard_part(shard, _master(p).hp)._replace(scale=scale, split_groups=split_groups)
+
+
+def _groups_of_matrices(p: FsdpParameter) -> tuple[dist.ProcessGroup, ...]:
+    """Over which each expert, which has a tensor scale of its own, is split: none, as ranks hold whole ones."""
+    if any(dim >= len(p.shape) - 2 for dim in p.split_dims):
+        raise ValueError(
+            f"fully_shard: {p.name} {list(p.shape)} is split in dim {max(p.split_dims)} by tensor parallelism, and "
+            "each of its experts has a tensor scale of its own; spread whole experts over ranks (ExpertParallel), "
+            "or take scale_per_expert=False"
+        )
+    return ()
+
+
+def _reshard_wholly(states: tuple[torch_fsdp.State, ...]) -> None:
+    """FSDP2 refuses to gather what has hooks of its own, as ours have, from shards among fewer ranks."""
+    partial = torch_fsdp.partial_reshards(states)
+    modules: list[Any] = [module for module, shards in partial if any(isinstance(x, _KINDS) for x in shards)]
+    for module in modules:
+        module.set_reshard_after_forward(True, recurse=False)
+    if modules:
+        warnings.warn(
+            "reshard_after_forward as a number of ranks: FSDP2 cannot gather weights quantized from such shards; "
+            f"{len(modules)} modules reshard to all ranks, as with reshard_after_forward=True",
+            stacklevel=2,
+        )
+
+
+# --- quantized Parameters ---------------------------------------------------------------------------------------------
+
+
+def _shard(p: FsdpParameter) -> QuantizedShard:
+    return p.local  # type: ignore[return-value]
+
+
+def _part_of_loaded(p: FsdpParameter) -> Part:
+    shard = _shard(p)
+    # Without values it was given those that it stands for, as a state dict has them: its master's, then.
+    master = None if shard.pending_master.hp is not None else shard.pending_master.master(p.parameter)
+    values = shard.values() if master is None else _compat.local_of(master)
+    return shard_part(shard, values.to(shard.device))
+
+
+def split_rows(weight: QuantizedTensor, parameter: FsdpParameter) -> QuantizedShard:
+    """What the rank holds of `weight`; memory of its own, so that the whole is freed.
+
+    Raises ValueError for another dim than rows, for offloading, or where an optimizer has the weight's master.
+    """
+    refusal = _why_not_sharded(weight, parameter)
+    if refusal is not None:
+        raise ValueError(f"fully_shard: {parameter.name} {list(weight.shape)} is quantized itself, and {refusal}")
+    assert weight.config is not None
+    layout = _layout_of(parameter, weight.config)
+    rows = slice(layout.start, layout.start + layout.local_shape[0])
+    global_scale = None if weight.global_scale is None else weight.global_scale.clone()
+    shard = QuantizedShard(weight.qdata[rows].clone(), weight.scale.clone(), layout, weight.dtype, global_scale)
+    carry_key(weight, shard)
+    values = None if weight.pending_master is None else weight.pending_master.hp
+    if values is not None:
+        # Scales are of this rank's values; of all ranks' parts they are with the first cast.
+        shard.take_values(values.detach()[rows])
+    return shard
+
+
+def _why_not_sharded(weight: QuantizedTensor, parameter: FsdpParameter) -> str | None:
+    """Why a weight cannot be sharded so, with the remedy, or None."""
+    if parameter.dim:
+        return f"Shard({parameter.dim}) would cut its rows; shard dim 0, or convert with master_weights=True"
+    if parameter.offloaded:
+        return "is cast on its device; leave CPUOffloadPolicy out, or convert with master_weights=True"
+    if weight.config is None or weight.fmt is not weight.config.weight_format:
+        return "has no config to train by; make it with quantize_(model, config)"
+    if weight.pending_master is not None and weight.pending_master.is_owned:
+        return "has its master in an optimizer already; make MasterWeightOptimizer after fully_shard"
+    return None
+
+
+# --- what ranks compare -----------------------------------------------------------------------------------------------
+
+
+def _layout_of(p: FsdpParameter, config: TrainingConfig) -> ShardLayout:
+    return ShardLayout(p.name, p.shape, p.dtype, p.dim, p.rank, p.ranks, config)
+
+
+def _kind_of(p: FsdpParameter) -> tuple[type, torch.dtype, TrainingConfig | None]:
+    return type(p.local), p.local.dtype, getattr(p.local, "config", None)
+
+
+def _check_same(parameters: Sequence[FsdpParameter], entries: Sequence[str]) -> None:
+    for ranks in dict.fromkeys(p.mesh_ranks for p in parameters):
+        check_same(_SUBJECT, sorted(ranks), [e for p, e in zip(parameters, entries) if p.mesh_ranks == ranks])
+
+
+def _described(p: FsdpParameter) -> str:
+    """What must be the same on all ranks: of a quantized Parameter also scales that no cast has made."""
+    local: Any = p.local
+    gathered = f"{local.config.of_all_ranks}"
+    if isinstance(local, QuantizedShard) and not local.awaits_cast:
+        gathered += f", scales {_digest(x for x in (local.scale, local.global_scale) if x is not None)}"
+    kind = f"{type(local).__name__} {local.dtype}, dim {p.dim} over {p.ranks} ranks"
+    return f"{p.name} {list(p.shape)} ({kind}), gathered from {p.dtype} as {gathered}"
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    data = b"".join(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for x in tensors)
+    return hashlib.blake2b(data, digest_size=4).hexdigest()
+
+
+torch_fsdp.at_install(torch_fsdp.shard_parameters, QuantizedTensor, split_rows)
+torch_fsdp.at_install(torch_fsdp.watch, _before_gathers)
