@@ -8,20 +8,21 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
-from typing import NamedTuple
 
 import torch
 
 import torchao_blockwise
 from torchao_blockwise import _compat, _versions
-from torchao_blockwise._compat import torch_fsdp, torchao_import, triton_launcher, triton_tools
+from torchao_blockwise._compat import torch_fsdp, triton_launcher, triton_tools
 from torchao_blockwise.ops import backend
 
 PROBLEM, NOTE = "problem", "note"
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True)
+class Finding:
     """What is known of an environment: a "problem", which stands in the way, or a "note"; with the remedy."""
 
     kind: str
@@ -84,9 +85,6 @@ def _of_versions() -> Iterator[Finding]:
         yield Finding(NOTE, reason)
     if reason := torch_fsdp.why_unknown():
         yield Finding(NOTE, reason)
-    if files := torchao_import.files_not_loaded():
-        what = "kernels for other recipes, which nothing here uses"
-        yield Finding(NOTE, f'torchao logs "Failed to load" for {", ".join(files)}: {what}')
 
 
 def _of_triton(device: torch.device) -> Iterator[Finding]:
@@ -145,9 +143,4 @@ def _of_gpu(device: torch.device) -> Iterator[Finding]:
     elif capability < (8, 9):
         yield Finding(
             NOTE, f"{name} has no FP8: products decode to f16, and eager PyTorch quantizes; it saves memory only"
-        )
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    if capability == (9, 0) and cuda < (12, 9):
-        yield Finding(
-            NOTE, f"cuBLASLt scales blocks from CUDA 12.9 on, got {torch.version.cuda}: Gluon and Triton multiply alone"
         )
