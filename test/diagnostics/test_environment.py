@@ -1,4 +1,4 @@
-"""What is known to be wrong with an environment is said, and nothing where it is right."""
+"""Findings about an environment: each problem is reported, and nothing where all is right."""
 
 from __future__ import annotations
 

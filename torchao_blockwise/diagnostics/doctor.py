@@ -1,4 +1,4 @@
-"""The doctor: what is installed, who computes what here and why others do not, and whether it computes right."""
+"""The doctor: versions, the backend of each operation and why others cannot run, and a self-test of all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RIGHT = {"reference": "ran"}
 
 @dataclass(frozen=True)
 class Examination:
-    """What `examine` found; print it for tables.
+    """The result of `examine`; print it for tables.
 
     facts: versions and the device. operations: the backends of each, and what is wrong with results. products: GEMMs of
     a layer of each recipe. findings: what is known of this environment. tested: whether operations were run.
@@ -31,7 +31,7 @@ class Examination:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is no problem and every result that was looked at is right."""
+        """Whether nothing is a problem and every result is right."""
         return not (self._failures() or self._problems())
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Examination:
 
 
 def examine(device: torch.device | str | None = None, *, run: bool = True) -> Examination:
-    """Look at the environment, ask every operation who computes it on `device`, and check the results of all that can.
+    """Look at the environment, list the backends of every operation on `device`, and check all that can run.
 
     device: default the GPU, or the CPU where there is none. run: whether to compute; the first time on a GPU builds
     kernels, which takes a minute or two. Changes nothing; the random state stays.

@@ -23,14 +23,14 @@ PROBLEM, NOTE = "problem", "note"
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known of an environment: a "problem", which stands in the way, or a "note"; with the remedy."""
+    """A fact about an environment with its remedy: a "problem", which must be solved, or a "note"."""
 
     kind: str
     text: str
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """{what: its version or description}, "-" for what is not there."""
+    """{package or device: version or description}, "-" where it is missing."""
     return {
         "torchao_blockwise": torchao_blockwise.__version__,
         "torch": torch.__version__,
@@ -73,7 +73,7 @@ def driver_version() -> str | None:
 
 
 def findings(device: torch.device) -> list[Finding]:
-    """What is known of this environment, problems first."""
+    """Findings about this environment, problems first."""
     found = [*_of_versions(), *_of_triton(device), *_of_gpu(device)]
     return sorted(found, key=lambda finding: finding.kind != PROBLEM)
 

@@ -1,4 +1,4 @@
-"""Which layers a monitor looks at, which recipes it tries, and how a weight that a product reads is known."""
+"""The layers that a monitor looks at, the recipes that it tries, and how it knows the weight that a GEMM reads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Layer:
 
     @property
     def config(self) -> TrainingConfig | None:
-        """What the layer trains by, None for one that is not converted."""
+        """The config of the layer, None for one that is not converted."""
         local = _compat.local_of(self.weight)
         return config_of(local) if isinstance(local, WEIGHTS) else None
 
@@ -128,7 +128,7 @@ class WeightIndex:
 def _range_of(layer: Layer) -> tuple[int, int]:
     values = _values_of(_compat.local_of(layer.weight))
     start = values.data_ptr()
-    # Of what is gathered later there is no address yet.
+    # Values that are gathered later have no address yet.
     return start, start + values.numel() * values.element_size() if start else 0
 
 
@@ -198,7 +198,7 @@ def part_of(weight: Any) -> tuple[int, ...]:
 def values_of_weight(weight: Any) -> tuple[torch.Tensor | None, str]:
     """(values in high precision, groups over which they are split) of a layer's weight; a collective.
 
-    They are whole, gathered where that must be, but for experts that are dealt out to ranks: there they are this
+    They are whole, gathered if necessary, except those of experts that are dealt out to ranks: these are this
     rank's. None where there is a quantized weight and no optimizer with its master.
     """
     local = _compat.local_of(weight)

@@ -54,13 +54,13 @@ from torchao_blockwise.tensors.weight_operands import amax_over
 
 
 class NumericsMonitor:
-    """Report what quantization loses, tensor by tensor, every so many steps.
+    """Report what quantization loses, tensor by tensor, on every `every`-th step.
 
     model: monitored where it is; make the monitor last, after `quantize_`, `fuse`, sharding and loads of checkpoints.
     every: steps between reports; the first one is of the step that comes next.
     layers: names of linear layers and weights of experts, patterns as in `fnmatch`.
     what_if: recipes ("fp8", "fp8_pow2", "nvfp4", or configs) that every layer's tensors are tried in besides.
-    writers: see `diagnostics`; they are given each report, on the first rank alone.
+    writers: see `diagnostics`; they are given each report, on the first rank only.
     step: of the training run, where it continues one.
     group: the ranks that train the model together, None for all. Making a monitor, and `step`, are collectives.
 
@@ -136,7 +136,7 @@ class NumericsMonitor:
         Raises RuntimeError before the first report, ValueError for a recipe that is neither trained nor in what_if.
         """
         if self.report is None:
-            raise RuntimeError("NumericsMonitor: there is no report yet; train a step and call step()")
+            raise RuntimeError("NumericsMonitor: no report yet; train a step and call step()")
         if recipe is not None and recipe not in self._tallies.recipes:
             known = ", ".join(self._tallies.recipes)
             raise ValueError(f"NumericsMonitor: recommend knows {known}, got {recipe!r}; add it to what_if")
