@@ -16,7 +16,7 @@ from torchao_blockwise.cli import COMMANDS, doctor, main
 from torchao_blockwise.diagnostics import Examination
 from torchao_blockwise.diagnostics.environment import PROBLEM, Finding
 
-HEALTHY = Examination("cpu", {"torch": "2.13.0"}, (), (), (), tested=False)
+HEALTHY = Examination("cpu", {"torch": "2.13.0"}, [], [], [], tested=False)
 
 
 def exit_of(argv: list[str]) -> int:
@@ -53,7 +53,7 @@ def test_wrong_input(argv, said, capsys):
 
 
 @pytest.mark.parametrize(
-    ("findings", "code"), (((), 0), ((Finding(PROBLEM, "too old"),), 1)), ids=("healthy", "problem")
+    ("findings", "code"), (([], 0), ([Finding(PROBLEM, "too old")], 1)), ids=("healthy", "problem")
 )
 def test_the_exit_code_is_the_verdict(findings, code, monkeypatch, capsys):
     seen = []

@@ -1,4 +1,4 @@
-"""What is known to be wrong with an environment is said, and nothing where it is right."""
+"""Findings about an environment: each problem is reported, and nothing where all is right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchao_blockwise import _compat, _versions
-from torchao_blockwise._compat import torch_fsdp, torchao_import, triton_launcher, triton_tools
+from torchao_blockwise._compat import torch_fsdp, triton_launcher, triton_tools
 from torchao_blockwise.diagnostics import environment
 from torchao_blockwise.diagnostics.environment import NOTE, PROBLEM, facts, findings
 from torchao_blockwise.ops import backend
@@ -25,7 +25,6 @@ def patch(monkeypatch):
         (_versions, "why_too_old", lambda: None),
         (_versions, "why_untested", lambda: None),
         (torch_fsdp, "why_unknown", lambda: None),
-        (torchao_import, "files_not_loaded", list),
         (_compat, "has_triton", lambda: True),
         (_compat, "why_old_triton", lambda: None),
         (backend, "interpreting", lambda: False),
@@ -47,12 +46,6 @@ CASES = {
     "old torch": ((_versions, "why_too_old", lambda: "needs torch"), CPU, PROBLEM, "needs torch"),
     "newer torch": ((_versions, "why_untested", lambda: "newer"), GPU, NOTE, "newer"),
     "fsdp": ((torch_fsdp, "why_unknown", lambda: "FSDP2 of PyTorch"), CPU, NOTE, "FSDP2 of PyTorch"),
-    "files": (
-        (torchao_import, "files_not_loaded", lambda: ["_C.so"]),
-        CPU,
-        NOTE,
-        "for _C.so: kernels for other recipes",
-    ),
     "no triton": ((_compat, "has_triton", lambda: False), GPU, PROBLEM, "pip install triton"),
     "no triton on a cpu": ((_compat, "has_triton", lambda: False), CPU, NOTE, "pip install triton"),
     "old triton": ((_compat, "why_old_triton", lambda: "need Triton"), GPU, PROBLEM, "need Triton"),
@@ -64,7 +57,6 @@ CASES = {
     "driver without gpu": ((environment, "driver_version", lambda: "580.1"), CPU, PROBLEM, "580.1, but PyTorch, which"),
     "turing": ((backend, "compute_capability", lambda device: (7, 5)), GPU, PROBLEM, "sm_80 or newer, got sm_75"),
     "ampere": ((backend, "compute_capability", lambda device: (8, 0)), GPU, NOTE, "sm_80 has no FP8"),
-    "cuda": ((torch.version, "cuda", "12.8"), GPU, NOTE, "from CUDA 12.9 on, got 12.8"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What follows from a report's figures: which layers stand out, what is printed, and what a recipe would lose."""
+"""Reports: which layers stand out, the printed table, and what another recipe would lose."""
 
 from __future__ import annotations
 

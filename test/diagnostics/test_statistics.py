@@ -96,7 +96,7 @@ ENDS = {"ragged": (5, 140, 140, 150), "tail": (4, 9, 12, 12), "nobody": (0, 0, 0
 @directions
 @row_formats
 def test_tokens_in_groups(fmt, columnwise, ends):
-    """What lies after the last group counts for nothing, NaN or not, and padding for nothing too."""
+    """Rows after the last group count for nothing, NaN or not, and padding for nothing too."""
     x = weight(150, 96)
     x[ends[-1] :] = math.nan
     group_ends = torch.tensor(ends, dtype=torch.int32)

@@ -21,7 +21,7 @@ HELP = "versions, backends of each operation, and a self-test"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default the GPU, or the CPU where there is none")
-    parser.add_argument("--no-run", action="store_true", help="say who would compute, and compute nothing")
+    parser.add_argument("--no-run", action="store_true", help="say which backends would run, and run no kernel")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
 
 def cases(device: torch.device) -> list[Case]:
-    """A case or more of each operation, with inputs on `device`."""
+    """A case or more of each operation, with inputs on `device`. Runs the reference only."""
     numbers = torch.Generator().manual_seed(0)
 
     def values(*shape: int) -> torch.Tensor:
@@ -139,11 +139,13 @@ def _train(make: Callable[..., nn.Module], config: TrainingConfig, values: Calla
     """Forward and backward pass of a layer; every second weight adds its gradient to a buffer, as Megatron's do."""
     x = values(TOKENS, FEATURES_IN).requires_grad_()
     experts = (len(ENDS),) if make is SwiGLUExperts else ()
-    layer = make(*experts, FEATURES_IN, FEATURES_OUT, device="meta", dtype=x.dtype).to_empty(device=x.device)
-    for i, p in enumerate(layer.parameters()):
-        p.data.copy_(values(*p.shape))
+    layer = make(*experts, FEATURES_IN, FEATURES_OUT, device="meta")
+    for i, (name, p) in enumerate(list(layer.named_parameters())):
+        module, _, own_name = name.rpartition(".")
+        weight = nn.Parameter(values(*p.shape))
+        setattr(layer.get_submodule(module), own_name, weight)
         if i % 2:
-            p.main_grad = torch.zeros(p.shape, device=x.device)  # type: ignore[attr-defined]
+            weight.main_grad = torch.zeros(p.shape, device=x.device)  # type: ignore[attr-defined]
     quantize_(layer, config, filter_fn=linears_and_experts())
     out = layer(x, torch.tensor(ENDS, dtype=torch.int32, device=x.device)) if experts else layer(x)
     out.backward(values(*out.shape))

@@ -8,28 +8,29 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
-from typing import NamedTuple
 
 import torch
 
 import torchao_blockwise
 from torchao_blockwise import _compat, _versions
-from torchao_blockwise._compat import torch_fsdp, torchao_import, triton_launcher, triton_tools
+from torchao_blockwise._compat import torch_fsdp, triton_launcher, triton_tools
 from torchao_blockwise.ops import backend
 
 PROBLEM, NOTE = "problem", "note"
 
 
-class Finding(NamedTuple):
-    """What is known of an environment: a "problem", which stands in the way, or a "note"; with the remedy."""
+@dataclass(frozen=True)
+class Finding:
+    """A fact about an environment with its remedy: a "problem", which must be solved, or a "note"."""
 
     kind: str
     text: str
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """{what: its version or description}, "-" for what is not there."""
+    """{package or device: version or description}, "-" where it is missing."""
     return {
         "torchao_blockwise": torchao_blockwise.__version__,
         "torch": torch.__version__,
@@ -72,7 +73,7 @@ def driver_version() -> str | None:
 
 
 def findings(device: torch.device) -> list[Finding]:
-    """What is known of this environment, problems first."""
+    """Findings about this environment, problems first."""
     found = [*_of_versions(), *_of_triton(device), *_of_gpu(device)]
     return sorted(found, key=lambda finding: finding.kind != PROBLEM)
 
@@ -84,9 +85,6 @@ def _of_versions() -> Iterator[Finding]:
         yield Finding(NOTE, reason)
     if reason := torch_fsdp.why_unknown():
         yield Finding(NOTE, reason)
-    if files := torchao_import.files_not_loaded():
-        what = "kernels for other recipes, which nothing here uses"
-        yield Finding(NOTE, f'torchao logs "Failed to load" for {", ".join(files)}: {what}')
 
 
 def _of_triton(device: torch.device) -> Iterator[Finding]:
@@ -145,9 +143,4 @@ def _of_gpu(device: torch.device) -> Iterator[Finding]:
     elif capability < (8, 9):
         yield Finding(
             NOTE, f"{name} has no FP8: products decode to f16, and eager PyTorch quantizes; it saves memory only"
-        )
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    if capability == (9, 0) and cuda < (12, 9):
-        yield Finding(
-            NOTE, f"cuBLASLt scales blocks from CUDA 12.9 on, got {torch.version.cuda}: Gluon and Triton multiply alone"
         )

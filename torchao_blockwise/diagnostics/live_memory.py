@@ -1,4 +1,4 @@
-"""What lives while something runs: bytes of tensors that it makes, on any device and of fake tensors, by counting."""
+"""Bytes of tensors that are alive while something runs, counted, on any device and for fake tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_WEIGHTS = {"quantize", "global_scale", "transpose"}
 
 
 class LiveMemory(TorchDispatchMode):
-    """Under it `peak` is the most bytes that live after an operation, of what was made under it.
+    """Under it `peak` is the most bytes of new tensors that are alive after an operation.
 
     copies: the most bytes of quantized copies of weights that live at once.
     It looks into products with weights, whose quantized copy no other sees, and into no other operation. Bytes are

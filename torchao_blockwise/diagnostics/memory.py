@@ -1,4 +1,4 @@
-"""Memory: bytes that training a model takes, by what takes them, beside the same model in bf16.
+"""Memory: bytes that training a model takes, by what takes them, compared with the same model in bf16.
 
 Predicted without values: the model's step runs on fake tensors, which have shapes and no memory. Measured by a real
 step, which is undone. Both count the same way: storages, each once, from the operation that makes it on.
@@ -49,7 +49,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of a training step; None for what was not looked at.
+    """Bytes of a training step; None where they were not counted.
 
     weights: Parameters between steps. buffers: the model's. gradients: of Parameters.
     copies: the most of quantized copies of weights that are there at once, inside of products.
@@ -106,7 +106,7 @@ def memory_report(
     loss: Loss | None = None,
     optimizer: Optimizer = torch.optim.AdamW,
 ) -> MemoryReport:
-    """The bytes that a training step of `model` takes, predicted and measured, beside bf16 of the same model.
+    """The bytes that a training step of `model` takes, predicted and measured, compared with the same model in bf16.
 
     model: converted or not, fused, with experts, with checkpointing; on a CPU, a GPU, or on the meta device, where the
         prediction is all.
@@ -151,7 +151,7 @@ def _with_step(at_rest: Bytes, step: Step) -> Bytes:
 
 
 def _measured(model: nn.Module, batch: Sequence[Any], loss: Loss | None, at_rest: Bytes) -> Bytes:
-    """What a real step takes; on a GPU the second one, with the allocator's peak of it."""
+    """Bytes of a real step; on a GPU of the second one, with the allocator's peak."""
     at_rest = replace(at_rest, states=None, gathered=None)
     if not any(p.is_cuda for p in model.parameters()):
         return _with_step(at_rest, run_step(model, real_inputs(model, batch), loss))
@@ -201,7 +201,7 @@ def _format_of(weight: torch.Tensor) -> BlockFormat | None:
 
 
 def _payload_bytes(weight: torch.Tensor) -> int:
-    """What FSDP2 gathers of a weight; scales and amaxes are known to all ranks by then."""
+    """Bytes of a weight that FSDP2 gathers; scales and amaxes are known to all ranks by then."""
     fmt = _format_of(weight)
     if fmt is None:
         return weight.numel() * weight.dtype.itemsize

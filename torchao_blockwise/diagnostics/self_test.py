@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -25,21 +25,23 @@ from torchao_blockwise.ops.backend import Backend, Implementation
 TOLERANCE = 2.0**-7
 
 
-class OperationReport(NamedTuple):
+@dataclass(frozen=True)
+class OperationReport:
     """The backends of a case.
 
-    auto: the one that AUTO takes. passed: (backend, why it cannot) of those that cannot.
-    checks: (backend, what is wrong with its result or "") of those that were run.
+    auto: the one that AUTO takes. passed: {backend: why it cannot} of those that cannot.
+    checks: {backend: what is wrong with its result, or ""} of those that were run.
     """
 
     name: str
     of: str
-    auto: Backend
-    passed: tuple[tuple[Backend, str], ...]
-    checks: tuple[tuple[Backend, str], ...]
+    auto: str
+    passed: dict[str, str]
+    checks: dict[str, str]
 
 
-class ProductReport(NamedTuple):
+@dataclass(frozen=True)
+class ProductReport:
     """A GEMM of a layer: its distance from the one in fp32, relative to that, and the largest that can be right."""
 
     recipe: str
@@ -63,19 +65,20 @@ def check_operations(device: torch.device, run: bool = True) -> Iterator[Operati
         able = [row for row, reason in zip(rows, reasons) if reason is None]
         done = {row.backend for row in able}
         # A backend may have several rows, of which the last one says why the backend cannot.
-        passed = {row.backend: reason for row, reason in zip(rows, reasons) if reason and row.backend not in done}
+        passed = {row.backend.value: reason for row, reason in zip(rows, reasons) if reason and row.backend not in done}
         checks = _checks(case, able) if run else {}
-        yield OperationReport(case.op.name, case.of, able[0].backend, tuple(passed.items()), tuple(checks.items()))
+        yield OperationReport(case.op.name, case.of, able[0].backend.value, passed, checks)
 
 
-def _checks(case: Case, able: list[Implementation]) -> dict[Backend, str]:
+def _checks(case: Case, able: list[Implementation]) -> dict[str, str]:
     reference = next(row for row in able if row.backend is Backend.REFERENCE)
     expected = _results(reference, case)
     is_finite = all(bool(x.float().isfinite().all()) for x in expected if x.is_floating_point())
-    checks = {reference.backend: "" if is_finite else "not all of its results are finite"}
+    checks = {reference.backend.value: "" if is_finite else "not all of its results are finite"}
     for row in able:
         if row is not reference:
-            checks[row.backend] = checks.get(row.backend) or _why_wrong(row, case, expected)
+            name = row.backend.value
+            checks[name] = checks.get(name) or _why_wrong(row, case, expected)
     return checks
 
 

@@ -1,4 +1,4 @@
-"""What quantization does to a tensor, as numbers that add up: over passes, and over ranks.
+"""Errors of quantization as numbers that add up: over passes, and over ranks.
 
 A tensor in high precision and its quantized copy give a `Tally`: sums, which add, and maxima. Everything is computed on
 the tensor's device, and nothing is read back. Rows are taken some at a time, so that little memory is used.
@@ -55,7 +55,7 @@ class Tally(NamedTuple):
 def tally(
     x: torch.Tensor, copy: Operand, order: int, *, columnwise: bool = False, groups: Groups | None = None
 ) -> tuple[Tally, torch.Tensor]:
-    """What `copy` loses of `x`; and Σ of squares of each token, f64 [2, M]: of its values, and of its error.
+    """Count what `copy` loses of `x`; and Σ of squares of each token, f64 [2, M]: of its values, and of its error.
 
     x: [.., M, K] bf16 | f16 | f32. copy: a result of `ops.quantize` for it, the columnwise one where it says so, or of
         tokens in `groups`; rows after the last group are not counted.
@@ -191,7 +191,7 @@ def gradient_noise(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
 
 
 def _signs(index: torch.Tensor, seed: int) -> torch.Tensor:
-    """±1 f32 [n, PROBES], decided by index and seed only: the bits of a hash."""
+    """±1 f32 [n, PROBES], decided by index and seed only: bits of a hash."""
     start = (seed + 1) * 0x2545F4914F6CDD1D % 2**63
     mixed = (index.long() + 1) * 0x1E3779B97F4A7C15 + start
     for shift, factor in ((31, 0x7FB5D329728EA185), (27, 0x01DADEF4BC2DD44D), (33, 1)):

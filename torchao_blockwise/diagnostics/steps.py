@@ -23,7 +23,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 
 class NothingToDifferentiate(ValueError):
-    """What a model returns asks for no gradient."""
+    """Nothing that a model returns requires a gradient."""
 
 
 class Step(NamedTuple):
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a step runs with: tensors in the places of a model's own, by name; a batch; and a context, if any."""
+    """The inputs of a step: tensors in the places of a model's own, by name; a batch; and a context, if any."""
 
     tensors: Mapping[str, torch.Tensor]
     batch: Sequence[Any]
@@ -96,7 +96,7 @@ def run_step(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Step:
 
 
 def _scalar(out: Any, loss: Loss | None) -> torch.Tensor:
-    """What is differentiated of a model's result. It lives as long as the result does, as in a training loop."""
+    """The scalar that is differentiated. It lives as long as the result does, as in a training loop."""
     if loss is not None:
         return loss(out)
     own = getattr(out, "loss", None)
@@ -112,7 +112,7 @@ def _scalar(out: Any, loss: Loss | None) -> torch.Tensor:
 
 
 def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of the storages of tensors, of subclasses of what they are made of, each counted once."""
+    """Bytes of the storages of tensors, of subclasses those of their inner tensors, each counted once."""
     return sum({storage_of(x): x.untyped_storage().nbytes() for x in plain_tensors(tensors)}.values())
 
 

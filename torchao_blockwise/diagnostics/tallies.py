@@ -44,7 +44,7 @@ class Tallies:
             self._noise[index, self.recipes.index(recipe)] += value.to(self.device)
 
     def take(self, step: int, group: dist.ProcessGroup | None) -> Report:
-        """The report of what was added by all ranks; afterwards there is nothing again."""
+        """The report of all that ranks have added, and start again from zero."""
         tensors = self._all.sums, self._probes, self._noise, self._all.maxima
         added, maxima = torch.cat([t.flatten() for t in tensors[:3]]), tensors[3].flatten()
         if group is not None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchao_blockwise import _compat
 
-# What is told of a product: x, weight, where groups end or None, and the result.
+# A function of x, the weight, where groups end or None, and the result.
 SeesProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 
 

@@ -22,7 +22,7 @@ _MOST_REPORTS = 256
 
 
 class Writer(Protocol):
-    """What takes reports."""
+    """Takes reports."""
 
     def write(self, report: Report) -> None: ...
 
@@ -161,7 +161,7 @@ class HTMLWriter:
 
 
 def _in_short(report: Report) -> dict[str, Any]:
-    """What curves over steps show; the ratio of what trains is that of the recipe ""."""
+    """The figures that curves over steps show; the ratio of what trains is that of the recipe ""."""
     sqnr: dict[str, dict[str, dict[str, float]]] = {}
     for tensor in report.tensors:
         sqnr.setdefault(tensor.layer, {}).setdefault(tensor.recipe, {})[str(tensor.kind)] = round(tensor.sqnr_db, 3)
