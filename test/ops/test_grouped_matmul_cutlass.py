@@ -110,13 +110,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", ADMITTED.values(), ids=ADMITTED)
-def test_admits(case, machine):
-    assert why_not(machine, **case) is None
-
-
-@pytest.mark.parametrize(("reason", "case"), REFUSED.items(), ids=REFUSED)
-def test_says_why_not(reason, case, machine):
+@pytest.mark.parametrize(
+    ("reason", "case"), [*((None, case) for case in ADMITTED.values()), *REFUSED.items()], ids=[*ADMITTED, *REFUSED]
+)
+def test_what_it_admits_and_why_not_the_rest(reason, case, machine):
     assert why_not(machine, **case) == reason
 
 
@@ -131,17 +128,14 @@ def asked():
     _compat.why_no_scaled_grouped_mm.cache_clear()
 
 
-def test_a_pytorch_without_the_function_is_a_reason(asked, monkeypatch):
-    monkeypatch.delattr(torch, "_scaled_grouped_mm_v2")
-    reason = _compat.why_no_scaled_grouped_mm(torch.device("cpu"))
-    assert reason == f"PyTorch {torch.__version__} has no torch._scaled_grouped_mm_v2"
-
-
-def test_a_build_without_the_kernels_is_a_reason(asked, monkeypatch):
-    """This build's CPU has none: it says so itself."""
-    reason = _compat.why_no_scaled_grouped_mm(torch.device("cpu"))
-    assert reason is not None and reason.startswith(f"PyTorch {torch.__version__} has none: ")
-
-
-def test_a_build_with_the_kernels_is_asked_for_no_rows(asked, kernels):
-    assert _compat.why_no_scaled_grouped_mm(torch.device("cpu")) is None
+def test_what_a_build_of_pytorch_lacks_is_a_reason(asked, monkeypatch):
+    """This build's CPU has no kernels: it says so itself. With the kernels it is asked for no rows."""
+    reason, cpu = _compat.why_no_scaled_grouped_mm, torch.device("cpu")
+    assert reason(cpu).startswith(f"PyTorch {torch.__version__} has none: ")
+    reason.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.delattr(torch, "_scaled_grouped_mm_v2")
+        assert reason(cpu) == f"PyTorch {torch.__version__} has no torch._scaled_grouped_mm_v2"
+    reason.cache_clear()
+    monkeypatch.setattr(_compat, "scaled_grouped_mm", scaled_products.scaled_grouped_mm)
+    assert reason(cpu) is None
