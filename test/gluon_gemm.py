@@ -9,7 +9,7 @@ import gluon_simulator as simulator
 import grouped_products
 import pytest
 import torch
-from grouped_products import Case, assert_close_to_each_group
+from grouped_products import Case, assert_close_to_each_group, with_nan
 
 from torchao_blockwise.formats import FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, Operand
 from torchao_blockwise.ops.gemm import builds
@@ -64,15 +64,6 @@ def case(kind: str, routing: str | tuple, n: int = 136, k: int = 200, device: st
     if along == "m":
         made.a = with_nan(made.a, slice(sum(made.sizes), None))
     return made
-
-
-def with_nan(x: Operand, rows: slice) -> Operand:
-    """The operand with NaN in the payload (e4m3), or in the block scales, of these rows."""
-    x = x._replace(qdata=x.qdata.clone(), scale=x.scale.clone())
-    x.qdata[rows].view(torch.uint8).fill_(0x7F)
-    scale = x.scale.mT[rows] if x.format.transposed_scales else x.scale[rows]
-    scale.fill_(float("nan")) if scale.dtype == torch.float32 else scale.view(torch.uint8).fill_(0x7F)
-    return x
 
 
 def product(case: Case, dtype=torch.float32, build="256x128", ends=None, bias=None) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torchao_blockwise.ops.groups.ends import padded_tokens
 from torchao_blockwise.testing import random_tensor
 
 PAIRS = {
+    "": ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16)),
     "m": ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16)),
     "k": ((FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_1X16)),
 }
@@ -32,18 +33,21 @@ ROUTINGS = {
 N, K = 40, 200
 routings = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 backends = pytest.mark.parametrize("backend", ("reference", "triton"))
+_GROUPED = [(along, pair) for along in "mk" for pair in PAIRS[along]]
 along_and_pairs = pytest.mark.parametrize(
-    ("along", "pair"),
-    [(along, pair) for along, pairs in PAIRS.items() for pair in pairs],
-    ids=[f"{along}-{pair_id(pair)}" for along, pairs in PAIRS.items() for pair in pairs],
+    ("along", "pair"), _GROUPED, ids=[f"{along}-{pair_id(pair)}" for along, pair in _GROUPED]
 )
-pairs_along_k = pytest.mark.parametrize("pair", PAIRS["k"], ids=pair_id)
 
 
 def ends_of(routing: str) -> tuple[torch.Tensor, int]:
     """(group_ends, tokens) of a routing."""
     sizes, tail = ROUTINGS[routing]
     return torch.tensor(sizes).cumsum(0).int(), sum(sizes) + tail
+
+
+def case_id(along: str, pair, routing, n: int, k: int) -> str:
+    sizes, tail = routing
+    return f"{along or 'plain'}-{pair_id(pair)}-{'+'.join(map(str, sizes))}+{tail}-{n}x{k}"
 
 
 class Case:
@@ -96,9 +100,13 @@ class Case:
                 block = end
 
     def run(self, out_dtype=torch.float32, **options) -> torch.Tensor:
+        if not self.along:
+            return ops.matmul(self.a, self.b, out_dtype=out_dtype, **options)
         return ops.grouped_matmul(self.a, self.b, self.ends, along=self.along, out_dtype=out_dtype, **options)
 
     def add(self, out, **options) -> torch.Tensor:
+        if not self.along:
+            return ops.add_matmul_(out, self.a, self.b, **options)
         return ops.add_grouped_matmul_(out, self.a, self.b, self.ends, **options)
 
 
@@ -108,6 +116,15 @@ def values(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 def quantize(x: torch.Tensor, fmt, device):
     return ops.quantize(x.to(device), fmt, backend="reference").rowwise
+
+
+def with_nan(x, rows: slice):
+    """The operand with NaN in the payload (e4m3), or in the block scales, of these rows."""
+    x = x._replace(qdata=x.qdata.clone(), scale=x.scale.clone())
+    x.qdata[rows].view(torch.uint8).fill_(0x7F)
+    scale = x.scale.mT[rows] if x.format.transposed_scales else x.scale[rows]
+    scale.fill_(float("nan")) if scale.dtype == torch.float32 else scale.view(torch.uint8).fill_(0x7F)
+    return x
 
 
 def columns(q, first: int, end: int):

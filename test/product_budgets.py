@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from torchao_blockwise import ops
@@ -13,9 +12,6 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def pair_id(pair) -> str:
     return "-".join(fmt.name for fmt in pair)
-
-
-out_dtypes = pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=lambda d: str(d)[6:])
 
 
 def decoded(q, k: int) -> torch.Tensor:

@@ -94,4 +94,5 @@ def scaled_grouped_mm(a, b, a_scales, b_scales, scalings, swizzles, ends, out_dt
             y = decoded(b[g].mT, scales_of(b_scale[g], n, columns))
             out[begin:end] = (x @ y.mT * alpha[g].double()).float()
         first, begin = first + bytes_of_group, end
+    assert not flat[first:].any(), "scales of rows of no group"
     return out.to(out_dtype)

@@ -21,9 +21,8 @@ from gluon_gemm import (
     product,
     simulate,
     tables,
-    with_nan,
 )
-from grouped_products import Case, assert_close_to_each_group
+from grouped_products import Case, assert_close_to_each_group, with_nan
 from product_budgets import accumulation_unit, assert_within_budget
 
 from torchao_blockwise import ops

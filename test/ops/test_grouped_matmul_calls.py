@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grouped_products import PAIRS, Case, along_and_pairs, assert_close_to_each_group, backends, quantize
+from grouped_products import PAIRS, Case, along_and_pairs, assert_close_to_each_group, quantize
 from product_budgets import accumulation_unit, assert_within_budget, pair_id
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -49,15 +49,6 @@ def test_auto_takes_the_first_that_can(along, pair, device):
     hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
     assert first is Backend.TRITON or (hopper and first is Backend.GLUON)
     assert_bitwise_equal(case.run(), case.run(backend=first))
-
-
-@backends
-@along_and_pairs
-def test_autocast_changes_nothing(along, pair, backend, device):
-    case = Case(along, pair, ([30, 0, 9], 2), device)
-    outside = case.run(backend=backend)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        assert_bitwise_equal(case.run(backend=backend), outside)
 
 
 @pytest.mark.parametrize("pair", (PAIRS["m"][0], PAIRS["m"][2]), ids=pair_id)

@@ -1,6 +1,5 @@
 """Every Triton kernel compiles for the GPUs it is for: no spills, the right instructions, few builds. Needs no GPU."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,10 @@ def cases(target: int):
     from torchao_blockwise import _compat
     from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X16, NVFP4_16X16, CastOptions
     from torchao_blockwise.ops.gemm import kernels_decode as decode
-    from torchao_blockwise.ops.gemm import kernels_triton as matmul
     from torchao_blockwise.ops.quantization import kernels_amax as amax
     from torchao_blockwise.ops.quantization import kernels_triton as quantize
     from torchao_blockwise.ops.transposition import kernels_triton as transpose
 
-    matmul.compute_capability = lambda device: divmod(target, 10)
     amax_bits = torch.ones(()).view(torch.int32)
 
     def quantize_case(fmt, m, k, dtype, rowwise, columnwise, power_of_2=False):
@@ -68,11 +65,6 @@ def cases(target: int):
         x, options = torch.zeros(m, k, dtype=torch.bfloat16), CastOptions(FP8_1X128, False, True)
         return label, lambda: gluon.quantize(x, None, options)
 
-    def matmul_case(a_fmt, b_fmt, m, n, k, out_dtype, bias=None):
-        label = f"matmul {a_fmt.name}·{b_fmt.name} {m}x{n}x{k} {str(out_dtype)[6:]}"
-        a, b = kernel_builds.operand(a_fmt, m, k), kernel_builds.operand(b_fmt, n, k)
-        return label, lambda: matmul.matmul(a, b, out_dtype, bias)
-
     def transpose_case(fmt, m, k, tiles=None):
         def launch():
             before = transpose._QUADS_TILES
@@ -105,14 +97,6 @@ def cases(target: int):
             yield one_read_case(m, k, torch.bfloat16, 8)
         for m, k in ((512, 1024), (528, 2064), (531, 1024), (1, 1024)):
             yield columnwise_read_case(m, k)
-    pairs = ((FP8_1X128, FP8_128X128), (FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16))
-    for pair in pairs:
-        for m in (16, 64, 512):
-            yield matmul_case(*pair, m, 512, 1024, torch.bfloat16)
-        yield matmul_case(*pair, 512, 512, 1024, torch.float32, torch.zeros(512))
-        yield matmul_case(*pair, 300, 500, 500, torch.bfloat16)
-        for m, k in ((528, 1024), (531, 1024), (528, 1000), (528, 1003)):
-            yield matmul_case(*pair, m, 512, k, torch.bfloat16)
     for fmt in (FP8_128X128, NVFP4_16X16):
         yield transpose_case(fmt, 512, 1024)
         yield transpose_case(fmt, 301, 501)
@@ -193,21 +177,6 @@ def test_builds_are_sound(builds, target):
     kernel_builds.assert_sound(builds[target], target)
 
 
-@pytest.mark.parametrize(
-    "target, element, instruction",
-    [
-        (90, "fp8", r"wgmma\.mma_async\S*e4m3\.e4m3"),
-        (100, "fp8", r"tcgen05\.mma\S*kind::f8f6f4"),
-        (100, "nvfp4", r"tcgen05\.mma\S*kind::mxf4nvf4"),
-    ],
-)
-def test_products_run_on_tensor_cores_of_their_elements(builds, target, element, instruction):
-    for row in kernel_builds.of(builds[target], "matmul"):
-        # Tiles of 16 rows are too low for the wide instructions in FP8.
-        if element in row["label"] and (element == "nvfp4" or " 16x" not in row["label"]):
-            assert any(re.match(instruction, i) for i in row["instructions"]), row["label"]
-
-
 @pytest.mark.parametrize("target", TARGETS[1:])
 def test_quantize_rounds_as_the_reference_does(builds, target):
     """Division rounded correctly, conversions to e4m3 in hardware, subnormals kept, no contraction."""
@@ -276,15 +245,10 @@ def test_longer_lists_of_shards_do_not_recompile(builds, target):
         assert len(rows) == 2 and len({row["build"] for row in rows}) == 1
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", TARGETS[1:])
 def test_token_counts_do_not_recompile(builds, target):
-    for pair in ("fp8_1x128·fp8_128x128", "fp8_1x128·fp8_1x128", "nvfp4_1x16·nvfp4_16x16"):
-        shapes = ("512x512x1024", "528x512x1024", "531x512x1024", "528x512x1000", "528x512x1003")
-        rows = [kernel_builds.of(builds[target], pair, shape, "bfloat16")[0] for shape in shapes]
-        assert len({row["build"] for row in rows}) == 1
-    if target >= 89:
-        # The columnwise launch, the second one: multiples of 16 and all others.
-        rows = [
-            kernel_builds.of(builds[target], "fp8_1x128", f"{m}x1024", "rowwise+columnwise")[1] for m in (528, 531, 533)
-        ]
-        assert len({row["build"] for row in rows}) == 2
+    """The columnwise launch, the second one: multiples of 16 and all others."""
+    rows = [
+        kernel_builds.of(builds[target], "fp8_1x128", f"{m}x1024", "rowwise+columnwise")[1] for m in (528, 531, 533)
+    ]
+    assert len({row["build"] for row in rows}) == 2

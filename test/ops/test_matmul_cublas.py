@@ -15,8 +15,6 @@ from torchao_blockwise.formats import FORMATS, FP8_1X128, FP8_128X128, NVFP4_1X1
 from torchao_blockwise.ops.gemm import cublas
 from torchao_blockwise.testing import random_tensor, relative_error, shape_id
 
-# --- scale layouts (those of NVFP4: test_swizzled_scales.py) ----------------------------------------------------------
-
 
 @pytest.mark.parametrize("shape", ((1, 1), (1, 4), (3, 5), (2, 8), (7, 6)), ids=shape_id)
 def test_k_blocks_are_padded_to_a_multiple_of_four(shape):
@@ -49,7 +47,7 @@ def why_not(machine, product, pair=FP8_PAIR, capability=HOPPER, cuda="12.9", out
 
 
 ADMITTED = {
-    "one block": {"product": (128, 128, 128)},
+    "one block": {},
     "fp32 out": {"product": (4, 16, 16), "out_dtype": torch.float32},
     "K of 592": {"product": (64, 128, 592)},
     "K of 592, 1x128 · 1x128": {"product": (64, 128, 592), "pair": (FP8_1X128, FP8_1X128)},
@@ -57,12 +55,12 @@ ADMITTED = {
     "CUDA 13.0": {"product": (64, 128, 592), "cuda": "13.0"},
     "nvfp4 on Blackwell": {"product": (1, 32, 16), "pair": NVFP4_PAIR, "capability": BLACKWELL},
     "nvfp4 on sm_120": {"product": (1, 32, 16), "pair": NVFP4_PAIR, "capability": (12, 0)},
+    "nvfp4 that is decoded": {"product": (16, 8, 16), "pair": NVFP4_PAIR, "cuda": "12.8"},
     "nvfp4 of any K": {"product": (7, 32, 25), "pair": NVFP4_PAIR, "capability": BLACKWELL},
 }
 REFUSED = {
     "e4m3 block scaling needs sm_90, got sm_80": {"capability": AMPERE},
     "e4m3 block scaling needs sm_90, got sm_100": {"capability": BLACKWELL},
-    "e2m1 block scaling needs sm_100 or newer, got sm_90": {"pair": NVFP4_PAIR},
     "block scaling needs CUDA 12.9 or newer, got 12.8": {"cuda": "12.8"},
     "block scaling needs CUDA 12.9 or newer, got None": {"cuda": None},
     "it has no product fp8_128x128 · fp8_1x128": {"pair": (FP8_128X128, FP8_1X128)},
@@ -73,13 +71,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", ADMITTED.values(), ids=ADMITTED)
-def test_admits(case, machine):
-    assert why_not(machine, **case) is None
-
-
-@pytest.mark.parametrize(("reason", "case"), REFUSED.items(), ids=REFUSED)
-def test_says_why_not(reason, case, machine):
+@pytest.mark.parametrize(
+    ("reason", "case"), [*((None, case) for case in ADMITTED.values()), *REFUSED.items()], ids=[*ADMITTED, *REFUSED]
+)
+def test_what_it_admits_and_why_not_the_rest(reason, case, machine):
     assert why_not(machine, **{"product": (128, 128, 128), **case}) == reason
 
 
@@ -143,6 +138,19 @@ def test_nvfp4_payload_that_lies_anywhere_is_copied(machine):
     machine.multiplies_by(machine_products)
     out = cublas.matmul(a._replace(qdata=wide[:, 1:33]), b, torch.float32, None)
     assert_within_budget(out, a, b, k, 2.0**-24)
+
+
+@pytest.mark.parametrize("fmt", (NVFP4_1X16, NVFP4_16X16), ids=lambda fmt: fmt.name)
+def test_the_order_of_scales_is_torchaos(fmt):
+    """Of a grid that is not contiguous, too."""
+    to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
+    kernels = pytest.importorskip("torchao_blockwise.ops.gemm.kernels_blackwell")
+    x = ops.quantize(random_tensor(300, 272), fmt, backend="reference").rowwise
+    wide = torch.zeros(len(x.scale), 24, dtype=torch.uint8)
+    wide[:, 2:19] = x.scale.view(torch.uint8)
+    expected = to_blocked(wide[torch.arange(300) // fmt.block[0], 2:19])
+    for scale in (x.scale, wide[:, 2:19].view(x.scale.dtype)):
+        assert torch.equal(kernels.swizzled_scales(x._replace(scale=scale)).view(torch.uint8), expected)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -100,53 +100,45 @@ def test_what_is_not_finite_stays_in_its_row(bad, installed):
     assert got[3].isnan().all() and got[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("shape", "options", "reason"),
-    (
-        ((0, 64, 128), {}, "M=0"),
-        ((8, 0, 128), {}, "N=0"),
-        ((8, 64, 0), {}, "K=0"),
-        ((8, 64, 24), {}, "K in multiples of 16 and N of 8, got M=8, N=64, K=24"),
-        ((8, 12, 128), {}, "K in multiples of 16 and N of 8, got M=8, N=12, K=128"),
-        ((8, 64, 128), {"out_dtype": torch.float32}, "it writes bfloat16 and adds no bias, got torch.float32"),
-        ((8, 64, 128), {"bias": torch.zeros(64)}, "adds no bias, got torch.bfloat16 and a bias"),
-    ),
+REFUSED = (
+    ((0, 64, 128), {}, "M=0"),
+    ((8, 0, 128), {}, "N=0"),
+    ((8, 64, 0), {}, "K=0"),
+    ((8, 64, 24), {}, "K in multiples of 16 and N of 8, got M=8, N=64, K=24"),
+    ((8, 12, 128), {}, "K in multiples of 16 and N of 8, got M=8, N=12, K=128"),
+    ((8, 64, 128), {"out_dtype": torch.float32}, "it writes bfloat16 and adds no bias, got torch.float32"),
+    ((8, 64, 128), {"bias": torch.zeros(64)}, "adds no bias, got torch.bfloat16 and a bias"),
 )
-def test_what_it_refuses(shape, options, reason, installed):
-    with pytest.raises(ValueError, match=f"backend deep_gemm cannot run: .*{reason}"):
-        multiply(*operands(*shape), **options)
 
 
-def test_it_refuses_other_formats_and_gpus(installed, monkeypatch):
+def test_what_it_refuses(installed, monkeypatch):
+    def refused(reason, *shape, formats=(FP8_1X128, FP8_128X128), **options):
+        with pytest.raises(ValueError, match=f"backend deep_gemm cannot run: .*{reason}"):
+            multiply(*operands(*shape, formats=formats), **options)
+
+    for shape, options, reason in REFUSED:
+        refused(reason, *shape, **options)
     for formats in ((FP8_1X128, FP8_1X128), (NVFP4_1X16, NVFP4_16X16)):
-        with pytest.raises(ValueError, match=f"multiplies fp8_1x128 by fp8_128x128, got {formats[0].name}"):
-            multiply(*operands(8, 64, 128, formats=formats))
+        refused(f"multiplies fp8_1x128 by fp8_128x128, got {formats[0].name}", 8, 64, 128, formats=formats)
     monkeypatch.setattr(deepgemm, "compute_capability", lambda device: (0, 0))
-    with pytest.raises(ValueError, match=r"it needs a Hopper GPU \(sm_90\), got cpu"):
-        multiply(*operands(8, 64, 128))
+    refused(r"it needs a Hopper GPU \(sm_90\), got cpu", 8, 64, 128)
 
 
-@pytest.mark.parametrize(
-    ("shape", "out_dtype", "taken"),
-    (
-        ((8192, 8192, 4096), torch.bfloat16, True),
-        ((8191, 8192, 4096), torch.bfloat16, False),
-        ((8192, 8192, 4080), torch.bfloat16, False),
-        ((32768, 2048, 4096), torch.bfloat16, True),
-        ((32768, 2040, 8192), torch.bfloat16, False),
-        ((2047, 32768, 8192), torch.bfloat16, False),
-        ((8192, 8196, 4096), torch.bfloat16, False),
-        ((8192, 8192, 4096), torch.float32, False),
-        ((8192, 8192, 4096), None, False),
-    ),
-)
-def test_auto_takes_it_where_products_are_large(shape, out_dtype, taken, installed, monkeypatch):
-    m, n, k = shape
-    qdata = [torch.empty(rows, k, dtype=torch.float8_e4m3fn, device="meta") for rows in (m, n)]
-    a, b = (Operand(q, None, None, fmt.name) for q, fmt in zip(qdata, (FP8_1X128, FP8_128X128)))
-    assert deepgemm.pays(a, b, out_dtype, None) is taken
+LARGE = {(8192, 8192, 4096), (32768, 2048, 4096)}
+SMALL = {(8191, 8192, 4096), (8192, 8192, 4080), (32768, 2040, 8192), (2047, 32768, 8192), (8192, 8196, 4096)}
+
+
+def test_auto_takes_it_where_products_are_large(installed, monkeypatch):
+    def pays(shape, out_dtype=torch.bfloat16):
+        m, n, k = shape
+        qdata = [torch.empty(rows, k, dtype=torch.float8_e4m3fn, device="meta") for rows in (m, n)]
+        a, b = (Operand(q, None, None, fmt.name) for q, fmt in zip(qdata, (FP8_1X128, FP8_128X128)))
+        return deepgemm.pays(a, b, out_dtype, None)
+
+    assert {shape for shape in LARGE | SMALL if pays(shape)} == LARGE
+    assert not any(pays(shape, dtype) for shape in LARGE for dtype in (torch.float32, None))
     monkeypatch.setattr(library, "why_absent", lambda: "not installed")
-    assert not deepgemm.pays(a, b, out_dtype, None)
+    assert not any(map(pays, LARGE))
 
 
 # --- the library ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""NVFP4 products as FP4 tensor cores are given them: the interpreter takes `tl.dot_scaled` by its documented formula.
+"""NVFP4 GEMMs as FP4 tensor cores are given them: the interpreter takes `tl.dot_scaled` by its documented formula.
 
 Packed elements and block scales reach the dot as they lie in memory, so what can be wrong is which of them: rows and
 columns, first and second element of a byte, masks at ragged ends, scales of square blocks.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grouped_products import PAIRS, ROUTINGS, Case, assert_close_to_each_group
+from grouped_products import PAIRS, ROUTINGS, Case, assert_close_to_each_group, case_id
 from product_budgets import accumulation_unit, assert_within_budget, pair_id
+from scaled_products import decoded
 
 from torchao_blockwise import ops
-from torchao_blockwise.formats import NVFP4_1X16, NVFP4_16X16
-from torchao_blockwise.testing import random_tensor
+from torchao_blockwise.formats import NVFP4_1X16
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 kernels = pytest.importorskip("torchao_blockwise.ops.gemm.kernels_triton")
@@ -22,16 +22,9 @@ kernels = pytest.importorskip("torchao_blockwise.ops.gemm.kernels_triton")
 PRODUCTS = (
     (0, 16, 32), (16, 0, 32), (16, 16, 0), (1, 1, 1), (1, 16, 128), (33, 47, 65), (63, 100, 500), (130, 129, 592),
 )  # fmt: skip
-NVFP4_PAIRS = (NVFP4_1X16, NVFP4_16X16), (NVFP4_1X16, NVFP4_1X16)
-pairs = pytest.mark.parametrize("pair", NVFP4_PAIRS, ids=pair_id)
-MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-
-
-def decoded(payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """[rows, 2 · bytes] float64; the first element of a byte is in its low bits, and 16 elements share a scale."""
-    codes = torch.stack((payload & 15, payload >> 4), -1).flatten(1).long()
-    signs = 1 - 2 * (codes >> 3)
-    return signs * MAGNITUDES[codes & 7] * scale.view(torch.float8_e4m3fn).double().repeat_interleave(16, 1)
+KINDS = [(along, pair) for along, pairs in PAIRS.items() for pair in pairs if pair[0] is NVFP4_1X16]
+CASES = [(*kind, ([m], 0), n, k) for kind in KINDS[:2] for m, n, k in PRODUCTS]
+CASES += [(*kind, routing, 40, 200) for kind in KINDS[2:] for routing in ROUTINGS.values()]
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +38,8 @@ def dots(monkeypatch) -> list:
         assert a_along_k and b_along_k and a_scale.dtype.scalar.name == b_scale.dtype.scalar.name == "fp8e4nv"
         x, xs, y, ys, sums = (torch.tensor(t.data) for t in (a, a_scale, b, b_scale, acc))
         seen.append((len(x), len(ys), 2 * len(y)))
-        out = sums.double() + decoded(x, xs.view(torch.uint8)) @ decoded(y.mT, ys.view(torch.uint8)).mT
+        xs, ys = (scale.view(torch.uint8).view(torch.float8_e4m3fn) for scale in (xs, ys))
+        out = sums.double() + decoded(x, xs) @ decoded(y.mT, ys).mT
         return interpreter.TensorHandle(out.float().numpy(), acc.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot_scaled", create_dot_scaled, raising=False)
@@ -53,46 +47,24 @@ def dots(monkeypatch) -> list:
     return seen
 
 
-def quantized(product, pair):
-    """Operands a [M, K] and b [N, K]; their products stay within fp16."""
-    m, n, k = product
-    a, b = random_tensor(m, k, seed=1) * 2.0**-6, random_tensor(n, k, seed=2) * 2.0**-6
-    return tuple(ops.quantize(x, fmt, backend="reference").rowwise for x, fmt in zip((a, b), pair))
-
-
-@pytest.mark.parametrize("product", PRODUCTS, ids=str)
-@pairs
-def test_shapes(pair, product, dots):
-    a, b = quantized(product, pair)
-    out = ops.matmul(a, b, out_dtype=torch.float32, backend="triton")
-    assert_within_budget(out, a, b, product[2], accumulation_unit("triton", pair[0], "cpu"))
-    assert bool(dots) == (0 not in product) and all(dot[0] == 128 for dot in dots)
-
-
-@pairs
-def test_a_bias_and_a_sum(pair):
-    a, b = quantized((70, 40, 300), pair)
-    bias, before = torch.linspace(-9, 9, 40), torch.randn(70, 40)
-    unit = accumulation_unit("triton", pair[0], "cpu")
-    assert_within_budget(ops.matmul(a, b, out_dtype=torch.bfloat16, bias=bias, backend="triton"), a, b, 300, unit, bias)
-    out = ops.matmul(a, b, out_dtype=torch.float32, backend="triton")
-    assert torch.equal(ops.add_matmul_(before.clone(), a, b, backend="triton"), before + out)
-
-
-@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-@pytest.mark.parametrize(
-    ("along", "pair"),
-    [(along, pair) for along in PAIRS for pair in PAIRS[along] if pair in NVFP4_PAIRS],
-    ids=lambda x: x if isinstance(x, str) else pair_id(x),
-)
-def test_groups(along, pair, routing, dots):
-    case = Case(along, pair, routing, "cpu")
+@pytest.mark.parametrize(("along", "pair", "routing", "n", "k"), CASES, ids=[case_id(*row) for row in CASES])
+def test_products(along, pair, routing, n, k, dots):
+    case = Case(along, pair, routing, "cpu", n, k)
     assert_close_to_each_group(case, case.run(backend="triton"), "triton")
-    assert dots or not sum(case.sizes)
+    assert bool(dots) == (0 not in (sum(case.sizes), n, k)) and all(dot[0] == 128 for dot in dots)
+
+
+@pytest.mark.parametrize("pair", [pair for _, pair in KINDS[:2]], ids=pair_id)
+def test_a_bias_and_a_sum(pair):
+    case = Case("", pair, ([70], 0), "cpu", 40, 300)
+    bias, before = torch.linspace(-9, 9, 40), torch.randn(70, 40)
+    out = case.run(torch.bfloat16, bias=bias, backend="triton")
+    assert_within_budget(out, case.a, case.b, 300, accumulation_unit("triton", pair[0], "cpu"), bias)
+    assert torch.equal(case.add(before.clone(), backend="triton"), before + case.run(backend="triton"))
 
 
 def test_a_scale_that_is_nan_stays():
-    a, b = quantized((20, 20, 64), NVFP4_PAIRS[0])
-    a.scale.view(torch.uint8)[3, 1] = 0x7F
-    out = ops.matmul(a, b, out_dtype=torch.float32, backend="triton")
+    case = Case(*KINDS[0], ([20], 0), "cpu", 20, 64)
+    case.a.scale.view(torch.uint8)[3, 1] = 0x7F
+    out = case.run(backend="triton")
     assert out[3].isnan().all() and out.isnan().sum() == 20

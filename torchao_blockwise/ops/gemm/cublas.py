@@ -7,6 +7,8 @@ Both go through what is under `torch.nn.functional.scaled_mm`. Scales are re-lai
             rows of a padded to a multiple of 4.
     NVFP4   one e4m3 scale a row and 16 columns, swizzled (kernels_blackwell.py), and behind them the tensor scales.
 
+On GPUs without FP4 tensor cores NVFP4 is decoded to bf16 first (kernels_decode.py) and multiplied by cuBLAS.
+
 Rows of both are padded to 16 bytes, by copies where K does not fill them: where it counts tokens, as a rule.
 
 The NVFP4 path has not run on Blackwell hardware yet. A test decodes what it hands over by the documented layout.
@@ -20,7 +22,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from torchao_blockwise.formats import E2M1, E4M3, BlockFormat, Operand
+from torchao_blockwise.formats import E2M1, BlockFormat, Operand
 from torchao_blockwise.ops.backend import compute_capability, why_no_kernels
 from torchao_blockwise.ops.gemm import KERNEL_PAIRS
 from torchao_blockwise.ops.padding import aligned_rows
@@ -30,24 +32,25 @@ _ALIGNMENT = 16
 _SCALE_ROWS = 4
 
 
-def expected(capability: tuple[int, int], fmt: BlockFormat) -> bool:
-    """Whether cuBLASLt scales blocks of this format on GPUs of this capability."""
-    return capability == (9, 0) if fmt.element is E4M3 else capability[0] >= 10
+def _decodes(a: Operand) -> bool:
+    """Whether operands are decoded to bf16 first: NVFP4 on GPUs without FP4 tensor cores."""
+    return a.format.element is E2M1 and (0, 0) < compute_capability(a.qdata.device) < (10, 0)
 
 
 def why_not(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
     """Why cuBLASLt cannot compute this product, or None if it can."""
-    device, a_fmt = a.qdata.device, a.format
-    why = _why_never(device.type, compute_capability(device), torch.version.cuda, a_fmt, b.format, out_dtype)
-    if why is not None:
-        return why
-    (m, k), n = a.qdata.shape, b.qdata.shape[0]
+    device, (m, k), n = a.qdata.device, a.qdata.shape, b.qdata.shape[0]
+    decodes, a_fmt = _decodes(a), a.format
+    if not decodes:
+        why = _why_never(device.type, compute_capability(device), torch.version.cuda, a_fmt, b.format, out_dtype)
+        if why is not None:
+            return why
     if 0 in (m, n, k):
         return f"it has no empty products, got M={m}, N={n}, K={k}"
-    if n % _ALIGNMENT:
+    if n % _ALIGNMENT and not decodes:
         # M and K may be anything: rows are padded.
         return f"N must be a multiple of {_ALIGNMENT}, got N={n}"
-    # Triton's kernels swizzle the scales.
+    # Triton's kernels decode NVFP4, and swizzle its scales.
     return why_no_kernels(a) if a_fmt.element is E2M1 else None
 
 
@@ -63,8 +66,9 @@ def _why_never(
     """Why it can compute no product of these, whatever its shape; worked out once, not in every product (3 µs)."""
     if device != "cuda":
         return f"it needs a CUDA device, got {device}"
-    if not expected(capability, a_fmt):
-        wanted = "sm_90" if a_fmt.element is E4M3 else "sm_100 or newer"
+    is_fp4 = a_fmt.element is E2M1
+    if capability < (10, 0) if is_fp4 else capability != (9, 0):
+        wanted = "sm_100 or newer" if is_fp4 else "sm_90"
         return f"{a_fmt.element.name} block scaling needs {wanted}, got sm_{capability[0]}{capability[1]}"
     cuda = tuple(int(part) for part in (version or "0.0").split(".")[:2])
     if cuda < (12, 9):
@@ -78,6 +82,10 @@ def _why_never(
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
     """[M, N] product, within what `why_not` admits. Arguments as in the op."""
+    if _decodes(a):
+        from torchao_blockwise.ops.gemm import kernels_decode
+
+        return kernels_decode.matmul(a, b, out_dtype, bias)
     product_dtype = out_dtype if bias is None else torch.float32
     (qa, a_scale, a_global), a_fmt, (qb, b_scale, b_global), b_fmt = a.tensors, a.format, b.tensors, b.format
     m = qa.shape[0]
@@ -106,6 +114,16 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | 
         out = out[:m]
     # The bias comes before the only rounding, so the product waits for it in fp32.
     return out if bias is None else out.add_(bias).to(out_dtype)
+
+
+def add_matmul(out: torch.Tensor, a: Operand, b: Operand) -> None:
+    """out f32 += the product."""
+    if _decodes(a):
+        from torchao_blockwise.ops.gemm import kernels_decode
+
+        kernels_decode.add_matmul(out, a, b)
+    else:
+        out.add_(matmul(a, b, torch.float32, None))
 
 
 def pad_k_blocks(scale: torch.Tensor) -> torch.Tensor:

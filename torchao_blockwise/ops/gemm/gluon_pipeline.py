@@ -337,15 +337,31 @@ def _consume(CONSUMER: gl.constexpr, scale, out, out_ring, bias_ptr, rings, grou
         tma.store_wait(0)
 
 
-@gluon.jit
-def _multiply(a, a_scale, b, b_scale, bias_ptr, out, groups, M, N, K, B: gl.constexpr):
-    """Set up the ring and run producer and consumers."""
+@gluon.jit(do_not_specialize=["M", "K"])
+def matmul_kernel(
+    a,  # descriptor of [M, K] e4m3, or bf16 where B.decoded
+    a_scale,  # descriptor of [K/block, M] f32; decoded: pointer to a's tensor scale
+    b,  # descriptor of [N, K] like a, along "m" of [E·N, K]
+    b_scale,  # descriptor of [K/block, N] f32; B.b_square: pointer to [N/block, K/block] f32, along "m" [E, ..];
+    # decoded: pointer to b's tensor scale, B.per_group to [E], the products of both tensor scales
+    bias_ptr,  # [N], read where B.has_bias; None with groups
+    schedule,  # [entries, 4] int32, of `ops/groups/tables`; None without groups
+    out,  # descriptor where B.copy_out, else pointer, of [splits, M, N], along "k" of [E·M, N]
+    out_ptr,  # the same output; None without groups
+    M,
+    N,
+    K,
+    B: gl.constexpr,  # a Build
+):
+    # What a build has no use for stands in its place: partitions take no None.
+    groups = ()
+    if B.along != "":
+        groups, bias_ptr = (schedule, out_ptr), schedule
     # A tile of b has one scale where its blocks are square.
     gl.static_assert(B.block % B.tile_n == 0 or not B.b_square)
     make_barriers(B.stages, _WARPS * B.consumers)
     a_ring = gl.allocate_shared_memory(a.dtype, [B.stages * B.copies, B.copied_rows, B.depth], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [B.stages, B.tile_n, B.depth], b.layout)
-    # What a build has no use for stands in its place: partitions take no None.
     a_scale_ring = a_ring
     if not B.decoded:
         a_scale_ring = gl.allocate_shared_memory(gl.float32, [B.stages * B.copies, 1, B.copied_rows], a_scale.layout)
@@ -385,25 +401,3 @@ def _multiply(a, a_scale, b, b_scale, bias_ptr, out, groups, M, N, K, B: gl.cons
             [_WARPS, 1],
             [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
         )
-
-
-@gluon.jit(do_not_specialize=["M", "K"])
-def matmul_kernel(
-    a,  # descriptor of [M, K] e4m3, or bf16 where B.decoded
-    a_scale,  # descriptor of [K/block, M] f32; decoded: pointer to a's tensor scale
-    b,  # descriptor of [N, K] like a, along "m" of [E·N, K]
-    b_scale,  # descriptor of [K/block, N] f32; B.b_square: pointer to [N/block, K/block] f32, along "m" [E, ..];
-    # decoded: pointer to b's tensor scale, B.per_group to [E], the products of both tensor scales
-    bias_ptr,  # [N], read where B.has_bias; None with groups
-    schedule,  # [entries, 4] int32, of `ops/groups/tables`; None without groups
-    out,  # descriptor where B.copy_out, else pointer, of [splits, M, N], along "k" of [E·M, N]
-    out_ptr,  # the same output; None without groups
-    M,
-    N,
-    K,
-    B: gl.constexpr,  # a Build
-):
-    if B.along == "":
-        _multiply(a, a_scale, b, b_scale, bias_ptr, out, (), M, N, K, B)
-    else:
-        _multiply(a, a_scale, b, b_scale, schedule, out, (schedule, out_ptr), M, N, K, B)

@@ -57,7 +57,7 @@ def wave_of(ring, stage, WAVE: gl.constexpr, B: gl.constexpr):
 @gluon.constexpr_function
 def _asm(code, index, outputs=1):
     """PTX that has `bar`, the address of the barrier of this number; its outputs are of no use."""
-    registers = ".reg .pred leader, done; .reg .b32 bar, read, remote;"
+    registers = ".reg .pred leader, done; .reg .b32 bar, read;"
     address = f"mov.b32 bar, free_stages; mad.lo.u32 bar, {index}, 8, bar;"
     results = "".join(f"mov.b32 ${i}, 0;" for i in range(outputs))
     return "{" + registers + address + code + results + "}"

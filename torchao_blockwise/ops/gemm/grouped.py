@@ -141,7 +141,7 @@ def _check_groups(op: str, a: Operand, b: Operand, groups: Groups, along: str) -
 # --- backends ---------------------------------------------------------------------------------------------------------
 
 
-def _first(a: Operand, b: Operand, *_: object) -> Backend | None:
+def _preferred(a: Operand, b: Operand, *_: object) -> Backend | None:
     """The backend that AUTO asks before those above it in the table.
 
     In NVFP4 on Hopper Triton, which reads 4 bits an element, where too little is multiplied by what is decoded: along
@@ -176,7 +176,7 @@ grouped_matmul_op = Operation(
     table=_TABLE,
     fake=lambda a, b, groups, along, out_dtype: new_output(a, b, out_dtype, groups, along),
     check=lambda a, b, groups, along, out_dtype: _check_groups("grouped_matmul", a, b, groups, along),
-    first=_first,
+    first=_preferred,
     flops=count_flops,
 )
 add_grouped_matmul_op = Operation(
@@ -184,6 +184,6 @@ add_grouped_matmul_op = Operation(
     takes=(None, Operand, Operand, Groups),
     table=adding_rows(_TABLE, "k", torch.float32),
     check=lambda out, a, b, groups: _check_groups("add_grouped_matmul_", a, b, groups, "k"),
-    first=lambda out, *ab: _first(*ab),
+    first=lambda out, *ab: _preferred(*ab),
     flops=lambda out, *ab: count_flops(*ab),
 )

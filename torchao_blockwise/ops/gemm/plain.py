@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchao_blockwise.formats import E2M1, E4M3, FORMATS, HIGH_PRECISION_DTYPES, Operand
+from torchao_blockwise.formats import E2M1, FORMATS, HIGH_PRECISION_DTYPES, Operand
 from torchao_blockwise.ops.backend import (
     Backend,
     Implementation,
@@ -135,18 +135,10 @@ def why_no_triton_gemm(a: Operand, b: Operand, *_: object) -> str | None:
     return reason
 
 
-def _why_not_decoded(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> str | None:
-    """Why cuBLAS does not multiply what was decoded to bf16 before, or None if it does."""
-    device = a.qdata.device
-    if a.format.element is not E2M1 or device.type != "cuda" or compute_capability(device) >= (10, 0):
-        return cublas.why_not(a, b, out_dtype, bias) or "it is multiplied as it is"
-    return "there is nothing to multiply" if 0 in (*a.qdata.shape, b.qdata.shape[0]) else why_no_kernels(a)
-
-
-def _first(
+def _preferred(
     a: Operand, b: Operand, out_dtype: torch.dtype | None = None, bias: torch.Tensor | None = None
 ) -> Backend | None:
-    """The backend that AUTO asks before those above it in the table.
+    """The backend that AUTO asks before those above it in the table, and warns about where it cannot run.
 
     In NVFP4 without FP4 tensor cores Triton up to 64 rows: it reads 4 bits an element, and with so few rows that is
     what counts. Else Gluon before cuBLASLt; GPUs other than Hopper have at most one of the two.
@@ -156,21 +148,15 @@ def _first(
     docs/design.md says what they cost.
     """
     capability = compute_capability(a.qdata.device)
-    element = a.format.element
-    if element is E2M1 and (0, 0) < capability < (10, 0):
-        return Backend.TRITON if a.qdata.shape[0] <= _DECODED_ROWS else None
-    if capability != (9, 0) or element is not E4M3:
+    if capability == (0, 0):
         return None
+    if a.format.element is E2M1:
+        return Backend.TRITON if capability < (10, 0) and a.qdata.shape[0] <= _DECODED_ROWS else Backend.CUBLAS
+    if capability != (9, 0):
+        return Backend.TRITON
     if b.format.block[0] > 1:
         return Backend.DEEP_GEMM if deepgemm.pays(a, b, out_dtype, bias) else Backend.GLUON
-    return Backend.GLUON if a.qdata.shape[1] <= _GLUON_TOKENS else None
-
-
-def _expected(a: Operand, b: Operand, *_: object) -> Backend | None:
-    if not a.qdata.is_cuda:
-        return None
-    has_blocks = cublas.expected(compute_capability(a.qdata.device), a.format)
-    return Backend.CUBLAS if has_blocks else Backend.TRITON
+    return Backend.GLUON if a.qdata.shape[1] <= _GLUON_TOKENS else Backend.CUBLAS
 
 
 def _sharding(a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None) -> Rules:
@@ -224,11 +210,10 @@ def adding_rows(table: Sequence[Implementation], *last: object) -> list[Implemen
 
 
 _TABLE = [
-    kernels(Backend.CUBLAS, cublas.matmul, cublas.why_not),
-    kernels(Backend.CUBLAS, f"{__package__}.kernels_decode:matmul", _why_not_decoded),
+    kernels(Backend.CUBLAS, f"{__package__}.cublas:matmul", cublas.why_not),
     kernels(Backend.GLUON, f"{__package__}.kernels_gluon:matmul", lambda a, b, *_: why_no_gluon_gemm(a, b, FP8_PAIRS)),
     kernels(Backend.TRITON, f"{__package__}.kernels_triton:matmul", why_no_triton_gemm),
-    # Only where `_first` takes it.
+    # Only where `_preferred` takes it.
     kernels(Backend.DEEP_GEMM, deepgemm.matmul, deepgemm.why_not),
     Implementation(Backend.REFERENCE, reference.matmul),
 ]
@@ -239,8 +224,7 @@ matmul_op = Operation(
     takes=(Operand, Operand, None, None),
     table=_TABLE,
     fake=lambda a, b, out_dtype, bias: new_output(a, b, out_dtype),
-    first=_first,
-    expected=_expected,
+    first=_preferred,
     sharding=_sharding,
     flops=count_flops,
 )
@@ -248,7 +232,6 @@ add_matmul_op = Operation(
     f"add_matmul_(Tensor(a!) out, {operand('a')}, {operand('b')}, str backend) -> ()",
     takes=(None, Operand, Operand),
     table=adding_rows(_TABLE, torch.float32, None),
-    first=lambda out, *ab: _first(*ab),
-    expected=lambda out, *ab: _expected(*ab),
+    first=lambda out, *ab: _preferred(*ab),
     flops=lambda out, *ab: count_flops(*ab),
 )
