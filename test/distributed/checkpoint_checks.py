@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_models import CONFIGS, Block, adamw, assert_gathers_exactly, batch, blocks, masters_of, shard, train
+from fsdp_models import Block, adamw, assert_gathers_exactly, batch, blocks, config_of, masters_of, shard, train
 from ranks import device, join
 from tensor_parallel_checks import PLANS, block
 from torch import nn
@@ -37,14 +37,6 @@ def shared_folder():
         dist.broadcast_object_list(name)
         yield Path(name[0])
         dist.barrier()
-
-
-def other_values(model: nn.Module) -> nn.Module:
-    """The model with values that no check begins with: what is not loaded is seen."""
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(-0.5)
-    return model
 
 
 def state_of(model, optimizer) -> dict:
@@ -82,7 +74,8 @@ def trains_on_other_ranks(mesh, config, folder, start, check) -> dict[str, torch
     Returns the weights at the end.
     """
     reference = blocks(config)
-    expected = train(reference, adamw(reference), steps=4)
+    reference_optimizer = adamw(reference)
+    expected = train(reference, reference_optimizer, steps=4)
     meshes = {n: DeviceMesh(device().type, list(range(n))) for n in (1, 2)} | {mesh.size(): mesh}
     for step, ranks in enumerate((mesh.size(), 2, 1, mesh.size())):
         dist.barrier()
@@ -95,7 +88,7 @@ def trains_on_other_ranks(mesh, config, folder, start, check) -> dict[str, torch
         check(model, optimizer)
         assert train(model, optimizer, steps=1, offset=step) == [expected[step]]
         dcp.save(state_of(model, optimizer), checkpoint_id=folder / str(step + 1), process_group=group)
-    assert_plain_and_equal(values_of(model, optimizer), reference.state_dict())
+    assert_plain_and_equal(values_of(model, optimizer), values_of(reference, reference_optimizer))
     return whole(model.state_dict())
 
 
@@ -135,13 +128,13 @@ def resumes(mesh, config):
     with shared_folder() as folder:
         dcp.save(state_of(model, optimizer), checkpoint_id=folder)
         expected = train(model, optimizer, steps=2, offset=2)
-        resumed = other_values(shard(blocks(config), mesh))
+        resumed = shard(blocks(config, times=-0.5), mesh)
         optimizer_resumed = adamw(resumed)
         train(resumed, optimizer_resumed, steps=1)
         load(resumed, optimizer_resumed, folder)
     assert train(resumed, optimizer_resumed, steps=2, offset=2) == expected
     assert_gathers_exactly(resumed, config)
-    assert_plain_and_equal(whole(resumed.state_dict()), whole(model.state_dict()))
+    assert_plain_and_equal(values_of(resumed, optimizer_resumed), values_of(model, optimizer))
     for name, state in dsd.get_optimizer_state_dict(resumed, optimizer_resumed)["state"].items():
         wanted = dsd.get_optimizer_state_dict(model, optimizer)["state"][name]
         assert_plain_and_equal(whole(state), whole(wanted))
@@ -149,14 +142,17 @@ def resumes(mesh, config):
 
 def reshards(mesh, config):
     def start(mesh, step):
-        model = other_values(shard(blocks(config), mesh))
-        optimizer = adamw(model)
-        if step == 0:
-            model.load_state_dict(shard(blocks(config), mesh).state_dict())
-        return model, optimizer
+        model = shard(blocks(config, times=-0.5 if step else 1), mesh)
+        return model, adamw(model)
 
     with shared_folder() as folder:
-        trains_on_other_ranks(mesh, config, folder, start, lambda model, _: assert_gathers_exactly(model, config))
+        expected = trains_on_other_ranks(
+            mesh, config, folder, start, lambda model, _: assert_gathers_exactly(model, config)
+        )
+        if mesh.get_rank() == 0:
+            # The last checkpoint as a file of plain tensors.
+            dcp_to_torch_save(folder / "4", folder / "whole.pt")
+            assert_plain_and_equal(torch.load(folder / "whole.pt", weights_only=True)["model"], expected)
 
 
 def exchanges_with_unconverted(mesh, config):
@@ -164,7 +160,7 @@ def exchanges_with_unconverted(mesh, config):
     kinds = {"converted": config, "plain": None}
     with shared_folder() as folder:
         for source, source_config in kinds.items():
-            saved = other_values(shard(blocks(source_config), mesh))
+            saved = shard(blocks(source_config, times=-0.5), mesh)
             dcp.save(saved.state_dict(), checkpoint_id=folder / source)
             expected = whole(saved.state_dict())
             if mesh.get_rank() == 0:
@@ -217,7 +213,7 @@ def gives_full_state_dicts(mesh, config):
                 fresh = blocks(config, where="meta")
             fresh = shard(fresh, mesh)
         else:
-            fresh = other_values(shard(blocks(config), mesh))
+            fresh = shard(blocks(config, times=-0.5), mesh)
             fresh(batch())
         sent = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=way != "everywhere")
         dsd.set_model_state_dict(fresh, dict(expected if way == "everywhere" else state), options=sent)
@@ -231,7 +227,7 @@ def gives_full_state_dicts(mesh, config):
 
 def assigns(mesh, config):
     """`load_state_dict(assign=True)` keeps shards master weights, also while they lie gathered after a forward pass."""
-    model, plain = fully_shard(blocks(config), mesh=mesh), other_values(fully_shard(blocks(None), mesh=mesh))
+    model, plain = fully_shard(blocks(config), mesh=mesh), fully_shard(blocks(None, times=-0.5), mesh=mesh)
     expected = {name: x.clone() for name, x in plain.state_dict().items()}
     for part in ("0.up.", ""):
         # A root stays gathered.
@@ -260,10 +256,17 @@ def saves_asynchronously(mesh, config):
         saving = dcp.async_save(state_of(model, optimizer), checkpoint_id=folder, process_group=group)
         expected = train(model, optimizer, steps=2, offset=1)
         saving.result()
-        resumed = other_values(shard(blocks(config), mesh))
+        resumed = shard(blocks(config, times=-0.5), mesh)
         optimizer = adamw(resumed)
         load(resumed, optimizer, folder)
     assert train(resumed, optimizer, steps=2, offset=1) == expected
+
+
+def zeroed(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    return model
 
 
 def saves_two_dims(mesh, config):
@@ -276,12 +279,12 @@ def saves_two_dims(mesh, config):
     state = model.state_dict()
     with shared_folder() as folder:
         dcp.save(state, checkpoint_id=folder)
-        target = other_values(two_dims())
+        target = zeroed(two_dims())
         dcp.load(target.state_dict(), checkpoint_id=folder)
         for name, x in target.state_dict().items():
             assert x.placements == state[name].placements and type(x.to_local()) is torch.Tensor
             assert_bitwise_equal(x.to_local(), state[name].to_local(), name)
-        unsharded = other_values(block(config))
+        unsharded = zeroed(block(config))
         dcp.load(unsharded.state_dict(), checkpoint_id=folder, no_dist=True)
     assert_plain_and_equal(unsharded.state_dict(), alone.state_dict())
 
@@ -338,18 +341,11 @@ class DiesCommitting(dcp.FileSystemWriter):
 DEATHS = {"writing": (1, DiesWriting), "committing": (0, DiesCommitting)}
 
 
-def with_masters(mesh):
-    model = shard(blocks(CONFIGS["fp8"]), mesh)
-    return model, adamw(model)
-
-
-def die_while_saving(rank: int, ranks: int, port: int, file: str, folder: str, death: str, make=with_masters) -> None:
-    """Save after one step and, after another, again, in which a rank dies; leaves the weights of the first save.
-
-    make: of a mesh a sharded model and its optimizer.
-    """
+def die_while_saving(rank: int, ranks: int, port: int, file: str, folder: str, death: str, config="fp8") -> None:
+    """Save after one step and, after another, again, in which a rank dies; leaves the weights of the first save."""
     join(rank, ranks, port, seconds=20)
-    model, optimizer = make(DeviceMesh(device().type, list(range(ranks))))
+    model = shard(blocks(config_of(config)), DeviceMesh(device().type, list(range(ranks))))
+    optimizer = adamw(model)
     train(model, optimizer, steps=1)
     dcp.save(state_of(model, optimizer), checkpoint_id=f"{folder}/1")
     torch.save(whole(model.state_dict()), file)

@@ -72,11 +72,6 @@ def trains_as_unsharded(mesh, config):
     assert_trains_as_unsharded(shard(model, mesh), reference, config, mesh)
 
 
-def trains_in_one_group(mesh, config):
-    model, reference = blocks(config), blocks(config)
-    assert_trains_as_unsharded(fully_shard(model, mesh=mesh), reference, config, mesh)
-
-
 def asks_no_store(mesh, config):
     """After the first step, on what passes for NCCL, ranks exchange nothing through the store that they met at."""
     kinds = []
@@ -169,15 +164,6 @@ def accumulates(mesh, config):
     expected = train(reference, adamw(reference), steps=2, microbatches=3)
     assert actual == expected, (actual, expected)
     assert_gathers_exactly(model, config)
-
-
-def reduces_once_a_step(mesh, config):
-    model = shard(blocks(config, count=3), mesh)
-    optimizer = adamw(model)
-    for step in range(3):
-        with Counter() as counter:
-            train(model, optimizer, steps=1, offset=step)
-        assert counter.reductions == (1 if mesh.size() > 1 else 0), counter.reductions
 
 
 def leaves_frozen_weights(mesh, config):

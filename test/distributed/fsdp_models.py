@@ -11,8 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torchao.quantization import quantize_
 
-from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, ops
-from torchao_blockwise.distributed import sync_weight_scales
+from torchao_blockwise import BlockwiseFP8Tensor, MasterWeightTensor, NVFP4Tensor, _compat, ops
+from torchao_blockwise.distributed import MasterWeightOptimizer, sync_weight_scales
+from torchao_blockwise.tensors import QuantizedShard, QuantizedTensor
 from torchao_blockwise.testing import assert_bitwise_equal
 
 # The same bits as Triton's interpreter, many times faster.
@@ -31,8 +32,19 @@ ANOTHER_ROUNDING = 1e-2
 
 
 def config_of(name: str):
-    """The config of that name for this rank; on a GPU with the kernels that AUTO finds, as users have it."""
-    return (CONFIGS if device().type == "cpu" else _ALL)[name]
+    """The config of that name for this rank, "_quantized" with quantized Parameters; on a GPU with AUTO's kernels."""
+    kind = name.removesuffix("_quantized")
+    return replace((CONFIGS if device().type == "cpu" else _ALL)[kind], master_weights=kind == name)
+
+
+def values(p: torch.Tensor) -> torch.Tensor:
+    """What this rank has of the high-precision values of a parameter: a quantized one's master, if it has one."""
+    local = _compat.local_of(p)
+    if isinstance(local, QuantizedTensor):
+        pending = local.pending_master
+        master = None if pending is None else pending.master(p)
+        return local.values() if master is None else _compat.local_of(master)
+    return getattr(local, "hp", local).detach()
 
 
 class Block(nn.Module):
@@ -47,10 +59,14 @@ class Block(nn.Module):
 
 
 def blocks(
-    config, width: int = 48, hidden: int = 150, count: int = 2, dtype=torch.float32, where=None
+    config, width: int = 48, hidden: int = 150, count: int = 2, dtype=torch.float32, where=None, times: float = 1
 ) -> nn.Sequential:
+    """times: by what its values are multiplied, so that what is not loaded is seen."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width, hidden) for _ in range(count))).to(where or device(), dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(times)
     if config is not None:
         quantize_(model, config)
     return model
@@ -71,12 +87,17 @@ def masters_of(model) -> dict:
     }
 
 
+def shards_of(model) -> dict:
+    """Sharded parameters that are quantized themselves, by name."""
+    return {n: p for n, p in model.named_parameters() if isinstance(getattr(p, "_local_tensor", None), QuantizedShard)}
+
+
 def gathered(parameter) -> torch.Tensor:
     """The whole high-precision weight, put together without FSDP2."""
     mesh, dim = parameter.device_mesh, next(p.dim for p in parameter.placements if isinstance(p, Shard))
     group = mesh.get_group(mesh.ndim - 1)
     parts = [None] * group.size()
-    dist.all_gather_object(parts, parameter._local_tensor.hp.detach().cpu(), group=group)
+    dist.all_gather_object(parts, values(parameter).cpu(), group=group)
     return torch.cat(parts, dim).view(parameter.shape)
 
 
@@ -96,7 +117,7 @@ def assert_is_quantized(weight, hp: torch.Tensor, config, name: str) -> None:
 
 def assert_gathers_exactly(model, config, dtype=None) -> None:
     """Every quantized weight of every FSDP2 module equals the whole weight quantized, bit for bit."""
-    wholes = {name: gathered(p) for name, p in masters_of(model).items()}
+    wholes = {name: gathered(p) for name, p in (masters_of(model) | shards_of(model)).items()}
     assert wholes
     sync_weight_scales(model)
     for prefix, module in model.named_modules():
@@ -153,7 +174,11 @@ def train(
 
 
 def adamw(model, **options):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, **FOR_LOOP | options)
+    """AdamW, around the masters of a model that has quantized Parameters."""
+    options = {"lr": 1e-2, **FOR_LOOP, **options}
+    if any(isinstance(_compat.local_of(p), QuantizedTensor) for p in model.parameters()):
+        return MasterWeightOptimizer(torch.optim.AdamW, model, **options)
+    return torch.optim.AdamW(model.parameters(), **options)
 
 
 def assert_trains_as_unsharded(model, reference, config, mesh, **options) -> None:
@@ -166,16 +191,16 @@ def assert_trains_as_unsharded(model, reference, config, mesh, **options) -> Non
     for p in reference.parameters():
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(average)
-    expected = train(reference, adamw(reference, **optimizer_options), **options)
-    actual = train(model, adamw(model, **optimizer_options), **options)
+    optimizers = [adamw(m, **optimizer_options) for m in (reference, model)]
+    expected, actual = (train(m, o, **options) for m, o in zip((reference, model), optimizers))
     assert_gathers_exactly(model, config)
     if not averages_exactly(mesh):
         torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=ANOTHER_ROUNDING, atol=0)
         return
     assert actual == expected, f"losses {actual}, unsharded {expected}"
     originals = dict(reference.named_parameters())
-    for name, p in masters_of(model).items():
-        assert_bitwise_equal(gathered(p), originals[name].hp, name)
+    for name, p in (masters_of(model) | shards_of(model)).items():
+        assert_bitwise_equal(gathered(p).cpu(), values(originals[name]).cpu(), name)
 
 
 def assert_same_norms(actual: list[float], expected: list[float], model) -> None:

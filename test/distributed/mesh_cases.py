@@ -7,8 +7,7 @@ import expert_checks as experts
 import fsdp_change_checks as change
 import fsdp_checks as checks
 import fsdp_life_checks as life
-import primary_shard_checks as primary
-import primary_shard_life_checks as primary_life
+import quantized_shard_checks as quantized
 import tensor_parallel_checks as tensor_parallel
 import tensor_parallel_life_checks as tensor_parallel_life
 from fsdp_models import CONFIGS, config_of
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 EVERY = ("fp8", "fp8_pow2", "nvfp4")
 BOTH = ("fp8", "nvfp4")
+QUANTIZED = ("fp8_quantized", "nvfp4_quantized")
 FULL = "nvfp4_full"
 # How values are rounded, and activations and gradients scaled: ranks exchange nothing for these, however many they are.
 OF_ELEMENTS = ("fp8_pow2", FULL)
@@ -27,7 +27,6 @@ FSDP_CHECKS = (
     (checks.gathers_special_values, (3,), EVERY),
     (checks.trains_as_unsharded, (1, 2, 3, 4), BOTH),
     (checks.trains_as_unsharded, (3,), OF_ELEMENTS),
-    (checks.trains_in_one_group, (4,), BOTH),
     (checks.gives_ranks_seeds_of_their_own, (2,), (FULL,)),
     (checks.shards_columns, (1, 4), EVERY),
     (checks.reshards_after_forward, (4,), BOTH),
@@ -36,7 +35,6 @@ FSDP_CHECKS = (
     (checks.trains_in_mixed_precision, (1, 2, 3), EVERY),
     (checks.trains_bf16, (2,), BOTH),
     (checks.accumulates, (1, 2), (*BOTH, FULL)),
-    (checks.reduces_once_a_step, (4,), ("fp8",)),
     (checks.leaves_frozen_weights, (2,), BOTH),
     (checks.ties_embeddings, (1, 2), BOTH),
     (checks.checkpoints_activations, (2,), (*BOTH, FULL)),
@@ -44,16 +42,13 @@ FSDP_CHECKS = (
     (checks.compiles_blocks, (2,), (*BOTH, FULL)),
     (life.starts_on_meta, (4,), ("fp8", FULL)),
     (life.loads, (3,), BOTH),
-    (life.follows_changes_by_hand, (1, 4), BOTH),
-    (life.follows_changes_between_microbatches, (2,), BOTH),
     (life.refuses_stale_values, (2,), ("fp8",)),
-    (change.follows_every_writer, (2,), BOTH),
+    (change.follows_every_writer, (1, 4), BOTH),
     (change.follows_changes_between_microbatches, (2,), BOTH),
     (change.refills_what_evaluation_left_gathered, (1, 2), BOTH),
     (change.keeps_the_scales_of_what_is_gathered, (2,), BOTH),
     (change.quantizes_shards_once_in_a_scope, (1, 2), BOTH),
     (change.refuses_changes_in_a_scope, (2,), ("fp8",)),
-    (change.whole_is_what_was_written, (3,), BOTH),
     (life.enters_by_other_ways, (2,), BOTH),
     (life.frees_what_it_gathers, (1, 4), BOTH),
     (life.dies_with_the_model, (2,), BOTH),
@@ -76,28 +71,25 @@ CHECKPOINT_CHECKS = (
     (checkpoints.saves_two_dims, ((2, 2),), ("fp8",)),
     (checkpoints.saves_shared_weights, (4,), ("fp8",)),
 )
-PRIMARY_CHECKS = (
-    (primary.gathers_exactly_at_any_split, (1, 3, 4), BOTH),
-    (primary.keeps_dtypes_of_gradients, (2,), BOTH),
-    (primary.trains_long, (1, 2, 4), BOTH),
-    (primary.trains_in_many_ways, (2,), (*BOTH, FULL)),
-    (primary.accumulates, (2,), (*BOTH, FULL)),
-    (primary.compiles_blocks, (2,), ("fp8",)),
-    (primary.gathers_few_bytes, (3, 4), BOTH),
-    (primary_life.leaves_frozen_weights, (2,), BOTH),
-    (primary_life.loads, (3,), BOTH),
-    (primary_life.adopts_loads, (2,), BOTH),
-    (primary_life.casts_loads_between_microbatches, (2,), BOTH),
-    (primary_life.refuses_stale_values, (2,), ("fp8",)),
-    (primary_life.starts_on_meta, (4,), BOTH),
-    (primary_life.refuses, (2,), BOTH),
-    (primary_life.reshards_to_fewer_ranks, (4,), ("fp8",)),
-    (primary_life.frees_what_it_gathers, (2,), BOTH),
-    (primary_life.resumes, (4,), ("nvfp4",)),
-    (primary_life.reshards, (4,), BOTH),
-    (primary_life.gives_full_state_dicts, (2,), BOTH),
-    (primary.shards_hybrid, ((2, 2),), BOTH),
+QUANTIZED_CHECKS = (
+    (quantized.gathers_exactly_at_any_split, (1, 3, 4), QUANTIZED),
+    (quantized.trains_as_masters, (1, 2, (2, 2)), QUANTIZED),
+    (quantized.keeps_dtypes_of_gradients, (2,), BOTH),
+    (quantized.leaves_frozen_weights, (2,), QUANTIZED),
+    (quantized.follows_loads, (2, 3), QUANTIZED),
+    (quantized.refuses_stale_values, (2,), QUANTIZED),
+    (quantized.refuses, (2,), QUANTIZED),
+    (quantized.gives_full_state_dicts, (2,), QUANTIZED),
+    (checks.compiles_blocks, (2,), QUANTIZED),
+    (checks.reshards_to_fewer_ranks, (4,), QUANTIZED),
+    (life.starts_on_meta, (4,), QUANTIZED),
+    (life.frees_what_it_gathers, (2,), QUANTIZED),
+    (life.gathers_few_bytes, (3, 4), QUANTIZED),
+    (checkpoints.resumes, (4,), QUANTIZED),
+    (checkpoints.reshards, (4,), QUANTIZED),
+    (checkpoints.saves_asynchronously, (4,), QUANTIZED),
 )
+LONG_CHECKS = ((quantized.trains_long, (1, 2, 4), QUANTIZED),)
 EXPERT_CHECKS = (
     (experts.computes_as_one_device, (1, 2, 3, 4), (*BOTH, PER_EXPERT)),
     (experts.computes_as_one_device, (3,), ("fp8_pow2", FULL)),
@@ -140,10 +132,11 @@ TENSOR_PARALLEL_CHECKS = (
     (tensor_parallel_life.checks_forward_passes, (2,), BOTH),
     (tensor_parallel_life.shards_in_two_dims, ((2, 2),), tuple(CONFIGS)),
 )
-ALL = FSDP_CHECKS + CHECKPOINT_CHECKS + PRIMARY_CHECKS + EXPERT_CHECKS + TENSOR_PARALLEL_CHECKS
+ALL = FSDP_CHECKS + CHECKPOINT_CHECKS + QUANTIZED_CHECKS + EXPERT_CHECKS + TENSOR_PARALLEL_CHECKS + LONG_CHECKS
 BY_NAME = {f"{check.__module__}.{check.__name__}": check for check, _, _ in ALL}
 # What resharding to a part of the ranks means shows on four of them.
-FOUR_ALONE = (checks.reshards_to_fewer_ranks, primary_life.reshards_to_fewer_ranks)
+FOUR_ALONE = (checks.reshards_to_fewer_ranks,)
+LONG = tuple(check for check, _, _ in LONG_CHECKS)
 # A step on the CPU rounds otherwise than one on a GPU, so that training there has nothing to be compared with.
 CPU_ALONE = (checks.offloads,)
 
@@ -155,7 +148,8 @@ def _cases() -> tuple[list, list]:
         first, *others = sorted(_sizes_here(check, sizes), key=lambda size: -ranks_of(None, size))
         for size in (first, *others):
             for config in configs:
-                tier = default if (size, config) == (first, configs[index % len(configs)]) else slow
+                is_first = (size, config) == (first, configs[index % len(configs)])
+                tier = default if is_first and check not in LONG else slow
                 tier.append((f"{check.__module__}.{check.__name__}", size, config))
     return default, slow
 

@@ -6,9 +6,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_checks import DEATHS, assert_plain_and_equal, die_while_saving, state_of
-from fsdp_models import CONFIGS, batch, blocks, masters_of, shard, train
-from primary_shard_life_checks import with_primary_weights
-from primary_shard_models import master_adamw, primary
+from fsdp_models import CONFIGS, adamw, batch, blocks, config_of, masters_of, shard, train
 from ranks import spawn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -54,10 +52,10 @@ def test_a_rank_that_dies_while_saving_loses_no_earlier_checkpoint(death, tmp_pa
 
 def test_masters_go_on_from_the_checkpoint_before_one_that_was_cut_off(tmp_path):
     """Killed between data and metadata: the checkpoint before has the masters and their states, which go on alone."""
-    saved = spawn(die_while_saving, 2, tmp_path, str(tmp_path), "committing", with_primary_weights)[0]
+    saved = spawn(die_while_saving, 2, tmp_path, str(tmp_path), "committing", "fp8_quantized")[0]
     assert ".metadata" not in {path.name for path in (tmp_path / "2").iterdir()}
-    model, reference = primary(CONFIGS["fp8"], seed=3), primary(CONFIGS["fp8"])
-    optimizer, reference_optimizer = master_adamw(model), master_adamw(reference)
+    model, reference = (blocks(config_of("fp8_quantized"), times=times) for times in (3, 1))
+    optimizer, reference_optimizer = adamw(model), adamw(reference)
     state = state_of(model, optimizer)
     with pytest.raises(dcp.CheckpointException):
         dcp.load(state, checkpoint_id=tmp_path / "2", no_dist=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from master_weight_checks import Weights, check_scales, codes
@@ -114,112 +116,38 @@ def test_nothing_to_do():
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 FP8, NVFP4 = BlockwiseFP8Tensor.from_hp(torch.zeros(4, 16)), NVFP4Tensor.from_hp(torch.zeros(4, 16))
-FLAT = torch.ones(64)
-WHAT = "cast_master_weights_to_fp8: weight 0 (BlockwiseFP8Tensor, shape [4, 16])"
-
-
-def fp8(master, start=0, weight=FP8, **options):
-    return lambda: cast_master_weights_to_fp8([weight], [master], [start], **options)
-
-
-def nvfp4(master, start, shard, **options):
-    return lambda: cast_master_weights_to_nvfp4([NVFP4], [master], [start], None, [shard], **options)
-
-
+ONE_ROW = NVFP4Tensor.from_hp(torch.zeros(4, 16), block_size=(1, 16))
+VIEW = BlockwiseFP8Tensor.from_hp(torch.zeros(16, 4)).t()
+FLAT, BYTES = torch.ones(64), torch.zeros(10, dtype=torch.uint8)
+# (weights, masters, start offsets, buffers or None, one code a byte, the error)
 REFUSALS = {
-    "another kind": (
-        fp8(FLAT, weight=NVFP4),
-        TypeError(
-            "cast_master_weights_to_fp8: weight 0 must be a BlockwiseFP8Tensor, got NVFP4Tensor; weights of several "
-            "kinds go through torchao_blockwise.distributed.master_weights.cast_master_weights"
-        ),
-    ),
-    "plain": (
-        lambda: cast_master_weights_to_nvfp4([FLAT.view(4, 16)], [FLAT], [0]),
-        TypeError(
-            "cast_master_weights_to_nvfp4: weight 0 must be a NVFP4Tensor, got Tensor; weights of several "
-            "kinds go through torchao_blockwise.distributed.master_weights.cast_master_weights"
-        ),
-    ),
-    "lists": (
-        lambda: cast_master_weights_to_fp8([FP8], [FLAT], [0, 0]),
-        ValueError("cast_master_weights_to_fp8: all lists must have an entry a weight, got lengths [1, 1, 2]"),
-    ),
-    "twice": (
-        lambda: cast_master_weights([NVFP4, FP8, FP8], [None] * 3, [None] * 3),
-        ValueError("cast_master_weights: weight 2 is the same tensor as weight 1; list a tied weight once"),
-    ),
-    "one-row blocks": (
-        lambda: cast_master_weights_to_nvfp4([NVFP4Tensor.from_hp(FLAT.view(4, 16), block_size=(1, 16))], [FLAT], [0]),
-        ValueError(
-            "cast_master_weights_to_nvfp4: weight 0 (NVFP4Tensor, shape [4, 16]) has blocks of 1x16; make it with "
-            "square blocks"
-        ),
-    ),
-    "a view": (
-        fp8(FLAT, weight=BlockwiseFP8Tensor.from_hp(torch.zeros(16, 4)).t()),
-        ValueError(f"{WHAT} is a view that is not contiguous; pass the weight that it is a view of"),
-    ),
-    "start without master": (
-        fp8(None, 5),
-        ValueError(f"{WHAT} has no master and start offset 5; give both or neither"),
-    ),
-    "master without start": (
-        fp8(FLAT, None),
-        ValueError(f"{WHAT} has a master and start offset None; give both or neither"),
-    ),
-    "master dtype": (
-        fp8(FLAT.double()),
-        TypeError(f"{WHAT} needs a master of bfloat16, float16 or float32, got torch.float64; cast it first"),
-    ),
-    "master shape": (
-        fp8(FLAT.view(4, 16)),
-        ValueError(f"{WHAT} needs a flat, contiguous master, got shape [4, 16] with strides [16, 1]; flatten it"),
-    ),
-    "master device": (
-        fp8(FLAT.to("meta")),
-        ValueError(f"{WHAT} is on cpu, its master on meta; move the master there"),
-    ),
-    "weight device": (
-        lambda: cast_master_weights_to_fp8([FP8, FP8.to("meta")], [None] * 2, [None] * 2),
-        ValueError(
-            "cast_master_weights_to_fp8: weight 1 (BlockwiseFP8Tensor, shape [4, 16]) is on meta, the first one on "
-            "cpu; make a call a device"
-        ),
-    ),
-    "outside": (
-        fp8(FLAT, 1),
-        ValueError(f"{WHAT} has 64 elements, its master claims [1, 65)"),
-    ),
-    "shard": (
-        fp8(FLAT[:5], 3, group=None, fsdp_shard_model_weights=[torch.zeros(4, dtype=torch.uint8)]),
-        ValueError(
-            f"{WHAT} needs a flat shard of 5 bytes on cpu for elements [3, 8), got torch.uint8 of shape [4] on cpu"
-        ),
-    ),
-    "no shard": (
-        nvfp4(FLAT[:6], 3, None),
-        ValueError(
-            "cast_master_weights_to_nvfp4: weight 0 (NVFP4Tensor, shape [4, 16]) needs a flat shard of 4 bytes on cpu "
-            "for elements [3, 9), got none"
-        ),
-    ),
-    "codes": (
-        nvfp4(FLAT[:6], 3, torch.zeros(4, dtype=torch.uint8), one_code_a_byte=True),
-        ValueError(
-            "cast_master_weights_to_nvfp4: weight 0 (NVFP4Tensor, shape [4, 16]) needs a flat shard of 6 bytes on cpu "
-            "for elements [3, 9), got torch.uint8 of shape [4] on cpu"
-        ),
-    ),
-    "strided shard": (
-        fp8(FLAT[:5], 3, group=None, fsdp_shard_model_weights=[torch.zeros(10, dtype=torch.uint8)[::2]]),
-        ValueError(f"{WHAT} needs a contiguous shard, got strides [2]"),
-    ),
+    "plain": ([FLAT.view(4, 16)], [FLAT], [0], None, False, TypeError("must be a QuantizedTensor, got Tensor")),
+    "lists": ([FP8], [FLAT], [0, 0], None, False, ValueError("an entry a weight, got lengths [1, 1, 2]")),
+    "twice": ([NVFP4, FP8, FP8], [None] * 3, [None] * 3, None, False, ValueError("is the same tensor as weight 1;")),
+    "one row": ([ONE_ROW], [FLAT], [0], None, False, ValueError("has blocks of 1x16; make it with square blocks")),
+    "a view": ([VIEW], [FLAT], [0], None, False, ValueError("is a view that is not contiguous; pass the weight")),
+    "start alone": ([FP8], [None], [5], None, False, ValueError("has no master and start offset 5; give both")),
+    "no start": ([FP8], [FLAT], [None], None, False, ValueError("has a master and start offset None; give both")),
+    "dtype": ([FP8], [FLAT.double()], [0], None, False, TypeError("float16 or float32, got torch.float64; cast")),
+    "shape": ([FP8], [FLAT.view(4, 16)], [0], None, False, ValueError("flat, contiguous master, got shape [4, 16]")),
+    "device": ([FP8], [FLAT.to("meta")], [0], None, False, ValueError("is on cpu, its master on meta; move")),
+    "devices": ([FP8, FP8.to("meta")], [None] * 2, [None] * 2, None, False, ValueError("is on meta, the first one")),
+    "outside": ([FP8], [FLAT], [1], None, False, ValueError("has 64 elements, its master claims [1, 65)")),
+    "shard": ([FP8], [FLAT[:5]], [3], [BYTES[:4]], False, ValueError("needs a flat shard of 5 bytes on cpu for")),
+    "no shard": ([NVFP4], [FLAT[:6]], [3], [None], False, ValueError("of 4 bytes on cpu for elements [3, 9)")),
+    "codes": ([NVFP4], [FLAT[:6]], [3], [BYTES[:4]], True, ValueError("of 6 bytes on cpu for elements [3, 9), got")),
+    "strides": ([FP8], [FLAT[:5]], [3], [BYTES[::2]], False, ValueError("needs a contiguous shard, got strides [2]")),
 }
 
 
-@pytest.mark.parametrize(("call", "expected"), REFUSALS.values(), ids=REFUSALS)
-def test_refuses(call, expected):
-    with pytest.raises(type(expected)) as error:
-        call()
-    assert str(error.value) == str(expected)
+@pytest.mark.parametrize(("weights", "masters", "starts", "buffers", "codes", "error"), REFUSALS.values(), ids=REFUSALS)
+def test_refuses(weights, masters, starts, buffers, codes, error):
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        cast_master_weights(weights, masters, starts, None, buffers, one_code_a_byte=codes)
+
+
+def test_refuses_another_kind_by_name():
+    with pytest.raises(TypeError, match="cast_master_weights_to_fp8: weight 0 must be a BlockwiseFP8Tensor, got NVFP4"):
+        cast_master_weights_to_fp8([NVFP4], [FLAT], [0])
+    with pytest.raises(ValueError, match=r"to_nvfp4: weight 0 \(NVFP4Tensor, shape \[4, 16\]\) has 64 elements"):
+        cast_master_weights_to_nvfp4([NVFP4], [FLAT], [1])

@@ -10,16 +10,14 @@ from rank_checks import nothing_raises, one_computes_alone, one_crashes
 SIZES = {"one": 1, "two": 2, "four": 4, "cpu alone": 2, "fails": 2, "behind": 2}
 
 
-def spawn_cases(monkeypatch, folder, cases, gpus: int, hopeless: bool = False):
-    """(what ranks left, what was spawned) where a rank is one that ends at the case that fails, or at once."""
+def spawn_cases(monkeypatch, folder, cases, gpus: int):
+    """(what ranks left, what was spawned) where a rank is one that ends at the case that fails."""
     spawned = []
 
     def spawn(worker, count, place, chosen, device_type):
         spawned.append((device_type, count, list(chosen)))
         done = chosen[: chosen.index("fails") + 1] if "fails" in chosen else chosen
-        return [
-            None if hopeless else {case: device_type for case in done if rank < SIZES[case]} for rank in range(count)
-        ]
+        return [{case: device_type for case in done if rank < SIZES[case]} for rank in range(count)]
 
     monkeypatch.setattr(ranks, "spawn", spawn)
     monkeypatch.setattr(ranks, "gpus", lambda: gpus)
@@ -42,30 +40,6 @@ def test_what_lies_behind_a_failure_runs_in_new_processes(monkeypatch, tmp_path)
     left, spawned = spawn_cases(monkeypatch, tmp_path, ["one", "fails", "behind", "two"], 0)
     assert [chosen for _, _, chosen in spawned] == [["one", "fails", "behind", "two"], ["behind", "two"]]
     assert left[1] == dict.fromkeys(("fails", "behind", "two"), "cpu")
-
-
-def test_processes_that_do_nothing_are_not_started_again(monkeypatch, tmp_path):
-    left, spawned = spawn_cases(monkeypatch, tmp_path, ["one", "two"], 0, hopeless=True)
-    assert len(spawned) == 1 and not any(left)
-
-
-@pytest.mark.parametrize(
-    ("value", "count", "expected"), ((None, 8, 0), ("cpu", 8, 0), ("cuda", 2, 2), ("cuda", 0, None), ("gpu", 2, None))
-)
-def test_the_switch(value, count, expected, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-    monkeypatch.delenv("TORCHAO_BLOCKWISE_TEST_DEVICE", raising=False)
-    if value is not None:
-        monkeypatch.setenv("TORCHAO_BLOCKWISE_TEST_DEVICE", value)
-    if expected is None:
-        with pytest.raises(ValueError, match="must be cpu, or cuda where there are GPUs, got"):
-            ranks.gpus()
-    else:
-        assert ranks.gpus() == expected
-
-
-def test_a_process_that_is_no_rank_computes_on_the_cpu():
-    assert ranks.device().type == "cpu"
 
 
 def test_who_sits_a_case_out_waits_as_long_as_it_takes(tmp_path):

@@ -35,13 +35,6 @@ def values(p: torch.Tensor) -> torch.Tensor:
 # --- writers: all ranks call them; weights of whole models stay alike on all ranks, as training keeps them ------------
 
 
-def broadcast(model):
-    for p in model.parameters():
-        if dist.get_rank() == 0:
-            values(p).mul_(3)
-        dist.broadcast(values(p).data, src=0)
-
-
 def broadcast_wrapper(model):
     """On `p.data`, as optimizers do it: the master weight itself is handed to the collective."""
     for p in model.parameters():
@@ -62,12 +55,6 @@ def send(model):
             dist.send(p.data, dst=1)
         else:
             dist.recv(p.data, src=0)
-
-
-def scatter(model):
-    for p in model.parameters():
-        whole = [values(p) * 3 for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-        dist.scatter(values(p).data, whole, src=0)
 
 
 def zero_redundancy(model):
@@ -153,13 +140,13 @@ def case_of(kind, write, recipe: str, compiled: bool = False):
     return check
 
 
-_WHOLE = (broadcast, broadcast_wrapper, all_reduce, send, scatter, zero_redundancy)
+_WHOLE = (broadcast_wrapper, all_reduce, send, zero_redundancy)
 _SPLIT = tuple((kind, w) for kind in (tensor_parallel, expert_parallel) for w in (compiled_optimizer, numpy_alias))
 _ALL = {f"{k.__name__}-{w.__name__}": (k, w) for k, w in (*((whole, w) for w in _WHOLE), *_SPLIT)}
 _DEFAULT = [(name, tuple(RECIPES)[index % 2], False) for index, name in enumerate(_ALL)]
 _DEFAULT.append(("whole-zero_redundancy", "fp8", True))
 _SLOW = [(name, tuple(RECIPES)[1 - index % 2], False) for index, name in enumerate(_ALL)]
-_SLOW.append(("whole-broadcast", "fp8", True))
+_SLOW.append(("whole-broadcast_wrapper", "fp8", True))
 # (models and what writes, recipe, whether the model is compiled)
 CASES = {2: (_DEFAULT, _SLOW)}
 

@@ -1,0 +1,248 @@
+"""Checks of quantized Parameters under FSDP2 that those of master weights do not make; each runs on every rank."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import torch
+import torch.distributed as dist
+from checkpoint_checks import assert_plain_and_equal, values_of, whole
+from fsdp_models import (
+    Counter,
+    adamw,
+    assert_gathers_exactly,
+    assert_is_quantized,
+    batch,
+    blocks,
+    shard,
+    shards_of,
+    train,
+)
+from helpers import replace
+from ranks import device
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torchao.quantization import quantize_
+
+from torchao_blockwise.distributed import sync_weight_scales
+from torchao_blockwise.testing import assert_bitwise_equal, random_tensor
+
+# Rows whose splits fall on block borders, within blocks, unevenly, and leave ranks with nothing.
+ROWS = (512, 129, 64, 33, 3, 1)
+
+
+def message_of(function, *args, **kwargs) -> str:
+    try:
+        function(*args, **kwargs)
+    except (ValueError, RuntimeError, NotImplementedError) as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing"
+
+
+def clones(state: dict) -> dict:
+    return {name: x.clone() for name, x in state.items()}
+
+
+def gathers_exactly_at_any_split(mesh, config):
+    """Before any optimizer, from its masters, and after values are copied in; in the policy's dtype."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+    def check(model, expected):
+        sync_weight_scales(model)
+        model.unshard()
+        assert_is_quantized(model[0].weight, expected.bfloat16(), config, "0.weight")
+        model.reshard()
+
+    for rows, columns in itertools.product(ROWS, (160, 33)):
+        model = nn.Sequential(nn.Linear(columns, rows, bias=False))
+        # Ranks begin with values of their own, of which each keeps its rows.
+        values = [random_tensor(rows, columns, seed=rank, device=device()) for rank in range(mesh.size())]
+        model[0].weight.data = values[mesh.get_rank()].clone()
+        quantize_(model, config)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        per_rank = -(-rows // mesh.size())
+        expected = torch.cat([v[r * per_rank : (r + 1) * per_rank] for r, v in enumerate(values)])
+        weight = model[0].weight
+        assert weight.shape == (rows, columns) and weight.dtype == torch.float32
+        optimizer = adamw(model) if columns == 33 else None
+        check(model, expected)
+        with torch.no_grad():
+            weight.copy_(distribute_tensor(expected * 3, mesh, weight.placements, src_data_rank=None))
+        if optimizer is not None:
+            assert_bitwise_equal(optimizer.master(weight).full_tensor(), expected * 3)
+        check(model, expected * 3)
+
+
+def trains_as_masters(mesh, config, steps: int = 3):
+    """The losses, norms of gradients and final values of master weights, bit for bit, in many ways to train."""
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    clipped = {"clip": 0.05}
+    for policies, options, how in (
+        ({}, {}, {"clip": 0.5, "steps": steps}),
+        ({"mp_policy": mixed}, {}, clipped),
+        ({"reshard_after_forward": False}, {"foreach": True}, clipped),
+        ({}, {"fused": True}, {"microbatches": 3}),
+    ):
+        losses, values, reductions = [], [], []
+        for masters in (True, False):
+            model = shard(blocks(replace(config, master_weights=masters)), mesh, **policies)
+            optimizer = adamw(model, **options)
+            with Counter() as counter:
+                losses.append(train(model, optimizer, **how))
+            values.append(values_of(model, optimizer))
+            reductions.append(counter.reductions)
+        assert losses[0] == losses[1], losses
+        assert_plain_and_equal(values[1], values[0])
+        assert len(shards_of(model)) == 4
+        # One a step, whatever the number of forward passes.
+        assert reductions[1] == (how.get("steps", 3) if mesh.size() > 1 else 0), reductions
+        assert_gathers_exactly(model, config, policies and policies.get("mp_policy") and torch.bfloat16)
+
+
+def trains_long(mesh, config):
+    trains_as_masters(mesh, config, steps=105)
+
+
+def keeps_dtypes_of_gradients(mesh, config):
+    """`grad_dtype` does what it does for a model that is not converted, after a move of the shards too."""
+
+    def dtypes_of(config) -> list[dict]:
+        model, found = blocks(None, dtype=torch.bfloat16), []
+        for p in model.parameters():
+            p.grad_dtype = torch.float32
+        if config is not None:
+            quantize_(model, config)
+        shard(model, mesh)
+        for _ in range(2):
+            model(batch().bfloat16()).sum().backward()
+            found.append({name: p.grad.dtype for name, p in model.named_parameters()})
+            model.zero_grad()
+            model.to(device())
+        return found
+
+    expected = dtypes_of(None)
+    for masters in (True, False):
+        assert dtypes_of(replace(config, master_weights=masters)) == expected, masters
+
+
+def leaves_frozen_weights(mesh, config):
+    """A quantized base: no masters, the bits of its conversion; ranks that converted other values are told so."""
+    model, alone = blocks(config), blocks(config)
+    for m in (model, alone):
+        m.requires_grad_(False)
+        m[1].up.requires_grad_(True)
+    wholes = {n: p.detach() for n, p in alone.named_parameters() if n.endswith(".weight") and "norm" not in n}
+    shard(model, mesh)
+    assert train(model, adamw(model)) == train(alone, adamw(alone))
+    for name, p in shards_of(model).items():
+        assert p.requires_grad == (name == "1.up.weight")
+        if not p.requires_grad:
+            held = p.to_local()
+            rows = slice(held.part.start, held.part.start + held.shape[0])
+            assert_bitwise_equal(held.qdata, wholes[name].qdata[rows], name)
+            assert_bitwise_equal(held.values(), wholes[name].dequantize(torch.float32)[rows], name)
+    if mesh.size() > 1:
+        other = blocks(config, times=mesh.get_rank() + 1).requires_grad_(False)
+        for module in (*other[0].children(), *other[1].children()):
+            if hasattr(module.weight, "pending_master"):
+                module.weight.pending_master = None
+        message = message_of(shard(other, mesh), batch())
+        assert message.startswith("ValueError: sync_weight_scales: ranks differ; rank 0 has 0.up.weight"), message
+
+
+def follows_loads(mesh, config):
+    """What is loaded, in place or by assignment, is gathered, saved and trained on, whatever comes first after it."""
+    source = shard(blocks(replace(config, master_weights=True)), mesh)
+    train(source, adamw(source), steps=2)
+    state = clones(source.state_dict())
+    expected_output = source(batch()).detach()
+    for assign, owned, next_step in (
+        (False, False, "forward"),
+        (True, False, "state_dict"),
+        (False, True, "forward"),
+        (False, True, "state_dict"),
+        (False, True, "master"),
+        (False, True, "step"),
+        (False, True, "microbatch"),
+    ):
+        model = shard(blocks(config, times=3), mesh)
+        optimizer = adamw(model) if owned else None
+        if next_step == "microbatch":
+            model.set_requires_gradient_sync(False)
+            model(batch()).sum().backward()
+            model.zero_grad()
+        model.load_state_dict(clones(state), assign=assign)
+        assert len(shards_of(model)) == 4
+        if next_step in ("forward", "microbatch"):
+            assert torch.equal(model(batch()), expected_output)
+        elif next_step == "step":
+            optimizer.step()
+        elif next_step == "master":
+            optimizer.master(model[0].up.weight)
+        if next_step in ("state_dict", "master"):
+            # Until ranks cast it.
+            assert_plain_and_equal(whole(model.state_dict()), whole(state))
+        if owned:
+            assert_plain_and_equal(values_of(model, optimizer), whole(state))
+        assert_gathers_exactly(model, config)
+        assert torch.equal(model(batch()), expected_output)
+
+
+def refuses_stale_values(mesh, config):
+    """Gathers of backward are of the forward pass: values that are loaded between the two must not pass unseen."""
+    model = shard(blocks(config), mesh)
+    loss = model(batch()).sum()
+    model.load_state_dict(clones(model.state_dict()))
+    message = message_of(loss.backward)
+    assert "whose values were loaded" in message and "sync_weight_scales(model) on all ranks" in message, message
+
+
+def refuses(mesh, config):
+    """What cannot work is refused by name, with a remedy."""
+
+    def linear(**options):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(device())
+        quantize_(model, config)
+        return fully_shard(model, mesh=mesh, **options)
+
+    message = message_of(linear, shard_placement_fn=lambda p: Shard(1))
+    assert "is quantized itself, and Shard(1) would cut its rows; shard dim 0" in message, message
+    message = message_of(linear, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert "leave CPUOffloadPolicy out, or convert with master_weights=True" in message, message
+    model = blocks(config)
+    optimizer = adamw(model)
+    message = message_of(shard, model, mesh)
+    assert "make MasterWeightOptimizer after fully_shard" in message and optimizer, message
+    for options in ({"shard": "zero1"}, {"process_group": dist.group.WORLD}):
+        message = message_of(adamw, linear(), **options)
+        assert "0.weight is split by FSDP2 already; leave process_group and shard out" in message, message
+    message = message_of(adamw, shard(blocks(config), mesh), weight_decay=0.1 * mesh.get_rank())
+    assert message.startswith("ValueError: MasterWeightOptimizer: ranks differ; rank 0 has AdamW, "), message
+
+
+def gives_full_state_dicts(mesh, config):
+    """Of the model and of the optimizer, to one process and back, the model's after the optimizer's too."""
+    model = shard(blocks(config), mesh)
+    optimizer = adamw(model)
+    train(model, optimizer, steps=2)
+    options = dsd.StateDictOptions(full_state_dict=True)
+    state = dsd.get_model_state_dict(model, options=options)
+    assert_plain_and_equal(state, whole(model.state_dict()))
+    # Copied: the step counts are those of the optimizer, which goes on counting.
+    full = copy.deepcopy(optimizer.full_state_dict())
+    expected = train(model, optimizer, steps=2, offset=2)
+    alone = blocks(config, times=3)
+    alone_optimizer = adamw(alone)
+    alone.load_state_dict(state)
+    alone_optimizer.load_state_dict(copy.deepcopy(full))
+    assert train(alone, alone_optimizer, steps=2, offset=2) == expected
+    again = shard(blocks(config, times=3), mesh)
+    again_optimizer = adamw(again)
+    dsd.set_model_state_dict(again, dict(state), options=options)
+    again_optimizer.load_state_dict(full)
+    again.load_state_dict(again.state_dict())
+    assert_gathers_exactly(again, config)
+    assert train(again, again_optimizer, steps=2, offset=2) == expected
